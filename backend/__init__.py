@@ -1,0 +1,1 @@
+"""The speculative backend: coordinator, verifiers, drafters and the wire between them."""

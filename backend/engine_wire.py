@@ -1,0 +1,41 @@
+"""The wire between a gateway and a verifier: frame kinds and the small messages that vLLM does not define.
+
+A gateway's DEALER talks to the verifier's ROUTER.  The first frame says what follows.  Requests and outputs are vLLM's own
+`EngineCoreRequest` and `EngineCoreOutputs`, encoded by vLLM's `MsgpackEncoder` (which may add raw frames for tensors).
+
+gateway -> verifier   HELLO EngineHello | ADD EngineCoreRequest... | ABORT list of request ids | UTILITY (call id, method,
+                      args) | PING
+verifier -> gateway   WELCOME EngineWelcome | OUTPUTS EngineCoreOutputs... | STATS VerifierStats | REFUSED text
+
+A gateway pings every second; a verifier aborts the requests of a gateway it has not heard of for `gateway_lease_s`.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+ENGINE_WIRE_VERSION = 1
+
+HELLO, ADD, ABORT, UTILITY, PING = b"h", b"a", b"x", b"u", b"p"
+WELCOME, OUTPUTS, STATS, REFUSED = b"w", b"o", b"s", b"r"
+
+
+class EngineHello(msgspec.Struct, frozen=True):
+    """A gateway introduces itself; answered by `EngineWelcome` or REFUSED."""
+
+    version: int
+    vllm_version: str
+    gateway_id: str
+
+
+class EngineWelcome(msgspec.Struct, frozen=True):
+    """What a gateway needs to know of a verifier to serve its model."""
+
+    version: int
+    verifier_id: str
+    incarnation: str
+    model: str
+    max_model_len: int
+    num_kv_blocks: int
+    block_size: int
+    supported_tasks: list[str]

@@ -1,0 +1,150 @@
+"""What the members of a fleet tell the coordinator and each other.  Pure data, in any process.
+
+Members (verifiers, drafters, gateways) report to the coordinator a few times a second; the answer carries their orders.
+A verifier also sends its `VerifierStats` straight to every gateway connected to it, so that metrics outlive the coordinator.
+Counters are cumulative since the process started; `started_at` tells one incarnation from the next.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+MemberKind = Literal["verifier", "drafter", "gateway"]
+MemberState = Literal["starting", "ready", "draining", "lost"]
+IDLE_CAUSES = ("no_work", "awaiting_draft", "transfer", "swap")
+
+
+class DraftCounters(msgspec.Struct):
+    """What one verifier saw of one drafter ("native" and "ngram" stand for vLLM's own co-located proposers)."""
+
+    drafts: int = 0
+    """Verifications that had at least one draft token."""
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    drafted_by_position: list[int] = msgspec.field(default_factory=list)
+    accepted_by_position: list[int] = msgspec.field(default_factory=list)
+    rounds: int = 0
+    round_trip_s: float = 0.0
+    draft_s: float = 0.0
+    queue_s: float = 0.0
+    bytes_sent: int = 0
+    dropped: dict[str, int] = msgspec.field(default_factory=dict)
+    """Drafts not used, by reason: `late`, `stale`, `invalid`, `overflow`, `lost`."""
+
+
+class VerifierStats(msgspec.Struct):
+    """One verifier's cumulative counters and present load."""
+
+    verifier_id: str
+    started_at: float
+    """Unix time in seconds."""
+    mode: str
+    num_speculative_tokens: int
+    busy_s: float = 0.0
+    idle_s: dict[str, float] = msgspec.field(default_factory=lambda: dict.fromkeys(IDLE_CAUSES, 0.0))
+    steps: int = 0
+    verify_s: float = 0.0
+    """Target forward and sampling, summed over steps."""
+    prompt_tokens: int = 0
+    tokens: int = 0
+    """Tokens emitted."""
+    verifications: int = 0
+    requests_finished: dict[str, int] = msgspec.field(default_factory=dict)
+    """By vLLM's finish reason: `stop`, `length`, `abort`, `error`, ..."""
+    preemptions: int = 0
+    running: int = 0
+    waiting: int = 0
+    tokens_in_flight: int = 0
+    """Tokens held by running and waiting requests, prompts included."""
+    kv_usage: float = 0.0
+    """Share of the KV cache in use, 0..1."""
+    drafters: dict[str, DraftCounters] = msgspec.field(default_factory=dict)
+    drafters_down: list[str] = msgspec.field(default_factory=list)
+    """Assigned drafters whose circuit breaker is open: drafts are not waited for."""
+
+
+class DrafterStats(msgspec.Struct):
+    """One drafter's cumulative counters and present load."""
+
+    drafter_id: str
+    started_at: float
+    rounds: int = 0
+    rows: int = 0
+    """Feature rows the cache was extended by."""
+    draft_tokens: int = 0
+    busy_s: float = 0.0
+    sequences: int = 0
+    cache_usage: float = 0.0
+    prefix_rows_reused: int = 0
+    evictions: int = 0
+    rejected: int = 0
+    """Messages refused: undecodable, wrong version, wrong width."""
+    verifiers: list[str] = msgspec.field(default_factory=list)
+
+
+class Member(msgspec.Struct, frozen=True):
+    """One process of the fleet as the coordinator knows it."""
+
+    id: str
+    kind: MemberKind
+    incarnation: str
+    """Random per process start: a restarted member is the same `id` with another incarnation."""
+    address: str
+    """Where it listens (`ipc://...` or `tcp://host:port`); empty for a gateway."""
+    server_key: str
+    """Its CURVE public key (Z85) when `address` is tcp, else empty."""
+    node: str
+    pid: int
+    model: str
+    state: MemberState = "starting"
+
+
+class DrafterRef(msgspec.Struct, frozen=True):
+    """A drafter as one of its verifiers needs to know it."""
+
+    id: str
+    incarnation: str
+    address: str
+    server_key: str
+    generation: int
+    """The assignment's generation; grows with every change of this pair."""
+
+
+class Orders(msgspec.Struct, frozen=True):
+    """The coordinator's answer to a report.  `drafters` is for verifiers, in a stable order."""
+
+    known: bool
+    """False: the coordinator does not know this incarnation (it restarted, or the lease ran out); register again."""
+    drafters: list[DrafterRef] = msgspec.field(default_factory=list)
+    drain: bool = False
+
+
+class Assignment(msgspec.Struct, frozen=True):
+    """One drafter bound to one verifier."""
+
+    verifier_id: str
+    drafter_id: str
+    generation: int
+
+
+class MemberView(msgspec.Struct, frozen=True):
+    """A member in the fleet snapshot."""
+
+    member: Member
+    last_report_s: float
+    """Seconds since its last report."""
+    verifier: VerifierStats | None = None
+    drafter: DrafterStats | None = None
+
+
+class FleetSnapshot(msgspec.Struct, frozen=True):
+    """The whole fleet at one moment."""
+
+    version: int
+    """Grows with every change of membership or assignment."""
+    members: list[MemberView]
+    assignments: list[Assignment]
+    counters: dict[str, int]
+    """`registrations`, `restarts`, `leases_expired`, `assignments_made`, `assignments_dropped`."""

@@ -1,0 +1,94 @@
+"""How a member stays part of the fleet: registers, reports a few times a second, passes on its orders.
+
+Runs as one thread of the member's process.  The coordinator may be away for as long as it likes: the member serves on with its
+last orders and registers again when the coordinator is back.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+
+from backend.coordinator.messages import CoordinatorUnavailable, Credentials
+from backend.fleet import DrafterStats, Member, MemberState, Orders, VerifierStats
+
+logger = logging.getLogger(__name__)
+
+
+class Coordinator(Protocol):
+    """The part of `CoordinatorHandle` that a member uses."""
+
+    def register(self, member: Member) -> Credentials: ...
+
+    def report(
+        self, member_id: str, incarnation: str, stats: VerifierStats | DrafterStats | None, state: MemberState
+    ) -> Orders: ...
+
+    def deregister(self, member_id: str, incarnation: str) -> None: ...
+
+
+class Membership:
+    """One member's standing with the coordinator.
+
+    `read_stats` is called on this object's thread; so is `obey`, with the orders of every report.
+    """
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        member: Member,
+        interval_s: float,
+        read_stats: Callable[[], VerifierStats | DrafterStats | None],
+        obey: Callable[[Orders], None],
+    ) -> None:
+        self._coordinator = coordinator
+        self._member = member
+        self._interval_s = interval_s
+        self._read_stats = read_stats
+        self._obey = obey
+        self._registered_at = member.address
+        self._away = False
+        self._leave = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="membership", daemon=True)
+
+    def join_fleet(self) -> None:
+        """Starts reporting."""
+        self._thread.start()
+
+    def leave_fleet(self) -> None:
+        """Stops reporting and says goodbye."""
+        self._leave.set()
+        self._thread.join(timeout=5)
+        try:
+            self._coordinator.deregister(self._member.id, self._member.incarnation)
+        except CoordinatorUnavailable:
+            logger.info("left without a goodbye: the coordinator is away")
+
+    def become(self, state: MemberState, address: str | None = None) -> None:
+        """Changes the state (and the address) that the next report carries."""
+        self._member = msgspec.structs.replace(
+            self._member, state=state, address=self._member.address if address is None else address
+        )
+
+    def _run(self) -> None:
+        while not self._leave.wait(self._interval_s):
+            try:
+                self._report()
+                self._away = False
+            except CoordinatorUnavailable as error:
+                if not self._away:
+                    logger.warning("coordinator is away (%s); serving on with the last orders", error)
+                self._away = True
+
+    def _report(self) -> None:
+        member = self._member
+        orders = self._coordinator.report(member.id, member.incarnation, self._read_stats(), member.state)
+        if orders.known and self._registered_at == member.address:
+            self._obey(orders)
+            return
+        self._coordinator.register(member)
+        self._registered_at = member.address

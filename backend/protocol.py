@@ -1,0 +1,129 @@
+"""The wire between a verifier and its drafters.  Pure data; used by both sides, in any process.
+
+A verifier's worker ships one `Round` per engine step: a MessagePack header and one raw frame that holds the features
+(hidden states after the EAGLE `fc`, or the raw last hidden state for EAGLE-1) of every row in it, in item order.  The drafter
+answers with one `Drafts`.  Nothing here is pickled.
+
+Positions.  A request's tokens are `x[0..n-1]`, `n = base_len`.  Feature row `p` is the target's feature of position `p` and
+is paired with the token at `p + 1`.  So a message with `rows` rows and base length `n` carries the features of the positions
+`n - 1 - rows .. n - 2`, and `start = n - 1 - rows`.  A drafter that holds more positions than `start` truncates to it; one
+that holds fewer keeps a gap (a round was lost, or the target's prefix cache computed nothing there): positions stay right,
+only context is missing.  Drafts are therefore never wrong, merely less often accepted.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+PROTOCOL_VERSION = 1
+
+FeatureDtype = Literal["float32", "bfloat16", "float16"]
+Role = Literal["features", "drafts"]
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """First message on a socket.  `features` sockets send rounds; `drafts` sockets receive their answers."""
+
+    version: int
+    verifier_id: str
+    role: Role
+    epoch: int
+    """Counts this verifier's process starts and reassignments: answers to an older epoch are dropped by both sides."""
+
+
+class Open(msgspec.Struct, frozen=True, tag="open"):
+    """(Re)opens a request on a drafter that may know nothing of it: all `base_len` tokens, features for the last `rows`."""
+
+    request_id: str
+    base_len: int
+    tokens: list[int]
+    rows: int
+    k: int
+    """Draft tokens wanted in answer; 0 extends the drafter's cache only (a prefill chunk that is not the last)."""
+
+
+class Commit(msgspec.Struct, frozen=True, tag="commit"):
+    """What verification decided: the newest tokens, `tokens[-1]` standing at position `base_len - 1`."""
+
+    request_id: str
+    base_len: int
+    tokens: list[int]
+    rows: int
+    k: int
+
+
+class Close(msgspec.Struct, frozen=True, tag="close"):
+    """The request is gone (finished, aborted, moved); the drafter may keep its cache rows for prefix reuse."""
+
+    request_id: str
+    reason: str
+
+
+class Round(msgspec.Struct, frozen=True, tag="round"):
+    """One engine step of one verifier.  The frame behind it holds `[sum(rows), hidden]` features of `dtype`, C order."""
+
+    epoch: int
+    seq: int
+    dtype: FeatureDtype
+    hidden: int
+    """Width of a feature row; 0 when no features travel (an n-gram drafter)."""
+    items: list[Open | Commit | Close]
+
+
+class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
+    """The drafter's answer to `Hello`."""
+
+    version: int
+    drafter_id: str
+    kind: str
+
+
+class Draft(msgspec.Struct, frozen=True, array_like=True):
+    """Draft tokens for one request, valid only while the request is exactly `base_len` tokens long."""
+
+    request_id: str
+    base_len: int
+    tokens: list[int]
+
+
+class Drafts(msgspec.Struct, frozen=True, tag="drafts"):
+    """The answer to one `Round` (or to a part of it)."""
+
+    epoch: int
+    seq: int
+    draft_us: int
+    """Drafter compute for this round, in microseconds."""
+    queue_us: int
+    """Time the round waited at the drafter before its compute began, in microseconds."""
+    items: list[Draft]
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    """The peer speaks another protocol version, or sent something it may not send."""
+
+    reason: str
+
+
+ToDrafter = Hello | Round
+ToVerifier = Welcome | Drafts | Refused
+
+_encoder = msgspec.msgpack.Encoder()
+_to_drafter: msgspec.msgpack.Decoder[ToDrafter] = msgspec.msgpack.Decoder(ToDrafter)
+_to_verifier: msgspec.msgpack.Decoder[ToVerifier] = msgspec.msgpack.Decoder(ToVerifier)
+
+
+def encode(message: ToDrafter | ToVerifier) -> bytes:
+    """One message as MessagePack."""
+    return _encoder.encode(message)
+
+
+def decode_to_drafter(frame: bytes) -> ToDrafter:
+    """Decodes what a verifier sent; raises `msgspec.DecodeError` (or its subclass `ValidationError`) on anything else."""
+    return _to_drafter.decode(frame)
+
+
+def decode_to_verifier(frame: bytes) -> ToVerifier:
+    """Decodes what a drafter sent; raises `msgspec.DecodeError` (or its subclass `ValidationError`) on anything else."""
+    return _to_verifier.decode(frame)

@@ -1,0 +1,116 @@
+"""One thread's sockets and its wake-up.  The loops of verifiers and drafters are built on it.
+
+A `Hub` belongs to the thread that polls it; only `wake` may be called from another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import cast
+
+import zmq
+
+from backend.transport.sockets import ServerKeys, Wire, bind_router, connect_dealer
+
+
+class Router:
+    """A bound server socket."""
+
+    def __init__(self, socket: zmq.Socket[bytes], address: str) -> None:
+        self.socket = socket
+        self.address = address
+
+    def receive(self) -> tuple[bytes, list[bytes]] | None:
+        """The next message as (sender, frames); None when there is none now."""
+        try:
+            identity, *frames = self.socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+        return identity, frames
+
+    def send(self, identity: bytes, *frames: bytes) -> bool:
+        """Queues one message; False when that peer's queue is full.  A peer that is gone is not an error."""
+        try:
+            self.socket.send_multipart((identity, *frames), zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+
+class Dealer:
+    """A client socket; connects by itself, again and again."""
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self.socket = socket
+
+    def receive(self) -> list[bytes] | None:
+        """The next message's frames; None when there is none now."""
+        try:
+            return self.socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+
+    def send(self, *frames: bytes) -> bool:
+        """Queues one message; False when the queue is full."""
+        try:
+            self.socket.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Closes a dealer that no hub owns; what is queued is dropped."""
+        self.socket.close()
+
+
+class Hub:
+    """Polls any number of sockets together with a wake-up from other threads."""
+
+    def __init__(self, wire: Wire) -> None:
+        self.wire = wire
+        self._poller = zmq.Poller()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poller.register(self._wake, zmq.POLLIN)
+        self._sockets: list[zmq.Socket[bytes]] = []
+
+    def router(self, address: str, keys: ServerKeys | None = None) -> Router:
+        """Binds a server socket; see `bind_router`."""
+        socket, bound = bind_router(self.wire, address, keys)
+        self._add(socket)
+        return Router(socket, bound)
+
+    def dealer(self, address: str, identity: str, server_key: str = "") -> Dealer:
+        """Connects a client socket; see `connect_dealer`."""
+        socket = connect_dealer(self.wire, address, identity.encode(), server_key)
+        self._add(socket)
+        return Dealer(socket)
+
+    def drop(self, end: Router | Dealer) -> None:
+        """Closes one socket."""
+        self._poller.unregister(end.socket)
+        self._sockets.remove(end.socket)
+        end.socket.close()
+
+    def poll(self, timeout_s: float) -> bool:
+        """Waits until a socket is readable or `wake` was called; False when the time ran out first."""
+        events = self._poller.poll(max(0, round(timeout_s * 1000 + 0.499)))
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake)
+        return bool(events)
+
+    def wake(self) -> None:
+        """Ends a `poll` under way, or the next one.  Any thread."""
+        os.eventfd_write(self._wake, 1)
+
+    def close(self) -> None:
+        """Closes all sockets and the context."""
+        for socket in self._sockets:
+            socket.close()
+        self._sockets.clear()
+        os.close(self._wake)
+        self.wire.close()
+
+    def _add(self, socket: zmq.Socket[bytes]) -> None:
+        self._poller.register(socket, zmq.POLLIN)
+        self._sockets.append(cast("zmq.Socket[bytes]", socket))

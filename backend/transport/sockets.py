@@ -1,0 +1,137 @@
+"""How Outrider's data-plane sockets are made.  Any process; a socket belongs to the thread that made it.
+
+Servers (verifiers towards gateways, drafters towards verifiers) bind a ROUTER; clients connect a DEALER.  On one host the
+address is `ipc://` inside a directory only the user may enter.  Across hosts it is `tcp://`, and then both ends speak CURVE:
+the server proves itself with its own key, and accepts only the fleet's client key, which the coordinator hands out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import zmq
+import zmq.auth.thread
+
+HEARTBEAT_MS = 1000
+HEARTBEAT_TIMEOUT_MS = 5000
+
+
+class ServerKeys(msgspec.Struct, frozen=True):
+    """A CURVE key pair (Z85 text)."""
+
+    public: str
+    secret: str
+
+
+def new_server_keys() -> ServerKeys:
+    """A fresh CURVE key pair."""
+    public, secret = zmq.curve_keypair()
+    return ServerKeys(public.decode(), secret.decode())
+
+
+@dataclass
+class Wire:
+    """One process's ZeroMQ context and fleet credentials.
+
+    `fleet_keys` is the fleet-wide client pair; servers accept this client alone, clients present it.  Without it only `ipc://`
+    addresses are allowed.
+    """
+
+    fleet_keys: ServerKeys | None = None
+    context: zmq.Context[zmq.Socket[bytes]] = field(default_factory=zmq.Context)
+    _authenticator: zmq.auth.thread.ThreadAuthenticator | None = None
+
+    def allow_only_fleet(self) -> None:
+        """Starts the ZAP handler that refuses every client key but the fleet's."""
+        if self._authenticator is not None or self.fleet_keys is None:
+            return
+        authenticator = zmq.auth.thread.ThreadAuthenticator(self.context)
+        authenticator.start()
+        allowed = self.fleet_keys.public.encode()
+        authenticator.configure_curve_callback(domain="*", credentials_provider=_OneKey(allowed))
+        self._authenticator = authenticator
+
+    def close(self) -> None:
+        """Stops the authenticator and ends the context; sockets must be closed by their owners first."""
+        if self._authenticator is not None:
+            self._authenticator.stop()
+        self.context.term()
+
+
+class _OneKey:
+    """zmq.auth's credentials provider: one client key is known."""
+
+    def __init__(self, public: bytes) -> None:
+        self._public = public
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        return key == self._public
+
+
+def _common(socket: zmq.Socket[bytes], high_water_mark: int) -> None:
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.SNDHWM, high_water_mark)
+    socket.setsockopt(zmq.RCVHWM, high_water_mark)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+
+
+def bind_router(
+    wire: Wire, address: str, keys: ServerKeys | None = None, high_water_mark: int = 1000
+) -> tuple[zmq.Socket[bytes], str]:
+    """A bound ROUTER and the address it is reached at (`tcp://host:0` becomes the port that was free).
+
+    Raises `ValueError` for a tcp address without keys, `OSError` when the address cannot be bound.
+    """
+    socket: zmq.Socket[bytes] = wire.context.socket(zmq.ROUTER)
+    _common(socket, high_water_mark)
+    if address.startswith("tcp://"):
+        if keys is None or wire.fleet_keys is None:
+            raise ValueError(f"{address}: a tcp socket needs the fleet's CURVE keys")
+        wire.allow_only_fleet()
+        socket.curve_secretkey = keys.secret.encode()
+        socket.curve_publickey = keys.public.encode()
+        socket.curve_server = True
+    try:
+        socket.bind(address)
+    except zmq.ZMQError as error:
+        socket.close()
+        raise OSError(f"cannot listen on {address}: {error}") from error
+    return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+
+def connect_dealer(
+    wire: Wire, address: str, identity: bytes, server_key: str = "", high_water_mark: int = 1000
+) -> zmq.Socket[bytes]:
+    """A DEALER connecting to `address` as `identity`; it reconnects by itself until closed.
+
+    Raises `ValueError` for a tcp address without the server's key or the fleet's.
+    """
+    socket: zmq.Socket[bytes] = wire.context.socket(zmq.DEALER)
+    _common(socket, high_water_mark)
+    socket.setsockopt(zmq.IDENTITY, identity)
+    socket.setsockopt(zmq.RECONNECT_IVL, 50)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+    if address.startswith("tcp://"):
+        if not server_key or wire.fleet_keys is None:
+            socket.close()
+            raise ValueError(f"{address}: a tcp socket needs the fleet's CURVE keys")
+        socket.curve_serverkey = server_key.encode()
+        socket.curve_publickey = wire.fleet_keys.public.encode()
+        socket.curve_secretkey = wire.fleet_keys.secret.encode()
+    socket.connect(address)
+    return socket
+
+
+@contextlib.contextmanager
+def unlink_ipc_on_exit(address: str) -> Iterator[None]:
+    """Removes the socket file behind an `ipc://` address when the block ends."""
+    try:
+        yield
+    finally:
+        if address.startswith("ipc://"):
+            Path(address.removeprefix("ipc://")).unlink(missing_ok=True)

@@ -1,0 +1,155 @@
+"""Ships features to the drafters: the worker's half of the drafting wire.
+
+Runs in the worker's process (tensor-parallel rank 0 alone) on the thread that runs the model.  Per engine step and drafter one
+`Round` leaves: for each request the rows the target has just computed, projected by the EAGLE head's `fc` so that one hidden
+width and not three crosses the wire.  Sending never blocks: when a drafter's queue is full the round is dropped, the drafter
+keeps a gap, and the request loses acceptance, nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+
+from backend.fleet import DrafterRef
+from backend.protocol import PROTOCOL_VERSION, Close, Commit, FeatureDtype, Hello, Open, Round, encode
+from backend.transport import Dealer, Wire, connect_dealer
+from backend.verifier.pairing import drafter_for
+
+logger = logging.getLogger(__name__)
+
+QUEUED_ROUNDS = 64
+"""Rounds that may wait for a drafter that does not read; further ones are dropped."""
+
+DTYPE_NAMES: dict[torch.dtype, FeatureDtype] = {
+    torch.float32: "float32",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+}
+
+
+@dataclass(frozen=True)
+class Span:
+    """What one request computed in this step.
+
+    Rows `offset .. offset + rows - 1` of the step's hidden states are the features of positions `start .. start + rows - 1`,
+    all of them final (rejected draft positions are not part of it).  `tokens(a, b)` gives the request's token ids `a .. b-1`.
+    """
+
+    request_id: str
+    start: int
+    offset: int
+    rows: int
+    wants_draft: bool
+    tokens: Callable[[int, int], list[int]]
+
+
+class _Link:
+    """One drafter: its socket, and how far each request's features have been shipped to it."""
+
+    def __init__(self, wire: Wire, ref: DrafterRef, verifier_id: str, epoch: int) -> None:
+        self.ref = ref
+        identity = f"{verifier_id}/features/{epoch}".encode()
+        self.socket = Dealer(connect_dealer(wire, ref.address, identity, ref.server_key, QUEUED_ROUNDS))
+        self.next_row: dict[str, int] = {}
+        self.closed: list[Close] = []
+        self.socket.send(encode(Hello(PROTOCOL_VERSION, verifier_id, "features", epoch)))
+
+
+class FeatureShipper:
+    """The sockets to all drafters of this verifier, and what each knows of each request."""
+
+    def __init__(self, verifier_id: str, k: int, project: Callable[[torch.Tensor], torch.Tensor] | None) -> None:
+        self._verifier_id = verifier_id
+        self._k = k
+        self._project = project
+        self._links: dict[str, _Link] = {}
+        self._epoch = 0
+        self._seq = 0
+        self.bytes_sent: dict[str, int] = {}
+        self.overflows: dict[str, int] = {}
+
+    def set_drafters(self, wire: Wire, refs: list[DrafterRef], epoch: int) -> None:
+        """Connects to new drafters, leaves those no longer assigned.  `epoch` is shared with the scheduler's sockets."""
+        wanted = {ref.id: ref for ref in refs}
+        for drafter_id, link in list(self._links.items()):
+            if wanted.get(drafter_id) != link.ref:
+                link.socket.close()
+                del self._links[drafter_id]
+        self._epoch = epoch
+        for ref in refs:
+            if ref.id not in self._links:
+                self._links[ref.id] = _Link(wire, ref, self._verifier_id, epoch)
+
+    def finish(self, request_ids: Iterable[str]) -> None:
+        """These requests are over; drafters are told with the next round."""
+        for request_id in request_ids:
+            for link in self._links.values():
+                if link.next_row.pop(request_id, None) is not None:
+                    link.closed.append(Close(request_id, "finished"))
+
+    def ship(self, spans: list[Span], hidden: torch.Tensor | None) -> None:
+        """Sends this step's rows.  `hidden`: `[num_tokens, width]` before `fc`, or None when drafters need no features."""
+        drafter_ids = sorted(self._links)
+        by_drafter: dict[str, list[Span]] = {drafter_id: [] for drafter_id in drafter_ids}
+        for span in spans:
+            chosen = drafter_for(span.request_id, drafter_ids)
+            if chosen is not None:
+                by_drafter[chosen].append(span)
+        for drafter_id, its_spans in by_drafter.items():
+            link = self._links[drafter_id]
+            if its_spans or link.closed:
+                self._ship_to(link, its_spans, hidden)
+
+    def _ship_to(self, link: _Link, spans: list[Span], hidden: torch.Tensor | None) -> None:
+        items: list[Open | Commit | Close] = list(link.closed)
+        link.closed.clear()
+        rows: list[int] = []
+        for span in spans:
+            item, first = self._item(link, span, hidden is not None)
+            items.append(item)
+            rows.extend(range(span.offset + first, span.offset + span.rows))
+        frame, dtype, width = self._features(hidden, rows)
+        self._seq += 1
+        header = encode(Round(self._epoch, self._seq, dtype, width, items))
+        drafter_id = link.ref.id
+        if link.socket.send(header, frame):
+            self.bytes_sent[drafter_id] = self.bytes_sent.get(drafter_id, 0) + len(header) + len(frame)
+            return
+        self.overflows[drafter_id] = self.overflows.get(drafter_id, 0) + 1
+        for item in items:
+            if isinstance(item, Open):
+                link.next_row.pop(item.request_id, None)
+            elif isinstance(item, Close):
+                link.closed.append(item)
+
+    def _item(self, link: _Link, span: Span, with_features: bool) -> tuple[Open | Commit, int]:
+        """The message for one request and the first row of its span that the drafter does not have yet."""
+        base_len = span.start + span.rows + 1
+        k = self._k if span.wants_draft else 0
+        known = link.next_row.get(span.request_id)
+        link.next_row[span.request_id] = max(span.start + span.rows, known or 0)
+        if known is None:
+            rows = span.rows if with_features else 0
+            return Open(span.request_id, base_len, span.tokens(0, base_len), rows, k), 0
+        first = min(max(known - span.start, 0), span.rows)
+        tokens = span.tokens(span.start + first + 1, base_len)
+        return Commit(span.request_id, base_len, tokens, len(tokens) if with_features else 0, k), first
+
+    def _features(self, hidden: torch.Tensor | None, rows: list[int]) -> tuple[bytes, FeatureDtype, int]:
+        if hidden is None:
+            return b"", "float32", 0
+        picked = hidden[torch.tensor(rows, device=hidden.device, dtype=torch.long)]
+        projected = picked if self._project is None else self._project(picked)
+        # The step's own read-back of the sampled tokens has already synchronised the stream: this copy waits for `fc` alone.
+        raw = projected.contiguous().cpu()
+        return raw.view(torch.uint8).numpy().tobytes(), DTYPE_NAMES[raw.dtype], projected.shape[-1]
+
+    def take_counters(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Bytes sent and rounds dropped at a full queue, per drafter, since the last call."""
+        taken = self.bytes_sent, self.overflows
+        self.bytes_sent, self.overflows = {}, {}
+        return taken

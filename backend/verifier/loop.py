@@ -1,0 +1,193 @@
+"""The verifier's main loop.  Engine process; everything here runs on the one engine thread.
+
+    receive   requests, aborts and drafts
+    wait      with nothing to do, or for drafts worth waiting for
+    step      vLLM schedules, runs and samples
+    publish   outputs to the gateways; features have already left for the drafters
+
+All time is accounted for: each stretch is either busy or idle for one cause, so busy + idle = wall.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from vllm.v1.engine.core import EngineCore
+
+from backend.fleet import DrafterRef, VerifierStats
+from backend.protocol import PROTOCOL_VERSION, Drafts, Hello, Refused, decode_to_verifier, encode
+from backend.transport import Dealer, Hub
+from backend.verifier.counting import Counters
+from backend.verifier.gateways import GatewayPort
+from backend.verifier.scheduler import DraftingScheduler
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 0.25
+"""How often counters are published and leases looked at."""
+
+
+class DraftLinks:
+    """The receiving sockets towards the assigned drafters, and the assignment itself."""
+
+    def __init__(self, hub: Hub, core: EngineCore, verifier_id: str, counters: Counters) -> None:
+        self._hub = hub
+        self._core = core
+        self._scheduler: DraftingScheduler = core.scheduler  # type: ignore[assignment]
+        self._verifier_id = verifier_id
+        self._counters = counters
+        self._links: dict[str, tuple[DrafterRef, Dealer]] = {}
+        # Answers carry the epoch they were asked in: a process that restarts must not accept its predecessor's.
+        self._epoch = time.time_ns() & 0xFFFF_FFFF_FFFF
+
+    def set_drafters(self, refs: list[DrafterRef]) -> None:
+        """Applies a new assignment between two steps, on the scheduler's side and on every worker."""
+        wanted = {ref.id: ref for ref in refs}
+        if wanted == {drafter_id: ref for drafter_id, (ref, _) in self._links.items()}:
+            return
+        self._epoch += 1
+        for drafter_id, (ref, dealer) in list(self._links.items()):
+            if wanted.get(drafter_id) != ref:
+                self._hub.drop(dealer)
+                del self._links[drafter_id]
+        for ref in refs:
+            if ref.id not in self._links:
+                identity = f"{self._verifier_id}/drafts/{self._epoch}"
+                dealer = self._hub.dealer(ref.address, identity, ref.server_key)
+                dealer.send(encode(Hello(PROTOCOL_VERSION, self._verifier_id, "drafts", self._epoch)))
+                self._links[ref.id] = (ref, dealer)
+        self._core.collective_rpc("set_drafters", args=(refs, self._epoch, self._hub.wire.fleet_keys))
+        self._scheduler.set_drafters(refs)
+        logger.info("drafters: %s", ", ".join(sorted(wanted)) or "none")
+
+    def receive(self, now: float) -> None:
+        """Takes every answer that has arrived."""
+        for drafter_id, (_, dealer) in self._links.items():
+            while (frames := dealer.receive()) is not None:
+                try:
+                    message = decode_to_verifier(frames[0])
+                except msgspec.DecodeError:
+                    self._counters.dropped(drafter_id, "invalid")
+                    continue
+                if isinstance(message, Drafts):
+                    self._scheduler.take_drafts(drafter_id, message, now)
+                elif isinstance(message, Refused):
+                    logger.warning("drafter %s refuses: %s", drafter_id, message.reason)
+                    self._counters.dropped(drafter_id, "invalid")
+
+    def read_counters(self, stats: VerifierStats) -> None:
+        """Adds what the sending worker counted since the last call."""
+        for sent, overflows in self._core.collective_rpc("take_drafting_counters"):
+            for drafter_id, n in sent.items():
+                self._counters.drafter(drafter_id).bytes_sent += n
+            for drafter_id, n in overflows.items():
+                self._counters.dropped(drafter_id, "overflow", n)
+        stats.drafters_down = self._scheduler.book.down()
+
+
+class EngineLoop:
+    """See the module's text."""
+
+    def __init__(
+        self, core: EngineCore, hub: Hub, gateways: GatewayPort, drafters: DraftLinks | None, counters: Counters
+    ) -> None:
+        self._core = core
+        self._scheduler: Any = core.scheduler
+        self._hub = hub
+        self._gateways = gateways
+        self._drafters = drafters
+        self._counters = counters
+        self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._stopping = threading.Event()
+        self._mark = time.monotonic()
+        self._next_tick = 0.0
+        self._stalled = False
+        self.published = msgspec.msgpack.encode(counters.stats)
+
+    # -- other threads -------------------------------------------------------------------------------------------------
+
+    def stop(self) -> None:
+        """Ends `run` after the present step."""
+        self._stopping.set()
+        self._hub.wake()
+
+    def set_drafters(self, refs: list[DrafterRef]) -> None:
+        """Orders a new assignment."""
+        if self._drafters is not None:
+            links = self._drafters
+            self._orders.put(lambda: links.set_drafters(refs))
+            self._hub.wake()
+
+    # -- the engine thread ---------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Until `stop`."""
+        self._mark = time.monotonic()
+        while not self._stopping.is_set():
+            self._receive()
+            wait = self._wait()
+            if wait is not None:
+                self._idle(*wait)
+            else:
+                self._step()
+
+    def _receive(self) -> None:
+        now = time.monotonic()
+        while not self._orders.empty():
+            self._orders.get_nowait()()
+        self._gateways.receive(now)
+        if self._drafters is not None:
+            self._drafters.receive(now)
+        if now >= self._next_tick:
+            self._next_tick = now + TICK_S
+            self._tick(now)
+
+    def _wait(self) -> tuple[str, float] | None:
+        """Why and how long not to step; None: step now."""
+        now = time.monotonic()
+        if not self._scheduler.has_requests():
+            return "no_work", self._next_tick - now
+        if self._drafters is not None:
+            until = self._scheduler.wait_until()
+            if until is not None and until > now:
+                return "awaiting_draft", min(until, self._next_tick) - now
+            if self._stalled and (pending := self._scheduler.book.next_deadline()) is not None and pending > now:
+                return "awaiting_draft", min(pending, self._next_tick) - now
+        if self._stalled:
+            # Requests exist and none can run yet: a grammar is compiling, or KV is on its way.
+            self._stalled = False
+            return "no_work", 0.001
+        return None
+
+    def _idle(self, cause: str, seconds: float) -> None:
+        self._counters.busy(self._lap())
+        self._hub.poll(max(seconds, 0.0))
+        self._counters.idle(cause, self._lap())
+
+    def _step(self) -> None:
+        outputs, executed = self._core.step_fn()
+        self._gateways.send_outputs(outputs)
+        self._core.post_step(executed)
+        self._stalled = not executed and self._scheduler.has_requests()
+        self._counters.step(self._lap(), self._scheduler.take_verify_s())
+
+    def _tick(self, now: float) -> None:
+        stats = self._counters.stats
+        self._counters.busy(self._lap())
+        self._scheduler.read_load(stats)
+        if self._drafters is not None:
+            self._drafters.read_counters(stats)
+        self._gateways.expire(now)
+        self._gateways.send_stats(stats)
+        self.published = msgspec.msgpack.encode(stats)
+
+    def _lap(self) -> float:
+        now = time.monotonic()
+        lap, self._mark = now - self._mark, now
+        return lap

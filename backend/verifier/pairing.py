@@ -1,0 +1,16 @@
+"""Which of a verifier's drafters serves a request.  Pure; the scheduler's and the worker's process compute it alike."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+
+
+def drafter_for(request_id: str, drafter_ids: Sequence[str]) -> str | None:
+    """Rendezvous hashing: when a drafter comes or goes, only the requests it gains or loses move.
+
+    None without drafters.
+    """
+    if len(drafter_ids) <= 1:
+        return drafter_ids[0] if drafter_ids else None
+    return max(drafter_ids, key=lambda drafter_id: (zlib.crc32(f"{drafter_id}/{request_id}".encode()), drafter_id))

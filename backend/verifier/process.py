@@ -1,0 +1,124 @@
+"""One verifier without Ray: engine, sockets and loop.  Used by `actor.py` and by tests.
+
+Two threads: the engine thread builds vLLM and runs `EngineLoop`; the caller's thread starts and stops it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from backend.config import Settings
+from backend.engine_wire import ENGINE_WIRE_VERSION, EngineWelcome
+from backend.fleet import DrafterRef, VerifierStats
+from backend.models import ResolvedModels
+from backend.transport import Hub, ServerKeys, Wire, unlink_ipc_on_exit
+from backend.verifier.counting import Counters
+from backend.verifier.engine import build_config, build_core, draft_source, vllm_version
+from backend.verifier.gateways import GatewayPort
+from backend.verifier.loop import DraftLinks, EngineLoop
+
+logger = logging.getLogger(__name__)
+
+
+class VerifierProcess:
+    """Start, assign drafters, read counters, stop."""
+
+    def __init__(
+        self,
+        verifier_id: str,
+        incarnation: str,
+        settings: Settings,
+        paths: ResolvedModels,
+        address: str,
+        fleet_keys: ServerKeys | None = None,
+        server_keys: ServerKeys | None = None,
+    ) -> None:
+        self.verifier_id = verifier_id
+        self.address = address
+        self._incarnation = incarnation
+        self._settings = settings
+        self._paths = paths
+        self._fleet_keys = fleet_keys
+        self._server_keys = server_keys
+        self._loop: EngineLoop | None = None
+        self._failure: BaseException | None = None
+        self._built = threading.Event()
+        self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
+        self.on_crash: Callable[[], None] = lambda: os._exit(70)
+        """What happens when the engine thread dies: the process must not linger (Ray starts another)."""
+
+    def start(self) -> None:
+        """Loads the model and starts serving; returns when ready, raises what went wrong otherwise."""
+        self._thread.start()
+        self._built.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    def stop(self) -> None:
+        """Ends the loop and frees the engine."""
+        if self._loop is not None:
+            self._loop.stop()
+        self._thread.join(timeout=30)
+
+    def set_drafters(self, refs: list[DrafterRef]) -> None:
+        """Any thread."""
+        if self._loop is not None:
+            self._loop.set_drafters(refs)
+
+    def stats(self) -> VerifierStats | None:
+        """The counters as of the last tick (a quarter of a second); any thread."""
+        return msgspec.msgpack.decode(self._loop.published, type=VerifierStats) if self._loop else None
+
+    def _main(self) -> None:
+        try:
+            with unlink_ipc_on_exit(self.address):
+                self._serve()
+        except BaseException as error:
+            if not self._built.is_set():
+                self._failure = error
+                self._built.set()
+                return
+            logger.exception("the engine failed")
+            self.on_crash()
+
+    def _serve(self) -> None:
+        config = build_config(self._settings, self._paths, self.verifier_id)
+        core = build_core(config)
+        hub = Hub(Wire(self._fleet_keys))
+        try:
+            self._loop = self._make_loop(config, core, hub)
+            self._built.set()
+            self._loop.run()
+        finally:
+            core.shutdown()
+            hub.close()
+
+    def _make_loop(self, config: Any, core: Any, hub: Hub) -> EngineLoop:
+        stats = VerifierStats(
+            self.verifier_id, time.time(), self._settings.mode, self._settings.num_speculative_tokens
+        )
+        counters = Counters(stats)
+        core.scheduler.counters = counters
+        core.scheduler.source_name = draft_source(self._settings, self._paths)
+        router = hub.router(self.address, self._server_keys)
+        self.address = router.address
+        welcome = EngineWelcome(
+            version=ENGINE_WIRE_VERSION,
+            verifier_id=self.verifier_id,
+            incarnation=self._incarnation,
+            model=self._paths.name,
+            max_model_len=config.model_config.max_model_len,
+            num_kv_blocks=config.cache_config.num_gpu_blocks,
+            block_size=config.cache_config.block_size,
+            supported_tasks=list(core.get_supported_tasks()),
+        )
+        gateways = GatewayPort(router, core, welcome, self._settings.verifier.gateway_lease_s, vllm_version())
+        links = DraftLinks(hub, core, self.verifier_id, counters) if self._settings.mode == "sync" else None
+        return EngineLoop(core, hub, gateways, links, counters)

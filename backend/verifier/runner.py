@@ -1,0 +1,129 @@
+"""What we add to vLLM's V1 model runner.  Worker process, on the thread that runs the model.
+
+`RemoteDrafting` hands every step's final features to the `FeatureShipper`.  `SeededPrefill` repairs seeded requests whose
+prompt takes several chunks on the CPU.  Both are mixed into whichever runner class vLLM chose (see `worker.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from backend.verifier.features import FeatureShipper, Span
+
+
+class SeededPrefill:
+    """Keeps seeded generators out of the samples that an unfinished prefill throws away.
+
+    vLLM draws a token for a non-final prefill chunk, discards it, and rewinds the request's generator by an offset; CPU
+    generators have no offset and raise.  Here such a request's generator is set aside while the step samples, so there is
+    nothing to rewind.  (vLLM 0.32, `v1/worker/gpu_model_runner.py`, `_bookkeeping_sync`.)
+    """
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """vLLM's method of the same name."""
+        with self._discarded_generators_aside():
+            return super().sample_tokens(grammar_output)  # type: ignore[misc]
+
+    @contextmanager
+    def _discarded_generators_aside(self) -> Iterator[None]:
+        batch: Any = self.input_batch  # type: ignore[attr-defined]
+        discarded = np.nonzero(self.discard_request_mask.np[: batch.num_reqs])[0]  # type: ignore[attr-defined]
+        aside = {int(i): batch.generators.pop(int(i)) for i in discarded if int(i) in batch.generators}
+        try:
+            yield
+        finally:
+            batch.generators.update(aside)
+
+
+class RemoteDrafting:
+    """Ships features instead of proposing.  `shipper` is None on every rank but the one that sends."""
+
+    shipper: FeatureShipper | None
+    aux_layers: tuple[int, ...]
+
+    ships_features: bool
+
+    def set_up_drafting(
+        self, shipper: FeatureShipper | None, aux_layers: tuple[int, ...], ships_features: bool
+    ) -> None:
+        """Call between construction and `load_model`.
+
+        EAGLE-3 heads name `aux_layers`; without them the last hidden state is the feature (EAGLE-1), or nothing is (n-gram).
+        """
+        self.shipper = shipper
+        self.aux_layers = aux_layers
+        self.ships_features = ships_features
+        self.use_aux_hidden_state_outputs = bool(aux_layers)
+
+    def execute_model(self, scheduler_output: Any, intermediate_tensors: Any = None) -> Any:
+        """vLLM's method of the same name; finished requests are noted first, also in a step that runs nothing."""
+        if self.shipper is not None:
+            self.shipper.finish(scheduler_output.finished_req_ids)
+            if not scheduler_output.total_num_scheduled_tokens:
+                self.shipper.ship([], None)
+        return super().execute_model(scheduler_output, intermediate_tensors)  # type: ignore[misc]
+
+    def _get_eagle3_aux_layers_from_config(self) -> tuple[int, ...] | None:
+        return self.aux_layers or None
+
+    def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
+        # vLLM's own test is for the whole batch: one request near the context's end would stop drafting for all.
+        return common_attn_metadata is not None
+
+    def propose_draft_token_ids(
+        self,
+        scheduler_output: Any,
+        sampled_token_ids: Any,
+        sampling_metadata: Any,
+        hidden_states: torch.Tensor,
+        sample_hidden_states: torch.Tensor,
+        aux_hidden_states: list[torch.Tensor] | None,
+        spec_decode_metadata: Any,
+        common_attn_metadata: Any,
+        slot_mappings: Any,
+    ) -> list[list[int]]:
+        """vLLM's method of the same name; `hidden_states` is `[num_tokens, hidden]`, one aux tensor per layer likewise."""
+        if self.shipper is not None:
+            spans = self._spans(scheduler_output, sampled_token_ids, spec_decode_metadata)
+            self.shipper.ship(spans, self._drafter_input(hidden_states, aux_hidden_states))
+        return [[] for _ in sampled_token_ids]
+
+    def take_draft_token_ids(self) -> None:
+        """vLLM asks after each step; drafts reach the scheduler by their own socket."""
+        return None
+
+    def _drafter_input(
+        self, hidden_states: torch.Tensor, aux_hidden_states: list[torch.Tensor] | None
+    ) -> torch.Tensor | None:
+        if not self.ships_features:
+            return None
+        return torch.cat(aux_hidden_states, dim=-1) if aux_hidden_states is not None else hidden_states
+
+    def _spans(self, scheduler_output: Any, sampled: list[list[int]], metadata: Any) -> list[Span]:
+        """Each request's final rows in this step, in batch order."""
+        batch: Any = self.input_batch  # type: ignore[attr-defined]
+        spans: list[Span] = []
+        offset = 0
+        for i, request_id in enumerate(batch.req_ids):
+            scheduled = scheduler_output.num_scheduled_tokens[request_id]
+            drafted = metadata.num_draft_tokens[i] if metadata is not None else 0
+            accepted = max(len(sampled[i]) - 1, 0)
+            rows = scheduled - (drafted - accepted) if sampled[i] else scheduled
+            tokens = batch.token_ids_cpu[i]
+            spans.append(
+                Span(
+                    request_id=request_id,
+                    start=int(batch.num_computed_tokens_cpu[i]),
+                    offset=offset,
+                    rows=rows,
+                    wants_draft=bool(sampled[i]),
+                    tokens=lambda a, b, row=tokens: row[a:b].tolist(),  # type: ignore[misc]
+                )
+            )
+            offset += scheduled
+        return spans

@@ -1,0 +1,144 @@
+"""vLLM's scheduler, taught to wait for drafts that are made elsewhere.  Engine process, engine thread.
+
+`DraftingScheduler` attaches drafts that arrived, holds back requests whose drafts are still out (they stay in `running` and
+keep their KV), and asks for the next drafts after every step.  How long to wait is decided by `drafts.DraftBook`; the waiting
+itself happens in `loop.py`, never in here.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import DraftTokenIds
+
+from backend.fleet import DrafterRef
+from backend.protocol import Drafts
+from backend.verifier.counting import CountingScheduler
+from backend.verifier.drafts import DraftBook
+from backend.verifier.pairing import drafter_for
+
+
+class PlainScheduler(CountingScheduler, Scheduler):
+    """Modes `off` and `native`: vLLM's own scheduling, counted."""
+
+
+class PlainAsyncScheduler(CountingScheduler, AsyncScheduler):
+    """The same where vLLM schedules ahead of the device."""
+
+
+class DraftingScheduler(CountingScheduler, Scheduler):
+    """Remote drafting."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        options = self.vllm_config.additional_config["outrider"]
+        self.book = DraftBook(self.vllm_config.model_config.get_vocab_size(), options["draft_deadline_ms"] / 1000)
+        self._drafter_ids: list[str] = []
+        self._refs: dict[str, DrafterRef] = {}
+        self._sources: dict[str, str] = {}
+        # A constant table stops vLLM from padding resumed requests with K rejected placeholders: with drafts of any length
+        # there is no uniform batch to preserve, and the placeholders would count as drafted.
+        self.dynamic_sd_lookup = [self.num_spec_tokens] * (self.max_num_running_reqs + 1)
+
+    # -- drafters ------------------------------------------------------------------------------------------------------
+
+    def set_drafters(self, refs: list[DrafterRef]) -> None:
+        """The assignment changed; requests that waited for a drafter now gone decode plainly."""
+        for ref in refs:
+            old = self._refs.get(ref.id)
+            if old is not None and old != ref:
+                self.book.reset_drafter(ref.id)
+        self._refs = {ref.id: ref for ref in refs}
+        self._drafter_ids = sorted(self._refs)
+        self.book.set_drafters(self._drafter_ids)
+
+    def take_drafts(self, drafter_id: str, drafts: Drafts, now: float) -> None:
+        """An answer came in from a drafter."""
+        if self.counters is None:
+            return
+        counters = self.counters.drafter(drafter_id)
+        counters.rounds += 1
+        counters.draft_s += drafts.draft_us / 1e6
+        counters.queue_s += drafts.queue_us / 1e6
+        longest = 0.0
+        for draft in drafts.items:
+            verdict = self.book.arrived(
+                drafter_id, draft.request_id, draft.base_len, draft.tokens, self.num_spec_tokens, now
+            )
+            longest = max(longest, verdict.waited_s or 0.0)
+            if verdict.kind != "ready":
+                self.counters.dropped(drafter_id, verdict.kind)
+        counters.round_trip_s += longest
+
+    def source_of(self, request_id: str) -> str:
+        """The drafter whose draft this step verified."""
+        return self._sources.pop(request_id, self.source_name)
+
+    # -- waiting -------------------------------------------------------------------------------------------------------
+
+    def wait_until(self) -> float | None:
+        """When the next step must begin at the latest, if it should wait for drafts at all; None: begin now.
+
+        Verification is done for all drafted requests together.  A step may begin before the drafts are in when there is
+        prefill to do, or when the engine is being paused.
+        """
+        if not self.book.pending or self._pause_state != PauseState.UNPAUSED:
+            return None
+        room = len(self.running) < self.max_num_running_reqs
+        if (room and len(self.waiting)) or any(request.is_prefill_chunk for request in self.running):
+            return None
+        return self.book.next_deadline()
+
+    # -- vLLM's hooks --------------------------------------------------------------------------------------------------
+
+    def schedule(self, throttle_prefills: bool = False) -> Any:
+        """vLLM's method of the same name: attach what arrived, hold back what waits, then schedule."""
+        ready, expired = self.book.collect(time.monotonic())
+        for draft in ready:
+            request = self.requests.get(draft.request_id)
+            if request is None or request.num_tokens != draft.base_len:
+                self._drop(draft.drafter_id, "stale")
+                continue
+            super().update_draft_token_ids(DraftTokenIds([draft.request_id], [draft.tokens]))
+            self._sources[draft.request_id] = draft.drafter_id
+        for request_id in expired:
+            self._drop(drafter_for(request_id, self._drafter_ids) or "none", "lost")
+        pending = self.book.pending if self._pause_state == PauseState.UNPAUSED else {}
+        for request in self.running:
+            request.next_decode_eligible_step = sys.maxsize if request.request_id in pending else 0
+        return super().schedule(throttle_prefills)
+
+    def update_draft_token_ids(self, draft_token_ids: Any) -> None:
+        """vLLM offers its own proposer's (empty) drafts after each step; they must not replace those that arrive."""
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        """vLLM's method of the same name; afterwards the requests that go on expect their next drafts."""
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        now = time.monotonic()
+        for request_id in scheduler_output.num_scheduled_tokens:
+            request = self.requests.get(request_id)
+            if request is None or request.is_finished() or request.is_prefill_chunk:
+                continue
+            chosen = drafter_for(request_id, self._drafter_ids)
+            if chosen is not None:
+                self.book.expect(request_id, request.num_tokens, chosen, now)
+        return outputs
+
+    def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
+        self.book.forget(request.request_id)
+        request.next_decode_eligible_step = 0
+        super()._preempt_request(request, *args, **kwargs)
+
+    def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        self.book.forget(request.request_id)
+        self._sources.pop(request.request_id, None)
+        return super()._free_request(request, *args, **kwargs)
+
+    def _drop(self, drafter_id: str, reason: str) -> None:
+        if self.counters is not None:
+            self.counters.dropped(drafter_id, reason)

@@ -1,0 +1,76 @@
+"""vLLM workers with our runner mixins.  Worker process; named by dotted path in `engine.py`.
+
+vLLM's CPU worker builds its runner inline, its GPU worker through a factory; swapping the runner's class between
+`init_device` and `load_model` works for both.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.v1.worker.gpu_worker import Worker
+
+from backend.fleet import DrafterRef
+from backend.transport import ServerKeys, Wire
+from backend.verifier.features import FeatureShipper
+from backend.verifier.runner import RemoteDrafting, SeededPrefill
+
+
+class _Mixed:
+    """What both workers share; `vllm_config.additional_config["outrider"]` says what to mix in."""
+
+    model_runner: Any
+    vllm_config: Any
+    wire: Wire | None = None
+
+    def init_device(self) -> None:
+        """Builds vLLM's runner, then gives it our class."""
+        super().init_device()  # type: ignore[misc]
+        options = self.vllm_config.additional_config["outrider"]
+        runner_type = type(self.model_runner)
+        mixins: tuple[type, ...] = (SeededPrefill,) if isinstance(self, CPUWorker) else ()
+        if options["remote"]:
+            mixins = (RemoteDrafting, *mixins)
+        if mixins:
+            self.model_runner.__class__ = type(f"Outrider{runner_type.__name__}", (*mixins, runner_type), {})
+        if options["remote"]:
+            self.model_runner.set_up_drafting(
+                self._make_shipper(options), tuple(options["aux_layers"]), options["features"]
+            )
+
+    def _make_shipper(self, options: dict[str, Any]) -> FeatureShipper | None:
+        if get_tensor_model_parallel_rank() != 0:
+            return None
+        project = None
+        if options["head_dir"] and options["aux_layers"]:
+            # `fc` runs in the target's own type: features of a bfloat16 model gain nothing from more.
+            from backend.drafter.checkpoint import load_fc
+
+            project = load_fc(options["head_dir"]).to(self.model_runner.device, self.model_runner.dtype)
+        return FeatureShipper(options["verifier_id"], options["k"], project)
+
+    def set_drafters(self, refs: list[DrafterRef], epoch: int, fleet_keys: ServerKeys | None) -> None:
+        """The assignment changed; called by the engine's thread between two steps, on every rank."""
+        shipper = self.model_runner.shipper
+        if shipper is None:
+            return
+        if self.wire is None:
+            self.wire = Wire(fleet_keys)
+        shipper.set_drafters(self.wire, refs, epoch)
+
+    def take_drafting_counters(self) -> tuple[dict[str, int], dict[str, int]]:
+        """`FeatureShipper.take_counters` of the sending rank, empty on the others."""
+        shipper = self.model_runner.shipper
+        return shipper.take_counters() if shipper is not None else ({}, {})
+
+
+class OutriderCpuWorker(_Mixed, CPUWorker):  # type: ignore[misc]
+    """vLLM's CPU worker."""
+
+
+class OutriderGpuWorker(_Mixed, Worker):  # type: ignore[misc]
+    """vLLM's CUDA worker."""
+
+

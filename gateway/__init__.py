@@ -1,0 +1,1 @@
+"""The OpenAI-compatible HTTP gateway over a speculating fleet."""
