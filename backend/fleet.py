@@ -31,7 +31,12 @@ class DraftCounters(msgspec.Struct):
     queue_s: float = 0.0
     bytes_sent: int = 0
     dropped: dict[str, int] = msgspec.field(default_factory=dict)
-    """Drafts not used, by reason: `late`, `stale`, `invalid`, `overflow`, `lost`."""
+    """Drafts not used, by reason.
+
+    `finished`: the request ended first; `late`: it came after its deadline; `lost`: the deadline passed without it; `stale`: for
+    another length than the request has; `invalid`: undecodable, or tokens outside the vocabulary; `overflow`: the drafter's
+    queue was full and the round was never sent.
+    """
 
 
 class VerifierStats(msgspec.Struct):

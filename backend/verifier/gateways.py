@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason, UtilityOutput
-from vllm.v1.engine.core import EngineCore
+from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, UtilityResult
 
 from backend.engine_wire import (
@@ -171,8 +171,6 @@ class GatewayPort:
         self.send_outputs({gateway.index: EngineCoreOutputs(utility_output=output)})
 
     def _convert(self, function: Any, arguments: list[Any]) -> Iterator[Any]:
-        from vllm.v1.engine.core import EngineCoreProc
-
         return iter(EngineCoreProc._convert_msgspec_args(function, arguments))
 
     def _forget(self, gateway: _Gateway) -> None:

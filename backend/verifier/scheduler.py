@@ -72,7 +72,8 @@ class DraftingScheduler(CountingScheduler, Scheduler):
             )
             longest = max(longest, verdict.waited_s or 0.0)
             if verdict.kind != "ready":
-                self.counters.dropped(drafter_id, verdict.kind)
+                over = draft.request_id not in self.requests
+                self.counters.dropped(drafter_id, "finished" if over else verdict.kind)
         counters.round_trip_s += longest
 
     def source_of(self, request_id: str) -> str:

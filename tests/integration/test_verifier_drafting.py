@@ -1,0 +1,258 @@
+"""A real vLLM verifier against drafters that are perfect, wrong, slow, silent, or speak garbage: output never changes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+
+from tests.support.processes import Verifier
+from tests.support.scripted_drafter import ScriptedDrafter
+
+pytestmark = pytest.mark.engine
+
+K = 4
+PROMPTS = [[5 + (7 * i + j) % 900 for j in range(8 + 5 * i)] for i in range(6)]
+GREEDY = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("v")
+
+
+@pytest.fixture(scope="module")
+def plain(directory: Path) -> Iterator[Verifier]:
+    verifier = Verifier(directory, {"mode": "off"})
+    yield verifier
+    verifier.close()
+
+
+@pytest.fixture(scope="module")
+def remote(directory: Path) -> Iterator[Verifier]:
+    settings = {
+        "mode": "sync",
+        "num_speculative_tokens": K,
+        "verifier": {
+            "max_num_batched_tokens": 64,
+            "max_num_seqs": 8,
+            "draft_deadline_ms": 300,
+            "engine_args": {"scheduling_policy": "priority"},
+        },
+    }
+    verifier = Verifier(directory, settings)
+    yield verifier
+    verifier.close()
+
+
+@pytest.fixture(scope="module")
+def expected(plain: Verifier) -> list[list[int]]:
+    return [answer.tokens for answer in plain.client.generate(PROMPTS, GREEDY)]
+
+
+class Oracle:
+    """Knows the whole answer of each prompt."""
+
+    def __init__(self, prompts: list[list[int]], answers: list[list[int]], wrong_from: int = 99) -> None:
+        self._texts = [p + a for p, a in zip(prompts, answers, strict=True)]
+        self._wrong_from = wrong_from
+
+    def __call__(self, request_id: str, tokens: list[int], k: int) -> list[int] | None:
+        for text in self._texts:
+            if text[: len(tokens)] == tokens:
+                draft = text[len(tokens) : len(tokens) + k]
+                return [t if i < self._wrong_from else (t + 1) % 900 for i, t in enumerate(draft)]
+        return [1] * k
+
+
+@pytest.fixture
+def drafter(directory: Path, remote: Verifier, expected: list[list[int]]) -> Iterator[ScriptedDrafter]:
+    import os
+
+    drafter = ScriptedDrafter(f"ipc://{directory}/d{os.urandom(3).hex()}.sock", Oracle(PROMPTS, expected))
+    remote.set_drafters(drafter.ref)
+    remote.client.run_until(lambda: bool(drafter._listeners))
+    yield drafter
+    remote.set_drafters()
+    drafter.close()
+
+
+def counters(remote: Verifier) -> Any:
+    return remote.client.fresh_stats().drafters["drafter-0"]
+
+
+def test_perfect_drafts_are_all_accepted(
+    remote: Verifier, drafter: ScriptedDrafter, expected: list[list[int]]
+) -> None:
+    before = remote.client.fresh_stats()
+    answers = remote.client.generate(PROMPTS, GREEDY)
+    assert [a.tokens for a in answers] == expected
+    after = remote.client.fresh_stats()
+    mine = after.drafters["drafter-0"]
+    assert mine.accepted_tokens == mine.draft_tokens > 100
+    assert after.steps - before.steps < 48, "five tokens a step need far fewer steps than tokens"
+    assert drafter.feature_bytes > 0
+    assert drafter.closed.issuperset(i.request_id for r in drafter.rounds[:1] for i in r.items)
+
+
+def test_partly_wrong_drafts_are_cut_where_they_are_wrong(
+    remote: Verifier, drafter: ScriptedDrafter, expected: list[list[int]]
+) -> None:
+    drafter.script = Oracle(PROMPTS, expected, wrong_from=2)
+    answers = remote.client.generate(PROMPTS, GREEDY)
+    assert [a.tokens for a in answers] == expected
+    positions = counters(remote)
+    assert positions.accepted_by_position[0] > 0
+
+
+def test_features_cover_every_position_once(
+    remote: Verifier, drafter: ScriptedDrafter, expected: list[list[int]]
+) -> None:
+    """Rows leave in order, without gaps, two chunks of prefill included."""
+    prompt = [11 + j % 500 for j in range(150)]
+    drafter.rounds.clear()
+    (answer,) = remote.client.generate([prompt], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
+    assert len(answer.tokens) == 12
+    next_row = 0
+    for message in drafter.rounds:
+        for item in message.items:
+            if item.__struct_config__.tag == "close":
+                continue
+            assert item.base_len - 1 - item.rows == next_row
+            next_row = item.base_len - 1
+    assert next_row >= len(prompt) + 10
+
+
+def test_drafter_that_never_answers_is_not_waited_for_for_long(
+    remote: Verifier, drafter: ScriptedDrafter, expected: list[list[int]]
+) -> None:
+    drafter.script = lambda request_id, tokens, k: None
+    before = remote.client.fresh_stats()
+    assert [a.tokens for a in remote.client.generate(PROMPTS, GREEDY)] == expected
+    after = remote.client.fresh_stats()
+    assert after.drafters_down == ["drafter-0"]
+    waited = after.idle_s["awaiting_draft"] - before.idle_s["awaiting_draft"]
+    assert 0 < waited < 3 * 0.3 + 0.1, "three deadlines at most, then the breaker is open"
+    drafter.script = Oracle(PROMPTS, expected)
+    assert [a.tokens for a in remote.client.generate(PROMPTS, GREEDY)] == expected
+    stats = remote.client.fresh_stats()
+    assert stats.drafters_down == [], "an answer closes the breaker"
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        lambda r: [b"\x00garbage"],
+        lambda r: [b""],
+        lambda r: [json.dumps({"type": "drafts"}).encode()],
+        lambda r: None,
+    ],
+    ids=["bytes", "empty", "json", "silence"],
+)
+def test_garbage_changes_nothing(
+    remote: Verifier, drafter: ScriptedDrafter, expected: list[list[int]], garbage: Any
+) -> None:
+    drafter.raw = garbage
+    assert [a.tokens for a in remote.client.generate(PROMPTS, GREEDY)] == expected
+
+
+@pytest.mark.parametrize("tokens", [[-1, -1], [10**6], [2**40], [0] * 200, []], ids=str)
+def test_invalid_tokens_change_nothing(
+    remote: Verifier, drafter: ScriptedDrafter, expected: list[list[int]], tokens: list[int]
+) -> None:
+    drafter.script = lambda request_id, known, k: tokens
+    assert [a.tokens for a in remote.client.generate(PROMPTS, GREEDY)] == expected
+
+
+def test_wrong_base_length_is_stale(remote: Verifier, drafter: ScriptedDrafter, expected: list[list[int]]) -> None:
+    from backend.protocol import Draft, Drafts, Open, encode
+
+    def shifted(message: Any) -> list[bytes]:
+        drafts = [
+            Draft(i.request_id, i.base_len + 1, [3, 4])
+            for i in message.items
+            if isinstance(i, Open) or hasattr(i, "k")
+        ]
+        return [encode(Drafts(message.epoch, message.seq, 1, 1, drafts))]
+
+    drafter.raw = shifted
+    assert [a.tokens for a in remote.client.generate(PROMPTS, GREEDY)] == expected
+    assert counters(remote).dropped["stale"] > 0
+
+
+def test_without_drafters_it_decodes_plainly(remote: Verifier, expected: list[list[int]]) -> None:
+    remote.set_drafters()
+    assert [a.tokens for a in remote.client.generate(PROMPTS, GREEDY)] == expected
+
+
+SAMPLING = {
+    "penalties": SamplingParams(
+        temperature=0, max_tokens=40, presence_penalty=0.7, frequency_penalty=0.3, repetition_penalty=1.2
+    ),
+    "logprobs": SamplingParams(temperature=0, max_tokens=24, logprobs=3),
+    "min_tokens": SamplingParams(temperature=0, max_tokens=30, min_tokens=20, stop_token_ids=list(range(0, 900, 3))),
+    "bad_words": SamplingParams(temperature=0, max_tokens=24, bad_words=[]),
+    "json": SamplingParams(
+        temperature=0,
+        max_tokens=40,
+        structured_outputs=StructuredOutputsParams(regex=r"[0-9]{3}-[0-9]{4}-(ab|cd){5}"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLING)
+def test_sampling_features_work_with_drafts(
+    plain: Verifier, remote: Verifier, drafter: ScriptedDrafter, name: str
+) -> None:
+    params = SAMPLING[name]
+    wanted = plain.client.generate(PROMPTS, params)
+    drafter.script = Oracle(PROMPTS, [w.tokens for w in wanted])
+    got = remote.client.generate(PROMPTS, params)
+    assert [g.tokens for g in got] == [w.tokens for w in wanted]
+    assert [g.finish_reason for g in got] == [w.finish_reason for w in wanted]
+    if name == "logprobs":
+        for g, w in zip(got, wanted, strict=True):
+            mine = [row for o in g.outputs for row in o.new_logprobs.logprobs[:, 0].tolist()]
+            theirs = [row for o in w.outputs for row in o.new_logprobs.logprobs[:, 0].tolist()]
+            assert mine == pytest.approx(theirs, abs=1e-4)
+
+
+def test_seeded_request_with_a_prompt_of_several_chunks(remote: Verifier, drafter: ScriptedDrafter) -> None:
+    prompt = [9 + j % 700 for j in range(200)]
+    params = SamplingParams(temperature=1.0, seed=7, max_tokens=16, ignore_eos=True)
+    drafter.script = lambda request_id, tokens, k: []
+    first, second = (remote.client.generate([prompt], params)[0].tokens for _ in range(2))
+    assert first == second and len(first) == 16
+
+
+def test_aborted_request_is_forgotten(remote: Verifier, drafter: ScriptedDrafter) -> None:
+    client = remote.client
+    request_id = client.add(PROMPTS[0], SamplingParams(temperature=0, max_tokens=3000, ignore_eos=True))
+    client.run_until(lambda: len(client.answers[request_id].tokens) > 5)
+    client.abort(request_id)
+    stats = client.fresh_stats()
+    assert (stats.running, stats.waiting) == (0, 0)
+    client.answers.pop(request_id)
+    client.generate(PROMPTS[:1], GREEDY)
+    assert request_id in drafter.closed
+
+
+def test_refuses_what_it_cannot_decode_and_serves_on(remote: Verifier, expected: list[list[int]]) -> None:
+    from backend.engine_wire import ADD
+
+    remote.client.dealer.send(ADD, b"\xc1nonsense")
+    remote.client.run_until(lambda: bool(remote.client.refusals))
+    assert [a.tokens for a in remote.client.generate(PROMPTS, GREEDY)] == expected
+
+
+def test_busy_and_idle_add_up_to_wall_time(remote: Verifier) -> None:
+    first, last = remote.client.fresh_stats(), remote.client.fresh_stats()
+    remote.client.generate(PROMPTS, GREEDY)
+    last = remote.client.fresh_stats()
+    accounted = (last.busy_s + sum(last.idle_s.values())) - (first.busy_s + sum(first.idle_s.values()))
+    assert accounted > 0
+    assert set(last.idle_s) == {"no_work", "awaiting_draft", "transfer", "swap"}

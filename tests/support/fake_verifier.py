@@ -1,0 +1,149 @@
+"""A verifier without an engine: an asyncio ROUTER that speaks `backend.engine_wire` and emits what a test tells it to."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import vllm  # noqa: F401  (first: its submodules do not import alone)
+import zmq
+import zmq.asyncio
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason, UtilityOutput
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, UtilityResult
+
+from backend import engine_wire as wire
+from backend.fleet import DraftCounters, Member, VerifierStats
+
+Behaviour = Callable[["FakeVerifier", "Sequence"], Awaitable[None]]
+
+
+class Sequence:
+    """One request as the fake sees it."""
+
+    def __init__(self, verifier: FakeVerifier, client: bytes, request: EngineCoreRequest) -> None:
+        self.request = request
+        self.client = client
+        self.aborted = asyncio.Event()
+        self._verifier = verifier
+
+    @property
+    def max_tokens(self) -> int:
+        return self.request.sampling_params.max_tokens
+
+    def emit(self, tokens: list[int], finish: FinishReason | None = None) -> None:
+        output = EngineCoreOutput(request_id=self.request.request_id, new_token_ids=tokens, finish_reason=finish)
+        self._verifier.send(self.client, wire.OUTPUTS, *MsgpackEncoder().encode(EngineCoreOutputs(outputs=[output])))
+
+
+async def count_up(verifier: FakeVerifier, sequence: Sequence) -> None:
+    """The default behaviour: `max_tokens` tokens from 300 upwards, two at a time."""
+    for start in range(0, sequence.max_tokens, 2):
+        tokens = [300 + index for index in range(start, min(start + 2, sequence.max_tokens))]
+        last = start + 2 >= sequence.max_tokens
+        sequence.emit(tokens, FinishReason.LENGTH if last else None)
+        await asyncio.sleep(0)
+
+
+class FakeVerifier:
+    """Start it in a running loop.  `behaviour` decides what each request emits; `sequences` keeps them all."""
+
+    def __init__(self, directory: Path, name: str = "verifier-0", max_model_len: int = 256) -> None:
+        self.name = name
+        self.max_model_len = max_model_len
+        self.behaviour: Behaviour = count_up
+        self.sequences: list[Sequence] = []
+        self.added = asyncio.Event()
+        self.utilities: list[tuple[str, list[Any]]] = []
+        self.clients: set[bytes] = set()
+        self.incarnation = uuid.uuid4().hex
+        self.address = f"ipc://{directory}/{name}-{self.incarnation[:8]}"
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self) -> FakeVerifier:
+        self._socket.bind(self.address)
+        self._spawn(self._serve())
+        return self
+
+    @property
+    def member(self) -> Member:
+        return Member(self.name, "verifier", self.incarnation, self.address, "", "node-a", os.getpid(), "fake", state="ready")
+
+    def kill(self) -> None:
+        """Goes away as a killed process does."""
+        for task in list(self._tasks):
+            task.cancel()
+        self._socket.close(linger=0)
+
+    def close(self) -> None:
+        self.kill()
+        self._context.term()
+
+    def send(self, client: bytes, *frames: Any) -> None:
+        self._socket.send_multipart([client, *frames])
+
+    def send_stats(self, drafts: int = 10, accepted: int = 15) -> None:
+        counters = DraftCounters(
+            drafts=drafts,
+            draft_tokens=drafts * 4,
+            accepted_tokens=accepted,
+            drafted_by_position=[drafts] * 4,
+            accepted_by_position=[accepted - 5, 5, 0, 0],
+            rounds=drafts,
+            round_trip_s=0.5,
+            draft_s=0.25,
+            dropped={"late": 2},
+        )
+        stats = VerifierStats(
+            self.name, 1000.0, "sync", 4, busy_s=2.0, steps=20, tokens=50, running=1, drafters={"drafter-0": counters}
+        )
+        for client in self.clients:
+            self.send(client, wire.STATS, msgspec.msgpack.encode(stats))
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self) -> None:
+        decoder = MsgpackDecoder(EngineCoreRequest)
+        while True:
+            client, kind, *frames = await self._socket.recv_multipart()
+            if kind == wire.HELLO:
+                self.clients.add(client)
+                welcome = wire.EngineWelcome(
+                    wire.ENGINE_WIRE_VERSION, self.name, self.incarnation, "fake", self.max_model_len, 100, 16, ["generate"]
+                )
+                self.send(client, wire.WELCOME, msgspec.msgpack.encode(welcome))
+            elif kind == wire.ADD:
+                sequence = Sequence(self, client, decoder.decode(frames))
+                self.sequences.append(sequence)
+                self.added.set()
+                self._spawn(self.behaviour(self, sequence))
+            elif kind == wire.ABORT:
+                for request_id in msgspec.msgpack.decode(frames[0]):
+                    for sequence in self.sequences:
+                        if sequence.request.request_id == request_id:
+                            sequence.aborted.set()
+            elif kind == wire.UTILITY:
+                call_id, method, arguments = msgspec.msgpack.decode(frames[0])
+                self.utilities.append((method, arguments))
+                answer = EngineCoreOutputs(utility_output=UtilityOutput(call_id, result=UtilityResult(True)))
+                self.send(client, wire.OUTPUTS, *MsgpackEncoder().encode(answer))
+
+
+async def eventually(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    """Waits for a condition; fails loudly when it does not come true."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            raise AssertionError("the condition did not come true in time")
+        await asyncio.sleep(0.01)

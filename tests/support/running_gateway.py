@@ -1,0 +1,66 @@
+"""A whole gateway on a free port, in the test's own event loop, in front of fake verifiers."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+import backend.demo
+from backend.config import Settings
+from gateway.directory import StaticDirectory
+from gateway.server import GatewayServer
+from tests.support.fake_verifier import FakeVerifier, eventually
+
+MODEL_DIR = str(Path(backend.demo.__file__).parent / "models" / "target")
+CHAT = {"model": "demo", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 6}
+COMPLETION = {"model": "demo", "prompt": "def f(", "max_tokens": 6}
+
+
+@dataclass
+class Running:
+    server: GatewayServer
+    directory: StaticDirectory
+    verifiers: list[FakeVerifier]
+    http: httpx.AsyncClient
+    stopped: asyncio.Task[None]
+
+    @property
+    def verifier(self) -> FakeVerifier:
+        return self.verifiers[0]
+
+    @property
+    def core(self) -> Any:
+        return self.server.gateway.client.core
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is left of any request."""
+        return not self.core.in_flight and not self.server.gateway.client.output_processor.request_states
+
+
+@asynccontextmanager
+async def running_gateway(verifiers: int = 1, mode: str = "sync", **gateway: Any) -> AsyncIterator[Running]:
+    """A gateway with `verifiers` fake verifiers connected, and `gateway` settings."""
+    with tempfile.TemporaryDirectory() as folder:
+        fakes = [FakeVerifier(Path(folder), f"verifier-{index}").start() for index in range(verifiers)]
+        directory = StaticDirectory([fake.member for fake in fakes])
+        settings = Settings.model_validate({"mode": mode, "gateway": {"port": 0, **gateway}})
+        server = GatewayServer(settings, directory, MODEL_DIR, model_name="demo")
+        task = asyncio.create_task(server.serve())
+        try:
+            await eventually(lambda: server.url != "" and len(server.gateway.client.core.ready_links) == verifiers)
+            async with httpx.AsyncClient(base_url=server.url, timeout=20) as http:
+                yield Running(server, directory, fakes, http, task)
+        finally:
+            server.stop()
+            server.stop()
+            await task
+            for fake in fakes:
+                fake.close()
