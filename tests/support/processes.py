@@ -33,17 +33,13 @@ def demo_models(kind: str = "eagle") -> ResolvedModels:
     return ResolvedModels(str(TARGET_DIR), str(DRAFTER_DIR) if kind == "eagle" else None, kind, "demo")  # type: ignore[arg-type]
 
 
-class Verifier:
-    """A running verifier and a client of it."""
+class Child:
+    """A helper module running in a process of its own; the first JSON line it prints says that it is ready."""
 
-    def __init__(self, directory: Path, settings: dict[str, Any], paths: ResolvedModels | None = None) -> None:
-        address = f"ipc://{directory}/v{os.urandom(3).hex()}.sock"
-        # The test's client pings only while it waits.
-        settings = settings | {"verifier": {"gateway_lease_s": 3600} | settings.get("verifier", {})}
-        job = {"settings": settings, "paths": msgspec.to_builtins(paths or demo_models()), "address": address}
-        self._log = open(directory / f"verifier-{os.urandom(3).hex()}.log", "w+")  # noqa: SIM115
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.run_verifier", json.dumps(job)],
+    def __init__(self, module: str, job: dict[str, Any], directory: Path) -> None:
+        self._log = open(directory / f"{module.rpartition('.')[2]}-{os.urandom(3).hex()}.log", "w+")  # noqa: SIM115
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", module, json.dumps(job)],
             cwd=ROOT,
             env=os.environ | ENGINE_ENV,
             stdin=subprocess.PIPE,
@@ -51,30 +47,55 @@ class Verifier:
             stderr=self._log,
             text=True,
         )
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
             if line.startswith("{"):
-                break
-        else:
-            self._log.seek(0)
-            raise RuntimeError(f"the verifier did not start:\n{self._log.read()[-3000:]}")
-        self.address: str = json.loads(line)["address"]
-        self.pid = self._process.pid
+                self.address: str = json.loads(line)["address"]
+                return
+        self._log.seek(0)
+        raise RuntimeError(f"{module} did not start:\n{self._log.read()[-3000:]}")
+
+    def tell(self, message: Any) -> None:
+        """One JSON line on its stdin."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(msgspec.to_builtins(message)) + "\n")
+        self.process.stdin.flush()
+
+    def close(self) -> None:
+        """Ends its input and waits for it to stop."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        try:
+            self.process.wait(30)
+        finally:
+            self.process.kill()
+            self._log.close()
+
+
+class Verifier(Child):
+    """A running verifier and a client of it."""
+
+    def __init__(self, directory: Path, settings: dict[str, Any], paths: ResolvedModels | None = None) -> None:
+        # The test's client pings only while it waits.
+        settings = settings | {"verifier": {"gateway_lease_s": 3600} | settings.get("verifier", {})}
+        address = f"ipc://{directory}/v{os.urandom(3).hex()}.sock"
+        job = {"settings": settings, "paths": msgspec.to_builtins(paths or demo_models()), "address": address}
+        super().__init__("tests.support.run_verifier", job, directory)
         self.client = EngineClient(self.address)
 
     def set_drafters(self, *refs: DrafterRef) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(msgspec.to_builtins(list(refs))) + "\n")
-        self._process.stdin.flush()
+        self.tell(list(refs))
 
     def close(self) -> None:
         self.client.close()
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(30)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            raise
-        finally:
-            self._log.close()
+        super().close()
+
+
+class Drafter(Child):
+    """A running drafter."""
+
+    def __init__(self, directory: Path, paths: ResolvedModels | None = None, **settings: Any) -> None:
+        address = f"ipc://{directory}/d{os.urandom(3).hex()}.sock"
+        job = {"paths": msgspec.to_builtins(paths or demo_models()), "address": address, "settings": settings}
+        super().__init__("tests.support.run_drafter", job, directory)
+        self.ref = DrafterRef("drafter-0", os.urandom(4).hex(), self.address, "", 1)

@@ -1,0 +1,245 @@
+"""Tiny random EAGLE heads in both layouts, and what they draft by the book: dense, one sequence, float64.  Tests only."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from backend.drafter.checkpoint import load_head
+from backend.drafter.eagle import EagleProposer
+
+Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class TinyHead:
+    """The sizes and switches of a head, with weights drawn from `seed`."""
+
+    kind: str = "eagle3"
+    hidden: int = 32
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 8
+    inner: int = 48
+    vocab: int = 61
+    draft_vocab: int = 61
+    layers: int = 1
+    target_layers: int = 6
+    max_position: int = 512
+    norm_before_residual: bool = False
+    norm_output: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    bias: bool = False
+    model_type: str = "llama"
+    rope: dict[str, Any] = field(default_factory=dict, hash=False)
+    seed: int = 0
+
+    def weights(self) -> Tensors:
+        """Canonical names, float32; logits are spread so that rounding seldom decides."""
+        generator = torch.Generator().manual_seed(self.seed)
+
+        def draw(*shape: int, scale: float = 1.0) -> Tensor:
+            return torch.randn(shape, generator=generator) * scale
+
+        h, queries, keys = self.hidden, self.heads * self.head_dim, self.kv_heads * self.head_dim
+        tensors: Tensors = {"target.embed": draw(self.vocab, h), "target.lm_head": draw(self.vocab, h)}
+        if self.kind == "eagle":
+            tensors["fc.weight"] = draw(h, 2 * h, scale=h**-0.5)
+        else:
+            tensors["fc.weight"] = draw(h, 3 * h, scale=h**-0.5)
+            tensors["norm.weight"] = 1 + draw(h, scale=0.2)
+            tensors["layers.0.hidden_norm.weight"] = 1 + draw(h, scale=0.2)
+            tensors["layers.0.input_layernorm.weight"] = 1 + draw(h, scale=0.2)
+            tensors["lm_head.weight"] = draw(self.draft_vocab, h)
+            picked = torch.randperm(self.vocab, generator=generator)[: self.draft_vocab].sort().values
+            if self.draft_vocab != self.vocab:
+                tensors["d2t"] = picked - torch.arange(self.draft_vocab)
+        if self.norm_before_fc:
+            tensors["input_norm.weight"] = 1 + draw(3 * h, scale=0.2)
+        if self.fc_norm:
+            tensors |= {f"fc_norm.{i}.weight": 1 + draw(h, scale=0.2) for i in range(3)}
+        for i in range(self.layers):
+            width = 2 * h if self.kind == "eagle3" and i == 0 else h
+            projections = {
+                "self_attn.q_proj": (queries, width),
+                "self_attn.k_proj": (keys, width),
+                "self_attn.v_proj": (keys, width),
+                "self_attn.o_proj": (h, queries),
+                "mlp.gate_proj": (self.inner, h),
+                "mlp.up_proj": (self.inner, h),
+                "mlp.down_proj": (h, self.inner),
+            }
+            for name, shape in projections.items():
+                tensors[f"layers.{i}.{name}.weight"] = draw(*shape, scale=2 * shape[1] ** -0.5)
+                if self.bias:
+                    tensors[f"layers.{i}.{name}.bias"] = draw(shape[0], scale=0.3)
+            tensors[f"layers.{i}.post_attention_layernorm.weight"] = 1 + draw(h, scale=0.2)
+            if i:
+                tensors[f"layers.{i}.input_layernorm.weight"] = 1 + draw(h, scale=0.2)
+            if self.model_type == "qwen3":
+                tensors[f"layers.{i}.self_attn.q_norm.weight"] = 1 + draw(self.head_dim, scale=0.2)
+                tensors[f"layers.{i}.self_attn.k_norm.weight"] = 1 + draw(self.head_dim, scale=0.2)
+        return tensors
+
+    def layer_config(self) -> dict[str, Any]:
+        """The Llama part of the configuration."""
+        return {
+            "model_type": self.model_type,
+            "hidden_size": self.hidden,
+            "intermediate_size": self.inner,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "num_hidden_layers": self.layers,
+            "max_position_embeddings": self.max_position,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 10000.0,
+            "rope_scaling": self.rope or None,
+            "vocab_size": self.vocab,
+            "hidden_act": "silu",
+        }
+
+
+def write_target(directory: Path, head: TinyHead, tied: bool = False) -> str:
+    """A target's directory: its configuration, embedding and, unless tied, output matrix."""
+    directory.mkdir(parents=True, exist_ok=True)
+    weights = head.weights()
+    config = head.layer_config() | {"num_hidden_layers": head.target_layers, "tie_word_embeddings": tied}
+    (directory / "config.json").write_text(json.dumps(config))
+    tensors = {"model.embed_tokens.weight": weights["target.embed"]}
+    if not tied:
+        tensors["lm_head.weight"] = weights["target.lm_head"]
+    save_file(tensors, directory / "model.safetensors")
+    return str(directory)
+
+
+def write_head(directory: Path, head: TinyHead, layout: str = "eagle", suffix: str = "safetensors") -> str:
+    """A head's directory in the given layout and file format."""
+    directory.mkdir(parents=True, exist_ok=True)
+    tensors = {name: t for name, t in head.weights().items() if not name.startswith("target.")}
+    extras: dict[str, Any] = {
+        "norm_before_residual": head.norm_before_residual,
+        "norm_output": head.norm_output,
+        "norm_before_fc": head.norm_before_fc,
+        "fc_norm": head.fc_norm,
+    }
+    if head.kind == "eagle3":
+        extras["draft_vocab_size"] = head.draft_vocab
+    if layout == "speculators":
+        config = {
+            "speculators_model_type": "eagle3",
+            "transformer_layer_config": head.layer_config(),
+            "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
+            **extras,
+        }
+    else:
+        names = ["LlamaForCausalLMEagle3"] if head.kind == "eagle3" else ["LlamaForCausalLM"]
+        config = head.layer_config() | extras | {"architectures": names}
+        tensors = {name.replace("layers.0.", "midlayer."): t for name, t in tensors.items()}
+        if "d2t" in tensors:
+            tensors["t2d"] = torch.zeros(head.vocab, dtype=torch.bool)
+    (directory / "config.json").write_text(json.dumps(config))
+    if suffix == "bin":
+        torch.save(tensors, directory / "pytorch_model.bin")
+    else:
+        save_file(tensors, directory / "model.safetensors")
+    return str(directory)
+
+
+def make_proposer(directory: Path, head: TinyHead, cache_tokens: int = 4096, **options: Any) -> EagleProposer:
+    """A proposer over a head written to `directory`."""
+    layout = options.pop("layout", "eagle")
+    suffix = options.pop("suffix", "safetensors")
+    target = write_target(directory / "target", head)
+    weights = load_head(write_head(directory / "head", head, layout, suffix), target)
+    return EagleProposer(weights, cache_tokens, **options)
+
+
+class Reference:
+    """The documented equations of EAGLE and EAGLE-3, dense and in float64."""
+
+    def __init__(self, head: TinyHead) -> None:
+        self.head = head
+        self.w = {name: tensor.double() for name, tensor in head.weights().items()}
+        self.margin = float("inf")
+        """Smallest gap between best and second logit of the last draft."""
+
+    def draft(self, tokens: list[int], features: dict[int, Tensor], k: int) -> list[int]:
+        """`k` greedy tokens after `tokens`, from the features (by position) that are known."""
+        self.margin = float("inf")
+        rows = [(p, tokens[p + 1], features[p].double()) for p in sorted(features) if p + 1 < len(tokens)]
+        drafts: list[int] = []
+        for _ in range(k):
+            output = self._forward(rows)
+            normed = output if self.head.kind == "eagle" else self._norm(output, "norm")
+            matrix = self.w["target.lm_head"] if self.head.kind == "eagle" else self.w["lm_head.weight"]
+            logits = matrix @ normed
+            best = logits.topk(2).values
+            self.margin = min(self.margin, float(best[0] - best[1]))
+            token = int(logits.argmax())
+            if "d2t" in self.w:
+                token += int(self.w["d2t"][token])
+            drafts.append(token)
+            rows.append((rows[-1][0] + 1, token, normed if self.head.norm_output else output))
+        return drafts
+
+    def _forward(self, rows: list[tuple[int, int, Tensor]]) -> Tensor:
+        positions = torch.tensor([p for p, _, _ in rows], dtype=torch.float64)
+        embeds = torch.stack([self.w["target.embed"][t] for _, t, _ in rows])
+        hidden = torch.stack([feature for _, _, feature in rows])
+        if self.head.kind == "eagle":
+            hidden = torch.cat((embeds, hidden), dim=1) @ self.w["fc.weight"].T
+        for i in range(self.head.layers):
+            name = f"layers.{i}"
+            if self.head.kind == "eagle3" and i == 0:
+                normed = self._norm(hidden, f"{name}.hidden_norm")
+                residual = normed if self.head.norm_before_residual else hidden
+                inputs = torch.cat((self._norm(embeds, f"{name}.input_layernorm"), normed), dim=1)
+            else:
+                residual = hidden
+                inputs = self._norm(hidden, f"{name}.input_layernorm") if i else hidden
+            hidden = residual + self._attention(name, inputs, positions)
+            normed = self._norm(hidden, f"{name}.post_attention_layernorm")
+            gate = torch.nn.functional.silu(self._linear(f"{name}.mlp.gate_proj", normed))
+            hidden = hidden + self._linear(f"{name}.mlp.down_proj", gate * self._linear(f"{name}.mlp.up_proj", normed))
+        return hidden[-1]
+
+    def _attention(self, name: str, inputs: Tensor, positions: Tensor) -> Tensor:
+        head, count = self.head, len(inputs)
+        q = self._linear(f"{name}.self_attn.q_proj", inputs).view(count, head.heads, head.head_dim)
+        k = self._linear(f"{name}.self_attn.k_proj", inputs).view(count, head.kv_heads, head.head_dim)
+        v = self._linear(f"{name}.self_attn.v_proj", inputs).view(count, head.kv_heads, head.head_dim)
+        if head.model_type == "qwen3":
+            q, k = self._norm(q, f"{name}.self_attn.q_norm"), self._norm(k, f"{name}.self_attn.k_norm")
+        q, k = self._rotate(q, positions), self._rotate(k, positions)
+        mixed = torch.zeros_like(q)
+        for h in range(head.heads):
+            group = h // (head.heads // head.kv_heads)
+            scores = q[:, h] @ k[:, group].T / head.head_dim**0.5
+            scores = scores.masked_fill(torch.ones(count, count, dtype=torch.bool).triu(1), float("-inf"))
+            mixed[:, h] = scores.softmax(-1) @ v[:, group]
+        return self._linear(f"{name}.self_attn.o_proj", mixed.flatten(1))
+
+    def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
+        dim = self.head.head_dim
+        frequency = 10000.0 ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+        if self.head.rope:
+            assert self.head.rope["rope_type"] == "linear"
+            frequency = frequency / self.head.rope["factor"]
+        angle = torch.outer(positions, frequency).repeat(1, 2)[:, None]
+        turned = torch.cat((-x[..., dim // 2 :], x[..., : dim // 2]), dim=-1)
+        return x * angle.cos() + turned * angle.sin()
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * self.w[f"{name}.weight"]
+
+    def _linear(self, name: str, x: Tensor) -> Tensor:
+        out = x @ self.w[f"{name}.weight"].T
+        return out + self.w[f"{name}.bias"] if f"{name}.bias" in self.w else out
