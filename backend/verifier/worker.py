@@ -14,6 +14,7 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from backend.fleet import DrafterRef
 from backend.transport import ServerKeys, Wire
+from backend.verifier.cpu_kernels import repair_cpu_kernels
 from backend.verifier.features import FeatureShipper
 from backend.verifier.runner import RemoteDrafting, SeededPrefill
 
@@ -30,7 +31,10 @@ class _Mixed:
         super().init_device()  # type: ignore[misc]
         options = self.vllm_config.additional_config["outrider"]
         runner_type = type(self.model_runner)
-        mixins: tuple[type, ...] = (SeededPrefill,) if isinstance(self, CPUWorker) else ()
+        mixins: tuple[type, ...] = ()
+        if isinstance(self, CPUWorker):
+            repair_cpu_kernels()
+            mixins = (SeededPrefill,)
         if options["remote"]:
             mixins = (RemoteDrafting, *mixins)
         if mixins:

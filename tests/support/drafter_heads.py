@@ -30,7 +30,7 @@ class TinyHead:
     vocab: int = 61
     draft_vocab: int = 61
     layers: int = 1
-    target_layers: int = 6
+    target_layers: int = 8
     max_position: int = 512
     norm_before_residual: bool = False
     norm_output: bool = False

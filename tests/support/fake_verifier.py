@@ -123,6 +123,8 @@ class FakeVerifier:
                     wire.ENGINE_WIRE_VERSION, self.name, self.incarnation, "fake", self.max_model_len, 100, 16, ["generate"]
                 )
                 self.send(client, wire.WELCOME, msgspec.msgpack.encode(welcome))
+            elif kind == wire.PING:
+                self.send(client, wire.PING)
             elif kind == wire.ADD:
                 sequence = Sequence(self, client, decoder.decode(frames))
                 self.sequences.append(sequence)

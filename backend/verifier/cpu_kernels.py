@@ -1,0 +1,38 @@
+"""A replacement for one of vLLM's CPU kernels that breaks sampling under speculation.  Worker process, at start.
+
+vLLM 0.32 expands per-request sampling parameters (temperature, top-k, top-p) to per-token ones with a Triton kernel.  Its CPU
+stand-in converts every tensor to int64 and drops the copy it wrote to, so the caller divides logits by uninitialised memory:
+at temperature 1, tokens verified on the CPU do not follow the target's distribution.  (vllm/utils/cpu_triton_utils.py,
+`_expand_kernel_impl`; upstream report: vllm-project/vllm pull request 42638.)  Greedy requests never reach it.
+
+The replacement goes through vLLM's own registry of platform kernels; `tests/lossless` fails without it.
+"""
+
+from __future__ import annotations
+
+import torch
+from vllm.triton_utils import HAS_TRITON
+from vllm.triton_utils.dispatcher import register_kernels
+
+
+def expand(
+    output: torch.Tensor,
+    per_request: torch.Tensor,
+    cu_num_tokens: torch.Tensor,
+    replace_from: int,
+    replace_to: int,
+    max_num_tokens: int = 0,
+) -> None:
+    """Writes each request's value once per token: `per_request` `[requests]`, `output` `[tokens]`.
+
+    `cu_num_tokens` `[requests]` counts tokens up to and including each request.
+    """
+    counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
+    values = torch.where(per_request == replace_from, replace_to, per_request)
+    output.copy_(torch.repeat_interleave(values, counts))
+
+
+def repair_cpu_kernels() -> None:
+    """Call once vLLM has registered its own CPU kernels; does nothing where Triton itself runs on the CPU."""
+    if not HAS_TRITON:
+        register_kernels({"vllm.v1.sample.rejection_sampler.expand_kernel": expand})
