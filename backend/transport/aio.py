@@ -25,9 +25,7 @@ class AsyncDealer:
     Raises `ValueError` for a tcp address without the keys it needs.
     """
 
-    def __init__(
-        self, wire: Wire, address: str, identity: bytes, server_key: str = "", high_water_mark: int = 10_000
-    ) -> None:
+    def __init__(self, wire: Wire, address: str, identity: bytes, server_key: str = "", high_water_mark: int = 10_000) -> None:
         plain = connect_dealer(wire, address, identity, server_key, high_water_mark)
         self._plain = plain
         self._monitor_plain = plain.get_monitor_socket(zmq.EVENT_DISCONNECTED)

@@ -91,6 +91,7 @@ def bind_router(
     _common(socket, high_water_mark)
     if address.startswith("tcp://"):
         if keys is None or wire.fleet_keys is None:
+            socket.close()
             raise ValueError(f"{address}: a tcp socket needs the fleet's CURVE keys")
         wire.allow_only_fleet()
         socket.curve_secretkey = keys.secret.encode()

@@ -1,0 +1,92 @@
+"""The drafter as a Ray actor: registers with the coordinator, serves, and reports.
+
+Three threads: Ray's (constructor, `ping`, `stop`), the drafting thread (`process.py`), and the membership's.
+Should the drafting thread die, the process exits, for Ray to restart it: a drafter that answers pings and no rounds helps
+nobody.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from collections.abc import Sequence
+
+import ray
+
+from backend.config.settings import Settings
+from backend.coordinator.actor import CoordinatorHandle
+from backend.drafter.process import DrafterModel, DrafterProcess, pin_cores
+from backend.fleet import Member, Orders
+from backend.membership import Membership
+from backend.models import ResolvedModels
+from backend.transport.sockets import Wire, new_server_keys
+
+logger = logging.getLogger(__name__)
+
+CRASHED = 70
+"""Exit status after the drafting thread's death."""
+
+
+class DrafterActor:
+    """One drafter.  `settings` is `Settings.model_dump_json()`; `address` is `ipc://...` or `tcp://host:port` (port 0: any)."""
+
+    def __init__(
+        self,
+        member_id: str,
+        settings: str,
+        paths: ResolvedModels,
+        address: str,
+        namespace: str,
+        cores: Sequence[int] = (),
+    ) -> None:
+        pin_cores(cores)
+        parsed = Settings.model_validate_json(settings)
+        server_keys = new_server_keys() if address.startswith("tcp://") else None
+        member = Member(
+            id=member_id,
+            kind="drafter",
+            incarnation=secrets.token_hex(8),
+            address=address,
+            server_key=server_keys.public if server_keys else "",
+            node=ray.util.get_node_ip_address(),
+            pid=os.getpid(),
+            model=parsed.drafter,
+        )
+        coordinator = CoordinatorHandle.connect(namespace)
+        # A tcp socket cannot be bound before the fleet's keys are known, nor its port be told before it is bound.
+        credentials = coordinator.register(member)
+        self._process = DrafterProcess(
+            member_id,
+            DrafterModel(paths.target_dir, paths.drafter_dir),
+            parsed.drafting,
+            address,
+            Wire(credentials.fleet_keys),
+            server_keys,
+            on_crash=_exit,
+        )
+        self._process.start()
+        self._membership = Membership(
+            coordinator, member, parsed.coordinator.report_interval_s, self._process.stats, self._obey
+        )
+        self._membership.become("ready", self._process.address)
+        self._membership.join_fleet()
+
+    def ping(self) -> bool:
+        """For liveness checks."""
+        return self._process.is_alive
+
+    def stop(self) -> None:
+        """Leaves the fleet and ends serving."""
+        self._membership.leave_fleet()
+        self._process.stop()
+
+    def _obey(self, orders: Orders) -> None:
+        if orders.drain:
+            # Verifiers take their requests elsewhere; what they still send is answered.
+            self._membership.become("draining")
+
+
+def _exit() -> None:
+    logging.shutdown()
+    os._exit(CRASHED)

@@ -1,0 +1,259 @@
+"""Which sequence owns which rows of the drafter's KV cache.  Pure bookkeeping, drafter thread; `head.py` owns the tensors.
+
+A sequence's rows carry positions: row p stands for the target's feature of position p and the token at p + 1.  Rows are kept
+in ascending position; a position that never arrived is simply missing.  Only rows made from true features are counted here.
+Those that drafting makes lie behind a sequence's last row and are never committed: the next rows overwrite them.
+
+Features are functions of the target's prefix alone, so rows 0..m-1 serve any sequence whose tokens 0..m are the same, of any
+verifier.  Blocks of `BLOCK` tokens are found by a chain of hashes, then compared token by token.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Hashable
+from dataclasses import dataclass, field
+
+from backend.drafter.extents import Extents
+from backend.drafter.tokens import common_prefix, splice
+
+BLOCK = 16
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One request's tokens and rows.  `spans` are runs of consecutive positions, `[first position, rows]`."""
+
+    key: Hashable
+    tokens: list[int]
+    last_used: float = 0.0
+    is_open: bool = True
+    spans: list[list[int]] = field(default_factory=list)
+    length: int = 0
+    start: int = 0
+    """First row of its stretch in the cache."""
+    room: int = 0
+    """Rows of its stretch; 0: it has none."""
+    chain: list[int] = field(default_factory=list)
+    """Hashes of the leading token blocks under which others may find it."""
+    answer: tuple[int, list[int]] | None = None
+    """The last drafts with the base length they were for."""
+
+    @property
+    def unbroken(self) -> int:
+        """Rows at positions 0, 1, 2, ... without a gap."""
+        return self.spans[0][1] if self.spans and self.spans[0][0] == 0 else 0
+
+    @property
+    def end(self) -> int:
+        """The position after its last row."""
+        return self.spans[-1][0] + self.spans[-1][1] if self.spans else 0
+
+
+class RowCache:
+    """All sequences of all verifiers.  `move(source, target, rows)` copies rows when a sequence has to move."""
+
+    def __init__(self, capacity: int, move: Callable[[int, int, int], None]) -> None:
+        self._extents = Extents(capacity)
+        self._move = move
+        self._open: OrderedDict[Hashable, Sequence] = OrderedDict()
+        self._closed: OrderedDict[Sequence, None] = OrderedDict()
+        self._index: dict[int, Sequence] = {}
+        self._open_rows = 0
+        self.prefix_rows_reused = 0
+        self.evictions = 0
+
+    @property
+    def capacity(self) -> int:
+        """Rows of the whole cache."""
+        return self._extents.capacity
+
+    @property
+    def usage(self) -> float:
+        """Share of the cache that open sequences hold; the rest is free or can be taken from closed ones."""
+        return self._open_rows / self._extents.capacity
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def open_keys(self) -> list[Hashable]:
+        """Keys of the open sequences, longest unused first."""
+        return list(self._open)
+
+    def get(self, key: Hashable, now: float) -> Sequence | None:
+        """An open sequence, marked as used."""
+        sequence = self._open.get(key)
+        if sequence is not None:
+            sequence.last_used = now
+            self._open.move_to_end(key)
+        return sequence
+
+    def peek(self, key: Hashable) -> Sequence | None:
+        """An open sequence, left as it is."""
+        return self._open.get(key)
+
+    def open(self, key: Hashable, tokens: list[int], limit: int, now: float) -> Sequence:
+        """A new sequence; takes over or copies at most `limit` leading rows from one with the same prefix."""
+        self.close(key)
+        sequence = Sequence(key, tokens, last_used=now)
+        self._open[key] = sequence
+        source = self._find(tokens)
+        if source is not None:
+            rows = min(common_prefix(source.tokens, tokens) - 1, source.unbroken, limit)
+            if rows > 0:
+                self._reuse(source, sequence, rows)
+        return sequence
+
+    def extend_tokens(self, sequence: Sequence, base_len: int, tokens: list[int]) -> None:
+        """`tokens[-1]` stands at `base_len - 1`; what contradicts it is dropped, rows included."""
+        kept = splice(sequence.tokens, base_len, tokens)
+        self._unchain(sequence, kept // BLOCK)
+        self.truncate(sequence, kept - 1)
+
+    def truncate(self, sequence: Sequence, position: int) -> None:
+        """Drops all rows at `position` and after."""
+        while sequence.spans and sequence.end > position:
+            first, rows = sequence.spans[-1]
+            kept = max(position - first, 0)
+            sequence.length -= rows - kept
+            if kept:
+                sequence.spans[-1][1] = kept
+            else:
+                sequence.spans.pop()
+        self._unchain(sequence, (sequence.unbroken + 1) // BLOCK)
+
+    def reserve(self, sequence: Sequence, rows: int, pinned: Collection[Sequence] = ()) -> bool:
+        """Room for `rows` more rows behind its last, if need be at the cost of others, `pinned` excepted.
+
+        When even that does not suffice it loses its own earlier rows; False when there is no room at all.
+        """
+        while (wanted := sequence.length + rows) > sequence.room:
+            taken = self._extents.take(wanted)
+            if taken is not None:
+                self._relocate(sequence, *taken)
+            elif wanted > self._extents.largest or not self._evict(sequence, pinned):
+                if not sequence.room:
+                    return False
+                self._drop_rows(sequence)
+        return True
+
+    def append(self, sequence: Sequence, position: int, rows: int) -> int:
+        """Counts `rows` rows from `position` on as committed; returns the first one's place in the cache.
+
+        Room must have been reserved, and `position` must not lie before the sequence's end.
+        """
+        if position < sequence.end or sequence.length + rows > sequence.room:
+            raise ValueError("rows appended without truncation or room")
+        place = sequence.start + sequence.length
+        if sequence.spans and sequence.end == position:
+            sequence.spans[-1][1] += rows
+        elif rows:
+            sequence.spans.append([position, rows])
+        sequence.length += rows
+        return place
+
+    def publish(self, sequence: Sequence) -> None:
+        """Lets others find the rows this sequence has by now."""
+        tokens, chain = sequence.tokens, sequence.chain
+        while sequence.unbroken + 1 >= BLOCK * (len(chain) + 1):
+            at = BLOCK * len(chain)
+            chain.append(_link(chain[-1] if chain else 0, tokens[at : at + BLOCK]))
+            self._index.setdefault(chain[-1], sequence)
+
+    def close(self, key: Hashable) -> None:
+        """The request is over; its rows stay for others until the room is needed."""
+        sequence = self._open.pop(key, None)
+        if sequence is None:
+            return
+        sequence.is_open = False
+        self._open_rows -= sequence.room
+        if sequence.chain:
+            self._closed[sequence] = None
+        else:
+            self._forget(sequence)
+
+    def idle_since(self, before: float) -> list[Hashable]:
+        """Open sequences not used since `before`."""
+        return [key for key, sequence in self._open.items() if sequence.last_used < before]
+
+    def _find(self, tokens: list[int]) -> Sequence | None:
+        """A sequence that shares the most leading blocks; its tokens are still to be compared."""
+        found, link = None, 0
+        for at in range(0, len(tokens) - BLOCK + 1, BLOCK):
+            link = _link(link, tokens[at : at + BLOCK])
+            holder = self._index.get(link)
+            if holder is None:
+                break
+            found = holder
+        return found
+
+    def _reuse(self, source: Sequence, sequence: Sequence, rows: int) -> None:
+        if not source.is_open and rows == source.length:
+            start, room = source.start, source.room
+            source.room = 0
+            self._forget(source)
+            self._hold(sequence, start, room)
+        else:
+            self._touch(source)
+            if not self.reserve(sequence, rows, (source,)):
+                return
+            self._move(source.start, sequence.start, rows)
+        self.append(sequence, 0, rows)
+        self.publish(sequence)
+        self.prefix_rows_reused += rows
+
+    def _relocate(self, sequence: Sequence, start: int, room: int) -> None:
+        if sequence.length:
+            self._move(sequence.start, start, sequence.length)
+        self._release(sequence)
+        self._hold(sequence, start, room)
+
+    def _touch(self, sequence: Sequence) -> None:
+        if sequence.is_open:
+            self._open.move_to_end(sequence.key)
+        else:
+            self._closed.move_to_end(sequence)
+
+    def _evict(self, keep: Sequence, pinned: Collection[Sequence]) -> bool:
+        """Frees the rows of the sequence least recently used, closed ones first; False when none is left."""
+        for sequence in (*self._closed, *self._open.values()):
+            if sequence.room and sequence is not keep and sequence not in pinned:
+                self.evictions += 1
+                if sequence.is_open:
+                    # It goes on without context; whoever sends its next rows need not know.
+                    self._drop_rows(sequence)
+                else:
+                    self._forget(sequence)
+                return True
+        return False
+
+    def _forget(self, sequence: Sequence) -> None:
+        self._closed.pop(sequence, None)
+        self._drop_rows(sequence)
+
+    def _drop_rows(self, sequence: Sequence) -> None:
+        self._unchain(sequence, 0)
+        sequence.spans.clear()
+        sequence.length = 0
+        self._release(sequence)
+
+    def _hold(self, sequence: Sequence, start: int, room: int) -> None:
+        sequence.start, sequence.room = start, room
+        self._open_rows += room
+
+    def _release(self, sequence: Sequence) -> None:
+        if sequence.room:
+            self._extents.give_back(sequence.start)
+            if sequence.is_open:
+                self._open_rows -= sequence.room
+        sequence.room = 0
+
+    def _unchain(self, sequence: Sequence, blocks: int) -> None:
+        while len(sequence.chain) > max(blocks, 0):
+            link = sequence.chain.pop()
+            if self._index.get(link) is sequence:
+                del self._index[link]
+
+
+def _link(previous: int, block: list[int]) -> int:
+    return hash((previous, *block))

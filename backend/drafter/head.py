@@ -1,0 +1,304 @@
+"""An EAGLE head's arithmetic and the tensors of its KV cache, in plain torch on a CPU or GPU.  Drafter thread.
+
+Written for small batches, where every operator call and every byte of weights counts: the embedding's share of layer 0's input
+projection is computed per token beforehand (or at least its norm is), q, k and v are one product, and in the last layer rows
+that nobody drafts from contribute keys and values only.  Semantics are those of vLLM's `llama_eagle3` and `llama_eagle`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from backend.drafter.checkpoint import HeadWeights
+from backend.drafter.rope import pair_order, rotate_, rotation_table
+
+TABLE_BYTES = 64 * 2**20
+"""Largest precomputed table of embeddings already projected by layer 0."""
+TABLE_CHUNK = 8192
+"""Embeddings converted at a time."""
+QUERY_CHUNK = 512
+"""Query rows per attention call of an inner layer; bounds its mask."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A forward pass over rows of several sequences, one after the other.
+
+    `ids`, `positions`, `places` are `[rows]` int64: the token at position + 1, the feature's position, the row of the cache.
+    `starts`, `lengths`: each sequence's first row in the cache and its rows there, these included; `counts`: these alone.
+    """
+
+    ids: Tensor
+    positions: Tensor
+    places: Tensor
+    starts: list[int]
+    lengths: list[int]
+    counts: list[int]
+
+
+@dataclass
+class _Layer:
+    """One layer; matrices are stored `[in, out]`, which small batches read fastest."""
+
+    input_norm: Tensor | None
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    out: Tensor
+    out_bias: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    post_norm: Tensor
+    gate_up: Tensor
+    gate_up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+
+
+class Head:
+    """The network and its cache of `capacity` rows, `[layers, capacity, 2 * kv_heads * head_dim]`."""
+
+    def __init__(
+        self,
+        weights: HeadWeights,
+        device: torch.device,
+        dtype: torch.dtype,
+        capacity: int,
+        positions: int,
+        gather: bool | None = None,
+    ) -> None:
+        config = weights.config
+        self.config = config
+        self.device, self.dtype = device, dtype
+        # One padded call per step suits a GPU; in-place reads, sequence by sequence, suit a CPU.
+        self.gather = device.type == "cuda" if gather is None else gather
+        self.heads, self.kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self.group = self.heads // self.kv_heads
+        self.query_width = self.heads * self.head_dim
+        self._source = weights.tensors
+        self._order = pair_order(self.head_dim)
+        self.rotations = rotation_table(config.rope, self.head_dim, positions).to(device)
+        self.is_eagle3 = config.kind == "eagle3"
+        self.table, self.table_weight, self.feature_fc = self._input_tables(weights.embedding)
+        self.layers = [self._layer(index) for index in range(config.num_layers)]
+        self.hidden_norm = self._vector("layers.0.hidden_norm.weight")
+        self.norm = self._vector("norm.weight")
+        self.lm_head = self._on_device(weights.lm_head.t())
+        mapping = weights.draft_to_target
+        self.draft_to_target = None if mapping is None else mapping.to(device)
+        self._source = {}
+        width = 2 * self.kv_heads * self.head_dim
+        self.cache = torch.zeros(config.num_layers, capacity, width, device=device, dtype=dtype)
+        self._flat = list(self.cache.unbind(0))
+        paired = self.cache.view(config.num_layers, capacity, 2, self.kv_heads, self.head_dim)
+        self._keys = [paired[i, :, 0].transpose(0, 1).unsqueeze(0) for i in range(config.num_layers)]
+        self._values = [paired[i, :, 1].transpose(0, 1).unsqueeze(0) for i in range(config.num_layers)]
+
+    def move(self, source: int, target: int, rows: int) -> None:
+        """Copies rows of the cache in every layer; the two stretches do not overlap."""
+        with torch.inference_mode():
+            self.cache[:, target : target + rows].copy_(self.cache[:, source : source + rows])
+
+    def forward(self, rows: Rows, features: Tensor, keep: Tensor | None, wanted: bool = True) -> Tensor | None:
+        """Writes the cache rows; returns `[kept, hidden]`, the outputs before the final norm.
+
+        `features` is `[rows, hidden]`.  `keep`: indices of the rows whose outputs are wanted, in the sequences' order, one
+        per sequence of `rows`; None: all of them, each being its sequence's only row.  Not `wanted`: none, result None.
+        """
+        part = self._embed(rows.ids)
+        rotations = self.rotations.index_select(0, rows.positions)
+        hidden = features
+        if self.feature_fc is not None:
+            hidden = torch.addmm(part, features, self.feature_fc)
+        last = len(self.layers) - 1
+        for index, layer in enumerate(self.layers):
+            residual, qkv = self._project(index, layer, hidden, part)
+            self._rotate(layer, qkv, rotations)
+            self._flat[index].index_copy_(0, rows.places, qkv[:, self.query_width :])
+            if index == last and not wanted:
+                return None
+            queries = qkv[:, : self.query_width]
+            if index == last and keep is not None:
+                queries, residual = queries.index_select(0, keep), residual.index_select(0, keep)
+            if index == last or keep is None:
+                attended = self._attend_last(index, queries, rows)
+            else:
+                attended = self._attend_all(index, queries, rows)
+            hidden = self._finish(layer, residual, attended)
+        return hidden
+
+    def pick(self, output: Tensor) -> tuple[Tensor, Tensor]:
+        """Greedy choice from outputs `[n, hidden]`: target ids `[n]`, and the features `[n, hidden]` of the next step."""
+        normed = output if self.norm is None else self._rms(output, self.norm)
+        ids = (normed @ self.lm_head).argmax(-1)
+        if self.draft_to_target is not None:
+            ids = self.draft_to_target.index_select(0, ids)
+        return ids, normed if self.config.norm_output else output
+
+    def _embed(self, ids: Tensor) -> Tensor:
+        part = self.table.index_select(0, ids)
+        return part if self.table_weight is None else part @ self.table_weight
+
+    def _project(self, index: int, layer: _Layer, hidden: Tensor, part: Tensor) -> tuple[Tensor, Tensor]:
+        """What the layer adds to, and its queries, keys and values `[rows, query_width + 2 * kv_heads * head_dim]`."""
+        if index == 0 and self.hidden_norm is not None:
+            normed = self._rms(hidden, self.hidden_norm)
+            residual = normed if self.config.norm_before_residual else hidden
+            return residual, torch.addmm(part, normed, layer.qkv)
+        normed = hidden if layer.input_norm is None else self._rms(hidden, layer.input_norm)
+        return hidden, _affine(normed, layer.qkv, layer.qkv_bias)
+
+    def _rotate(self, layer: _Layer, qkv: Tensor, rotations: Tensor) -> None:
+        turned = qkv[:, : self.query_width + self.kv_heads * self.head_dim]
+        vectors = turned.view(len(qkv), -1, self.head_dim)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            queries, keys = vectors[:, : self.heads], vectors[:, self.heads :]
+            queries.copy_(self._rms(queries, layer.q_norm))
+            keys.copy_(self._rms(keys, layer.k_norm))
+        rotate_(vectors, rotations)
+
+    def _attend_last(self, index: int, queries: Tensor, rows: Rows) -> Tensor:
+        """One query row per sequence, which sees all of its sequence's rows: `[sequences, query_width]` twice."""
+        folded = queries.view(-1, 1, self.kv_heads, self.group, self.head_dim)
+        if self.gather and len(rows.starts) > 1:
+            return self._attend_padded(index, folded.squeeze(1), rows).reshape(-1, self.query_width)
+        keys, values = self._keys[index], self._values[index]
+        attended = [
+            functional.scaled_dot_product_attention(folded[i], keys.narrow(2, start, length), values.narrow(2, start, length))
+            for i, (start, length) in enumerate(zip(rows.starts, rows.lengths, strict=True))
+        ]
+        return (attended[0] if len(attended) == 1 else torch.cat(attended)).reshape(-1, self.query_width)
+
+    def _attend_padded(self, index: int, queries: Tensor, rows: Rows) -> Tensor:
+        """The same in one call over `[sequences, longest]` gathered rows; `queries` `[sequences, kv_heads, group, dim]`."""
+        starts, lengths = torch.tensor([rows.starts, rows.lengths], device=self.device).unsqueeze(-1)
+        longest = torch.arange(max(rows.lengths), device=self.device)
+        visible = longest < lengths
+        places = torch.where(visible, starts + longest, starts)
+        gathered = self.cache[index].index_select(0, places.flatten())
+        paired = gathered.view(*places.shape, 2, self.kv_heads, self.head_dim)
+        return functional.scaled_dot_product_attention(
+            queries, paired[:, :, 0].transpose(1, 2), paired[:, :, 1].transpose(1, 2), visible[:, None, None]
+        )
+
+    def _attend_all(self, index: int, queries: Tensor, rows: Rows) -> Tensor:
+        """Every row attends to its sequence's rows up to itself (inner layers only): `[rows, query_width]` twice."""
+        attended = torch.empty_like(queries)
+        at = 0
+        for start, length, count in zip(rows.starts, rows.lengths, rows.counts, strict=True):
+            for first in range(0, count, QUERY_CHUNK):
+                size = min(QUERY_CHUNK, count - first)
+                seen = length - count + first + size
+                piece = slice(at + first, at + first + size)
+                folded = queries[piece].view(size, self.kv_heads, self.group, self.head_dim).permute(1, 2, 0, 3)
+                mask = torch.ones(size, seen, dtype=torch.bool, device=self.device).tril(seen - size)
+                result = functional.scaled_dot_product_attention(
+                    folded.reshape(1, self.kv_heads, -1, self.head_dim),
+                    self._keys[index].narrow(2, start, seen),
+                    self._values[index].narrow(2, start, seen),
+                    mask.repeat(self.group, 1),
+                )
+                unfolded = result.view(self.heads, size, self.head_dim).transpose(0, 1)
+                attended[piece] = unfolded.reshape(size, self.query_width)
+            at += count
+        return attended
+
+    def _finish(self, layer: _Layer, residual: Tensor, attended: Tensor) -> Tensor:
+        hidden = torch.addmm(residual, attended, layer.out)
+        if layer.out_bias is not None:
+            hidden = hidden + layer.out_bias
+        gate, up = _affine(self._rms(hidden, layer.post_norm), layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
+        hidden = torch.addmm(hidden, functional.silu(gate) * up, layer.down)
+        return hidden if layer.down_bias is None else hidden + layer.down_bias
+
+    def _rms(self, values: Tensor, weight: Tensor) -> Tensor:
+        return functional.rms_norm(values, weight.shape, weight, self.config.rms_norm_eps)
+
+    def _input_tables(self, embedding: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Per token, what the embedding adds to the first product: the table, what it is yet to be multiplied with (None:
+        done beforehand), and EAGLE-1's weight for the feature."""
+        hidden = self.config.hidden_size
+        if self.is_eagle3:
+            norm = self._source["layers.0.input_layernorm.weight"].float()
+            weight, bias = self._fused("layers.0.self_attn", ("q_proj", "k_proj", "v_proj"))
+            on_embedding, feature_fc = weight[:, :hidden], None
+        else:
+            norm, bias = None, self._source.get("fc.bias")
+            on_embedding, on_feature = self._source["fc.weight"].tensor_split(2, dim=1)
+            feature_fc = self._on_device(on_feature.t())
+        fits = embedding.shape[0] * on_embedding.shape[0] * self.dtype.itemsize <= TABLE_BYTES and bias is None
+        pieces = []
+        for first in range(0, len(embedding), TABLE_CHUNK):
+            rows = embedding[first : first + TABLE_CHUNK].float()
+            if norm is not None:
+                rows = functional.rms_norm(rows, norm.shape, norm, self.config.rms_norm_eps)
+            pieces.append(self._on_device(rows @ on_embedding.float().t() if fits else rows))
+        table = torch.cat(pieces)
+        if fits:
+            return table, None, feature_fc
+        if bias is not None:
+            # A constant column carries the bias through the product.
+            table = functional.pad(table, (0, 1), value=1.0)
+            on_embedding = torch.cat((on_embedding, bias.unsqueeze(1)), dim=1)
+        return table, self._on_device(on_embedding.t()), feature_fc
+
+    def _layer(self, index: int) -> _Layer:
+        name = f"layers.{index}"
+        qkv, qkv_bias = self._fused(f"{name}.self_attn", ("q_proj", "k_proj", "v_proj"))
+        if index == 0 and self.is_eagle3:
+            qkv, qkv_bias = qkv[:, self.config.hidden_size :], None
+        gate_up, gate_up_bias = self._fused(f"{name}.mlp", ("gate_proj", "up_proj"))
+        post_norm = self._vector(f"{name}.post_attention_layernorm.weight")
+        assert post_norm is not None
+        q_norm, k_norm = (self._source.get(f"{name}.self_attn.{n}_norm.weight") for n in "qk")
+        return _Layer(
+            input_norm=self._vector(f"{name}.input_layernorm.weight") if index else None,
+            qkv=self._on_device(qkv.t()),
+            qkv_bias=None if qkv_bias is None else self._on_device(qkv_bias),
+            out=self._on_device(self._source[f"{name}.self_attn.o_proj.weight"].t()),
+            out_bias=self._vector(f"{name}.self_attn.o_proj.bias"),
+            q_norm=None if q_norm is None else self._on_device(q_norm[self._order]),
+            k_norm=None if k_norm is None else self._on_device(k_norm[self._order]),
+            post_norm=post_norm,
+            gate_up=self._on_device(gate_up.t()),
+            gate_up_bias=None if gate_up_bias is None else self._on_device(gate_up_bias),
+            down=self._on_device(self._source[f"{name}.mlp.down_proj.weight"].t()),
+            down_bias=self._vector(f"{name}.mlp.down_proj.bias"),
+        )
+
+    def _fused(self, prefix: str, names: tuple[str, ...]) -> tuple[Tensor, Tensor | None]:
+        """Projections stacked into one `[out, in]` and its bias; queries and keys in paired order."""
+        weights = [self._paired(name, self._source[f"{prefix}.{name}.weight"]) for name in names]
+        biases = [self._source.get(f"{prefix}.{name}.bias") for name in names]
+        present = [self._paired(name, bias) for name, bias in zip(names, biases, strict=True) if bias is not None]
+        return torch.cat(weights), torch.cat(present) if len(present) == len(names) else None
+
+    def _paired(self, name: str, tensor: Tensor) -> Tensor:
+        if name not in ("q_proj", "k_proj"):
+            return tensor
+        heads = tensor.view(-1, self.head_dim, *tensor.shape[1:])
+        return heads.index_select(1, self._order).reshape(tensor.shape)
+
+    def _vector(self, name: str) -> Tensor | None:
+        tensor = self._source.get(name)
+        return None if tensor is None else self._on_device(tensor)
+
+    def _on_device(self, tensor: Tensor) -> Tensor:
+        return tensor.to(device=self.device, dtype=self.dtype).contiguous()
+
+
+def _affine(values: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return values @ weight if bias is None else torch.addmm(bias, values, weight)
+
+
+def last_rows(counts: Sequence[int]) -> list[int]:
+    """Index of each sequence's last row in a pass of `counts` rows per sequence."""
+    ends, end = [], 0
+    for count in counts:
+        end += count
+        ends.append(end - 1)
+    return ends

@@ -1,0 +1,182 @@
+"""What an EAGLE head's `config.json` says, whichever layout it is in.  Pure data, any process; imports no torch.
+
+Two layouts exist.  SafeAILab's is a Llama configuration with a few extra keys; speculators' wraps one in
+`transformer_layer_config` and keeps the extra keys outside.  Defaults follow vLLM's reading of both.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+HeadKind = Literal["eagle", "eagle3"]
+Layout = Literal["eagle", "speculators"]
+
+
+class CheckpointError(Exception):
+    """A checkpoint cannot be used; the message is one line for a person."""
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary embedding: base and, unless `kind` is `default`, its scaling parameters."""
+
+    theta: float
+    kind: str
+    scaling: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """An EAGLE head.  `vocab_size` is the target's, `draft_vocab_size` the head's own."""
+
+    kind: HeadKind
+    layout: Layout
+    model_type: str
+    hidden_size: int
+    target_hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    draft_vocab_size: int
+    max_position: int
+    rms_norm_eps: float
+    rope: Rope
+    hidden_act: str
+    aux_layers: tuple[int, ...]
+    """Target layers whose inputs `fc` joins to a feature; empty when `uses_aux` is False, or the target is not known."""
+    uses_aux: bool
+    """False: the feature is the target's last hidden state, and nothing is projected before the wire."""
+    norm_before_residual: bool
+    norm_before_fc: bool
+    fc_norm: bool
+    norm_output: bool
+    dtype: str
+    unsupported: tuple[str, ...]
+    """Settings this drafter cannot honour, one line each."""
+
+
+def read_config(directory: str) -> dict[str, Any]:
+    """`config.json` of a checkpoint; raises `CheckpointError`."""
+    path = Path(directory) / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path}: not JSON ({error})") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path}: not a JSON object")
+    return config
+
+
+def text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The language model's part of a target's configuration (multimodal models nest it)."""
+    nested = config.get("text_config")
+    return nested if isinstance(nested, dict) else config
+
+
+def default_aux_layers(num_layers: int) -> tuple[int, ...]:
+    """The layers vLLM takes features from when neither the head nor the target's class names any."""
+    return (2, num_layers // 2, num_layers - 3)
+
+
+def rope_of(config: dict[str, Any]) -> Rope:
+    """Rotary parameters of a transformers configuration, in its older or newer spelling."""
+    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
+    theta = scaling.get("rope_theta") or config.get("rope_theta") or 10000.0
+    return Rope(float(theta), kind, dict(scaling))
+
+
+def load_config(head_dir: str, target_dir: str | None = None) -> HeadConfig:
+    """Reads a head's configuration; `target_dir` supplies what it leaves to the target.  Raises `CheckpointError`."""
+    outer = read_config(head_dir)
+    target = text_config(read_config(target_dir)) if target_dir else {}
+    try:
+        return _parse(outer, target)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{head_dir}/config.json: {type(error).__name__}: {error}") from error
+
+
+def _parse(outer: dict[str, Any], target: dict[str, Any]) -> HeadConfig:
+    speculators = outer.get("speculators_model_type")
+    if speculators not in (None, "eagle3"):
+        raise ValueError(f"speculators_model_type {speculators!r} is not supported, only 'eagle3'")
+    layer = outer["transformer_layer_config"] if speculators else outer
+    if isinstance(layer.get("model"), dict):
+        layer = {**layer["model"], **layer}
+    kind = "eagle3" if speculators else _kind(outer)
+    hidden, heads = int(layer["hidden_size"]), int(layer["num_attention_heads"])
+    vocab = int(target.get("vocab_size") or layer["vocab_size"])
+    # An absent key means True in speculators' layout and False in the other (vLLM reads them so).
+    before_residual = bool(outer.get("norm_before_residual", bool(speculators)))
+    eagle = outer.get("eagle_config") or {}
+    before_fc = bool(eagle.get("norm_before_fc", outer.get("norm_before_fc", False)))
+    return HeadConfig(
+        kind=kind,
+        layout="speculators" if speculators else "eagle",
+        model_type=str(layer.get("model_type", "llama")),
+        hidden_size=hidden,
+        target_hidden_size=int(outer.get("target_hidden_size") or layer.get("target_hidden_size") or hidden),
+        intermediate_size=int(layer["intermediate_size"]),
+        num_layers=int(layer.get("num_hidden_layers", 1)),
+        num_heads=heads,
+        num_kv_heads=int(layer.get("num_key_value_heads") or heads),
+        head_dim=int(layer.get("head_dim") or hidden // heads),
+        vocab_size=vocab,
+        draft_vocab_size=int(outer.get("draft_vocab_size") or vocab) if kind == "eagle3" else vocab,
+        max_position=int(layer.get("max_position_embeddings") or 2048),
+        rms_norm_eps=float(layer.get("rms_norm_eps", 1e-6)),
+        rope=rope_of(layer),
+        hidden_act=str(layer.get("hidden_act", "silu")),
+        aux_layers=_aux_layers(outer, kind, target),
+        uses_aux=kind == "eagle3" and bool(eagle.get("use_aux_hidden_state", True)),
+        norm_before_residual=before_residual,
+        norm_before_fc=before_fc,
+        fc_norm=bool(outer.get("fc_norm", False)),
+        norm_output=bool(outer.get("norm_output", False)),
+        dtype=str(outer.get("torch_dtype") or layer.get("torch_dtype") or layer.get("dtype") or "float32"),
+        unsupported=tuple(_unsupported(outer, layer)),
+    )
+
+
+def _kind(config: dict[str, Any]) -> HeadKind:
+    names = [str(name) for name in config.get("architectures") or []]
+    eagle3_keys = ("draft_vocab_size", "eagle_config", "eagle_aux_hidden_state_layer_ids", "target_hidden_size")
+    if any("Eagle3" in name for name in names) or any(key in config for key in eagle3_keys):
+        return "eagle3"
+    return "eagle"
+
+
+def _aux_layers(outer: dict[str, Any], kind: HeadKind, target: dict[str, Any]) -> tuple[int, ...]:
+    eagle = outer.get("eagle_config") or {}
+    if kind == "eagle" or not eagle.get("use_aux_hidden_state", True):
+        return ()
+    ids = outer.get("eagle_aux_hidden_state_layer_ids") or eagle.get("eagle_aux_hidden_state_layer_ids")
+    if ids:
+        return tuple(int(i) for i in ids)
+    return default_aux_layers(int(target["num_hidden_layers"])) if target else ()
+
+
+def _unsupported(outer: dict[str, Any], layer: dict[str, Any]) -> list[str]:
+    problems = []
+    rope = rope_of(layer)
+    if rope.kind not in ("default", "linear", "llama3"):
+        problems.append(f"rope type {rope.kind!r} is not supported (default, linear and llama3 are)")
+    if float(layer.get("partial_rotary_factor") or rope.scaling.get("partial_rotary_factor") or 1.0) != 1.0:
+        problems.append("partial_rotary_factor other than 1 is not supported")
+    if layer.get("hidden_act", "silu") != "silu":
+        problems.append(f"hidden_act {layer['hidden_act']!r} is not supported, only 'silu'")
+    if outer.get("quantization_config"):
+        problems.append("quantised heads are not supported")
+    if "sliding_attention" in (layer.get("layer_types") or []):
+        problems.append("sliding-window attention is not supported")
+    if outer.get("speculators_model_type") and layer.get("model_type", "llama") not in ("llama", "qwen3"):
+        problems.append(f"model_type {layer['model_type']!r} is not supported, only 'llama' and 'qwen3'")
+    return problems

@@ -1,0 +1,75 @@
+"""Checks what a verifier sends before anything of it is believed.  Pure but for torch's view of the raw frame; drafter thread.
+
+A round is taken whole or refused whole, so that a refusal leaves every sequence as it was.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from backend.protocol import Close, Commit, Open, Round
+
+TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class Malformed(Exception):
+    """A message that may not be sent; the text says why, without repeating any of it."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a proposer can take."""
+
+    hidden: int
+    vocab_size: int
+
+
+def features_of(message: Round, frames: Sequence[bytes], limits: Limits) -> Tensor | None:
+    """Checks a round and its frames; returns its features `[sum(rows), hidden]`, None when it has none.
+
+    Raises `Malformed`.
+    """
+    rows = 0
+    asked: set[str] = set()
+    for item in message.items:
+        if item.request_id in asked:
+            raise Malformed("a request twice in one round")
+        if isinstance(item, Close):
+            continue
+        asked.add(item.request_id)
+        _check_item(item, limits)
+        rows += item.rows
+    if len(frames) > 1:
+        raise Malformed("too many frames")
+    frame = frames[0] if frames else b""
+    if rows and message.hidden != limits.hidden:
+        raise Malformed(f"features are {message.hidden} wide, this drafter takes {limits.hidden}")
+    dtype = TORCH_DTYPES[message.dtype]
+    expected = rows * message.hidden * dtype.itemsize
+    if len(frame) != expected:
+        raise Malformed(f"the features frame has {len(frame)} bytes, not {expected}")
+    if not rows:
+        return None
+    # A copy: torch wants memory it could write to.
+    features = torch.frombuffer(bytearray(frame), dtype=dtype).view(rows, message.hidden)
+    # One bad row would spoil every sequence that shares its prefix.
+    if not math.isfinite(float(features.sum(dtype=torch.float32))):
+        raise Malformed("features are not finite")
+    return features
+
+
+def _check_item(item: Open | Commit, limits: Limits) -> None:
+    known = len(item.tokens)
+    if item.base_len < 1 or item.k < 0 or not 0 <= item.rows < item.base_len:
+        raise Malformed("base_len, rows or k out of range")
+    if known > item.base_len or (isinstance(item, Open) and known != item.base_len):
+        raise Malformed("base_len does not fit the tokens")
+    if item.rows > known:
+        raise Malformed("more rows than tokens")
+    if known and not (min(item.tokens) >= 0 and max(item.tokens) < limits.vocab_size):
+        raise Malformed("a token outside the vocabulary")

@@ -1,0 +1,133 @@
+"""Proposes without weights: prompt lookup over a request's own tokens (Saxena 2023; vLLM's `ngram`).  Drafter thread.
+
+The longest suffix of `shortest..longest` tokens that occurred before is looked up; what followed its latest occurrence is the
+draft.  Where that runs into the request's end it goes on with what it has drafted, so that a period of two repeats for K.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+
+from backend.drafter.proposer import MAX_DRAFT, Ask, Usage
+from backend.drafter.tokens import UNKNOWN, splice
+
+
+class Lookup:
+    """One request's tokens, and for every n-gram in them the position after its latest occurrence but the last."""
+
+    def __init__(self, tokens: list[int], shortest: int, longest: int) -> None:
+        self.tokens = tokens
+        self.last_used = 0.0
+        self._sizes = range(shortest, longest + 1)
+        self._after: dict[tuple[int, ...], int] = {}
+        self._indexed = 0
+
+    def update(self, base_len: int, tokens: list[int]) -> None:
+        """The newest tokens; taking some back costs an index over all."""
+        if splice(self.tokens, base_len, tokens) < self._indexed:
+            self._after.clear()
+            self._indexed = 0
+
+    def draft(self, k: int) -> list[int]:
+        """At most `k` tokens."""
+        self._index()
+        tokens, count = self.tokens, len(self.tokens)
+        for size in reversed(self._sizes):
+            follows = self._after.get(tuple(tokens[count - size :])) if count > size else None
+            if follows is not None:
+                return self._continue(follows, k)
+        return []
+
+    def _continue(self, follows: int, k: int) -> list[int]:
+        drafted: list[int] = []
+        count = len(self.tokens)
+        for at in range(follows, follows + k):
+            token = self.tokens[at] if at < count else drafted[at - count]
+            if token == UNKNOWN:
+                break
+            drafted.append(token)
+        return drafted
+
+    def _index(self) -> None:
+        tokens = self.tokens
+        for after in range(max(self._indexed, 1), len(tokens)):
+            for size in self._sizes:
+                if after >= size:
+                    gram = tuple(tokens[after - size : after])
+                    if UNKNOWN not in gram:
+                        self._after[gram] = after
+        self._indexed = len(tokens)
+
+
+class NgramProposer:
+    """Prompt lookup behind the `Proposer` protocol; holds at most `cache_tokens` tokens over all requests."""
+
+    kind = "ngram"
+    hidden = 0
+
+    def __init__(self, vocab_size: int, max_position: int, shortest: int, longest: int, cache_tokens: int) -> None:
+        self.vocab_size = vocab_size
+        self.max_position = max_position
+        self._sizes = (min(shortest, longest), longest)
+        self._capacity = cache_tokens
+        self._lookups: OrderedDict[Hashable, Lookup] = OrderedDict()
+        self._held = 0
+        self._evictions = 0
+
+    def open(self, key: Hashable, tokens: list[int], rows: int, now: float) -> None:
+        """Starts a request (again)."""
+        self.close(key)
+        self._lookups[key] = Lookup(tokens, *self._sizes)
+        self._lookups[key].last_used = now
+        self._held += len(tokens)
+        self._make_room(key)
+
+    def commit(self, key: Hashable, base_len: int, tokens: list[int], rows: int, now: float) -> bool:
+        """Takes the newest tokens."""
+        lookup = self._lookups.get(key)
+        if lookup is None:
+            return False
+        lookup.last_used = now
+        self._lookups.move_to_end(key)
+        if tokens or base_len > len(lookup.tokens):
+            before = len(lookup.tokens)
+            lookup.update(base_len, tokens)
+            self._held += len(lookup.tokens) - before
+            self._make_room(key)
+        return True
+
+    def close(self, key: Hashable) -> None:
+        """Ends a request."""
+        lookup = self._lookups.pop(key, None)
+        if lookup is not None:
+            self._held -= len(lookup.tokens)
+
+    def draft(self, batch: Sequence[Ask]) -> list[list[int]]:
+        """Looks each request up by itself."""
+        drafts: list[list[int]] = []
+        for ask in batch:
+            lookup = self._lookups.get(ask.key)
+            k = min(ask.k, MAX_DRAFT, self.max_position - ask.base_len)
+            usable = lookup is not None and k > 0 and len(lookup.tokens) == ask.base_len
+            drafts.append(lookup.draft(k) if lookup is not None and usable else [])
+        return drafts
+
+    def requests(self) -> list[Hashable]:
+        """Open requests."""
+        return list(self._lookups)
+
+    def close_idle(self, before: float) -> None:
+        """Ends requests unheard of since `before`."""
+        for key in [key for key, lookup in self._lookups.items() if lookup.last_used < before]:
+            self.close(key)
+
+    def usage(self) -> Usage:
+        """Counters and load."""
+        return Usage(len(self._lookups), min(self._held / self._capacity, 1.0), 0, self._evictions)
+
+    def _make_room(self, keep: Hashable) -> None:
+        while self._held > self._capacity and len(self._lookups) > 1:
+            oldest = next(key for key in self._lookups if key != keep)
+            self.close(oldest)
+            self._evictions += 1

@@ -1,0 +1,125 @@
+"""A drafter without Ray: builds the proposer, binds the socket and runs the loop on a thread of its own.
+
+`start`, `stop` and `stats` are called by whoever owns the process: the Ray actor, or a test.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from backend.config.settings import DraftingSettings
+from backend.drafter.checkpoint import load_head
+from backend.drafter.eagle import EagleProposer
+from backend.drafter.head_config import CheckpointError, read_config, text_config
+from backend.drafter.loop import DrafterLoop
+from backend.drafter.ngram import NgramProposer
+from backend.drafter.proposer import Proposer
+from backend.drafter.service import DrafterService
+from backend.fleet import DrafterStats
+from backend.transport.hub import Hub
+from backend.transport.sockets import ServerKeys, Wire, unlink_ipc_on_exit
+
+logger = logging.getLogger(__name__)
+
+JOIN_S = 10.0
+
+
+@dataclass(frozen=True)
+class DrafterModel:
+    """What to draft with: an EAGLE head's directory, or None for prompt lookup; and the target it serves."""
+
+    target_dir: str
+    head_dir: str | None
+
+
+def pin_cores(cores: Sequence[int]) -> None:
+    """Keeps this thread, and those it starts, on the given cores, one compute thread each; none given: as it is."""
+    if cores:
+        os.sched_setaffinity(0, cores)
+        torch.set_num_threads(len(cores))
+
+
+def build_proposer(model: DrafterModel, settings: DraftingSettings) -> Proposer:
+    """Loads the head, or prompt lookup's few numbers.  Raises `CheckpointError`."""
+    if model.head_dir is None:
+        target = text_config(read_config(model.target_dir))
+        try:
+            vocab, longest = int(target["vocab_size"]), int(target["max_position_embeddings"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{model.target_dir}/config.json: {type(error).__name__}: {error}") from error
+        return NgramProposer(vocab, longest, settings.ngram_min, settings.ngram_max, settings.cache_tokens)
+    on_gpu = settings.gpus != 0 and torch.cuda.is_available()
+    device = "cuda" if on_gpu else "cpu"
+    weights = load_head(model.head_dir, model.target_dir)
+    return EagleProposer(weights, settings.cache_tokens, device, settings.dtype)
+
+
+class DrafterProcess:
+    """The drafting thread and its socket.  `on_crash` is called on that thread when it dies of an exception."""
+
+    def __init__(
+        self,
+        drafter_id: str,
+        model: DrafterModel,
+        settings: DraftingSettings,
+        address: str,
+        wire: Wire | None = None,
+        server_keys: ServerKeys | None = None,
+        on_crash: Callable[[], None] | None = None,
+    ) -> None:
+        self._drafter_id = drafter_id
+        self._on_crash = on_crash
+        proposer = build_proposer(model, settings)
+        self._service = DrafterService(drafter_id, proposer, settings.idle_ttl_s)
+        self._hub = Hub(wire or Wire())
+        try:
+            router = self._hub.router(address, server_keys)
+        except (OSError, ValueError):
+            self._hub.close()
+            raise
+        self.address = router.address
+        self._closing = threading.Lock()
+        self._is_closed = False
+        self._loop = DrafterLoop(self._hub, router, self._service)
+        self._thread = threading.Thread(target=self._run, name=f"drafter-{drafter_id}", daemon=True)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the drafting thread runs."""
+        return self._thread.is_alive()
+
+    def start(self) -> None:
+        """Begins to serve."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends serving; the socket is closed when this returns.  Does nothing after a crash or a stop."""
+        with self._closing:
+            if not self._is_closed:
+                self._loop.stop()
+        if self._thread.is_alive():
+            self._thread.join(JOIN_S)
+
+    def stats(self) -> DrafterStats:
+        """Counters and load."""
+        return self._loop.stats()
+
+    def _run(self) -> None:
+        # The socket was bound by the thread that built us and is used by this one alone from now on.
+        with unlink_ipc_on_exit(self.address):
+            try:
+                self._loop.run()
+            except Exception:
+                logger.exception("drafter %s: the drafting thread died", self._drafter_id)
+                if self._on_crash is not None:
+                    self._on_crash()
+            finally:
+                with self._closing:
+                    self._is_closed = True
+                    self._hub.close()

@@ -1,0 +1,51 @@
+"""Rotary position embedding as one complex multiplication.  Drafter thread.
+
+The checkpoint pairs dimension i with i + head_dim/2.  Reordering the output rows of the query and key projections once, so
+that pairs lie side by side, leaves every dot product unchanged and makes a rotation a complex product (RoFormer, section 3.4).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from backend.drafter.head_config import Rope
+
+
+def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
+    """`[head_dim / 2]`, float64; Llama 3's scaling stretches long wavelengths and leaves short ones."""
+    base = rope.theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    if rope.kind == "default":
+        return base
+    factor = float(rope.scaling["factor"])
+    if rope.kind == "linear":
+        return base / factor
+    low, high = float(rope.scaling["low_freq_factor"]), float(rope.scaling["high_freq_factor"])
+    original = float(rope.scaling["original_max_position_embeddings"])
+    turns = original * base / (2 * math.pi)
+    blend = ((turns - low) / (high - low)).clamp(0, 1) if high != low else (turns >= high).double()
+    return base * (blend + (1 - blend) / factor)
+
+
+def rotation_table(rope: Rope, head_dim: int, positions: int) -> Tensor:
+    """`[positions, 1, head_dim / 2]`, complex64: the rotation of every position."""
+    angles = torch.outer(torch.arange(positions, dtype=torch.float64), inverse_frequencies(rope, head_dim))
+    return torch.polar(torch.ones_like(angles), angles).to(torch.complex64).unsqueeze(1)
+
+
+def pair_order(head_dim: int) -> Tensor:
+    """`[head_dim]`: where each dimension of the paired order lies in the checkpoint's."""
+    half = torch.arange(head_dim // 2)
+    return torch.stack((half, half + head_dim // 2), dim=1).flatten()
+
+
+def rotate_(vectors: Tensor, rotations: Tensor) -> None:
+    """Rotates `[rows, heads, head_dim]` (paired order) in place by `[rows, 1, head_dim / 2]`."""
+    pairs = vectors.view(*vectors.shape[:-1], -1, 2)
+    if vectors.dtype == torch.float32:
+        torch.view_as_complex(pairs).mul_(rotations)
+    else:
+        turned = torch.view_as_complex(pairs.float()) * rotations
+        pairs.copy_(torch.view_as_real(turned))

@@ -1,0 +1,229 @@
+"""The cache's books against a dense model: whatever happens, a sequence finds exactly the rows its tokens call for."""
+
+from __future__ import annotations
+
+import itertools
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from backend.drafter.cache import BLOCK, RowCache, Sequence
+from backend.drafter.extents import UNIT, Extents
+from backend.drafter.tokens import UNKNOWN, common_prefix, splice
+
+Row = tuple[int, ...]
+DRAFTED: Row = (-7,)
+
+
+def shared_prompt(seed: int, cut: int, length: int) -> list[int]:
+    cut = min(cut, length)
+    return [0] * cut + [seed] * (length - cut)
+
+
+# Few tokens and few seeds: prefixes are shared and diverge.
+tokens_strategy = st.builds(shared_prompt, st.integers(1, 3), st.integers(0, 150), st.integers(1, 150))
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """`rows` stands for the tensors: what a row holds is the token prefix it was made from."""
+
+    @initialize(capacity=st.sampled_from([UNIT, 3 * UNIT, 8 * UNIT, 13 * UNIT]))
+    def build(self, capacity: int) -> None:
+        self.rows: list[Row] = [()] * capacity
+        self.cache = RowCache(capacity, self.move)
+        self.expected: dict[int, list[int]] = {}
+        self.now = 0.0
+
+    def move(self, source: int, target: int, count: int) -> None:
+        assert abs(source - target) >= count
+        self.rows[target : target + count] = self.rows[source : source + count]
+
+    def extend(self, sequence: Sequence, count: int, scratch: int) -> None:
+        start = len(sequence.tokens) - 1 - count
+        self.cache.truncate(sequence, start)
+        if not self.cache.reserve(sequence, count + scratch, {sequence}):
+            assert sequence.length == 0
+            return
+        place = self.cache.append(sequence, start, count)
+        for i in range(count):
+            self.rows[place + i] = tuple(sequence.tokens[: start + i + 2])
+        for i in range(scratch):
+            self.rows[place + count + i] = DRAFTED
+        self.cache.publish(sequence)
+
+    @rule(key=st.integers(0, 4), tokens=tokens_strategy, share=st.floats(0, 1), scratch=st.integers(0, 5))
+    def open(self, key: int, tokens: list[int], share: float, scratch: int) -> None:
+        self.now += 1
+        count = round(share * (len(tokens) - 1))
+        sequence = self.cache.open(key, list(tokens), len(tokens) - 1 - count, self.now)
+        self.expected[key] = list(tokens)
+        self.extend(sequence, count, scratch)
+
+    @precondition(lambda self: self.expected)
+    @rule(
+        data=st.data(),
+        tokens=st.lists(st.integers(0, 3), min_size=1, max_size=40),
+        lost=st.integers(0, 3),
+        again=st.integers(0, 3),
+    )
+    def commit(self, data: st.DataObject, tokens: list[int], lost: int, again: int) -> None:
+        self.now += 1
+        key = data.draw(st.sampled_from(sorted(self.expected)))
+        sequence = self.cache.get(key, self.now)
+        assert sequence is not None
+        known = self.expected[key]
+        # `again`: positions sent twice; `lost`: tokens of a message that never came.
+        repeated = known[len(known) - min(again, len(known) - 1) :] if again and not lost else []
+        base_len = len(known) + lost + len(tokens)
+        self.cache.extend_tokens(sequence, base_len, repeated + tokens)
+        self.expected[key] = known + [UNKNOWN] * lost + tokens
+        assert sequence.tokens == self.expected[key]
+        count = len(repeated) + len(tokens)
+        self.extend(sequence, min(count, base_len - 1), data.draw(st.integers(0, 5)))
+
+    @precondition(lambda self: self.expected)
+    @rule(data=st.data())
+    def take_back(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from(sorted(self.expected)))
+        sequence = self.cache.peek(key)
+        assert sequence is not None
+        kept = data.draw(st.integers(1, len(self.expected[key])))
+        self.expected[key] = [*self.expected[key][: kept - 1], 9]
+        self.cache.extend_tokens(sequence, kept, [9])
+
+    @precondition(lambda self: self.expected)
+    @rule(data=st.data())
+    def close(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from(sorted(self.expected)))
+        del self.expected[key]
+        self.cache.close(key)
+        assert self.cache.peek(key) is None
+
+    @invariant()
+    def rows_are_those_of_the_tokens(self) -> None:
+        held: list[tuple[int, int]] = []
+        for key in self.cache.open_keys():
+            sequence = self.cache.peek(key)
+            assert sequence is not None
+            assert isinstance(key, int)
+            assert sequence.tokens == self.expected[key]
+            positions = [p for first, count in sequence.spans for p in range(first, first + count)]
+            assert positions == sorted(set(positions))
+            assert len(positions) == sequence.length <= sequence.room
+            for i, position in enumerate(positions):
+                assert self.rows[sequence.start + i] == tuple(sequence.tokens[: position + 2])
+            if sequence.room:
+                held.append((sequence.start, sequence.room))
+        held.sort()
+        for (start, room), (following, _) in itertools.pairwise(held):
+            assert start + room <= following
+        assert 0 <= self.cache.usage <= 1
+        assert self.cache.usage * self.cache.capacity == pytest.approx(sum(room for _, room in held))
+
+
+CacheMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+TestCacheMachine = CacheMachine.TestCase
+
+
+def fill(cache: RowCache, key: str, tokens: list[int]) -> Sequence:
+    sequence = cache.open(key, tokens, 0, 0.0)
+    assert cache.reserve(sequence, len(tokens) - 1)
+    cache.append(sequence, 0, len(tokens) - 1)
+    cache.publish(sequence)
+    return sequence
+
+
+def test_a_closed_sequence_hands_its_rows_on_without_a_copy() -> None:
+    moves: list[tuple[int, int, int]] = []
+    cache = RowCache(1024, lambda *move: moves.append(move))
+    tokens = list(range(100))
+    old = fill(cache, "old", tokens)
+    cache.close("old")
+    new = cache.open("new", [*tokens, 100, 101], 99, 0.0)
+    assert (new.start, new.length, moves) == (old.start, 99, [])
+
+
+def test_rows_are_shared_up_to_the_token_that_differs() -> None:
+    cache = RowCache(1024, lambda *_: None)
+    fill(cache, "first", list(range(100)))
+    second = cache.open("second", [*range(70), 7, 7, 7], 1000, 0.0)
+    # Row 69 was paired with token 70, which differs.
+    assert second.length == 69
+    third = cache.open("third", [*range(BLOCK - 1), 5], 1000, 0.0)
+    assert third.length == 0, "less than a block is not worth finding"
+
+
+def test_rows_behind_a_gap_are_not_shared() -> None:
+    cache = RowCache(1024, lambda *_: None)
+    tokens = list(range(100))
+    sequence = cache.open("gap", tokens, 0, 0.0)
+    assert cache.reserve(sequence, 99)
+    cache.append(sequence, 0, 40)
+    cache.append(sequence, 50, 49)
+    cache.publish(sequence)
+    assert cache.open("other", list(tokens), 99, 0.0).length == 40
+
+
+def test_closed_sequences_go_first_then_the_longest_unused() -> None:
+    cache = RowCache(3 * UNIT, lambda *_: None)
+    for name in ("a", "b", "c"):
+        fill(cache, name, [ord(name)] * UNIT)
+    cache.close("b")
+    cache.get("a", 5.0)
+    fill(cache, "d", [1] * UNIT)
+    assert {k: cache.peek(k).length for k in "acd"} == {"a": 63, "c": 63, "d": 63}  # type: ignore[union-attr]
+    fill(cache, "e", [2] * UNIT)
+    assert {k: cache.peek(k).length for k in "acde"} == {"a": 63, "c": 0, "d": 63, "e": 63}  # type: ignore[union-attr]
+    assert cache.evictions == 2
+    assert set(cache.idle_since(1.0)) == {"c", "d", "e"}
+
+
+def test_rows_cannot_be_counted_over_others() -> None:
+    cache = RowCache(UNIT, lambda *_: None)
+    sequence = fill(cache, "a", list(range(20)))
+    with pytest.raises(ValueError, match="without truncation"):
+        cache.append(sequence, 5, 1)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 40), st.lists(st.tuples(st.booleans(), st.integers(1, 900)), max_size=60))
+def test_stretches_never_overlap_and_all_come_back(units: int, steps: list[tuple[bool, int]]) -> None:
+    extents, held = Extents(units * UNIT + 5), dict[int, int]()
+    assert extents.capacity == units * UNIT
+    for is_take, rows in steps:
+        if is_take:
+            taken = extents.take(rows)
+            if taken is not None:
+                assert taken[1] >= rows
+                assert all(taken[0] >= s + n or taken[0] + taken[1] <= s for s, n in held.items())
+                assert taken[0] + taken[1] <= extents.capacity
+                held[taken[0]] = taken[1]
+        elif held:
+            extents.give_back(sorted(held)[rows % len(held)])
+            del held[sorted(held)[rows % len(held)]]
+        assert extents.used == sum(held.values())
+    for start in held:
+        extents.give_back(start)
+    assert extents.take(extents.largest) is not None
+
+
+@given(st.lists(st.integers(0, 1), max_size=600), st.lists(st.integers(0, 1), max_size=600), st.integers(0, 600))
+def test_common_prefix(a: list[int], b: list[int], shared: int) -> None:
+    a = a[:shared] + a
+    b = a[:shared] + b
+    expected = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    assert common_prefix(a, b) == expected
+
+
+def test_splice_places_tokens_by_the_base_length() -> None:
+    known = [1, 2, 3, 4]
+    assert splice(known, 6, [5, 6]) == 4
+    assert known == [1, 2, 3, 4, 5, 6]
+    assert splice(known, 6, [5, 7]) == 5
+    assert known == [1, 2, 3, 4, 5, 7]
+    assert splice(known, 9, [8]) == 6
+    assert known == [1, 2, 3, 4, 5, 7, UNKNOWN, UNKNOWN, 8]
+    assert splice(known, 2, []) == 2
+    assert known == [1, 2]

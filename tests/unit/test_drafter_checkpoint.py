@@ -1,0 +1,209 @@
+"""EAGLE heads on disk: both layouts and file formats are the same head, and what does not fit is said in one line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from backend.drafter.check import check, find_misfits
+from backend.drafter.checkpoint import CheckpointError, load_config, load_fc, load_head
+from backend.drafter.head_config import Rope
+from backend.drafter.proposer import Ask
+from backend.drafter.rope import inverse_frequencies
+from tests.support.drafter_heads import TinyHead, make_proposer, write_head, write_target
+
+
+def edit(directory: str, **changes: Any) -> None:
+    path = Path(directory) / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def pair(directory: Path, head: TinyHead, target: TinyHead | None = None, layout: str = "eagle") -> tuple[str, str]:
+    return write_head(directory / "head", head, layout), write_target(directory / "target", target or head)
+
+
+@pytest.mark.parametrize("draft_vocab", [61, 23])
+def test_layouts_and_formats_are_the_same_head(tmp_path: Path, draft_vocab: int) -> None:
+    head = TinyHead(draft_vocab=draft_vocab)
+    answers = []
+    for layout in ("eagle", "speculators"):
+        for suffix in ("safetensors", "bin"):
+            proposer = make_proposer(tmp_path / layout / suffix, head, layout=layout, suffix=suffix)
+            features = torch.randn(19, head.hidden, generator=torch.Generator().manual_seed(1))
+            proposer.open(0, list(range(20)), 19, 0.0)
+            answers.append(proposer.draft([Ask(0, 20, 19, 6, features)]))
+    assert len(answers[0][0]) == 6
+    assert all(answer == answers[0] for answer in answers)
+
+
+def test_a_reduced_vocabulary_drafts_target_ids(tmp_path: Path) -> None:
+    head = TinyHead(draft_vocab=23)
+    weights = load_head(*pair(tmp_path, head))
+    offsets = head.weights()["d2t"]
+    assert weights.draft_to_target is not None
+    assert weights.draft_to_target.tolist() == [i + int(o) for i, o in enumerate(offsets)]
+
+
+def test_offsets_outside_the_vocabulary_are_refused(tmp_path: Path) -> None:
+    head_dir, target_dir = pair(tmp_path, TinyHead(draft_vocab=23))
+    path = Path(head_dir) / "model.safetensors"
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(path)
+    save_file(tensors | {"d2t": tensors["d2t"] + 60}, path)
+    with pytest.raises(CheckpointError, match="d2t"):
+        load_head(head_dir, target_dir)
+
+
+def test_what_the_head_lacks_comes_from_the_target(tmp_path: Path) -> None:
+    head = TinyHead(kind="eagle")
+    weights = load_head(*pair(tmp_path, head))
+    assert torch.equal(weights.embedding, head.weights()["target.embed"])
+    assert torch.equal(weights.lm_head, head.weights()["target.lm_head"])
+    tied = load_head(write_head(tmp_path / "h", head), write_target(tmp_path / "t", head, tied=True))
+    assert torch.equal(tied.lm_head, head.weights()["target.embed"])
+
+
+def test_layouts_disagree_about_the_default_of_norm_before_residual(tmp_path: Path) -> None:
+    for layout, expected in (("eagle", False), ("speculators", True)):
+        directory = write_head(tmp_path / layout, TinyHead(), layout)
+        path = Path(directory) / "config.json"
+        config = json.loads(path.read_text())
+        del config["norm_before_residual"]
+        path.write_text(json.dumps(config))
+        assert load_config(directory).norm_before_residual is expected
+
+
+def test_feature_layers(tmp_path: Path) -> None:
+    head_dir, target_dir = pair(tmp_path, TinyHead())
+    assert load_config(head_dir, target_dir).aux_layers == (2, 4, 5)
+    assert load_config(head_dir).aux_layers == ()
+    edit(head_dir, eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 3, 6]})
+    assert load_config(head_dir).aux_layers == (1, 3, 6)
+    edit(head_dir, eagle_config={"use_aux_hidden_state": False})
+    assert not load_config(head_dir, target_dir).uses_aux
+
+
+@pytest.mark.parametrize(("before_fc", "per_feature"), [(False, False), (True, False), (False, True)])
+def test_the_projection_is_the_heads(tmp_path: Path, before_fc: bool, per_feature: bool) -> None:
+    head = TinyHead(norm_before_fc=before_fc, fc_norm=per_feature)
+    project = load_fc(write_head(tmp_path, head, "speculators")).to("cpu", torch.float64)
+    weights = {name: tensor.double() for name, tensor in head.weights().items()}
+    hidden = torch.randn(5, 3 * head.hidden, dtype=torch.float64)
+
+    def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+
+    expected = norm(hidden, weights["input_norm.weight"]) if before_fc else hidden
+    if per_feature:
+        parts = expected.chunk(3, dim=1)
+        expected = torch.cat([norm(p, weights[f"fc_norm.{i}.weight"]) for i, p in enumerate(parts)], dim=1)
+    assert torch.allclose(project(hidden), expected @ weights["fc.weight"].T)
+    assert project.aux_layers == (1, 2, 3)
+
+
+def test_a_head_without_projection_says_so(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no projection"):
+        load_fc(write_head(tmp_path, TinyHead(kind="eagle")))
+
+
+@pytest.mark.parametrize("layout", ["eagle", "speculators"])
+def test_a_pair_that_fits_has_nothing_to_report(tmp_path: Path, layout: str) -> None:
+    for i, head in enumerate([TinyHead(), TinyHead(draft_vocab=23), TinyHead(layers=2, norm_before_fc=True)]):
+        assert check(*pair(tmp_path / str(i), head, layout=layout)) == []
+    assert check(*pair(tmp_path / "one", TinyHead(kind="eagle"))) == []
+
+
+@pytest.mark.parametrize(
+    ("head", "target", "line"),
+    [
+        (TinyHead(hidden=32), TinyHead(hidden=16), "hidden size: the head was made for a target of 32, this one has 16"),
+        (TinyHead(vocab=61), TinyHead(vocab=64), "vocabulary: the head was made for 61 tokens, this target has 64"),
+        (TinyHead(), TinyHead(target_layers=4), "feature layers: a target of 4 layers is too shallow for the default three"),
+        (TinyHead(max_position=128), TinyHead(), "warning: max_position_embeddings: the head says 128, the target 512"),
+    ],
+)
+def test_misfits_have_a_line_each(tmp_path: Path, head: TinyHead, target: TinyHead, line: str) -> None:
+    lines = check(*pair(tmp_path, head, target))
+    assert any(found.startswith(line) for found in lines), lines
+
+
+def test_misfits_of_the_configuration(tmp_path: Path) -> None:
+    head_dir, target_dir = pair(tmp_path, TinyHead())
+    edit(head_dir, rope_theta=5e5, eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 3, 40]})
+    found = find_misfits(head_dir, target_dir)
+    assert found.errors == ["feature layers: 40 is outside this target's 0..8"]
+    assert found.warnings == ["rope_theta: the head says 500000, the target 10000"]
+    edit(head_dir, draft_vocab_size=99)
+    assert "draft vocabulary: 99 tokens are more than the target's 61" in check(head_dir, target_dir)
+    edit(head_dir, draft_vocab_size=61)
+    edit(head_dir, hidden_act="gelu", rope_scaling={"rope_type": "yarn"}, eagle_config={})
+    assert len(find_misfits(head_dir, target_dir).errors) == 2
+    with pytest.raises(CheckpointError, match="yarn"):
+        load_head(head_dir, target_dir)
+
+
+def test_missing_and_misshapen_tensors(tmp_path: Path) -> None:
+    head_dir, target_dir = pair(tmp_path, TinyHead(draft_vocab=23))
+    edit(head_dir, draft_vocab_size=22, num_hidden_layers=2)
+    lines = check(head_dir, target_dir)
+    assert "tensor lm_head.weight: shape [23, 32], expected [22, 32]" in lines
+    assert "missing tensor: layers.1.mlp.down_proj.weight" in lines
+    with pytest.raises(CheckpointError):
+        load_head(head_dir, target_dir)
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff" * 40, (2**62).to_bytes(8, "little"), (2).to_bytes(8, "little") + b"[]"])
+def test_broken_files_are_reported(tmp_path: Path, content: bytes) -> None:
+    head_dir, target_dir = pair(tmp_path, TinyHead())
+    (Path(head_dir) / "model.safetensors").write_bytes(content)
+    assert len(check(head_dir, target_dir)) == 1
+
+
+def test_a_pickle_that_runs_code_is_not_loaded(tmp_path: Path) -> None:
+    import pickle
+
+    class Evil:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return (Path.touch, (tmp_path / "ran",))
+
+    head_dir, target_dir = pair(tmp_path, TinyHead())
+    (Path(head_dir) / "model.safetensors").unlink()
+    (Path(head_dir) / "pytorch_model.bin").write_bytes(pickle.dumps(Evil()))
+    assert len(check(head_dir, target_dir)) == 1
+    assert not (tmp_path / "ran").exists()
+
+
+def test_other_speculators_are_refused(tmp_path: Path) -> None:
+    head_dir, target_dir = pair(tmp_path, TinyHead(), layout="speculators")
+    edit(head_dir, speculators_model_type="dflash")
+    assert "dflash" in check(head_dir, target_dir)[0]
+
+
+def test_llama3_scaling_stretches_long_waves_only() -> None:
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    plain = inverse_frequencies(Rope(5e5, "default", {}), 128)
+    scaled = inverse_frequencies(Rope(5e5, "llama3", scaling), 128)
+    assert torch.equal(plain[:20], scaled[:20])
+    assert torch.allclose(plain[-10:] / 8, scaled[-10:])
+    assert bool(((scaled >= plain / 8) & (scaled <= plain)).all())
+    assert bool((scaled[1:] < scaled[:-1]).all())
+
+
+@pytest.mark.parametrize(("module", "absent"), [("backend.drafter.check", "torch"), ("backend.drafter.process", "vllm")])
+def test_imports_stay_light(module: str, absent: str) -> None:
+    code = f"import sys, {module}; sys.exit({absent!r} in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+def test_a_head_of_another_seed_is_another_head(tmp_path: Path) -> None:
+    a = load_fc(write_head(tmp_path / "a", TinyHead())).weight
+    b = load_fc(write_head(tmp_path / "b", replace(TinyHead(), seed=1))).weight
+    assert not torch.equal(a, b)

@@ -1,0 +1,162 @@
+"""The drafting process over real sockets."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from backend.config.settings import DraftingSettings
+from backend.drafter.process import DrafterModel, DrafterProcess
+from backend.protocol import (
+    PROTOCOL_VERSION,
+    Commit,
+    Drafts,
+    Hello,
+    Open,
+    Refused,
+    Role,
+    Round,
+    ToVerifier,
+    Welcome,
+    decode_to_verifier,
+    encode,
+)
+from backend.transport.hub import Dealer, Hub
+from backend.transport.sockets import Wire, new_server_keys
+from tests.support.drafter_heads import TinyHead, write_head, write_target
+
+HEAD = TinyHead()
+SETTINGS = DraftingSettings(gpus=0, cache_tokens=1024)
+
+
+class Peer:
+    """A verifier's two sockets."""
+
+    def __init__(self, address: str, name: str, wire: Wire | None = None, server_key: str = "") -> None:
+        self.hub = Hub(wire or Wire())
+        self.name = name
+        self.features = self.hub.dealer(address, f"{name}/features/1", server_key)
+        self.drafts = self.hub.dealer(address, f"{name}/drafts/1", server_key)
+
+    def greet(self) -> None:
+        pairs: list[tuple[Dealer, Role]] = [(self.features, "features"), (self.drafts, "drafts")]
+        for socket, role in pairs:
+            assert socket.send(encode(Hello(PROTOCOL_VERSION, self.name, role, 1)))
+            assert isinstance(self.receive(socket), Welcome)
+
+    def receive(self, socket: Dealer, timeout_s: float = 10.0) -> ToVerifier:
+        if not socket.socket.poll(int(timeout_s * 1000)):
+            raise TimeoutError
+        frames = socket.receive()
+        assert frames is not None
+        return decode_to_verifier(frames[0])
+
+    def ask(self, seq: int, item: Open | Commit) -> Drafts:
+        features = torch.randn(item.rows, HEAD.hidden, generator=torch.Generator().manual_seed(seq))
+        header = encode(Round(1, seq, "float32", HEAD.hidden, [item]))
+        assert self.features.send(header, features.numpy().tobytes())
+        answer = self.receive(self.drafts)
+        assert isinstance(answer, Drafts)
+        return answer
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> DrafterModel:
+    return DrafterModel(write_target(tmp_path / "target", HEAD), write_head(tmp_path / "head", HEAD, "speculators"))
+
+
+@pytest.fixture
+def process(tmp_path: Path, model: DrafterModel) -> Iterator[DrafterProcess]:
+    process = DrafterProcess("drafter-0", model, SETTINGS, f"ipc://{tmp_path}/d.sock")
+    process.start()
+    yield process
+    process.stop()
+    assert not process.is_alive
+
+
+def test_two_verifiers_over_ipc(process: DrafterProcess) -> None:
+    one, two = Peer(process.address, "one"), Peer(process.address, "two")
+    try:
+        for peer in (one, two):
+            peer.greet()
+        first = [peer.ask(1, Open("r", 5, [1, 2, 3, 4, 5], 4, 4)).items[0] for peer in (one, two)]
+        assert first[0] == first[1]
+        assert len(first[0].tokens) == 4
+        second = one.ask(2, Commit("r", 7, [6, 7], 2, 3))
+        assert (second.seq, second.items[0].base_len, len(second.items[0].tokens)) == (2, 7, 3)
+    finally:
+        one.hub.close()
+        two.hub.close()
+
+
+def test_nonsense_is_answered_and_serving_goes_on(process: DrafterProcess) -> None:
+    peer = Peer(process.address, "v")
+    try:
+        peer.features.send(b"nonsense")
+        assert isinstance(peer.receive(peer.features), Refused)
+        peer.greet()
+        assert len(peer.ask(1, Open("r", 3, [1, 2, 3], 2, 4)).items[0].tokens) == 4
+    finally:
+        peer.hub.close()
+
+
+def test_stopping_removes_the_socket_and_is_idempotent(process: DrafterProcess) -> None:
+    path = Path(process.address.removeprefix("ipc://"))
+    assert path.exists()
+    process.stop()
+    process.stop()
+    assert not path.exists()
+    assert process.stats().drafter_id == "drafter-0"
+
+
+def test_the_fleets_keys_are_needed_over_tcp(model: DrafterModel) -> None:
+    fleet, server = new_server_keys(), new_server_keys()
+    with pytest.raises(ValueError, match="CURVE"):
+        DrafterProcess("drafter-0", model, SETTINGS, "tcp://127.0.0.1:0")
+    process = DrafterProcess("drafter-0", model, SETTINGS, "tcp://127.0.0.1:0", Wire(fleet), server)
+    process.start()
+    friend = Peer(process.address, "friend", Wire(fleet), server.public)
+    stranger = Peer(process.address, "stranger", Wire(new_server_keys()), server.public)
+    try:
+        friend.greet()
+        assert len(friend.ask(1, Open("r", 3, [1, 2, 3], 2, 4)).items[0].tokens) == 4
+        stranger.features.send(encode(Hello(PROTOCOL_VERSION, "stranger", "features", 1)))
+        with pytest.raises(TimeoutError):
+            stranger.receive(stranger.features, 0.3)
+    finally:
+        friend.hub.close()
+        stranger.hub.close()
+        process.stop()
+
+
+def test_a_crash_is_reported(tmp_path: Path, model: DrafterModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    crashed = threading.Event()
+    process = DrafterProcess("drafter-0", model, SETTINGS, f"ipc://{tmp_path}/d.sock", on_crash=crashed.set)
+    monkeypatch.setattr("backend.drafter.service.DrafterService.receive", lambda *_: 1 / 0)
+    process.start()
+    peer = Peer(process.address, "v")
+    try:
+        peer.features.send(b"anything")
+        assert crashed.wait(10)
+    finally:
+        peer.hub.close()
+        process.stop()
+
+
+def test_prompt_lookup_needs_no_head(tmp_path: Path, model: DrafterModel) -> None:
+    process = DrafterProcess("drafter-0", DrafterModel(model.target_dir, None), SETTINGS, f"ipc://{tmp_path}/n.sock")
+    process.start()
+    peer = Peer(process.address, "v")
+    try:
+        peer.greet()
+        peer.features.send(encode(Round(1, 1, "float32", 0, [Open("r", 6, [1, 2, 3, 4, 1, 2], 0, 2)])), b"")
+        answer = peer.receive(peer.drafts)
+        assert isinstance(answer, Drafts)
+        assert answer.items[0].tokens == [3, 4]
+    finally:
+        peer.hub.close()
+        process.stop()

@@ -1,0 +1,305 @@
+"""The protocol core without sockets: answers, refusals, epochs, several verifiers in one batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from backend.drafter.eagle import EagleProposer
+from backend.drafter.ngram import NgramProposer
+from backend.drafter.proposer import Ask
+from backend.drafter.service import HELLO_FIRST, DrafterService, Reply
+from backend.protocol import (
+    PROTOCOL_VERSION,
+    Close,
+    Commit,
+    Draft,
+    Drafts,
+    Hello,
+    Open,
+    Refused,
+    Round,
+    Welcome,
+    decode_to_verifier,
+    encode,
+)
+from tests.support.drafter_heads import TinyHead, make_proposer
+
+HEAD = TinyHead(hidden=16, heads=2, kv_heads=1)
+
+
+class Clock:
+    """A clock a test sets."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def proposer(tmp_path: Path) -> EagleProposer:
+    return make_proposer(tmp_path, HEAD)
+
+
+@pytest.fixture
+def service(proposer: EagleProposer) -> DrafterService:
+    return DrafterService("drafter-0", proposer, 60.0, Clock())
+
+
+class Verifier:
+    """A verifier's two sockets, as the service sees them."""
+
+    def __init__(self, service: DrafterService, name: str, epoch: int = 1, greet: bool = True) -> None:
+        self.service, self.name, self.epoch, self.seq = service, name, epoch, 0
+        self.features = f"{name}/features/{epoch}".encode()
+        self.drafts = f"{name}/drafts/{epoch}".encode()
+        if greet:
+            self.greet("features")
+            self.greet("drafts")
+
+    def greet(self, role: Any) -> None:
+        identity = self.features if role == "features" else self.drafts
+        replies = self.service.handle(identity, [encode(Hello(PROTOCOL_VERSION, self.name, role, self.epoch))])
+        assert [r[0] for r in replies] == [identity]
+        welcome = decode_to_verifier(replies[0][1])
+        assert isinstance(welcome, Welcome)
+        assert (welcome.drafter_id, welcome.version) == ("drafter-0", PROTOCOL_VERSION)
+
+    def frames(self, *items: Open | Commit | Close, hidden: int = HEAD.hidden, seed: int = 0) -> list[bytes]:
+        self.seq += 1
+        rows = sum(item.rows for item in items if not isinstance(item, Close))
+        features = torch.randn(rows, hidden, generator=torch.Generator().manual_seed(seed))
+        return [encode(Round(self.epoch, self.seq, "float32", hidden, list(items))), features.numpy().tobytes()]
+
+    def round(self, *items: Open | Commit | Close, seed: int = 0) -> list[Draft]:
+        return self.answer(self.service.handle(self.features, self.frames(*items, seed=seed)))
+
+    def answer(self, replies: list[Reply]) -> list[Draft]:
+        mine = [decode_to_verifier(payload) for identity, payload in replies if identity == self.drafts]
+        assert len(mine) == 1
+        drafts = mine[0]
+        assert isinstance(drafts, Drafts)
+        assert (drafts.epoch, drafts.seq) == (self.epoch, self.seq)
+        return drafts.items
+
+
+def refusal(replies: list[Reply]) -> str:
+    assert len(replies) == 1
+    message = decode_to_verifier(replies[0][1])
+    assert isinstance(message, Refused)
+    return message.reason
+
+
+def test_a_round_is_answered_item_by_item(service: DrafterService) -> None:
+    verifier = Verifier(service, "v")
+    items = verifier.round(Open("a", 5, [1, 2, 3, 4, 5], 4, 4), Open("b", 3, [1, 2, 3], 2, 0), Open("c", 3, [4, 5, 6], 2, 2))
+    assert [(d.request_id, d.base_len, len(d.tokens)) for d in items] == [("a", 5, 4), ("c", 3, 2)]
+    items = verifier.round(Commit("a", 7, [7, 8], 2, 3), Close("c", "finished"), Commit("b", 4, [9], 1, 1))
+    assert [(d.request_id, d.base_len, len(d.tokens)) for d in items] == [("a", 7, 3), ("b", 4, 1)]
+    assert service.stats(0.0).sequences == 2
+
+
+def test_counters(service: DrafterService) -> None:
+    verifier = Verifier(service, "v")
+    verifier.round(Open("a", 5, [1, 2, 3, 4, 5], 4, 4))
+    verifier.round(Commit("a", 6, [6], 1, 4))
+    stats = service.stats(17.0)
+    assert (stats.rounds, stats.rows, stats.draft_tokens, stats.rejected) == (2, 5, 8, 0)
+    assert (stats.drafter_id, stats.started_at, stats.verifiers) == ("drafter-0", 17.0, ["v"])
+    assert 0 < stats.cache_usage < 1
+
+
+def test_an_unknown_request_gets_an_empty_draft(service: DrafterService) -> None:
+    assert Verifier(service, "v").round(Commit("ghost", 9, [1, 2], 2, 4)) == [Draft("ghost", 9, [])]
+
+
+def test_two_verifiers_share_a_batch_and_nothing_else(proposer: EagleProposer) -> None:
+    batches: list[int] = []
+    draft = proposer.draft
+
+    def counting(batch: list[Ask]) -> list[list[int]]:
+        batches.append(len(batch))
+        return draft(batch)
+
+    proposer.draft = counting  # type: ignore[method-assign, assignment]
+    service = DrafterService("drafter-0", proposer, 60.0)
+    one, two = Verifier(service, "one"), Verifier(service, "two")
+    alone = one.round(Open("r", 5, [1, 2, 3, 4, 5], 4, 4), seed=1), two.round(Open("r", 4, [9, 8, 7, 6], 3, 4), seed=2)
+    batches.clear()
+    assert service.receive(one.features, one.frames(Open("s", 5, [1, 2, 3, 4, 5], 4, 4), seed=1)) == []
+    assert service.receive(two.features, two.frames(Open("s", 4, [9, 8, 7, 6], 3, 4), seed=2)) == []
+    replies = service.work()
+    assert batches == [2]
+    assert not service.has_work
+    together = one.answer(replies), two.answer(replies)
+    assert [d[0].tokens for d in together] == [d[0].tokens for d in alone]
+
+
+def test_rounds_about_the_same_request_keep_their_order(service: DrafterService) -> None:
+    verifier = Verifier(service, "v")
+    expected = [verifier.round(Open("x", 3, [1, 2, 3], 2, 2), seed=1), verifier.round(Commit("x", 4, [4], 1, 2), seed=2)]
+    verifier.round(Close("x", "finished"))
+    service.receive(verifier.features, verifier.frames(Open("y", 3, [1, 2, 3], 2, 2), seed=1))
+    service.receive(verifier.features, verifier.frames(Commit("y", 4, [4], 1, 2), seed=2))
+    replies = service.work() + service.work()
+    answers = [decode_to_verifier(payload) for _, payload in replies]
+    assert [a.items[0].tokens for a in answers if isinstance(a, Drafts)] == [e[0].tokens for e in expected]
+
+
+def test_rounds_before_a_greeting_are_refused(service: DrafterService) -> None:
+    verifier = Verifier(service, "v", greet=False)
+    replies = service.handle(verifier.features, verifier.frames(Open("a", 3, [1, 2, 3], 2, 2)))
+    assert replies[0][0] == verifier.features
+    assert refusal(replies) == HELLO_FIRST
+    verifier.greet("drafts")
+    assert "features socket" in refusal(service.handle(verifier.drafts, verifier.frames()))
+    assert service.stats(0.0).rejected == 2
+
+
+def test_another_protocol_version_is_refused(service: DrafterService) -> None:
+    assert "version" in refusal(service.handle(b"v", [encode(Hello(PROTOCOL_VERSION + 1, "v", "features", 1))]))
+
+
+def test_answers_wait_for_nobody_before_the_drafts_socket_greets(service: DrafterService) -> None:
+    verifier = Verifier(service, "v", greet=False)
+    verifier.greet("features")
+    assert service.handle(verifier.features, verifier.frames(Open("a", 3, [1, 2, 3], 2, 2))) == []
+    verifier.greet("drafts")
+    assert len(verifier.round(Commit("a", 4, [4], 1, 2))[0].tokens) == 2
+
+
+def test_a_new_epoch_forgets_requests_but_keeps_rows(service: DrafterService) -> None:
+    tokens = list(range(40))
+    old = Verifier(service, "v", epoch=1)
+    before = old.round(Open("a", 40, tokens, 39, 4), seed=3)
+    new = Verifier(service, "v", epoch=2)
+    assert service.stats(0.0).sequences == 0
+    assert new.round(Commit("a", 41, [1], 1, 4)) == [Draft("a", 41, [])]
+    assert refusal(service.handle(old.features, old.frames(Commit("a", 41, [1], 1, 4)))) == HELLO_FIRST
+    frames = old.frames(Open("a", 40, tokens, 39, 4), seed=3)
+    features = torch.frombuffer(bytearray(frames[1]), dtype=torch.float32).view(39, HEAD.hidden)
+    new.seq += 1
+    header = encode(Round(2, new.seq, "float32", HEAD.hidden, [Open("a", 40, tokens, 7, 4)]))
+    after = new.answer(service.handle(new.features, [header, features[32:].numpy().tobytes()]))
+    assert after[0].tokens == before[0].tokens
+    assert service.stats(0.0).prefix_rows_reused == 32
+
+
+def test_a_rounds_own_epoch_is_echoed(service: DrafterService) -> None:
+    verifier = Verifier(service, "v", epoch=1)
+    verifier.round(Open("a", 3, [1, 2, 3], 2, 2))
+    # The verifier got another drafter; this pair's sockets stay as they are.
+    verifier.epoch = 5
+    assert len(verifier.round(Commit("a", 4, [4], 1, 2))[0].tokens) == 2
+
+
+def test_idle_requests_are_forgotten(proposer: EagleProposer) -> None:
+    clock = Clock()
+    service = DrafterService("drafter-0", proposer, 60.0, clock)
+    verifier = Verifier(service, "v")
+    verifier.round(Open("a", 3, [1, 2, 3], 2, 2), Open("b", 3, [1, 2, 3], 2, 2))
+    clock.now += 40
+    verifier.round(Commit("b", 4, [4], 1, 2))
+    clock.now += 30
+    service.sweep()
+    assert service.stats(0.0).sequences == 1
+    assert verifier.round(Commit("a", 4, [4], 1, 2)) == [Draft("a", 4, [])]
+
+
+def test_times_are_reported(proposer: EagleProposer) -> None:
+    clock = Clock()
+    service = DrafterService("drafter-0", proposer, 60.0, clock)
+    verifier = Verifier(service, "v")
+    service.receive(verifier.features, verifier.frames(Open("a", 3, [1, 2, 3], 2, 2)))
+    clock.now += 0.25
+    answer = decode_to_verifier(service.work()[0][1])
+    assert isinstance(answer, Drafts)
+    assert (answer.queue_us, answer.draft_us) == (250_000, 0)
+
+
+BAD_ITEMS = {
+    "token outside": Open("b", 3, [1, 2, HEAD.vocab], 2, 2),
+    "negative token": Open("b", 3, [1, -1, 2], 2, 2),
+    "huge token": Open("b", 3, [1, 2**62, 2], 2, 2),
+    "tokens short": Open("b", 4, [1, 2, 3], 2, 2),
+    "negative k": Open("b", 3, [1, 2, 3], 2, -1),
+    "rows beyond": Open("b", 3, [1, 2, 3], 3, 2),
+    "rows without tokens": Commit("a", 9, [1], 2, 2),
+    "no length": Commit("a", 0, [], 0, 2),
+    "twice": Commit("a", 6, [5], 1, 1),
+}
+
+
+@pytest.mark.parametrize("item", BAD_ITEMS.values(), ids=BAD_ITEMS.keys())
+def test_a_bad_round_is_refused_whole_and_costs_nothing_else(service: DrafterService, item: Open | Commit) -> None:
+    verifier = Verifier(service, "v")
+    verifier.round(Open("a", 5, [1, 2, 3, 4, 5], 4, 4), seed=1)
+    replies = service.handle(verifier.features, verifier.frames(Commit("a", 6, [5], 1, 1), item))
+    assert replies[0][0] == verifier.drafts
+    assert refusal(replies)
+    assert service.stats(0.0).rejected == 1
+    other = Verifier(service, "w")
+    other.round(Open("a", 5, [1, 2, 3, 4, 5], 4, 4), seed=1)
+    assert verifier.round(Commit("a", 6, [5], 1, 4), seed=2) == other.round(Commit("a", 6, [5], 1, 4), seed=2)
+
+
+def test_bad_frames_are_refused(service: DrafterService) -> None:
+    verifier = Verifier(service, "v")
+    header, features = verifier.frames(Open("a", 3, [1, 2, 3], 2, 2))
+    nan = torch.full((2, HEAD.hidden), float("nan")).numpy().tobytes()
+    wide = verifier.frames(Open("a", 3, [1, 2, 3], 2, 2), hidden=17)
+    for frames in ([], [header], [header, features[:-1]], [header, features, b""], [header, nan], wide, [header[:-3]], [b""]):
+        assert refusal(service.handle(verifier.features, frames))
+    assert service.stats(0.0).sequences == 0
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    frames=st.lists(st.binary(max_size=80), max_size=4)
+    | st.recursive(
+        st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.text(max_size=5) | st.just("round") | st.just("hello"),
+        lambda inner: (
+            st.lists(inner, max_size=5)
+            | st.dictionaries(
+                st.sampled_from(["type", "items", "epoch", "seq", "dtype", "hidden", "tokens"]), inner, max_size=6
+            )
+        ),
+        max_leaves=20,
+    ).map(lambda value: [msgspec.msgpack.encode(value), b"1234"])
+)
+def test_garbage_is_refused(tmp_path_factory: pytest.TempPathFactory, frames: list[bytes]) -> None:
+    service = DrafterService("drafter-0", NgramProposer(61, 64, 2, 4, 100), 60.0)
+    verifier = Verifier(service, "v")
+    before = service.stats(0.0).rejected
+    replies = service.handle(verifier.features, frames)
+    assert len(replies) <= 1
+    if replies and isinstance(decode_to_verifier(replies[0][1]), Refused):
+        assert service.stats(0.0).rejected == before + 1
+
+
+def test_deeply_nested_garbage_is_refused(service: DrafterService) -> None:
+    assert refusal(service.handle(b"x", [b"\x91" * 200_000]))
+
+
+def test_beyond_the_last_position_drafts_are_empty(tmp_path: Path) -> None:
+    service = DrafterService("drafter-0", make_proposer(tmp_path, TinyHead(hidden=16, max_position=8)), 60.0)
+    verifier = Verifier(service, "v")
+    assert len(verifier.round(Open("a", 6, [1] * 6, 5, 4))[0].tokens) == 2
+    assert verifier.round(Commit("a", 9, [1] * 3, 3, 4)) == [Draft("a", 9, [])]
+    assert verifier.round(Open("b", 12, [1] * 12, 11, 4)) == [Draft("b", 12, [])]
+
+
+def test_prompt_lookup_behind_the_same_protocol() -> None:
+    service = DrafterService("drafter-0", NgramProposer(61, 64, 2, 4, 1000), 60.0)
+    verifier = Verifier(service, "v")
+    verifier.seq = 1
+    header = encode(Round(1, 1, "float32", 0, [Open("a", 6, [1, 2, 3, 4, 1, 2], 0, 3)]))
+    assert verifier.answer(service.handle(verifier.features, [header, b""])) == [Draft("a", 6, [3, 4, 1])]
+    assert "wide" in refusal(service.handle(verifier.features, verifier.frames(Open("b", 3, [1, 2, 3], 2, 2))))
