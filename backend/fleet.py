@@ -33,9 +33,9 @@ class DraftCounters(msgspec.Struct):
     dropped: dict[str, int] = msgspec.field(default_factory=dict)
     """Drafts not used, by reason.
 
-    `finished`: the request ended first; `late`: it came after its deadline; `lost`: the deadline passed without it; `stale`: for
-    another length than the request has; `invalid`: undecodable, or tokens outside the vocabulary; `overflow`: the drafter's
-    queue was full and the round was never sent.
+    `finished`: the request ended first; `late`: it came after its deadline; `lost`: the deadline passed without it;
+    `stale`: for another length than the request has; `invalid`: undecodable, or tokens outside the vocabulary;
+    `overflow`: the drafter's queue was full and the round was never sent.
     """
 
 

@@ -26,11 +26,12 @@ class AsyncDealer:
     """
 
     def __init__(self, wire: Wire, address: str, identity: bytes, server_key: str = "", high_water_mark: int = 10_000) -> None:
-        plain = connect_dealer(wire, address, identity, server_key, high_water_mark)
-        self._plain = plain
-        self._monitor_plain = plain.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self._socket: Any = zmq.asyncio.Socket.from_socket(plain)
-        self._monitor: Any = zmq.asyncio.Socket.from_socket(self._monitor_plain)
+        # A shadow of the process's context, so that the sockets are asyncio's from birth and have one owner each: wrapping a
+        # plain socket leaves two objects that both believe to own it, and the one collected later closes whatever socket
+        # has been given its place in memory.
+        shadow: Any = zmq.asyncio.Context(wire.context)
+        self._socket: Any = connect_dealer(Wire(wire.fleet_keys, shadow), address, identity, server_key, high_water_mark)
+        self._monitor: Any = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._closed = False
 
     def send(self, frames: Sequence[Buffer]) -> None:
@@ -56,7 +57,7 @@ class AsyncDealer:
         if self._closed:
             return
         self._closed = True
-        self._plain.disable_monitor()
+        self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close(linger=0)
 

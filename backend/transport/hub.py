@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from typing import cast
 
 import zmq
 
@@ -113,4 +112,4 @@ class Hub:
 
     def _add(self, socket: zmq.Socket[bytes]) -> None:
         self._poller.register(socket, zmq.POLLIN)
-        self._sockets.append(cast("zmq.Socket[bytes]", socket))
+        self._sockets.append(socket)

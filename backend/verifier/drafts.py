@@ -131,9 +131,7 @@ class DraftBook:
         self.pending[request_id] = asked
         return True
 
-    def arrived(
-        self, drafter_id: str, request_id: str, base_len: int, tokens: list[int], limit: int, now: float
-    ) -> Verdict:
+    def arrived(self, drafter_id: str, request_id: str, base_len: int, tokens: list[int], limit: int, now: float) -> Verdict:
         """A draft came in; at most `limit` tokens of it are kept."""
         if drafter_id not in self._health:
             return Verdict("stale")

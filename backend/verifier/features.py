@@ -120,11 +120,11 @@ class FeatureShipper:
             self.bytes_sent[drafter_id] = self.bytes_sent.get(drafter_id, 0) + len(header) + len(frame)
             return
         self.overflows[drafter_id] = self.overflows.get(drafter_id, 0) + 1
-        for item in items:
-            if isinstance(item, Open):
-                link.next_row.pop(item.request_id, None)
-            elif isinstance(item, Close):
-                link.closed.append(item)
+        for unsent in items:
+            if isinstance(unsent, Open):
+                link.next_row.pop(unsent.request_id, None)
+            elif isinstance(unsent, Close):
+                link.closed.append(unsent)
 
     def _item(self, link: _Link, span: Span, with_features: bool) -> tuple[Open | Commit, int]:
         """The message for one request and the first row of its span that the drafter does not have yet."""

@@ -39,7 +39,7 @@ class DraftLinks:
     def __init__(self, hub: Hub, core: EngineCore, verifier_id: str, counters: Counters) -> None:
         self._hub = hub
         self._core = core
-        self._scheduler: DraftingScheduler = core.scheduler  # type: ignore[assignment]
+        self._scheduler: DraftingScheduler = core.scheduler
         self._verifier_id = verifier_id
         self._counters = counters
         self._links: dict[str, tuple[DrafterRef, Dealer]] = {}

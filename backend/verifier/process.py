@@ -101,9 +101,7 @@ class VerifierProcess:
             hub.close()
 
     def _make_loop(self, config: Any, core: Any, hub: Hub) -> EngineLoop:
-        stats = VerifierStats(
-            self.verifier_id, time.time(), self._settings.mode, self._settings.num_speculative_tokens
-        )
+        stats = VerifierStats(self.verifier_id, time.time(), self._settings.mode, self._settings.num_speculative_tokens)
         counters = Counters(stats)
         core.scheduler.counters = counters
         core.scheduler.source_name = draft_source(self._settings, self._paths)

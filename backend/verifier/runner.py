@@ -48,9 +48,7 @@ class RemoteDrafting:
 
     ships_features: bool
 
-    def set_up_drafting(
-        self, shipper: FeatureShipper | None, aux_layers: tuple[int, ...], ships_features: bool
-    ) -> None:
+    def set_up_drafting(self, shipper: FeatureShipper | None, aux_layers: tuple[int, ...], ships_features: bool) -> None:
         """Call between construction and `load_model`.
 
         EAGLE-3 heads name `aux_layers`; without them the last hidden state is the feature (EAGLE-1), or nothing is (n-gram).
@@ -97,9 +95,7 @@ class RemoteDrafting:
         """vLLM asks after each step; drafts reach the scheduler by their own socket."""
         return None
 
-    def _drafter_input(
-        self, hidden_states: torch.Tensor, aux_hidden_states: list[torch.Tensor] | None
-    ) -> torch.Tensor | None:
+    def _drafter_input(self, hidden_states: torch.Tensor, aux_hidden_states: list[torch.Tensor] | None) -> torch.Tensor | None:
         if not self.ships_features:
             return None
         return torch.cat(aux_hidden_states, dim=-1) if aux_hidden_states is not None else hidden_states

@@ -67,9 +67,7 @@ class DraftingScheduler(CountingScheduler, Scheduler):
         counters.queue_s += drafts.queue_us / 1e6
         longest = 0.0
         for draft in drafts.items:
-            verdict = self.book.arrived(
-                drafter_id, draft.request_id, draft.base_len, draft.tokens, self.num_spec_tokens, now
-            )
+            verdict = self.book.arrived(drafter_id, draft.request_id, draft.base_len, draft.tokens, self.num_spec_tokens, now)
             longest = max(longest, verdict.waited_s or 0.0)
             if verdict.kind != "ready":
                 over = draft.request_id not in self.requests

@@ -40,9 +40,7 @@ class _Mixed:
         if mixins:
             self.model_runner.__class__ = type(f"Outrider{runner_type.__name__}", (*mixins, runner_type), {})
         if options["remote"]:
-            self.model_runner.set_up_drafting(
-                self._make_shipper(options), tuple(options["aux_layers"]), options["features"]
-            )
+            self.model_runner.set_up_drafting(self._make_shipper(options), tuple(options["aux_layers"]), options["features"])
 
     def _make_shipper(self, options: dict[str, Any]) -> FeatureShipper | None:
         if get_tensor_model_parallel_rank() != 0:
@@ -70,11 +68,9 @@ class _Mixed:
         return shipper.take_counters() if shipper is not None else ({}, {})
 
 
-class OutriderCpuWorker(_Mixed, CPUWorker):  # type: ignore[misc]
+class OutriderCpuWorker(_Mixed, CPUWorker):
     """vLLM's CPU worker."""
 
 
-class OutriderGpuWorker(_Mixed, Worker):  # type: ignore[misc]
+class OutriderGpuWorker(_Mixed, Worker):
     """vLLM's CUDA worker."""
-
-

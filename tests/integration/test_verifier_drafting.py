@@ -85,9 +85,7 @@ def counters(remote: Verifier) -> Any:
     return remote.client.fresh_stats().drafters["drafter-0"]
 
 
-def test_perfect_drafts_are_all_accepted(
-    remote: Verifier, drafter: ScriptedDrafter, expected: list[list[int]]
-) -> None:
+def test_perfect_drafts_are_all_accepted(remote: Verifier, drafter: ScriptedDrafter, expected: list[list[int]]) -> None:
     before = remote.client.fresh_stats()
     answers = remote.client.generate(PROMPTS, GREEDY)
     assert [a.tokens for a in answers] == expected
@@ -109,9 +107,7 @@ def test_partly_wrong_drafts_are_cut_where_they_are_wrong(
     assert positions.accepted_by_position[0] > 0
 
 
-def test_features_cover_every_position_once(
-    remote: Verifier, drafter: ScriptedDrafter, expected: list[list[int]]
-) -> None:
+def test_features_cover_every_position_once(remote: Verifier, drafter: ScriptedDrafter, expected: list[list[int]]) -> None:
     """Rows leave in order, without gaps, two chunks of prefill included."""
     prompt = [11 + j % 500 for j in range(150)]
     drafter.rounds.clear()
@@ -153,9 +149,7 @@ def test_drafter_that_never_answers_is_not_waited_for_for_long(
     ],
     ids=["bytes", "empty", "json", "silence"],
 )
-def test_garbage_changes_nothing(
-    remote: Verifier, drafter: ScriptedDrafter, expected: list[list[int]], garbage: Any
-) -> None:
+def test_garbage_changes_nothing(remote: Verifier, drafter: ScriptedDrafter, expected: list[list[int]], garbage: Any) -> None:
     drafter.raw = garbage
     assert [a.tokens for a in remote.client.generate(PROMPTS, GREEDY)] == expected
 
@@ -172,11 +166,7 @@ def test_wrong_base_length_is_stale(remote: Verifier, drafter: ScriptedDrafter, 
     from backend.protocol import Draft, Drafts, Open, encode
 
     def shifted(message: Any) -> list[bytes]:
-        drafts = [
-            Draft(i.request_id, i.base_len + 1, [3, 4])
-            for i in message.items
-            if isinstance(i, Open) or hasattr(i, "k")
-        ]
+        drafts = [Draft(i.request_id, i.base_len + 1, [3, 4]) for i in message.items if isinstance(i, Open) or hasattr(i, "k")]
         return [encode(Drafts(message.epoch, message.seq, 1, 1, drafts))]
 
     drafter.raw = shifted
@@ -205,9 +195,7 @@ SAMPLING = {
 
 
 @pytest.mark.parametrize("name", SAMPLING)
-def test_sampling_features_work_with_drafts(
-    plain: Verifier, remote: Verifier, drafter: ScriptedDrafter, name: str
-) -> None:
+def test_sampling_features_work_with_drafts(plain: Verifier, remote: Verifier, drafter: ScriptedDrafter, name: str) -> None:
     params = SAMPLING[name]
     wanted = plain.client.generate(PROMPTS, params)
     drafter.script = Oracle(PROMPTS, [w.tokens for w in wanted])
@@ -226,7 +214,8 @@ def test_seeded_request_with_a_prompt_of_several_chunks(remote: Verifier, drafte
     params = SamplingParams(temperature=1.0, seed=7, max_tokens=16, ignore_eos=True)
     drafter.script = lambda request_id, tokens, k: []
     first, second = (remote.client.generate([prompt], params)[0].tokens for _ in range(2))
-    assert first == second and len(first) == 16
+    assert first == second
+    assert len(first) == 16
 
 
 def test_aborted_request_is_forgotten(remote: Verifier, drafter: ScriptedDrafter) -> None:

@@ -113,8 +113,7 @@ def samples(verifier: Verifier, seed: int) -> list[tuple[int, ...]]:
     drawn: list[tuple[int, ...]] = []
     for start in range(0, SAMPLES, 500):
         params = [
-            SamplingParams(temperature=1.0, max_tokens=POSITIONS, ignore_eos=True, seed=seed + start + i)
-            for i in range(500)
+            SamplingParams(temperature=1.0, max_tokens=POSITIONS, ignore_eos=True, seed=seed + start + i) for i in range(500)
         ]
         drawn += [tuple(answer.tokens) for answer in verifier.client.generate([prompt] * 500, params)]
     return drawn
@@ -132,9 +131,7 @@ def plain_samples(plain: Verifier) -> list[tuple[int, ...]]:
     return samples(plain, seed=1_000_000)
 
 
-def test_sampled_tokens_have_the_targets_distribution(
-    plain_samples: list[tuple[int, ...]], remote: Verifier
-) -> None:
+def test_sampled_tokens_have_the_targets_distribution(plain_samples: list[tuple[int, ...]], remote: Verifier) -> None:
     before = remote.client.fresh_stats().drafters["drafter-0"].drafts
     found = p_values(plain_samples, samples(remote, seed=2_000_000))
     drafted = remote.client.fresh_stats().drafters["drafter-0"].drafts - before
@@ -143,9 +140,7 @@ def test_sampled_tokens_have_the_targets_distribution(
     assert min(found.values()) > SIGNIFICANT, found
 
 
-def test_the_same_test_finds_a_biased_verifier(
-    directory: Path, drafter: Drafter, plain_samples: list[tuple[int, ...]]
-) -> None:
+def test_the_same_test_finds_a_biased_verifier(directory: Path, drafter: Drafter, plain_samples: list[tuple[int, ...]]) -> None:
     biased = run(directory, "sync", drafter, worker="tests.support.biased.BiasedWorker")
     try:
         found = p_values(plain_samples, samples(biased, seed=2_000_000))

@@ -93,9 +93,7 @@ class EngineClient:
     def finish_all(self, timeout_s: float = 300.0) -> None:
         self.run_until(lambda: all(a.finish_reason is not None for a in self.answers.values()), timeout_s)
 
-    def generate(
-        self, prompts: list[list[int]], params: SamplingParams | list[SamplingParams], **fields: Any
-    ) -> list[Answer]:
+    def generate(self, prompts: list[list[int]], params: SamplingParams | list[SamplingParams], **fields: Any) -> list[Answer]:
         """All prompts at once; answers in the same order."""
         each = params if isinstance(params, list) else [params] * len(prompts)
         ids = [self.add(prompt, p, **fields) for prompt, p in zip(prompts, each, strict=True)]

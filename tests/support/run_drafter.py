@@ -1,6 +1,6 @@
 """Runs one `DrafterProcess` in a process of its own; end of input stops it.  Tests only.
 
-    python -m tests.support.run_drafter '{"paths": {...}, "address": "ipc://...", "settings": {...}}'
+python -m tests.support.run_drafter '{"paths": {...}, "address": "ipc://...", "settings": {...}}'
 """
 
 from __future__ import annotations

@@ -1,0 +1,42 @@
+# Outrider's tasks.  Everything lives in .venv; `make` alone lists what there is.
+# ARGS is passed on: make serve ARGS="--verifiers 2", make test ARGS="-k policy".
+
+PYTHON ?= python3
+BIN := .venv/bin
+ARGS ?=
+MAKEFLAGS += --no-print-directory
+
+.DEFAULT_GOAL := help
+.PHONY: help setup setup-dev serve status test lint format clean
+
+help: ## list these tasks
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|' 2>/dev/null \
+	  || grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST)
+
+setup: ## install into .venv (does nothing when up to date)
+	@$(PYTHON) scripts/setup.py
+
+setup-dev:
+	@$(PYTHON) scripts/setup.py --dev
+
+serve: setup ## start a fleet with the built-in demo model and its gateway
+	@exec $(BIN)/outrider serve $(ARGS)
+
+status: setup ## show the running fleet
+	@exec $(BIN)/outrider status $(ARGS)
+
+test: setup-dev ## run all tests
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint: setup-dev ## ruff, mypy and the import contracts
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check --quiet . || { echo 'not formatted: make format'; exit 1; }
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-logo
+
+format: setup-dev ## format the code
+	@$(BIN)/ruff check --fix --quiet . ; $(BIN)/ruff format .
+
+clean: ## remove .venv, caches and build outputs
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

@@ -1,0 +1,51 @@
+"""The process environment: the one module that reads or writes `os.environ`.  Any process."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+PREFIX = "OUTRIDER_"
+
+
+def outrider_variables() -> dict[str, str]:
+    """The variables that are addressed to us."""
+    return {name: value for name, value in os.environ.items() if name.startswith(PREFIX)}
+
+
+def python_path_with(directory: Path) -> str:
+    """PYTHONPATH for child processes, with `directory` in front."""
+    inherited = os.environ.get("PYTHONPATH", "")
+    return os.pathsep.join([str(directory), *(part for part in inherited.split(os.pathsep) if part)])
+
+
+def huggingface_offline() -> bool:
+    """Whether the user forbade downloads from the Hugging Face hub."""
+    return os.environ.get("HF_HUB_OFFLINE", "").lower() in {"1", "true", "yes", "on"}
+
+
+def runtime_home() -> Path:
+    """Where this user's running programs keep small files: `XDG_RUNTIME_DIR`, else a private name under the temp directory."""
+    xdg = os.environ.get("XDG_RUNTIME_DIR", "")
+    if xdg and Path(xdg).is_dir() and os.access(xdg, os.W_OK):
+        return Path(xdg) / "outrider"
+    return Path(tempfile.gettempdir()) / f"outrider-{os.getuid()}"
+
+
+def export(variables: Mapping[str, str], *, override: bool = True) -> None:
+    """Sets variables for this process and those it starts; without `override` only where the user set none."""
+    for name, value in variables.items():
+        if override or name not in os.environ:
+            os.environ[name] = value
+
+
+def forget(name: str) -> None:
+    """Removes a variable from this process's environment."""
+    os.environ.pop(name, None)
+
+
+def users_choice(defaults: Mapping[str, str]) -> dict[str, str]:
+    """`defaults`, each replaced by what the user's environment says where it says something."""
+    return {name: os.environ.get(name, value) for name, value in defaults.items()}

@@ -1,0 +1,107 @@
+"""The one settings object: frozen, typed, composed of a section per part.  Pure data, in any process.
+
+Every key is a command-line flag, an environment variable and a YAML key: `verifier.kv_cache_mib` is `--verifier-kv-cache-mib`,
+`OUTRIDER_VERIFIER__KV_CACHE_MIB` and `verifier: {kv_cache_mib: ...}`.  `sources.py` merges them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Mode = Literal["off", "native", "sync"]
+
+
+class Section(BaseModel):
+    """A part of the settings; unknown keys are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class GatewaySettings(Section):
+    """The HTTP side."""
+
+    host: str = Field("127.0.0.1", description="address to listen on")
+    port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 takes a free one")
+    api_key: str | None = Field(None, description="bearer key that clients must send; none: open to all who reach the port")
+    served_model_name: str | None = Field(None, description="model name in the API; default: the model's own name")
+    max_in_flight: int = Field(256, ge=1, description="requests served at once; more are answered 429 with Retry-After")
+    max_body_mib: int = Field(16, ge=1, description="largest request body in MiB")
+    max_n: int = Field(64, ge=1, description="largest `n` of one request")
+    keep_alive_s: float = Field(15.0, gt=0, description="seconds between SSE comments on an otherwise silent stream")
+    drain_s: float = Field(30.0, ge=0, description="seconds that open requests may go on after SIGINT or SIGTERM")
+    tool_call_parser: str | None = Field(None, description="vLLM's tool call parser for this model; none: tools are refused")
+    chat_template: str | None = Field(None, description="chat template file or text; default: the model's own")
+
+
+class VerifierSettings(Section):
+    """A verifier replica: vLLM and the way it waits for drafts."""
+
+    gpus: int | None = Field(None, ge=0, description="GPUs per verifier (tensor parallel size); default: 1 with CUDA, else 0")
+    cores: int = Field(1, ge=1, description="CPU cores per verifier where it runs on the CPU")
+    max_model_len: int | None = Field(None, ge=1, description="context length; default: the model's own")
+    max_num_seqs: int = Field(64, ge=1, description="requests in one step at most")
+    max_num_batched_tokens: int = Field(2048, ge=1, description="tokens in one step at most (prefill chunk)")
+    kv_cache_mib: int | None = Field(None, ge=1, description="KV cache in MiB; default: 256 on a CPU, vLLM's choice on a GPU")
+    dtype: str = Field("auto", description="weights' data type, as vLLM names it; auto: the model's own")
+    enforce_eager: bool | None = Field(None, description="no compilation; default: true on a CPU")
+    draft_deadline_ms: float = Field(
+        250.0, gt=0, description="longest wait for drafts, whatever the measured round trip suggests"
+    )
+    gateway_lease_s: float = Field(10.0, gt=0, description="requests of a gateway silent for so long are aborted")
+    engine_args: dict[str, Any] = Field(default_factory=dict, description="further vLLM engine arguments, by their names")
+
+
+class DraftingSettings(Section):
+    """A drafter process."""
+
+    gpus: float | None = Field(None, ge=0, description="GPUs per drafter; default: 1 with CUDA, else 0")
+    cores: int = Field(1, ge=1, description="CPU cores per drafter where it runs on the CPU")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="compute type; auto: the head's own")
+    cache_tokens: int = Field(131072, ge=256, description="rows of the drafter's KV cache, over all sequences")
+    idle_ttl_s: float = Field(120.0, gt=0, description="a sequence unheard of for so long is forgotten")
+    ngram_max: int = Field(4, ge=1, description="longest suffix an n-gram drafter looks up")
+    ngram_min: int = Field(2, ge=1, description="shortest suffix an n-gram drafter looks up")
+
+
+class CoordinatorSettings(Section):
+    """Membership."""
+
+    report_interval_s: float = Field(0.25, gt=0, description="time between two reports of a member")
+    lease_s: float = Field(2.0, gt=0, description="a member silent for so long is lost")
+
+
+class TransportSettings(Section):
+    """The data plane."""
+
+    kind: Literal["auto", "ipc", "tcp"] = Field("auto", description="auto: ipc on one host, tcp with several Ray nodes")
+    host: str | None = Field(None, description="address tcp sockets bind to; default: the node's own Ray address")
+
+
+class RaySettings(Section):
+    """The control plane."""
+
+    address: str | None = Field(None, description="a running Ray cluster; default: a local one, started and stopped with us")
+    namespace: str = Field("outrider", description="Ray namespace: two fleets on one cluster need two")
+
+
+class Settings(Section):
+    """Everything `outrider serve` can be told."""
+
+    model: str = Field("demo", description="target model: Hugging Face id, directory, or the built-in `demo`")
+    drafter: str = Field(
+        "demo", description="EAGLE head: Hugging Face id, directory, the built-in `demo`, or `ngram` (no weights)"
+    )
+    mode: Mode = Field("sync", description="off: plain decoding; native: vLLM's co-located drafting; sync: remote drafters")
+    num_speculative_tokens: int = Field(4, ge=1, le=32, description="draft tokens per verification at most (K)")
+    verifiers: int = Field(1, ge=1, description="verifier replicas")
+    drafters: int = Field(1, ge=0, description="drafters")
+    seed: int = Field(0, description="seed of the engines")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="our own log level")
+    gateway: GatewaySettings = Field(default_factory=GatewaySettings)
+    verifier: VerifierSettings = Field(default_factory=VerifierSettings)
+    drafting: DraftingSettings = Field(default_factory=DraftingSettings)
+    coordinator: CoordinatorSettings = Field(default_factory=CoordinatorSettings)
+    transport: TransportSettings = Field(default_factory=TransportSettings)
+    ray: RaySettings = Field(default_factory=RaySettings)

@@ -1,0 +1,250 @@
+"""Where settings come from: command line > environment > YAML file > defaults, in that order and key by key.
+
+Pure but for `load`, which reads the file and the environment; runs in the command-line process.  A source is read into
+`{path: Given}`, every entry with the name its writer used (`--gateway-port`, `OUTRIDER_GATEWAY__PORT`, `fleet.yaml:
+gateway.port`), so that an error can name exactly what to correct and `check-config` can say where each value came from.
+(pydantic-settings merges sources too, but keeps no trace of who said what.)
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import types
+import typing
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from backend.config import environment
+from backend.config.settings import Settings
+
+KeyPath = tuple[str, ...]
+
+ALIASES = {"--host": ("gateway", "host"), "--port": ("gateway", "port"), "--api-key": ("gateway", "api_key")}
+SECRETS = frozenset({("gateway", "api_key")})
+CONFIG_VARIABLE = environment.PREFIX + "CONFIG"
+DEFAULT = "default"
+
+
+class ConfigError(Exception):
+    """A setting is wrong.  The message is one line that names the key as its writer wrote it."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """One value and who gave it."""
+
+    value: Any
+    origin: str
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The settings and the origin of every value that is not a default."""
+
+    settings: Settings
+    origins: dict[KeyPath, str]
+
+
+def leaves(model: type[BaseModel] = Settings, prefix: KeyPath = ()) -> Iterator[tuple[KeyPath, FieldInfo]]:
+    """Every setting with its path, in the order of definition."""
+    for name, info in model.model_fields.items():
+        section = info.annotation
+        if isinstance(section, type) and issubclass(section, BaseModel):
+            yield from leaves(section, (*prefix, name))
+        else:
+            yield (*prefix, name), info
+
+
+def flag(path: KeyPath) -> str:
+    """`("gateway", "max_n")` -> `--gateway-max-n`."""
+    return "--" + "-".join(path).replace("_", "-")
+
+
+def variable(path: KeyPath) -> str:
+    """`("gateway", "max_n")` -> `OUTRIDER_GATEWAY__MAX_N`."""
+    return environment.PREFIX + "__".join(path).upper()
+
+
+def load(arguments: Sequence[str], program: str = "outrider serve", description: str = "") -> Loaded:
+    """Settings from all sources.  Raises `ConfigError`; prints help and exits on `--help`."""
+    from_flags, config = read_flags(arguments, program, description)
+    variables = environment.outrider_variables()
+    config = config or variables.pop(CONFIG_VARIABLE, None)
+    variables.pop(CONFIG_VARIABLE, None)
+    from_file = read_yaml(Path(config)) if config else {}
+    return merge([from_flags, read_variables(variables), from_file])
+
+
+def merge(sources: Sequence[Mapping[KeyPath, Given]]) -> Loaded:
+    """Settings from sources, the strongest first."""
+    chosen: dict[KeyPath, Given] = {}
+    for source in reversed(sources):
+        chosen.update(source)
+    tree: dict[str, Any] = {}
+    for path, given in chosen.items():
+        branch = tree
+        for name in path[:-1]:
+            branch = branch.setdefault(name, {})
+        branch[path[-1]] = given.value
+    try:
+        settings = Settings.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(_explain(error, chosen)) from error
+    return Loaded(settings, {path: given.origin for path, given in chosen.items()})
+
+
+# Command line.
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def parser(program: str, description: str = "") -> argparse.ArgumentParser:
+    """The command line's parser, one flag per setting, sections as groups of the help text."""
+    result = _Parser(prog=program, description=description, allow_abbrev=False)
+    result.add_argument("--config", metavar="FILE", help="YAML file with settings")
+    groups: dict[KeyPath, Any] = {(): result.add_argument_group("fleet")}
+    short = {path: alias for alias, path in ALIASES.items()}
+    for path, info in leaves():
+        section = path[:-1]
+        if section not in groups:
+            groups[section] = result.add_argument_group(".".join(section))
+        names = [*([short[path]] if path in short else []), flag(path)]
+        optional: dict[str, Any] = {"nargs": "?", "const": "true"} if bool in _types(info) else {}
+        groups[section].add_argument(
+            *names, dest=".".join(path), default=argparse.SUPPRESS, metavar=_metavar(info), help=_help(info), **optional
+        )
+    return result
+
+
+def read_flags(arguments: Sequence[str], program: str, description: str = "") -> tuple[dict[KeyPath, Given], str | None]:
+    """The settings given as flags, and the `--config` file."""
+    found, unknown = parser(program, description).parse_known_args(list(arguments))
+    if unknown:
+        name = unknown[0].split("=")[0]
+        if not name.startswith("-"):
+            raise ConfigError(f"unexpected argument {name!r}: settings are given as --name value")
+        known = ["--config", *ALIASES, *(flag(path) for path, _ in leaves())]
+        raise ConfigError(f"unknown flag {name}{_nearest(name, known)}")
+    values = vars(found)
+    config = values.pop("config")
+    fields = dict(leaves())
+    result = {}
+    for dotted, text in values.items():
+        path = tuple(dotted.split("."))
+        result[path] = Given(_from_text(text, fields[path], flag(path)), flag(path))
+    return result, config
+
+
+# Environment.
+
+
+def read_variables(variables: Mapping[str, str]) -> dict[KeyPath, Given]:
+    """The settings given as `OUTRIDER_*` variables."""
+    known = {variable(path): (path, info) for path, info in leaves()}
+    result = {}
+    for name, text in variables.items():
+        if name not in known:
+            raise ConfigError(f"unknown environment variable {name}{_nearest(name, [*known, CONFIG_VARIABLE])}")
+        path, info = known[name]
+        result[path] = Given(_from_text(text, info, name), name)
+    return result
+
+
+# YAML.
+
+
+def read_yaml(file: Path) -> dict[KeyPath, Given]:
+    """The settings given in a YAML file."""
+    try:
+        tree = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file}: not YAML: {' '.join(str(error).split())}") from error
+    if tree is None:
+        return {}
+    result: dict[KeyPath, Given] = {}
+    _flatten(tree, (), file, result)
+    return result
+
+
+def _flatten(tree: Any, path: KeyPath, file: Path, into: dict[KeyPath, Given]) -> None:
+    known = [leaf for leaf, _ in leaves()]
+    if path in known:
+        into[path] = Given(tree, f"{file}: {'.'.join(path)}")
+        return
+    if not isinstance(tree, dict):
+        where = f"{file}: {'.'.join(path)}" if path else str(file)
+        raise ConfigError(f"{where}: expected a mapping of settings")
+    for key, value in tree.items():
+        inner = (*path, str(key))
+        if not any(leaf[: len(inner)] == inner for leaf in known):
+            names = [".".join(leaf[: len(path) + 1]) for leaf in known if leaf[: len(path)] == path]
+            deeper = [".".join(leaf) for leaf in known]
+            raise ConfigError(f"{file}: unknown key {'.'.join(inner)}{_nearest('.'.join(inner), [*names, *deeper])}")
+        _flatten(value, inner, file, into)
+
+
+# Details.
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {found[0]}?" if found else ""
+
+
+def _types(info: FieldInfo) -> tuple[Any, ...]:
+    if typing.get_origin(info.annotation) in (typing.Union, types.UnionType):
+        return typing.get_args(info.annotation)
+    return (info.annotation,)
+
+
+def _from_text(text: str, info: FieldInfo, origin: str) -> Any:
+    kinds = _types(info)
+    if type(None) in kinds and text.lower() in {"none", "null", ""}:
+        return None
+    if any(typing.get_origin(kind) is dict for kind in kinds):
+        try:
+            return json.loads(text)
+        except ValueError as error:
+            raise ConfigError(f"{origin}: expected JSON, such as '{{\"key\": 1}}': {error}") from error
+    return text
+
+
+def _metavar(info: FieldInfo) -> str:
+    for kind in _types(info):
+        if typing.get_origin(kind) is typing.Literal:
+            return "{" + ",".join(map(str, typing.get_args(kind))) + "}"
+        if typing.get_origin(kind) is dict:
+            return "JSON"
+        if isinstance(kind, type) and kind is not type(None):
+            return {"bool": "BOOL", "int": "N", "float": "X"}.get(kind.__name__, "TEXT")
+    return "TEXT"
+
+
+def _help(info: FieldInfo) -> str:
+    default = info.get_default(call_default_factory=True)
+    shown = "" if default is None or default == {} else f" [{default}]"
+    return ((info.description or "") + shown).replace("%", "%%")
+
+
+def _explain(error: ValidationError, chosen: Mapping[KeyPath, Given]) -> str:
+    first = error.errors()[0]
+    full = tuple(str(part) for part in first["loc"])
+    path = next((full[:n] for n in range(len(full), 0, -1) if full[:n] in chosen), full)
+    message = first["msg"][:1].lower() + first["msg"][1:]
+    if path not in chosen:
+        return f"{'.'.join(full)}: {message}"
+    shown = "***" if path in SECRETS else repr(chosen[path].value)
+    return f"{chosen[path].origin}: {message}, not {shown}"

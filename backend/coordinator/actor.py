@@ -1,0 +1,160 @@
+"""The coordinator as a Ray actor, and the handle everyone else talks to it through.
+
+`CoordinatorActor` runs in a process of its own, one call at a time, so the policy needs no lock.  It has no loop either:
+leases are checked at every call, and members call several times a second.  Ray restarts it when it dies; its constructor
+arguments bring the fleet's keys back, members re-register when they are told they are unknown, and the data plane never
+notices.  `CoordinatorHandle` lives in members, gateways and tools; it may be used from any thread.
+
+Calls carry MessagePack bytes, not pickles: both ends check what they are given.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+import ray
+import ray.exceptions
+
+from backend.coordinator.messages import CoordinatorUnavailable, Credentials, FleetInfo, Report
+from backend.coordinator.policy import Coordinator
+from backend.fleet import DrafterStats, FleetSnapshot, Member, MemberState, Orders, VerifierStats
+
+NAME = "outrider-coordinator"
+CALL_TIMEOUT_S = 5.0
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class CoordinatorActor:
+    """The policy behind a clock.  Arguments and answers are MessagePack."""
+
+    def __init__(self, lease_s: float, info: bytes) -> None:
+        self._info = info
+        self._fleet_keys = msgspec.msgpack.decode(info, type=FleetInfo).fleet_keys
+        # Milliseconds of the wall clock: generations go on growing when Ray restarts this actor.
+        self._policy = Coordinator(lease_s, first_version=time.time_ns() // 1_000_000)
+
+    def register(self, payload: bytes) -> bytes:
+        self._policy.register(msgspec.msgpack.decode(payload, type=Member), time.monotonic())
+        return _encode(Credentials(self._fleet_keys))
+
+    def report(self, payload: bytes) -> bytes:
+        sent = msgspec.msgpack.decode(payload, type=Report)
+        now = time.monotonic()
+        orders = self._policy.report(
+            sent.member_id, sent.incarnation, sent.state, now, verifier=sent.verifier, drafter=sent.drafter
+        )
+        return _encode(orders)
+
+    def deregister(self, member_id: str, incarnation: str) -> None:
+        self._policy.deregister(member_id, incarnation, time.monotonic())
+
+    def drain(self, member_id: str) -> bool:
+        return self._policy.drain(member_id, time.monotonic())
+
+    def snapshot(self) -> bytes:
+        return _encode(self._policy.snapshot(time.monotonic()))
+
+    def info(self) -> bytes:
+        return self._info
+
+
+class CoordinatorHandle:
+    """Synchronous calls to the coordinator.  Every method raises `CoordinatorUnavailable`, and no Ray exception."""
+
+    def __init__(self, namespace: str, actor: Any, timeout_s: float = CALL_TIMEOUT_S) -> None:
+        self._namespace = namespace
+        self._actor = actor
+        self._timeout_s = timeout_s
+
+    @classmethod
+    def create(cls, namespace: str, lease_s: float, info: FleetInfo, timeout_s: float = 30.0) -> CoordinatorHandle:
+        """Starts the coordinator; the process that calls this owns it.  The fleet ends with that process."""
+        options = ray.remote(CoordinatorActor).options(
+            name=NAME, namespace=namespace, num_cpus=0, max_restarts=-1, max_task_retries=0
+        )
+        try:
+            actor = options.remote(lease_s, _encode(info))
+        except ValueError as error:
+            raise CoordinatorUnavailable(f"a fleet is already running in the Ray namespace {namespace!r}") from error
+        handle = cls(namespace, actor, timeout_s)
+        handle.snapshot()
+        handle._timeout_s = CALL_TIMEOUT_S
+        return handle
+
+    @classmethod
+    def connect(cls, namespace: str, timeout_s: float = CALL_TIMEOUT_S) -> CoordinatorHandle:
+        """Finds the coordinator of `namespace` in the Ray cluster this process is connected to.
+
+        Waits up to `timeout_s` for it to exist, then allows each call as long.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                return cls(namespace, _find(namespace), timeout_s)
+            except CoordinatorUnavailable:
+                if time.monotonic() >= deadline:
+                    raise
+                time.sleep(0.1)
+
+    def register(self, member: Member) -> Credentials:
+        """Joins the fleet (again)."""
+        return msgspec.msgpack.decode(self._call("register", _encode(member)), type=Credentials)
+
+    def report(
+        self,
+        member_id: str,
+        incarnation: str,
+        stats: VerifierStats | DrafterStats | None,
+        state: MemberState,
+    ) -> Orders:
+        """Renews this member's lease.  `known=False` in the answer: register again."""
+        verifier = stats if isinstance(stats, VerifierStats) else None
+        drafter = stats if isinstance(stats, DrafterStats) else None
+        payload = _encode(Report(member_id, incarnation, state, verifier, drafter))
+        return msgspec.msgpack.decode(self._call("report", payload), type=Orders)
+
+    def deregister(self, member_id: str, incarnation: str) -> None:
+        """Leaves the fleet."""
+        self._call("deregister", member_id, incarnation)
+
+    def drain(self, member_id: str) -> bool:
+        """Has a member told to take no new work; False when there is no such member."""
+        return bool(self._call("drain", member_id))
+
+    def snapshot(self) -> FleetSnapshot:
+        """The fleet as the coordinator sees it now."""
+        return msgspec.msgpack.decode(self._call("snapshot"), type=FleetSnapshot)
+
+    def info(self) -> FleetInfo:
+        """What the fleet was launched with."""
+        return msgspec.msgpack.decode(self._call("info"), type=FleetInfo)
+
+    def kill(self) -> None:
+        """Ends the coordinator for good."""
+        ray.kill(self._actor, no_restart=True)
+
+    def _call(self, method: str, *arguments: object) -> Any:
+        try:
+            if self._actor is None:
+                self._actor = _find(self._namespace)
+            return ray.get(getattr(self._actor, method).remote(*arguments), timeout=self._timeout_s)
+        except ray.exceptions.RayTaskError as error:
+            raise CoordinatorUnavailable(f"the coordinator failed at {method}: {error.cause}") from error
+        except ray.exceptions.ActorDiedError as error:
+            # For good: whoever comes next under this name is another actor.
+            self._actor = None
+            raise CoordinatorUnavailable("the coordinator is gone") from error
+        except ray.exceptions.GetTimeoutError as error:
+            raise CoordinatorUnavailable(f"the coordinator did not answer within {self._timeout_s:g} s") from error
+        except (ray.exceptions.RayError, ray.exceptions.RaySystemError) as error:
+            raise CoordinatorUnavailable(f"the coordinator cannot be reached: {type(error).__name__}") from error
+
+
+def _find(namespace: str) -> Any:
+    try:
+        return ray.get_actor(NAME, namespace=namespace)
+    except (ValueError, ray.exceptions.RayError) as error:
+        raise CoordinatorUnavailable(f"no fleet runs in the Ray namespace {namespace!r}") from error

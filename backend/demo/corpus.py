@@ -1,0 +1,93 @@
+"""The demo corpus: the Python source of the running interpreter's standard library, cut into two disjoint splits.
+
+Owns which files count, how data tables are kept from dominating, and the validation split.  Everything is a
+pure function of the files on disk: two runs over the same interpreter give the same documents in the same
+order.
+"""
+
+import hashlib
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+VALIDATION_PER_MILLE = 20
+MAX_DOCUMENT_CHARS = 200_000
+MAX_TABLE_CHARS = 3_000
+TABLE_DENSITY = 0.15
+SKIPPED_DIRECTORIES = frozenset({"site-packages", "dist-packages", "__pycache__", "pydoc_data"})
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One source file: its path relative to the root it was found under (POSIX form) and its text."""
+
+    name: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """The documents of both splits; no file, and no copy of a file, is in both."""
+
+    train: tuple[Document, ...]
+    validation: tuple[Document, ...]
+
+
+def standard_library() -> Path:
+    """Directory of the running Python's standard library."""
+    return Path(sysconfig.get_path("stdlib"))
+
+
+def is_validation(name: str) -> bool:
+    """Whether the file called `name` is left out of training (about 2 percent of names, by hash)."""
+    digest = hashlib.sha256(name.encode()).digest()
+    return int.from_bytes(digest[:8], "big") % 1000 < VALIDATION_PER_MILLE
+
+
+def is_table(text: str) -> bool:
+    """Whether a file is mostly data: digits and escapes make up a large part of what is not white space."""
+    dense = "".join(text.split())
+    if not dense:
+        return True
+    return sum(character.isdigit() or character == "\\" for character in dense) / len(dense) > TABLE_DENSITY
+
+
+def load_corpus(extra: Sequence[Path] = (), root: Path | None = None) -> Corpus:
+    """Read `root` (default: the standard library) and the `extra` directories into a training and a validation split.
+
+    A file whose exact text was already seen is dropped, so that a copy cannot leak from one split into the
+    other.
+    """
+    train: list[Document] = []
+    validation: list[Document] = []
+    seen: set[str] = set()
+    for directory in (root or standard_library(), *extra):
+        for document in _documents(directory):
+            if document.text in seen:
+                continue
+            seen.add(document.text)
+            (validation if is_validation(document.name) else train).append(document)
+    return Corpus(train=tuple(train), validation=tuple(validation))
+
+
+def _documents(root: Path) -> Iterator[Document]:
+    for path in sorted(root.rglob("*.py")):
+        relative = path.relative_to(root)
+        if SKIPPED_DIRECTORIES.intersection(relative.parts):
+            continue
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError):
+            continue  # deliberately undecodable test data
+        if not text.strip():
+            continue
+        limit = MAX_TABLE_CHARS if is_table(text) else MAX_DOCUMENT_CHARS
+        yield Document(name=relative.as_posix(), text=_cut(text, limit))
+
+
+def _cut(text: str, limit: int) -> str:
+    """`text`, or its first whole lines of at most `limit` characters."""
+    if len(text) <= limit:
+        return text
+    return text[: text.rfind("\n", 0, limit) + 1]

@@ -1,0 +1,179 @@
+"""Who runs where: members, their cores, GPUs, addresses and environment.  Pure; the launcher calls it once.
+
+A GPU counts as one even where processes share it: with fewer GPUs than processes each gets an equal part, and vLLM is told to
+take no more memory than its part.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from backend.config import Settings
+from backend.fleet import MemberKind
+from backend.models import ResolvedModels
+
+NODE_HOST = "node"
+"""Host part of a member's tcp address that stands for "the Ray address of the node you run on"."""
+GPU_MEMORY_USABLE = 0.9
+LONGEST_IPC_PATH = 100
+"""Linux allows 107 bytes in a socket's path; members may append a few."""
+
+
+class PlanError(Exception):
+    """The fleet does not fit on this cluster; the message is one line."""
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What the cluster offers."""
+
+    cores: Sequence[int]
+    """CPU cores this process may use; members are bound to them when the cluster is only this host."""
+    gpus: float
+    nodes: int
+    host: str
+    """The Ray address of this node."""
+    local: bool
+    """True: the cluster is this host and ours alone."""
+
+
+@dataclass(frozen=True)
+class MemberPlan:
+    """One actor to start."""
+
+    member_id: str
+    kind: MemberKind
+    cores: list[int]
+    """Empty: not bound to cores."""
+    num_cpus: float
+    num_gpus: float
+    address: str
+    env: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class FleetPlan:
+    """The whole fleet; `settings` have every hardware default filled in."""
+
+    settings: Settings
+    members: list[MemberPlan]
+    encrypted: bool
+    """True: members listen on tcp and need keys."""
+    notes: list[str]
+    """What people should know of these decisions."""
+
+
+def plan(settings: Settings, models: ResolvedModels, hardware: Hardware, runtime_dir: Path) -> FleetPlan:
+    """Decides everything that can be decided before the first actor starts.  Raises `PlanError`."""
+    drafters = settings.drafters if settings.mode == "sync" else 0
+    notes: list[str] = []
+    filled = _fill_gpus(settings, hardware, drafters, notes)
+    names: list[tuple[str, MemberKind]] = [(f"verifier-{i}", "verifier") for i in range(settings.verifiers)]
+    names += [(f"drafter-{i}", "drafter") for i in range(drafters)]
+    wanted = {
+        "verifier": 0 if filled.verifier.gpus else filled.verifier.cores,
+        "drafter": 0 if filled.drafting.gpus or models.drafter_kind == "ngram" else filled.drafting.cores,
+    }
+    counts = [wanted[kind] if hardware.local else 0 for _, kind in names]
+    shares = share_cores(hardware.cores, counts)
+    if hardware.local:
+        _note_cores(names, shares, counts, hardware, notes)
+    tcp = settings.transport.kind == "tcp" or (settings.transport.kind == "auto" and hardware.nodes > 1)
+    members = []
+    for (member_id, kind), cores in zip(names, shares, strict=True):
+        gpus = float((filled.verifier.gpus if kind == "verifier" else filled.drafting.gpus) or 0)
+        if kind == "verifier" and gpus:
+            gpus = min(gpus, _gpu_share(filled, hardware))
+        threads = len(cores) or wanted[kind]
+        members.append(
+            MemberPlan(
+                member_id=member_id,
+                kind=kind,
+                cores=cores,
+                num_cpus=0 if hardware.local else threads,
+                num_gpus=gpus,
+                address=_address(settings, hardware, runtime_dir, member_id, tcp),
+                env={"OMP_NUM_THREADS": str(threads)} if threads else {},
+            )
+        )
+    return FleetPlan(filled, members, tcp, notes)
+
+
+def share_cores(available: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
+    """`counts[i]` cores for each process in turn, disjoint while they last, then from the start again.
+
+    >>> share_cores([0, 1, 2], [1, 1, 2])
+    [[0], [1], [0, 2]]
+    """
+    result = []
+    position = 0
+    for count in counts:
+        count = min(count, len(available))
+        result.append(sorted(available[(position + i) % len(available)] for i in range(count)))
+        position += count
+    return result
+
+
+def _gpu_share(settings: Settings, hardware: Hardware) -> float:
+    """GPUs Ray sets aside for one verifier: a part of one where GPUs are shared."""
+    per_verifier = settings.verifier.gpus or 0
+    drafters = settings.drafters if settings.mode == "sync" else 0
+    need = per_verifier * settings.verifiers + (settings.drafting.gpus or 0) * drafters
+    if per_verifier != 1 or need <= hardware.gpus:
+        return per_verifier
+    free = hardware.gpus - (settings.drafting.gpus or 0) * drafters
+    return math.floor(100 * free / settings.verifiers) / 100
+
+
+def _fill_gpus(settings: Settings, hardware: Hardware, drafters: int, notes: list[str]) -> Settings:
+    """Settings with `verifier.gpus` and `drafting.gpus` decided."""
+    default = 1 if hardware.gpus else 0
+    verifier = default if settings.verifier.gpus is None else settings.verifier.gpus
+    drafter = default if settings.drafting.gpus is None else settings.drafting.gpus
+    if settings.drafter == "ngram" and settings.drafting.gpus is None:
+        drafter = 0
+    need = verifier * settings.verifiers + drafter * drafters
+    engine_args = dict(settings.verifier.engine_args)
+    if need > hardware.gpus:
+        if verifier > 1 or settings.drafting.gpus is not None or not hardware.gpus:
+            raise PlanError(f"the fleet needs {need:g} GPUs and the cluster has {hardware.gpus:g}")
+        share = math.floor(100 * hardware.gpus / (settings.verifiers + (drafters if drafter else 0))) / 100
+        if share < 0.05:
+            raise PlanError(f"{settings.verifiers + drafters} processes are too many for {hardware.gpus:g} GPUs")
+        drafter = share if drafter else 0
+        memory = engine_args.setdefault("gpu_memory_utilization", round(GPU_MEMORY_USABLE * share, 2))
+        notes.append(f"{hardware.gpus:g} GPU(s) shared: {share:g} of one per process, gpu_memory_utilization {memory:g}")
+    return settings.model_copy(
+        update={
+            "verifier": settings.verifier.model_copy(update={"gpus": verifier, "engine_args": engine_args}),
+            "drafting": settings.drafting.model_copy(update={"gpus": float(drafter)}),
+        }
+    )
+
+
+def _note_cores(
+    names: Sequence[tuple[str, MemberKind]],
+    shares: Sequence[Sequence[int]],
+    counts: Sequence[int],
+    hardware: Hardware,
+    notes: list[str],
+) -> None:
+    bound = [f"{name} {','.join(map(str, cores))}" for (name, _), cores in zip(names, shares, strict=True) if cores]
+    if not bound:
+        return
+    wanted = sum(counts)
+    shared = f" (shared: {wanted} wanted, {len(hardware.cores)} available)" if wanted > len(hardware.cores) else ""
+    notes.append(f"CPU cores: {'; '.join(bound)}{shared}")
+
+
+def _address(settings: Settings, hardware: Hardware, runtime_dir: Path, member_id: str, tcp: bool) -> str:
+    if tcp:
+        host = settings.transport.host or (NODE_HOST if hardware.nodes > 1 else hardware.host)
+        return f"tcp://{f'[{host}]' if ':' in host else host}:0"
+    path = runtime_dir / f"{member_id}.sock"
+    if len(str(path)) > LONGEST_IPC_PATH:
+        raise PlanError(f"{path}: too long for a socket (set TMPDIR to a shorter directory, or --transport-kind tcp)")
+    return f"ipc://{path}"

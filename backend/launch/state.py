@@ -1,0 +1,128 @@
+"""The files of running fleets: where sockets live, and how another command finds a fleet.  The launcher's process, and tools.
+
+Everything is below one directory that only this user may enter.  A fleet whose process is gone left its files behind; whoever
+looks next removes them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import shutil
+import stat
+import tempfile
+import time
+from pathlib import Path
+
+import msgspec
+
+from backend.config import environment
+
+
+class StateError(Exception):
+    """The runtime directory cannot be trusted, or no fleet matches; the message is one line."""
+
+
+class FleetFile(msgspec.Struct, frozen=True):
+    """How to reach one running fleet."""
+
+    pid: int
+    namespace: str
+    ray_address: str
+    url: str
+    """The gateway's base URL; empty until it serves."""
+    directories: list[str]
+    """What to remove when the process is gone."""
+
+
+def home() -> Path:
+    """This user's private runtime directory, made when missing.  Raises `StateError` when it is not ours alone."""
+    directory = environment.runtime_home()
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = directory.lstat()
+    except OSError as error:
+        raise StateError(f"{directory}: {error.strerror}") from error
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise StateError(f"{directory}: must be a directory of yours that nobody else may enter (mode 0700)")
+    return directory
+
+
+def ray_token() -> str:
+    """The secret that admits to this user's own Ray clusters; made at first use."""
+    file = home() / "ray-token"
+    with contextlib.suppress(FileExistsError):
+        handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(handle, "w") as stream:
+            stream.write(secrets.token_hex(32))
+    deadline = time.monotonic() + 1.0
+    while not (token := file.read_text()):  # another process is just writing it
+        if time.monotonic() > deadline:
+            raise StateError(f"{file}: empty; remove it")
+        time.sleep(0.01)
+    return token
+
+
+def new_runtime_directory() -> Path:
+    """A private directory with a short path, for one fleet's sockets."""
+    return Path(tempfile.mkdtemp(prefix="f-", dir=home()))
+
+
+def write(fleet: FleetFile) -> Path:
+    """Announces a fleet; a second call by the same process replaces the first."""
+    file = home() / f"fleet-{re.sub(r'[^A-Za-z0-9_.-]', '_', fleet.namespace)}-{fleet.pid}.json"
+    partial = file.with_suffix(".tmp")
+    partial.write_bytes(msgspec.json.encode(fleet))
+    partial.chmod(0o600)
+    partial.replace(file)
+    return file
+
+
+def running() -> list[FleetFile]:
+    """The fleets of this user on this host; the files of dead ones are removed."""
+    found = []
+    for file in sorted(home().glob("fleet-*.json")):
+        try:
+            fleet = msgspec.json.decode(file.read_bytes(), type=FleetFile)
+        except (msgspec.MsgspecError, OSError):
+            continue
+        if _alive(fleet.pid):
+            found.append(fleet)
+        else:
+            _bury(fleet)
+            file.unlink(missing_ok=True)
+    return found
+
+
+def find(name: str | None) -> FleetFile:
+    """The fleet of that namespace or pid; without a name the only one there is.  Raises `StateError`."""
+    fleets = running()
+    matching = [f for f in fleets if name is None or name in (f.namespace, str(f.pid))]
+    if len(matching) == 1:
+        return matching[0]
+    known = ", ".join(f"{f.namespace} (pid {f.pid})" for f in fleets)
+    if not fleets:
+        raise StateError("no fleet of yours runs on this host (start one with `outrider serve`, or give --ray-address)")
+    if not matching:
+        raise StateError(f"no fleet {name!r} runs on this host; there is {known}")
+    raise StateError(f"several fleets run on this host, name one by namespace or pid: {known}")
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _bury(fleet: FleetFile) -> None:
+    """Removes what a dead fleet left, but nothing that does not look like ours."""
+    for directory in map(Path, fleet.directories):
+        with contextlib.suppress(OSError):
+            if directory.name.startswith(("f-", "or-ray-")) and directory.lstat().st_uid == os.getuid():
+                shutil.rmtree(directory, ignore_errors=True)

@@ -1,0 +1,48 @@
+"""The ASGI application: routes, middleware and error handlers around one `Gateway`.  Runs in the gateway's event loop."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from gateway.errors import translate
+from gateway.middleware import Admission, Envelope
+from gateway.routes import generate, models, operations
+from gateway.state import Gateway
+
+
+def build_app(gateway: Gateway) -> FastAPI:
+    """The application; its lifespan follows the fleet."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        gateway.client.start()
+        await gateway.services.models.init_static_loras()
+        try:
+            yield
+        finally:
+            gateway.client.shutdown()
+
+    app = FastAPI(title="Outrider", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
+    app.router.redirect_slashes = False
+    app.state.gateway = gateway
+    for routes in (generate, models, operations):
+        app.include_router(routes.router)
+    app.add_exception_handler(HTTPException, _http_error)
+    settings = gateway.settings.gateway
+    app.add_middleware(Admission, metrics=gateway.metrics, api_key=settings.api_key, max_in_flight=settings.max_in_flight)
+    # Added last, so outermost.
+    app.add_middleware(Envelope, metrics=gateway.metrics)
+    return app
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """Starlette's own 404 and 405; everything else reaches `Envelope`."""
+    known = translate(error)
+    allowed = getattr(error, "headers", None) or {}
+    return JSONResponse(known.body(), status_code=known.status, headers={**allowed, **known.headers()})

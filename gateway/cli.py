@@ -1,0 +1,340 @@
+"""The command line: `outrider serve | gateway | status | check-config | train-demo`.
+
+`serve` is the launcher and the gateway in one process: it starts the fleet (Ray actors), imports vLLM while the engines load,
+serves HTTP from this process's main thread, and ends everything it started.  The heavy imports are inside the commands, so that
+help, version and configuration errors come at once.  What is wrong with the user's input is one line on stderr and exit 2; what
+goes wrong at run time is one line and exit 1.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import logging
+import runpy
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from backend.config import sources
+from backend.config.sources import ConfigError, Loaded
+from gateway import present
+
+if TYPE_CHECKING:
+    from backend.config import Settings
+    from backend.coordinator.actor import CoordinatorHandle
+    from backend.models import ResolvedModels
+    from backend.transport import ServerKeys
+
+USAGE = """usage: outrider COMMAND [--name value ...]
+
+commands:
+  serve         start a fleet and its gateway, until Ctrl-C
+  gateway       start a further gateway for a running fleet
+  status        show a running fleet
+  check-config  show the settings in force and where each came from
+  train-demo    train the built-in demo models again
+
+`outrider COMMAND --help` lists the settings; each is also a variable (OUTRIDER_GATEWAY__PORT) and a key
+of the YAML file given with --config.  `outrider --version` prints the version.
+"""
+
+OK, FAILED, MISUSED, INTERRUPTED = 0, 1, 2, 130
+FOUND_FLEET_TIMEOUT_S = 10.0
+
+
+class Interrupted(BaseException):
+    """SIGINT or SIGTERM; not an `Exception`, so that nothing on the way takes it for an error of its own."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command and returns the process's exit status."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    commands: dict[str, Callable[[list[str]], int]] = {
+        "serve": serve,
+        "gateway": gateway,
+        "status": status,
+        "check-config": check_config,
+        "train-demo": train_demo,
+    }
+    if not given or given[0] in ("-h", "--help", "help"):
+        print(USAGE, end="")
+        return OK if given else MISUSED
+    if given[0] in ("-V", "--version", "version"):
+        print(f"outrider {version()}")
+        return OK
+    if given[0] not in commands:
+        return _fail(f"no command {given[0]!r}; there are {', '.join(commands)}", MISUSED)
+    try:
+        return commands[given[0]](given[1:])
+    except ConfigError as error:
+        return _fail(str(error), MISUSED)
+    except (Interrupted, KeyboardInterrupt):
+        return INTERRUPTED
+    except BrokenPipeError:
+        return FAILED
+
+
+def version() -> str:
+    """The installed version."""
+    try:
+        return importlib.metadata.version("outrider")
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed)"
+
+
+def serve(arguments: list[str]) -> int:
+    """Starts a fleet and serves it."""
+    loaded = sources.load(arguments, "outrider serve", "Starts verifiers, drafters and a gateway.")
+    settings = loaded.settings
+    progress = present.Progress()
+    _configure_logging(settings.log_level)
+    with _signals() as forced:
+        models = _resolved(settings, progress)
+        _check_port(settings)
+        from backend.launch.cluster import ClusterError
+        from backend.launch.fleet import Fleet, LaunchError
+        from backend.launch.plan import PlanError
+        from backend.launch.state import StateError
+
+        fleet: Fleet | None = None
+        try:
+            fleet = Fleet.launch(settings, models, progress.say)
+            _prepare_vllm()
+            preparing = _import_in_background("gateway.server")
+            fleet.wait_ready(progress.say)
+            preparing.join()
+
+            def announce(url: str) -> None:
+                assert fleet is not None
+                fleet.announce(url)
+                progress.say(present.ready(url, settings, models))
+
+            info = fleet.coordinator.info()
+            _run_gateway(fleet.settings, models, fleet.coordinator, info.fleet_keys, announce)
+            return OK
+        except (ClusterError, LaunchError, PlanError, StateError) as error:
+            return _fail(str(error), FAILED)
+        except OSError as error:
+            return _fail(f"{settings.gateway.host}:{settings.gateway.port}: {error.strerror or error}", FAILED)
+        finally:
+            forced.armed = True
+            if fleet is not None:
+                progress.say("stopping")
+                fleet.stop()
+                progress.say("stopped")
+
+
+def gateway(arguments: list[str]) -> int:
+    """A gateway for a fleet that runs already; it takes the fleet's settings, and its own `--gateway-*` ones."""
+    loaded = sources.load(arguments, "outrider gateway", "Starts a further gateway for a running fleet.")
+    _configure_logging(loaded.settings.log_level)
+    progress = present.Progress()
+    with _signals() as forced, _found_fleet(loaded, None) as coordinator:
+        _prepare_vllm()
+        info = coordinator.info()
+        theirs = type(loaded.settings).model_validate_json(info.settings_json)
+        settings = theirs.model_copy(update={"gateway": loaded.settings.gateway})
+
+        def announce(url: str) -> None:
+            progress.say(present.ready(url, settings, info.models))
+
+        try:
+            _run_gateway(settings, info.models, coordinator, info.fleet_keys, announce)
+        except OSError as error:
+            return _fail(f"{settings.gateway.host}:{settings.gateway.port}: {error.strerror or error}", FAILED)
+        finally:
+            forced.armed = True
+        return OK
+
+
+def status(arguments: list[str]) -> int:
+    """Shows the members of a running fleet: `outrider status [NAMESPACE or PID] [--json]`."""
+    as_json = "--json" in arguments
+    rest = [argument for argument in arguments if argument != "--json"]
+    name = rest.pop(0) if rest and not rest[0].startswith("-") else None
+    description = "Shows a running fleet: [NAMESPACE or PID] [--json] [--ray-address ADDRESS --ray-namespace NAME]."
+    loaded = sources.load(rest, "outrider status", description)
+    with _found_fleet(loaded, name) as coordinator:
+        snapshot = coordinator.snapshot()
+    print(present.snapshot_json(snapshot) if as_json else present.table(snapshot))
+    return OK
+
+
+def check_config(arguments: list[str]) -> int:
+    """Prints the settings in force as YAML, each with its source."""
+    loaded = sources.load(arguments, "outrider check-config", "Shows the settings in force.")
+    print(present.settings_yaml(loaded))
+    from backend.models import ModelError, check_without_download
+
+    try:
+        check_without_download(loaded.settings, lambda line: print(line, file=sys.stderr))
+    except ModelError as error:
+        raise ConfigError(str(error)) from error
+    return OK
+
+
+def train_demo(arguments: list[str]) -> int:
+    """Trains the built-in models; the demo package has its own options."""
+    before = sys.argv
+    sys.argv = ["outrider train-demo", *arguments]
+    try:
+        runpy.run_module("backend.demo", run_name="__main__")
+    finally:
+        sys.argv = before
+    return OK
+
+
+# What the commands share.
+
+
+def _resolved(settings: Settings, progress: present.Progress) -> ResolvedModels:
+    from backend.models import ModelError, resolve
+
+    try:
+        models = resolve(settings, progress.say)
+    except ModelError as error:
+        raise ConfigError(str(error)) from error
+    progress.say(present.plan_line(settings, models))
+    return models
+
+
+def _check_port(settings: Settings) -> None:
+    """Finds out now, and not after the models are loaded, that the port is taken."""
+    import socket
+
+    host, port = settings.gateway.host, settings.gateway.port
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error} (--port 0 takes a free one)") from error
+
+
+def _prepare_vllm() -> None:
+    """The gateway's vLLM has no engine: what it would log about one is noise."""
+    from backend.config import environment
+    from backend.launch.fleet import member_environment
+
+    environment.export({"VLLM_LOGGING_LEVEL": "ERROR"}, override=False)
+    environment.export(member_environment(offline=True))
+
+
+def _import_in_background(module: str) -> threading.Thread:
+    """Imports `module` in a thread; an import error comes again where the module is used."""
+
+    def work() -> None:
+        try:
+            importlib.import_module(module)
+        except Exception:
+            logging.getLogger(__name__).debug("importing %s failed", module, exc_info=True)
+
+    thread = threading.Thread(target=work, name="import", daemon=True)
+    thread.start()
+    return thread
+
+
+def _run_gateway(
+    settings: Settings,
+    models: ResolvedModels,
+    coordinator: CoordinatorHandle,
+    fleet_keys: ServerKeys | None,
+    announce: Callable[[str], None],
+) -> None:
+    """Serves HTTP until a signal; the signals are the server's own meanwhile."""
+    from backend.config import environment
+    from backend.coordinator import CoordinatorUnavailable
+    from backend.launch.fleet import gateway_member, member_environment
+    from backend.transport import Wire
+
+    environment.export(member_environment(offline=True))
+    from gateway.directory import CoordinatorDirectory
+    from gateway.server import GatewayServer
+
+    member = gateway_member(models.name)
+    coordinator.register(member)
+    try:
+        server = GatewayServer(
+            settings,
+            CoordinatorDirectory(coordinator, member),
+            models.target_dir,
+            model_name=models.name,
+            wire=Wire(fleet_keys),
+            on_ready=announce,
+        )
+        server.run()
+    finally:
+        try:
+            coordinator.deregister(member.id, member.incarnation)
+        except CoordinatorUnavailable:
+            logging.getLogger(__name__).debug("the coordinator was gone first")
+
+
+@contextmanager
+def _found_fleet(loaded: Loaded, name: str | None) -> Iterator[CoordinatorHandle]:
+    """The coordinator of a running fleet: at `--ray-address`, or the one on this host.  Turns failures into exit 1."""
+    from backend.coordinator import CoordinatorUnavailable
+    from backend.launch import state
+    from backend.launch.cluster import ClusterError, RayCluster
+
+    address, namespace = loaded.settings.ray.address, name or loaded.settings.ray.namespace
+    try:
+        own = address is None or address in {fleet.ray_address for fleet in state.running()}
+        if address is None:
+            wanted = name or (namespace if ("ray", "namespace") in loaded.origins else None)
+            fleet = state.find(wanted)
+            address, namespace = fleet.ray_address, fleet.namespace
+        from backend.coordinator.actor import CoordinatorHandle
+
+        with RayCluster.start(address, namespace, {}, state.ray_token() if own else None):
+            yield CoordinatorHandle.connect(namespace, FOUND_FLEET_TIMEOUT_S)
+    except (ClusterError, CoordinatorUnavailable, state.StateError) as error:
+        sys.exit(_fail(str(error), FAILED))
+
+
+class _Forced:
+    armed = False
+
+
+@contextmanager
+def _signals() -> Iterator[_Forced]:
+    """The first SIGINT or SIGTERM ends the block with `Interrupted`; one more, while it is ending, ends the process."""
+    state = _Forced()
+
+    def handle(number: int, frame: Any) -> None:
+        if not state.armed:
+            state.armed = True
+            raise Interrupted
+        print("outrider: stopped at once", file=sys.stderr)
+        # Ray's processes die with their parent; the next start removes the files.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.raise_signal(signal.SIGTERM)
+
+    before = {each: signal.signal(each, handle) for each in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield state
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
+def _configure_logging(level: str) -> None:
+    logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logging.Formatter.converter = time.gmtime
+    for noisy in ("ray", "urllib3", "httpx", "filelock", "asyncio", "uvicorn.error", "vllm"):
+        logging.getLogger(noisy).setLevel(logging.ERROR)
+
+
+def _fail(line: str, code: int) -> int:
+    print(f"outrider: {line}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

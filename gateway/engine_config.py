@@ -1,0 +1,81 @@
+"""The gateway's vLLM configuration: what a verifier's would be, as far as requests are checked against it; no engine.
+
+Runs once, while the gateway starts.  Nothing here loads weights or touches an accelerator.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import vllm  # noqa: F401  (first: its submodules do not import alone)
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+
+from backend.config import Settings
+
+ENGINE_ONLY = frozenset(
+    {
+        "additional_config",
+        "data_parallel_size",
+        "distributed_executor_backend",
+        "enforce_eager",
+        "gpu_memory_utilization",
+        "kv_cache_memory_bytes",
+        "kv_transfer_config",
+        "lora_modules",
+        "model",
+        "pipeline_parallel_size",
+        "quantization",
+        "scheduler_cls",
+        "speculative_config",
+        "tensor_parallel_size",
+        "worker_cls",
+    }
+)
+"""Engine arguments that mean nothing, or harm, where there is no engine."""
+
+FRONT_END = frozenset({"lora_modules"})
+"""Arguments of vLLM's server that its engine does not know."""
+
+
+class RemoteDrafts:
+    """Stands for the drafters in the gateway's configuration: it only says that there is speculation."""
+
+
+def build_vllm_config(settings: Settings, model_dir: str) -> VllmConfig:
+    """The configuration requests are rendered and validated with.
+
+    Raises `ValueError` for engine arguments that vLLM does not have.
+    """
+    known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+    extra = settings.verifier.engine_args
+    unknown = sorted(extra.keys() - known - FRONT_END)
+    if unknown:
+        raise ValueError(f"verifier.engine_args: vLLM has no argument {unknown[0]!r}")
+    arguments: dict[str, Any] = {
+        "model": model_dir,
+        "max_model_len": settings.verifier.max_model_len,
+        "max_num_seqs": settings.verifier.max_num_seqs,
+        "max_num_batched_tokens": settings.verifier.max_num_batched_tokens,
+        "dtype": settings.verifier.dtype,
+        "seed": settings.seed,
+        "speculative_config": _speculation(settings),
+        # No engine: keep vLLM from compiling, or measuring memory for a cache, while it checks the configuration.
+        "enforce_eager": True,
+        "kv_cache_memory_bytes": 1 << 20,
+        "async_scheduling": False,
+        "disable_log_stats": True,
+    }
+    arguments.update({name: value for name, value in extra.items() if name not in ENGINE_ONLY})
+    return AsyncEngineArgs(**arguments).create_engine_config()
+
+
+def _speculation(settings: Settings) -> dict[str, Any] | None:
+    if settings.mode == "off":
+        return None
+    return {
+        "method": "custom_class",
+        "model": f"{__name__}.{RemoteDrafts.__name__}",
+        "num_speculative_tokens": settings.num_speculative_tokens,
+    }

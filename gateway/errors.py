@@ -1,0 +1,244 @@
+"""Every error a client can be told, and the one seam where others' exceptions become ours.
+
+    ApiError                     {"error": {"message", "type", "param", "code"}} and an HTTP status
+    |-- BadRequest          400  invalid_request_error
+    |   `-- ContextTooLong  400  context_length_exceeded
+    |-- Unauthorized        401  invalid_api_key
+    |-- NotFound            404
+    |   `-- ModelNotFound   404  model_not_found
+    |-- MethodNotAllowed    405
+    |-- PayloadTooLarge     413
+    |-- UnsupportedMedia    415
+    |-- TooManyRequests     429  with Retry-After
+    |-- InternalError       500  says nothing of what went wrong; the log does
+    `-- Unavailable         503  with Retry-After
+        |-- NoVerifier           none is ready
+        |-- VerifierLost         the one that served this request went away
+        `-- ShuttingDown         this gateway is going away
+
+The last three are also raised inside vLLM's request pipeline, which lets through what derives from `GracefulHTTPError`.
+Messages carry no paths, addresses, tracebacks or values of the request beyond field names.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from http import HTTPStatus
+from typing import Any, ClassVar
+
+import pydantic
+import starlette.exceptions
+import vllm  # noqa: F401  (first: its submodules do not import alone)
+from vllm.entrypoints.serve.exception_handling.utils import sanitize_message
+from vllm.exceptions import (
+    GracefulHTTPError,
+    RetryableRequestError,
+    VLLMClientError,
+    VLLMNotFoundError,
+    VLLMServerError,
+)
+
+_VALUE_SUFFIX = re.compile(r" \((?:parameter|value)=.*\)$", re.DOTALL)
+_ADDRESS = re.compile(r"\b(?:ipc|tcp|inproc)://\S+|\b0x[0-9a-fA-F]{6,}\b|\b\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?\b")
+_PATH = re.compile(r"(?<![\w/:.])~?/(?:[\w.+@-]+/)+[\w.+@-]*")
+_CONTEXT = re.compile(
+    r"maximum context length|longer than the maximum model length|cannot be greater than max_(?:model_len|total_tokens)"
+)
+_MAX_MESSAGE = 1000
+
+
+class ApiError(Exception):
+    """An error as the client sees it."""
+
+    status: ClassVar[int] = 500
+    type: ClassVar[str] = "server_error"
+    code: str | None = None
+    retry_after_s: ClassVar[int | None] = None
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        # By name: `Unavailable` has a second base, whose own constructor wants more.
+        Exception.__init__(self, message)
+        self.message = clean(message)
+        self.param = param
+        if code is not None:
+            self.code = code
+
+    def body(self) -> dict[str, dict[str, str | None]]:
+        """The JSON object of the response or the stream's error event."""
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+    def headers(self) -> dict[str, str]:
+        """Response headers that belong to this error."""
+        return {} if self.retry_after_s is None else {"retry-after": str(self.retry_after_s)}
+
+    def event(self) -> bytes:
+        """The stream's error event."""
+        return b"data: " + json.dumps(self.body(), separators=(",", ":")).encode() + b"\n\n"
+
+
+class BadRequest(ApiError):
+    status = 400
+    type = "invalid_request_error"
+
+
+class ContextTooLong(BadRequest):
+    code = "context_length_exceeded"
+
+
+class Unauthorized(ApiError):
+    status = 401
+    type = "authentication_error"
+    code = "invalid_api_key"
+
+    def headers(self) -> dict[str, str]:
+        return {"www-authenticate": "Bearer"}
+
+
+class NotFound(ApiError):
+    status = 404
+    type = "invalid_request_error"
+    code = "not_found"
+
+
+class ModelNotFound(NotFound):
+    code = "model_not_found"
+
+
+class MethodNotAllowed(ApiError):
+    status = 405
+    type = "invalid_request_error"
+    code = "method_not_allowed"
+
+
+class PayloadTooLarge(ApiError):
+    status = 413
+    type = "invalid_request_error"
+    code = "payload_too_large"
+
+
+class UnsupportedMedia(ApiError):
+    status = 415
+    type = "invalid_request_error"
+    code = "unsupported_media_type"
+
+
+class TooManyRequests(ApiError):
+    status = 429
+    type = "rate_limit_error"
+    code = "rate_limit_exceeded"
+    retry_after_s = 1
+
+
+class InternalError(ApiError):
+    status = 500
+    type = "server_error"
+    code = "internal_error"
+
+    def __init__(self) -> None:
+        super().__init__("The server had an error while processing your request.")
+
+
+class Unavailable(ApiError, GracefulHTTPError):
+    status = 503
+    type = "server_error"
+    code = "unavailable"
+    retry_after_s = 1
+    text: ClassVar[str] = "The service is busy or starting. Try again."
+
+    def __init__(self) -> None:
+        ApiError.__init__(self, self.text)
+        self.http_status = HTTPStatus.SERVICE_UNAVAILABLE
+
+
+class NoVerifier(Unavailable):
+    code = "no_verifier_ready"
+    text = "No verifier is ready to serve this model. Try again."
+
+
+class VerifierLost(Unavailable):
+    code = "verifier_lost"
+    text = "The verifier serving this request was lost. Try again."
+
+
+class ShuttingDown(Unavailable):
+    code = "shutting_down"
+    text = "This server is shutting down. Try again elsewhere."
+
+
+def clean(message: str) -> str:
+    """A message without paths, addresses, tracebacks or echoed values."""
+    message = _VALUE_SUFFIX.sub("", message)
+    message = _ADDRESS.sub("<address>", str(sanitize_message(message)))
+    # vLLM's own cleaning knows only some directories.
+    return _PATH.sub("<path>", message)[:_MAX_MESSAGE]
+
+
+def translate(error: BaseException) -> ApiError:
+    """What the client is told of `error`; anything unknown is an `InternalError`."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, starlette.exceptions.HTTPException):
+        return _from_http(error)
+    if isinstance(error, pydantic.ValidationError):
+        return _from_pydantic(error)
+    if isinstance(error, GracefulHTTPError | RetryableRequestError):
+        return Unavailable()
+    if isinstance(error, VLLMServerError):
+        return InternalError()
+    if isinstance(error, VLLMNotFoundError):
+        return ModelNotFound(str(error), param="model")
+    if isinstance(error, VLLMClientError):
+        return bad_request(str(error.args[0] if error.args else error), getattr(error, "parameter", None))
+    # vLLM's front half also says with these, and with jinja's own, that the request was wrong.
+    if isinstance(error, ValueError | NotImplementedError | OverflowError) or _is_template_error(error):
+        return bad_request(str(error), None)
+    return InternalError()
+
+
+def from_vllm(error: dict[str, Any]) -> ApiError:
+    """The inner object of one of vLLM's own error responses (integer codes) as ours."""
+    message, status, param = str(error.get("message", "")), error.get("code"), error.get("param")
+    if status == 404:
+        return ModelNotFound(message, param="model")
+    if status == 503:
+        known = {each.text: each for each in (NoVerifier, VerifierLost, ShuttingDown)}
+        return known.get(message, Unavailable)()
+    if (isinstance(status, int) and 400 <= status < 500) or status == 501:
+        return bad_request(message, param)
+    return InternalError()
+
+
+def bad_request(message: str, param: str | None) -> BadRequest:
+    """A 400 that recognises an over-long context by vLLM's wording of it."""
+    # vLLM names its own internals here, not a field of the request.
+    if param in ("input_text", "input_tokens"):
+        param = None
+    kind = ContextTooLong if _CONTEXT.search(message) else BadRequest
+    return kind(message, param=param)
+
+
+def _from_http(error: starlette.exceptions.HTTPException) -> ApiError:
+    if error.status_code == 404:
+        return NotFound("Unknown URL.")
+    if error.status_code == 405:
+        return MethodNotAllowed("This method is not allowed here.")
+    if 400 <= error.status_code < 500:
+        return BadRequest(str(error.detail))
+    return InternalError()
+
+
+def _from_pydantic(error: pydantic.ValidationError) -> ApiError:
+    first = error.errors(include_url=False, include_input=False)[0]
+    inner = (first.get("ctx") or {}).get("error")
+    if isinstance(inner, VLLMClientError):
+        return translate(inner)
+    # Union members and validators appear in the location as names no client ever wrote.
+    path = [str(part) for part in first["loc"] if isinstance(part, int) or str(part).isidentifier()]
+    param = path[0] if path else None
+    where = f"{'.'.join(path)}: " if path else ""
+    return BadRequest(f"{where}{first['msg']}", param=param)
+
+
+def _is_template_error(error: BaseException) -> bool:
+    return any(kind.__name__ == "TemplateError" for kind in type(error).__mro__)

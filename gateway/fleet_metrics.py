@@ -1,0 +1,240 @@
+"""What the fleet reports of itself, as Prometheus metrics and as the `/fleet` document.
+
+Reads `FleetCore` at scrape time; owns only the last counters of verifiers, so that totals survive a verifier's restart.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from backend.fleet import DraftCounters, VerifierStats
+from gateway.fleet_core import FleetCore
+from gateway.metrics import DEFINITIONS
+
+_PAIR_COUNTERS = {
+    "outrider_drafts_total": "drafts",
+    "outrider_draft_tokens_total": "draft_tokens",
+    "outrider_accepted_tokens_total": "accepted_tokens",
+    "outrider_draft_rounds_total": "rounds",
+    "outrider_draft_round_trip_seconds_total": "round_trip_s",
+    "outrider_draft_compute_seconds_total": "draft_s",
+    "outrider_draft_queue_seconds_total": "queue_s",
+    "outrider_draft_sent_bytes_total": "bytes_sent",
+}
+_POSITION_COUNTERS = {
+    "outrider_draft_tokens_by_position_total": "drafted_by_position",
+    "outrider_accepted_tokens_by_position_total": "accepted_by_position",
+}
+_VERIFIER_COUNTERS = {
+    "outrider_verifier_busy_seconds_total": "busy_s",
+    "outrider_verifier_verify_seconds_total": "verify_s",
+    "outrider_verifier_steps_total": "steps",
+    "outrider_verifier_verifications_total": "verifications",
+    "outrider_verifier_prompt_tokens_total": "prompt_tokens",
+    "outrider_verifier_tokens_total": "tokens",
+    "outrider_verifier_preemptions_total": "preemptions",
+}
+_VERIFIER_GAUGES = {
+    "outrider_verifier_running": "running",
+    "outrider_verifier_waiting": "waiting",
+    "outrider_verifier_tokens_in_flight": "tokens_in_flight",
+    "outrider_verifier_kv_cache_usage": "kv_usage",
+    "outrider_verifier_num_speculative_tokens": "num_speculative_tokens",
+}
+_LABELLED_COUNTERS = {
+    "outrider_verifier_idle_seconds_total": "idle_s",
+    "outrider_verifier_requests_finished_total": "requests_finished",
+}
+_FLEET_TOTALS = {
+    "vllm:spec_decode_num_drafts_total": "drafts",
+    "vllm:spec_decode_num_draft_tokens_total": "draft_tokens",
+    "vllm:spec_decode_num_accepted_tokens_total": "accepted_tokens",
+}
+
+
+def acceptance_length(counters: DraftCounters) -> float | None:
+    """1 + accepted / drafts; None before the first draft."""
+    return 1 + counters.accepted_tokens / counters.drafts if counters.drafts else None
+
+
+class FleetTotals:
+    """Draft counters summed over verifiers, incarnations that have gone included: these never fall."""
+
+    def __init__(self) -> None:
+        self._gone: Counter[str] = Counter()
+        self._last: dict[str, VerifierStats] = {}
+
+    def update(self, stats: VerifierStats) -> None:
+        """Takes in a verifier's latest counters; another `started_at` is another incarnation."""
+        last = self._last.get(stats.verifier_id)
+        if last is not None and last.started_at != stats.started_at:
+            self._gone.update(_sums(last))
+        self._last[stats.verifier_id] = stats
+
+    def sums(self) -> Counter[str]:
+        """By field of `DraftCounters`, and by `accepted@<position>`."""
+        total = Counter(self._gone)
+        for stats in self._last.values():
+            total.update(_sums(stats))
+        return total
+
+
+def _sums(stats: VerifierStats) -> Counter[str]:
+    total: Counter[str] = Counter()
+    for counters in stats.drafters.values():
+        for name in ("drafts", "draft_tokens", "accepted_tokens"):
+            total[name] += getattr(counters, name)
+        for position, accepted in enumerate(counters.accepted_by_position):
+            total[f"accepted@{position}"] += accepted
+    return total
+
+
+class FleetCollector(Collector):
+    """Turns the fleet's reports into metric families at every scrape."""
+
+    def __init__(self, core: FleetCore) -> None:
+        self._core = core
+        self._totals = FleetTotals()
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._core.stats()
+        for each in stats:
+            self._totals.update(each)
+        yield from self._members()
+        yield from _verifiers(stats)
+        yield from _pairs(stats)
+        yield from self._vllm_names()
+
+    def _members(self) -> Iterator[Metric]:
+        members = _family("outrider_fleet_members")
+        snapshot = self._core.snapshot
+        counts = Counter((view.member.kind, view.member.state) for view in (snapshot.members if snapshot else []))
+        for (kind, state), count in counts.items():
+            members.add_metric([kind, state], count)
+        yield members
+        connected = _family("outrider_verifiers_connected")
+        connected.add_metric([], len(self._core.ready_links))
+        yield connected
+
+    def _vllm_names(self) -> Iterator[Metric]:
+        sums = self._totals.sums()
+        for name, field in _FLEET_TOTALS.items():
+            family = _family(name)
+            family.add_metric([], sums[field])
+            yield family
+        by_position = _family("vllm:spec_decode_num_accepted_tokens_per_pos_total")
+        position = 0
+        while f"accepted@{position}" in sums:
+            by_position.add_metric([str(position)], sums[f"accepted@{position}"])
+            position += 1
+        yield by_position
+
+
+def _family(name: str) -> Any:
+    definition = DEFINITIONS[name]
+    kind = CounterMetricFamily if definition.kind == "counter" else GaugeMetricFamily
+    return kind(name.removesuffix("_total"), definition.help, labels=definition.labels)
+
+
+def _verifiers(stats: list[VerifierStats]) -> Iterator[Metric]:
+    for name, field in {**_VERIFIER_COUNTERS, **_VERIFIER_GAUGES}.items():
+        family = _family(name)
+        for each in stats:
+            family.add_metric([each.verifier_id], getattr(each, field))
+        yield family
+    for name, field in _LABELLED_COUNTERS.items():
+        family = _family(name)
+        for each in stats:
+            for label, value in getattr(each, field).items():
+                family.add_metric([each.verifier_id, label], value)
+        yield family
+    down = _family("outrider_drafters_down")
+    for each in stats:
+        down.add_metric([each.verifier_id], len(each.drafters_down))
+    yield down
+
+
+def _pairs(stats: list[VerifierStats]) -> Iterator[Metric]:
+    pairs = [((each.verifier_id, drafter), counters) for each in stats for drafter, counters in each.drafters.items()]
+    for name, field in _PAIR_COUNTERS.items():
+        family = _family(name)
+        for labels, counters in pairs:
+            family.add_metric(labels, getattr(counters, field))
+        yield family
+    for name, field in _POSITION_COUNTERS.items():
+        family = _family(name)
+        for labels, counters in pairs:
+            for position, value in enumerate(getattr(counters, field)):
+                family.add_metric([*labels, str(position)], value)
+        yield family
+    dropped = _family("outrider_drafts_dropped_total")
+    lengths = _family("outrider_acceptance_length")
+    for labels, counters in pairs:
+        for reason, count in counters.dropped.items():
+            dropped.add_metric([*labels, reason], count)
+        length = acceptance_length(counters)
+        if length is not None:
+            lengths.add_metric(labels, length)
+    yield dropped
+    yield lengths
+
+
+def fleet_document(core: FleetCore) -> dict[str, Any]:
+    """The fleet as `/fleet` shows it: the directory's last answer, with the verifiers' own latest counters."""
+    snapshot = core.snapshot
+    own = {stats.verifier_id: stats for stats in core.stats()}
+    views = snapshot.members if snapshot is not None else []
+    lengths: dict[str, dict[str, float | None]] = {}
+    verifiers, drafters = [], []
+    for view in views:
+        member = view.member
+        entry: dict[str, Any] = {
+            "id": member.id,
+            "pid": member.pid,
+            "node": member.node,
+            "state": member.state,
+            "model": member.model,
+            "last_report_s": round(view.last_report_s, 3),
+        }
+        if member.kind == "verifier":
+            link = core.links.get(member.id)
+            stats = own.get(member.id) or view.verifier
+            entry["connected"] = link is not None and link.state == "ready"
+            entry.update(_verifier_load(stats))
+            lengths[member.id] = _lengths(stats.drafters if stats else {})
+            verifiers.append(entry)
+        elif member.kind == "drafter":
+            drafter = view.drafter
+            entry["verifiers"] = drafter.verifiers if drafter else []
+            entry["sequences"] = drafter.sequences if drafter else 0
+            entry["cache_usage"] = drafter.cache_usage if drafter else 0.0
+            drafters.append(entry)
+    return {
+        "version": snapshot.version if snapshot else 0,
+        "verifiers": verifiers,
+        "drafters": drafters,
+        "assignments": [
+            {"verifier": each.verifier_id, "drafter": each.drafter_id, "generation": each.generation}
+            for each in (snapshot.assignments if snapshot else [])
+        ],
+        "counters": dict(snapshot.counters) if snapshot else {},
+        "acceptance_length": lengths,
+    }
+
+
+def _verifier_load(stats: VerifierStats | None) -> dict[str, Any]:
+    if stats is None:
+        return {"mode": None}
+    names = ("mode", "running", "waiting", "tokens_in_flight", "kv_usage", "steps", "tokens", "preemptions")
+    load = {name: getattr(stats, name) for name in names}
+    return {**load, "busy_s": stats.busy_s, "idle_s": dict(stats.idle_s), "drafters_down": stats.drafters_down}
+
+
+def _lengths(drafters: Mapping[str, DraftCounters]) -> dict[str, float | None]:
+    return {drafter: acceptance_length(counters) for drafter, counters in drafters.items()}

@@ -1,0 +1,176 @@
+"""The gateway's Prometheus metrics: `DEFINITIONS` says what each one is; docs and a test are made from it.
+
+Two sources, one registry of our own (vLLM's loggers would unregister each other's collectors in the default one): what this
+gateway saw itself (`GatewayMetrics`), and what members report of themselves (`gateway.fleet_metrics`).  Everything runs in
+the event loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal, NamedTuple
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
+
+from gateway.fleet_core import InFlight
+
+
+class Definition(NamedTuple):
+    """One metric as it is exposed."""
+
+    kind: Literal["counter", "gauge", "histogram"]
+    labels: tuple[str, ...]
+    help: str
+
+
+_VERIFIER = ("verifier",)
+_PAIR = ("verifier", "drafter")
+
+DEFINITIONS: dict[str, Definition] = {
+    # What this gateway saw
+    "outrider_requests_total": Definition(
+        "counter", ("route", "code"), "HTTP requests by route and status; 499: the client left first"
+    ),
+    "outrider_requests_in_flight": Definition("gauge", (), "generation requests being served"),
+    "outrider_client_disconnects_total": Definition("counter", (), "generation requests whose client left early"),
+    "outrider_sequences_finished_total": Definition(
+        "counter", ("reason",), "sequences by how they ended: vLLM's reasons, `aborted` by this gateway, or `lost`"
+    ),
+    "outrider_prompt_tokens_total": Definition("counter", (), "prompt tokens of sequences that got a first token"),
+    "outrider_generated_tokens_total": Definition("counter", (), "tokens received from verifiers"),
+    "outrider_time_to_first_token_seconds": Definition("histogram", (), "from a request's arrival to its first token"),
+    "outrider_inter_chunk_seconds": Definition(
+        "histogram", (), "between two chunks of one sequence; a chunk is what one verification emitted"
+    ),
+    "outrider_tgs_decode": Definition(
+        "histogram", (), "tokens per second of one sequence: (n - 1) / (last token - first token)"
+    ),
+    "outrider_tgs_e2e": Definition("histogram", (), "tokens per second of one sequence: n / (last token - arrival)"),
+    # The fleet
+    "outrider_fleet_members": Definition("gauge", ("kind", "state"), "members the directory knows"),
+    "outrider_verifiers_connected": Definition("gauge", (), "verifiers that answer this gateway"),
+    # What verifiers report
+    "outrider_drafts_total": Definition("counter", _PAIR, "verifications that had at least one draft token"),
+    "outrider_draft_tokens_total": Definition("counter", _PAIR, "draft tokens verified"),
+    "outrider_accepted_tokens_total": Definition("counter", _PAIR, "draft tokens kept"),
+    "outrider_draft_tokens_by_position_total": Definition(
+        "counter", (*_PAIR, "position"), "draft tokens verified at each position, from 0"
+    ),
+    "outrider_accepted_tokens_by_position_total": Definition(
+        "counter", (*_PAIR, "position"), "draft tokens kept at each position, from 0"
+    ),
+    "outrider_acceptance_length": Definition(
+        "gauge", _PAIR, "1 + accepted tokens / drafts since the verifier started; absent before the first draft"
+    ),
+    "outrider_draft_rounds_total": Definition("counter", _PAIR, "draft proposals received"),
+    "outrider_draft_round_trip_seconds_total": Definition(
+        "counter", _PAIR, "time from sending features to having the draft, summed over rounds"
+    ),
+    "outrider_draft_compute_seconds_total": Definition("counter", _PAIR, "the drafter's own compute, summed over rounds"),
+    "outrider_draft_queue_seconds_total": Definition("counter", _PAIR, "time waiting at the drafter, summed over rounds"),
+    "outrider_draft_sent_bytes_total": Definition("counter", _PAIR, "bytes sent to the drafter"),
+    "outrider_drafts_dropped_total": Definition("counter", (*_PAIR, "reason"), "drafts not used, by reason"),
+    "outrider_drafters_down": Definition("gauge", _VERIFIER, "assigned drafters that are not waited for"),
+    "outrider_verifier_busy_seconds_total": Definition("counter", _VERIFIER, "time in steps; busy + idle = wall"),
+    "outrider_verifier_idle_seconds_total": Definition(
+        "counter", (*_VERIFIER, "cause"), "time the verifier could have computed but did not, by cause"
+    ),
+    "outrider_verifier_verify_seconds_total": Definition("counter", _VERIFIER, "target forward and sampling"),
+    "outrider_verifier_steps_total": Definition("counter", _VERIFIER, "engine steps"),
+    "outrider_verifier_verifications_total": Definition("counter", _VERIFIER, "sequences verified, summed over steps"),
+    "outrider_verifier_prompt_tokens_total": Definition("counter", _VERIFIER, "prompt tokens computed"),
+    "outrider_verifier_tokens_total": Definition("counter", _VERIFIER, "tokens emitted"),
+    "outrider_verifier_requests_finished_total": Definition(
+        "counter", (*_VERIFIER, "reason"), "sequences finished, by vLLM's finish reason"
+    ),
+    "outrider_verifier_preemptions_total": Definition("counter", _VERIFIER, "sequences preempted for KV cache space"),
+    "outrider_verifier_running": Definition("gauge", _VERIFIER, "sequences in the batch"),
+    "outrider_verifier_waiting": Definition("gauge", _VERIFIER, "sequences waiting to enter the batch"),
+    "outrider_verifier_tokens_in_flight": Definition("gauge", _VERIFIER, "tokens of running and waiting sequences"),
+    "outrider_verifier_kv_cache_usage": Definition("gauge", _VERIFIER, "share of the KV cache in use, 0 to 1"),
+    "outrider_verifier_num_speculative_tokens": Definition("gauge", _VERIFIER, "draft tokens per verification at most (K)"),
+    # The same under vLLM's names, summed over the fleet: its benchmark client reads them
+    "vllm:spec_decode_num_drafts_total": Definition("counter", (), "see outrider_drafts_total"),
+    "vllm:spec_decode_num_draft_tokens_total": Definition("counter", (), "see outrider_draft_tokens_total"),
+    "vllm:spec_decode_num_accepted_tokens_total": Definition("counter", (), "see outrider_accepted_tokens_total"),
+    "vllm:spec_decode_num_accepted_tokens_per_pos_total": Definition(
+        "counter", ("position",), "see outrider_accepted_tokens_by_position_total"
+    ),
+}
+
+_LATENCY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_TGS_BUCKETS = (1, 2, 5, 10, 20, 35, 50, 75, 100, 150, 200, 300, 500, 1000, 2000)
+
+
+def metrics_table() -> str:
+    """`DEFINITIONS` as a Markdown table, for the documentation."""
+    rows = ["| metric | kind | labels | meaning |", "|---|---|---|---|"]
+    for name, each in DEFINITIONS.items():
+        labels = ", ".join(f"`{label}`" for label in each.labels)
+        rows.append(f"| `{name}` | {each.kind} | {labels} | {each.help} |")
+    return "\n".join(rows) + "\n"
+
+
+class GatewayMetrics:
+    """What this gateway saw itself; also the observer of `FleetCore`."""
+
+    def __init__(self) -> None:
+        # One gauge of creation time per series is noise; the library can only be told for the whole process.
+        disable_created_metrics()  # type: ignore[no-untyped-call]
+        self.registry = CollectorRegistry()
+        self.in_flight = 0
+        self._requests = self._counter("outrider_requests_total")
+        self._disconnects = self._counter("outrider_client_disconnects_total")
+        self._finished = self._counter("outrider_sequences_finished_total")
+        self._prompt_tokens = self._counter("outrider_prompt_tokens_total")
+        self._tokens = self._counter("outrider_generated_tokens_total")
+        self._first_token = self._histogram("outrider_time_to_first_token_seconds", _LATENCY_BUCKETS)
+        self._inter_chunk = self._histogram("outrider_inter_chunk_seconds", _LATENCY_BUCKETS)
+        self._tgs_decode = self._histogram("outrider_tgs_decode", _TGS_BUCKETS)
+        self._tgs_e2e = self._histogram("outrider_tgs_e2e", _TGS_BUCKETS)
+        name = "outrider_requests_in_flight"
+        gauge = Gauge(name, DEFINITIONS[name].help, registry=self.registry)
+        gauge.set_function(lambda: self.in_flight)
+
+    def _counter(self, name: str) -> Counter:
+        definition = DEFINITIONS[name]
+        return Counter(name.removesuffix("_total"), definition.help, definition.labels, registry=self.registry)
+
+    def _histogram(self, name: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(name, DEFINITIONS[name].help, registry=self.registry, buckets=buckets)
+
+    @contextmanager
+    def one_in_flight(self) -> Iterator[None]:
+        """Counts a generation request for as long as the block lasts."""
+        self.in_flight += 1
+        try:
+            yield
+        finally:
+            self.in_flight -= 1
+
+    def request_done(self, route: str, status: int) -> None:
+        """A request has been answered, or its client has gone."""
+        self._requests.labels(route, str(status)).inc()
+
+    def client_left(self) -> None:
+        """A client closed its connection before its answer was complete."""
+        self._disconnects.inc()
+
+    def on_tokens(self, sequence: InFlight, count: int, now: float) -> None:
+        self._tokens.inc(count)
+        if sequence.last_token is None:
+            self._prompt_tokens.inc(len(sequence.request.prompt_token_ids or ()))
+            self._first_token.observe(now - sequence.arrived)
+        else:
+            self._inter_chunk.observe(now - sequence.last_token)
+
+    def on_finished(self, sequence: InFlight, reason: str) -> None:
+        self._finished.labels(reason).inc()
+        first, last, tokens = sequence.first_token, sequence.last_token, len(sequence.emitted)
+        if first is None or last is None or reason in ("aborted", "lost"):
+            return
+        if last > first:
+            self._tgs_decode.observe((tokens - 1) / (last - first))
+        if last > sequence.arrived:
+            self._tgs_e2e.observe(tokens / (last - sequence.arrived))

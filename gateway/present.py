@@ -1,0 +1,125 @@
+"""What the command line shows: progress lines, the fleet table, the settings with their sources.  The launcher's process."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import yaml
+
+from backend.config import Settings
+from backend.config.sources import DEFAULT, SECRETS, Loaded, leaves
+from backend.fleet import FleetSnapshot, MemberView, VerifierStats
+from backend.models import ResolvedModels
+
+
+class Progress:
+    """Lines with the seconds since the start, as they happen."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+
+    def say(self, line: str) -> None:
+        """Prints one line (or several, indented alike)."""
+        first, *rest = line.splitlines() or [""]
+        print(f"{time.monotonic() - self._began:7.1f} s  {first}", flush=True)
+        for each in rest:
+            print(f"{'':11}{each}", flush=True)
+
+
+def plan_line(settings: Settings, models: ResolvedModels) -> str:
+    """What is about to be started, in one line."""
+    verifiers = f"{settings.verifiers} verifier{'s' if settings.verifiers > 1 else ''}"
+    how = {"off": "plain decoding", "native": f"vLLM's own drafting ({models.drafter_kind})"}.get(settings.mode)
+    if how is None:
+        drafters = f"{settings.drafters} drafter{'s' if settings.drafters > 1 else ''}"
+        how = f"{drafters} ({models.drafter_kind}), up to {settings.num_speculative_tokens} tokens per draft"
+    return f"model {models.name}: {verifiers}, {how}"
+
+
+def ready(url: str, settings: Settings, models: ResolvedModels) -> str:
+    """The URL and a line to paste into a shell."""
+    base = url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
+    name = settings.gateway.served_model_name or models.name
+    body: dict[str, Any]
+    if models.name != "demo" and _has_chat_template(settings, Path(models.target_dir)):
+        path, body = "chat/completions", {"model": name, "messages": [{"role": "user", "content": "Hello!"}]}
+    else:
+        path, body = "completions", {"model": name, "prompt": "def read_lines(path):\n    ", "max_tokens": 64}
+    key = " -H 'Authorization: Bearer API-KEY'" if settings.gateway.api_key else ""
+    data = json.dumps({**body, "stream": True})
+    command = f"curl -N {base}/v1/{path}{key} -H 'Content-Type: application/json' -d '{data}'"
+    return f"serving at {url}/v1 - try:\n{command}\nCtrl-C stops everything"
+
+
+def _has_chat_template(settings: Settings, directory: Path) -> bool:
+    if settings.gateway.chat_template or any(directory.glob("chat_template.*")):
+        return True
+    try:
+        return "chat_template" in json.loads((directory / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+
+
+def settings_yaml(loaded: Loaded) -> str:
+    """The settings in force as YAML, every line with the source of its value."""
+    lines: list[tuple[str, str]] = []
+    section: tuple[str, ...] = ()
+    for path, _ in leaves():
+        if path[:-1] != section:
+            section = path[:-1]
+            lines.append((f"{section[-1]}:", ""))
+        value: Any = loaded.settings
+        for name in path:
+            value = getattr(value, name)
+        if path in SECRETS and value is not None:
+            value = "***"
+        text = f"{path[-1]}: {yaml.safe_dump(value, default_flow_style=True, width=10_000).splitlines()[0]}"
+        lines.append(("  " * len(section) + text, loaded.origins.get(path, DEFAULT)))
+    width = max(len(text) for text, _ in lines) + 2
+    return "\n".join(f"{text:<{width}}# {origin}" if origin else text for text, origin in lines)
+
+
+def snapshot_json(snapshot: FleetSnapshot) -> str:
+    """The snapshot as indented JSON."""
+    return msgspec.json.format(msgspec.json.encode(snapshot), indent=2).decode()
+
+
+def table(snapshot: FleetSnapshot) -> str:
+    """The fleet for people: a row per member, then the coordinator's counters."""
+    rows = [("MEMBER", "STATE", "PID", "NODE", "HEARD", "WORK", "DETAIL")]
+    for view in snapshot.members:
+        member = view.member
+        heard = f"{view.last_report_s:.1f} s"
+        work, detail = _work(view, snapshot)
+        rows.append((member.id, member.state, str(member.pid), member.node[:15], heard, work, detail))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    text = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    counters = ", ".join(f"{name.replace('_', ' ')} {count}" for name, count in snapshot.counters.items())
+    return "\n".join([*text, "", counters])
+
+
+def _work(view: MemberView, snapshot: FleetSnapshot) -> tuple[str, str]:
+    if view.verifier is not None:
+        stats = view.verifier
+        drafters = [a.drafter_id for a in snapshot.assignments if a.verifier_id == view.member.id]
+        detail = f"mode {stats.mode}, KV {stats.kv_usage:.0%}, {stats.tokens} tokens"
+        length = acceptance_length(stats)
+        detail += f", acceptance length {length:.2f}" if length else ""
+        detail += f", drafters {' '.join(drafters)}" if drafters else ""
+        down = f" (down: {' '.join(stats.drafters_down)})" if stats.drafters_down else ""
+        return f"{stats.running} running, {stats.waiting} waiting", detail + down
+    if view.drafter is not None:
+        drafter = view.drafter
+        return f"{drafter.sequences} sequences", f"{drafter.draft_tokens} tokens drafted, cache {drafter.cache_usage:.0%}"
+    return "", ""
+
+
+def acceptance_length(stats: VerifierStats) -> float | None:
+    """1 + accepted tokens / drafted verifications over all drafters; None before the first draft."""
+    drafts = sum(each.drafts for each in stats.drafters.values())
+    accepted = sum(each.accepted_tokens for each in stats.drafters.values())
+    return 1 + accepted / drafts if drafts else None

@@ -1,0 +1,136 @@
+"""From the bytes of a request to vLLM's request model: read, bounded, parsed, checked; or an error that names the field.
+
+vLLM accepts unknown fields in silence; we do not.  Its extension fields (`top_k`, `structured_outputs`, ...) are fine.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import pydantic
+from starlette.requests import Request
+
+from gateway.errors import BadRequest, PayloadTooLarge, UnsupportedMedia
+
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+ModelT = TypeVar("ModelT", bound=pydantic.BaseModel)
+
+_GUIDED = "use `structured_outputs` or `response_format`"
+REMOVED: Mapping[str, str] = {
+    "functions": "use `tools`",
+    "function_call": "use `tool_choice`",
+    "best_of": "use `n`",
+    "guided_json": _GUIDED,
+    "guided_regex": _GUIDED,
+    "guided_choice": _GUIDED,
+    "guided_grammar": _GUIDED,
+    "guided_decoding_backend": _GUIDED,
+    "guided_whitespace_pattern": _GUIDED,
+}
+"""Fields that once had a meaning, and what to use instead."""
+
+INERT: Mapping[str, Callable[[Any], bool]] = {
+    "metadata": lambda value: True,
+    "prompt_cache_key": lambda value: True,
+    "safety_identifier": lambda value: True,
+    "service_tier": lambda value: value in (None, "auto", "default"),
+    "store": lambda value: not value,
+    "modalities": lambda value: value in (None, ["text"]),
+    "best_of": lambda value: value is None,
+    "functions": lambda value: value is None,
+    "function_call": lambda value: value is None,
+    "audio": lambda value: value is None,
+    "prediction": lambda value: value is None,
+}
+"""OpenAI's fields that change nothing here, with the values for which that is true."""
+
+
+async def read_json(request: Request, max_bytes: int) -> dict[str, Any]:
+    """The request's JSON object.  Raises `UnsupportedMedia`, `PayloadTooLarge` or `BadRequest`."""
+    media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media != "application/json":
+        raise UnsupportedMedia("The request body must be application/json.")
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > max_bytes:
+        raise PayloadTooLarge(f"The request body is larger than {max_bytes} bytes.")
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > max_bytes:
+            raise PayloadTooLarge(f"The request body is larger than {max_bytes} bytes.")
+    try:
+        text = body.decode()
+        data = json.loads(text, parse_float=_finite, parse_constant=_finite)
+        if _SURROGATE.search(text):
+            # Half a pair is no character: nothing behind us could encode it.
+            json.dumps(data, ensure_ascii=False).encode()
+    except (ValueError, RecursionError):
+        raise BadRequest("The request body is not valid JSON.", code="invalid_json") from None
+    if not isinstance(data, dict):
+        raise BadRequest("The request body must be a JSON object.", code="invalid_json")
+    return data
+
+
+def _finite(number: str) -> float:
+    """JSON has no NaN and no infinity, and a sampler fed with one harms its whole batch; `1e999` is one in disguise."""
+    value = float(number)
+    if not math.isfinite(value):
+        raise ValueError(number)
+    return value
+
+
+def parse(model: type[ModelT], data: dict[str, Any]) -> ModelT:
+    """`data` as `model`, without fields it does not know.  Raises `BadRequest` or pydantic's ValidationError."""
+    kept = check_fields(model, data)
+    try:
+        return model.model_validate(kept)
+    except (TypeError, AttributeError, KeyError):
+        # vLLM's own validators run before the types are checked and trip over wrong ones.
+        raise BadRequest("A field of the request has the wrong type.") from None
+
+
+def check_fields(model: type[pydantic.BaseModel], data: dict[str, Any]) -> dict[str, Any]:
+    """`data` without its inert fields.  Raises `BadRequest` naming an unknown field and the nearest valid one."""
+    known = set(model.model_fields)
+    known.update(field.alias for field in model.model_fields.values() if field.alias)
+    kept = {}
+    for name, value in data.items():
+        if name in known:
+            kept[name] = value
+        elif name in INERT and INERT[name](value):
+            continue
+        else:
+            raise BadRequest(_unknown(name, known), param=name[:64], code="unknown_parameter")
+    options = kept.get("stream_options")
+    if isinstance(options, dict):
+        for name in options.keys() - {"include_usage", "continuous_usage_stats", "include_obfuscation"}:
+            raise BadRequest(_unknown(name, {"include_usage"}), param="stream_options", code="unknown_parameter")
+        kept["stream_options"] = {key: value for key, value in options.items() if key != "include_obfuscation"}
+    return kept
+
+
+def _unknown(name: str, known: set[str]) -> str:
+    shown = name[:64]
+    if name in REMOVED:
+        return f"The parameter `{shown}` is not supported; {REMOVED[name]}."
+    if name in INERT:
+        return f"This value of `{shown}` is not supported."
+    nearest = difflib.get_close_matches(shown, sorted(known), n=1)
+    hint = f" Did you mean `{nearest[0]}`?" if nearest else ""
+    return f"Unknown parameter `{shown}`.{hint}"
+
+
+def check_generation(request: Any, *, max_n: int, speculating: bool) -> None:
+    """What we refuse although vLLM's request model takes it.  Raises `BadRequest` naming the parameter."""
+    n = request.n if request.n is not None else 1
+    if not 1 <= n <= max_n:
+        raise BadRequest(f"`n` must be between 1 and {max_n}.", param="n")
+    if speculating:
+        unsupported = [name for name, set_ in (("min_p", request.min_p), ("logit_bias", request.logit_bias)) if set_]
+        if unsupported:
+            raise BadRequest(f"`{unsupported[0]}` is not supported while speculative decoding is on.", param=unsupported[0])

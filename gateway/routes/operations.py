@@ -1,0 +1,58 @@
+"""What operators and their machines ask: liveness, readiness, metrics, the fleet, the version."""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+import vllm
+from fastapi import APIRouter, Request
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.responses import JSONResponse, Response
+
+from gateway.errors import InternalError, NoVerifier
+from gateway.fleet_metrics import fleet_document
+from gateway.state import gateway_of
+
+router = APIRouter()
+
+
+@router.get("/livez")
+async def livez(request: Request) -> Response:
+    """The process can do its work; 500 when it never will again, and wants to be restarted."""
+    if gateway_of(request).client.errored:
+        raise InternalError
+    return JSONResponse({"status": "ok"})
+
+
+@router.get("/readyz")
+@router.get("/health")
+async def readyz(request: Request) -> Response:
+    """A request could be served now; 503 while no verifier is ready."""
+    if not gateway_of(request).client.ready:
+        raise NoVerifier
+    return JSONResponse({"status": "ok"})
+
+
+@router.get("/metrics")
+async def metrics(request: Request) -> Response:
+    """Prometheus' text format."""
+    return Response(generate_latest(gateway_of(request).metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+
+@router.get("/fleet")
+async def fleet(request: Request) -> Response:
+    """Members, assignments, load and acceptance."""
+    return JSONResponse(fleet_document(gateway_of(request).client.core))
+
+
+@router.get("/version")
+async def version() -> Response:
+    """Ours and vLLM's."""
+    return JSONResponse({"version": _own_version(), "vllm": vllm.__version__})
+
+
+def _own_version() -> str:
+    try:
+        return importlib.metadata.version("outrider")
+    except importlib.metadata.PackageNotFoundError:
+        return "0"

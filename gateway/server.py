@@ -1,0 +1,169 @@
+"""Runs a gateway: builds its parts, serves HTTP, drains and stops.
+
+One process, one event loop.  Building it imports vLLM, which takes seconds and half a gigabyte; import this module late.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import uvicorn
+
+from backend.config import Settings
+from backend.transport.sockets import Wire
+from gateway.app import build_app
+from gateway.directory import Directory
+from gateway.engine_config import build_vllm_config
+from gateway.errors import ShuttingDown
+from gateway.fleet_client import FleetClient
+from gateway.fleet_core import FleetCore
+from gateway.fleet_metrics import FleetCollector
+from gateway.metrics import GatewayMetrics
+from gateway.serving import build_services
+from gateway.state import Gateway
+
+logger = logging.getLogger(__name__)
+
+CANCEL_GRACE_S = 5.0
+"""How long streams get to send their last error event after the drain time is over."""
+
+
+def build_gateway(
+    settings: Settings, directory: Directory, model_dir: str, *, model_name: str | None = None, wire: Wire | None = None
+) -> Gateway:
+    """The gateway's parts, connected to nothing yet.
+
+    `model_dir` is the target model's directory (its tokenizer and configuration are read); `model_name` what it was asked
+    for as.  Raises `ValueError` or `OSError` when vLLM cannot make sense of either.
+    """
+    metrics = GatewayMetrics()
+    vllm_config = build_vllm_config(settings, model_dir)
+    core = FleetCore(directory, wire or Wire(), metrics, silence_limit_s=settings.verifier.gateway_lease_s)
+    client = FleetClient(vllm_config, core)
+    served_name = settings.gateway.served_model_name or model_name or Path(model_dir).name
+    services = build_services(client, settings, served_name)
+    metrics.registry.register(FleetCollector(core))
+    return Gateway(settings, client, services, metrics)
+
+
+class GatewayServer:
+    """A gateway behind a listening socket.
+
+    `on_listening(url)` is called when HTTP is served (`/livez` answers), `on_ready(url)` once when the first verifier is
+    ready too (`/readyz` answers 200).  Call `run()` in a process's main thread, or await `serve()` in a loop of your own
+    and end it with `stop()`.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        directory: Directory,
+        model_dir: str,
+        *,
+        model_name: str | None = None,
+        wire: Wire | None = None,
+        on_listening: Callable[[str], None] | None = None,
+        on_ready: Callable[[str], None] | None = None,
+    ) -> None:
+        self.gateway = build_gateway(settings, directory, model_dir, model_name=model_name, wire=wire)
+        self.url = ""
+        self._settings = settings.gateway
+        self._on_listening = on_listening
+        self._on_ready = on_ready
+        self._stopping = asyncio.Event()
+        config = uvicorn.Config(
+            build_app(self.gateway),
+            log_config=None,
+            access_log=False,
+            lifespan="on",
+            server_header=False,
+            timeout_graceful_shutdown=int(self._settings.drain_s + CANCEL_GRACE_S) + 1,
+        )
+        self._server = _Server(config)
+
+    def run(self) -> None:
+        """Serves until SIGINT or SIGTERM; a second one does not wait for open requests."""
+        asyncio.run(self._run())
+
+    async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+        for each in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(each, self.stop)
+        try:
+            await self.serve()
+        finally:
+            for each in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(each)
+
+    def stop(self) -> None:
+        """Takes no new requests and lets open ones finish for `drain_s`; called again, it ends them at once."""
+        if self._stopping.is_set():
+            self.gateway.client.core.fail_all(ShuttingDown)
+        self._stopping.set()
+        self._server.should_exit = True
+
+    async def serve(self) -> None:
+        """Serves until `stop()`.  Raises `OSError` when the address cannot be bound."""
+        listener = _listen(self._settings.host, self._settings.port)
+        host, port = listener.getsockname()[:2]
+        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        watchers = [asyncio.create_task(self._announce()), asyncio.create_task(self._drain())]
+        try:
+            with contextlib.closing(listener):
+                await self._server.serve(sockets=[listener])
+        finally:
+            for watcher in watchers:
+                watcher.cancel()
+            await asyncio.gather(*watchers, return_exceptions=True)
+
+    async def _announce(self) -> None:
+        await self._server.listening.wait()
+        logger.info("listening on %s", self.url)
+        if self._on_listening is not None:
+            self._on_listening(self.url)
+        await self.gateway.client.core.first_ready.wait()
+        if self._on_ready is not None:
+            self._on_ready(self.url)
+
+    async def _drain(self) -> None:
+        await self._stopping.wait()
+        await asyncio.sleep(self._settings.drain_s)
+        self.gateway.client.core.fail_all(ShuttingDown)
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, minus its signal handling: it would raise the signal again after the drain and skip our own clean-up."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.listening = asyncio.Event()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=sockets)
+        if self.started:
+            self.listening.set()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # The protocol is named: asyncio sets TCP_NODELAY only where it is, and without it every token waits 40 ms.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(2048)
+        listener.setblocking(False)
+    except OSError:
+        listener.close()
+        raise
+    return listener

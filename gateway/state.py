@@ -1,0 +1,37 @@
+"""What the routes share: one `Gateway` per application, found at `app.state.gateway`.  No globals."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from starlette.requests import Request
+
+from backend.config import Settings
+from gateway.fleet_client import FleetClient
+from gateway.metrics import GatewayMetrics
+from gateway.serving import Services
+
+
+@dataclass(frozen=True)
+class Gateway:
+    """The gateway's parts."""
+
+    settings: Settings
+    client: FleetClient
+    services: Services
+    metrics: GatewayMetrics
+
+    @property
+    def speculating(self) -> bool:
+        """Whether verifiers verify drafts, which rules some sampling parameters out."""
+        return self.settings.mode != "off"
+
+    @property
+    def max_body_bytes(self) -> int:
+        return self.settings.gateway.max_body_mib << 20
+
+
+def gateway_of(request: Request) -> Gateway:
+    """The gateway serving this request."""
+    gateway: Gateway = request.app.state.gateway
+    return gateway

@@ -1,0 +1,19 @@
+"""What every test finds: an environment without the user's own settings, and patient property tests."""
+
+from __future__ import annotations
+
+import os
+
+import hypothesis
+import pytest
+
+hypothesis.settings.register_profile("outrider", deadline=None)
+hypothesis.settings.load_profile("outrider")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_settings_from_outside() -> None:
+    """`OUTRIDER_*` variables of the person who runs the tests must not change them."""
+    for name in list(os.environ):
+        if name.startswith("OUTRIDER_"):
+            del os.environ[name]

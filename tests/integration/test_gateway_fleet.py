@@ -1,0 +1,222 @@
+"""The gateway and its fleet: who gets requests, who comes and goes, how it all ends."""
+
+import asyncio
+import gc
+
+import msgspec
+import pytest
+
+from backend import engine_wire as wire
+from backend.fleet import FleetSnapshot, Member
+from backend.transport.sockets import Wire
+from gateway.directory import CoordinatorDirectory, StaticDirectory
+from gateway.engine_link import UtilityError, VerifierLink
+from tests.integration.test_gateway_streams import events, gated, stall
+from tests.support.fake_verifier import FakeVerifier, count_up, eventually
+from tests.support.running_gateway import COMPLETION, running_gateway
+
+
+async def test_requests_spread_over_the_verifiers():
+    async with running_gateway(verifiers=2) as running:
+        for verifier in running.verifiers:
+            verifier.behaviour = stall
+        body = {**COMPLETION, "stream": True, "n": 4}
+        request = asyncio.ensure_future(running.http.post("/v1/completions", json=body))
+        await eventually(lambda: sum(len(verifier.sequences) for verifier in running.verifiers) == 4)
+        assert [len(verifier.sequences) for verifier in running.verifiers] == [2, 2]
+        request.cancel()
+        await asyncio.gather(request, return_exceptions=True)
+        await eventually(lambda: running.idle)
+
+
+async def test_when_one_verifier_of_n_sequences_is_lost_the_rest_are_aborted():
+    async with running_gateway(verifiers=2) as running:
+        for verifier in running.verifiers:
+            verifier.behaviour = stall
+        request = asyncio.ensure_future(running.http.post("/v1/completions", json={**COMPLETION, "stream": True, "n": 2}))
+        await eventually(lambda: all(verifier.sequences for verifier in running.verifiers))
+        await eventually(lambda: all(record.emitted for record in running.core._in_flight.values()))
+        running.verifiers[0].kill()
+        assert events((await request).content)[-1]["error"]["code"] == "verifier_lost"
+        await asyncio.wait_for(running.verifiers[1].sequences[0].aborted.wait(), 1)
+        assert running.idle
+        # And the other one serves on.
+        running.verifiers[1].behaviour = count_up
+        assert (await running.http.post("/v1/completions", json=COMPLETION)).status_code == 200
+
+
+async def test_a_verifier_that_aborts_on_its_own_counts_as_lost():
+    from vllm.v1.engine import FinishReason
+
+    async def give_up(verifier, sequence):
+        sequence.emit([], FinishReason.ABORT)
+
+    async with running_gateway() as running:
+        running.verifier.behaviour = give_up
+        response = await running.http.post("/v1/completions", json=COMPLETION)
+        assert response.status_code == 503
+        assert response.json()["error"]["code"] == "verifier_lost"
+
+
+async def test_members_come_restart_and_drain(tmp_path):
+    async with running_gateway() as running:
+        second = FakeVerifier(tmp_path, "verifier-1", max_model_len=128).start()
+        running.directory.set_members([running.verifier.member, second.member])
+        await eventually(lambda: len(running.core.ready_links) == 2)
+        # The smallest context of the fleet is what clients may use.
+        assert (await running.http.get("/v1/models")).json()["data"][0]["max_model_len"] == 128
+
+        draining = msgspec.structs.replace(running.verifier.member, state="draining")
+        running.directory.set_members([draining, second.member])
+        await eventually(lambda: [link.member.id for link in running.core.routable()] == ["verifier-1"])
+        assert (await running.http.post("/v1/completions", json=COMPLETION)).status_code == 200
+        assert running.verifier.sequences == []
+
+        restarted = FakeVerifier(tmp_path, "verifier-1").start()
+        running.directory.set_members([draining, restarted.member])
+        await eventually(lambda: [link.member.incarnation for link in running.core.routable()] == [restarted.incarnation])
+        assert (await running.http.post("/v1/completions", json=COMPLETION)).status_code == 200
+        assert len(restarted.sequences) == 1
+        second.close()
+        restarted.close()
+
+
+async def test_a_member_declared_lost_is_dropped_with_its_requests():
+    async with running_gateway() as running:
+        running.verifier.behaviour = stall
+        request = asyncio.ensure_future(running.http.post("/v1/completions", json={**COMPLETION, "stream": True}))
+        await asyncio.wait_for(running.verifier.added.wait(), 5)
+        running.directory.set_members([msgspec.structs.replace(running.verifier.member, state="lost")])
+        response = await asyncio.wait_for(request, 5)
+        assert b"verifier_lost" in response.content
+        assert (await running.http.get("/readyz")).status_code == 503
+
+
+async def test_serving_goes_on_while_the_directory_fails():
+    async with running_gateway() as running:
+        polls = 0
+
+        async def fail() -> FleetSnapshot:
+            nonlocal polls
+            polls += 1
+            raise OSError("gone")
+
+        running.directory.snapshot = fail
+        await eventually(lambda: polls >= 2)
+        assert (await running.http.post("/v1/completions", json=COMPLETION)).status_code == 200
+        running.directory.snapshot = StaticDirectory([]).snapshot
+        await eventually(lambda: running.core.snapshot.members == [])
+        # A coordinator that has just restarted knows nobody; who still answers still serves.
+        assert (await running.http.post("/v1/completions", json=COMPLETION)).status_code == 200
+
+
+async def test_a_verifier_that_never_answers_is_forgotten_with_the_directory_entry():
+    async with running_gateway() as running:
+        absent = msgspec.structs.replace(running.verifier.member, id="absent", address="ipc:///nonexistent/absent")
+        running.directory.set_members([running.verifier.member, absent])
+        await eventually(lambda: "absent" in running.core.links)
+        assert [link.member.id for link in running.core.ready_links] == ["verifier-0"]
+        running.directory.set_members([running.verifier.member])
+        await eventually(lambda: "absent" not in running.core.links)
+
+
+async def test_a_verifier_that_forgot_us_is_greeted_again():
+    async with running_gateway() as running:
+        (link,) = running.core.ready_links
+        for client in running.verifier.clients:
+            running.verifier.send(client, wire.REFUSED, b"say hello first")
+        await eventually(lambda: running.core.ready_links not in ([], [link]))
+        assert (await running.http.post("/v1/completions", json=COMPLETION)).status_code == 200
+
+
+async def test_connections_come_and_go_without_harming_each_other(tmp_path):
+    class Listener:
+        def on_ready(self, link):
+            pass
+
+        def on_outputs(self, link, outputs):
+            pass
+
+        def on_lost(self, link, reason):
+            lost.append(reason)
+
+    lost: list[str] = []
+    verifier = FakeVerifier(tmp_path).start()
+    wire_context = Wire()
+    steady = VerifierLink(verifier.member, wire_context, "steady", Listener(), 10)
+    steady.start()
+    for _ in range(40):
+        link = VerifierLink(verifier.member, wire_context, "passing", Listener(), 10)
+        link.start()
+        await eventually(lambda link=link: link.state == "ready")
+        link.close("test")
+        del link
+    gc.collect()
+    assert lost == ["test"] * 40
+    assert steady.state == "ready"
+    assert await steady.call("anything") is True
+    steady.close("test")
+    verifier.close()
+    wire_context.close()
+
+
+async def test_utilities_reach_every_verifier_and_fail_when_it_goes():
+    async with running_gateway(verifiers=2) as running:
+        assert await running.core.reset_prefix_cache_async()
+        assert [verifier.utilities for verifier in running.verifiers] == [[("reset_prefix_cache", [False, False])]] * 2
+        (link, _) = running.core.ready_links
+        call = asyncio.ensure_future(link.call("never_answered"))
+        await asyncio.sleep(0)
+        link.close("test")
+        with pytest.raises(UtilityError):
+            await call
+
+
+async def test_stopping_lets_open_streams_finish():
+    gate = asyncio.Event()
+    async with running_gateway() as running:
+        running.verifier.behaviour = gated(gate)
+        request = asyncio.ensure_future(running.http.post("/v1/completions", json={**COMPLETION, "stream": True}))
+        await asyncio.wait_for(running.verifier.added.wait(), 5)
+        running.server.stop()
+        await eventually(lambda: not running.server._server.servers or not running.server._server.servers[0].is_serving())
+        gate.set()
+        assert events((await request).content)[-1]["choices"][0]["finish_reason"] == "length"
+        await asyncio.wait_for(asyncio.shield(running.stopped), 5)
+
+
+async def test_stopping_is_bounded():
+    async with running_gateway(drain_s=0.1) as running:
+        running.verifier.behaviour = stall
+        request = asyncio.ensure_future(running.http.post("/v1/completions", json={**COMPLETION, "stream": True}))
+        await eventually(lambda: any(record.emitted for record in running.core._in_flight.values()))
+        running.server.stop()
+        assert events((await request).content)[-1]["error"]["code"] == "shutting_down"
+        await asyncio.wait_for(running.verifier.sequences[0].aborted.wait(), 1)
+        await asyncio.wait_for(asyncio.shield(running.stopped), 5)
+
+
+async def test_the_coordinator_directory_keeps_its_own_membership():
+    class Handle:
+        def __init__(self):
+            self.known = False
+            self.calls = []
+
+        def report(self, member_id, incarnation, stats, state):
+            self.calls.append(("report", member_id, incarnation, stats, state))
+            return type("Orders", (), {"known": self.known})
+
+        def register(self, member):
+            self.calls.append(("register", member.id))
+            self.known = True
+
+        def snapshot(self):
+            return FleetSnapshot(1, [], [], {})
+
+    handle = Handle()
+    member = Member("gateway-0", "gateway", "i", "", "", "node", 1, "demo", "ready")
+    directory = CoordinatorDirectory(handle, member)
+    for _ in range(2):
+        assert (await directory.snapshot()).version == 1
+    report = ("report", "gateway-0", "i", None, "ready")
+    assert handle.calls == [report, ("register", "gateway-0"), report]

@@ -1,0 +1,230 @@
+"""The gateway over HTTP, whole, in front of a fake verifier: everything but streams."""
+
+import json
+import socket
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from gateway.server import _listen
+from tests.support.fake_verifier import eventually
+from tests.support.running_gateway import CHAT, COMPLETION, MODEL_DIR, running_gateway
+
+LONG = "x y z " * 300
+
+ERRORS = [
+    # method, path, body or raw content, headers, status, param, code
+    ("GET", "/nowhere", None, {}, 404, None, "not_found"),
+    ("GET", "/v1/models/nope", None, {}, 404, "model", "model_not_found"),
+    ("GET", "/v1/completions", None, {}, 405, None, "method_not_allowed"),
+    ("POST", "/v1/completions", b"{", {"content-type": "application/json"}, 400, None, "invalid_json"),
+    ("POST", "/v1/completions", b"[]", {"content-type": "application/json"}, 400, None, "invalid_json"),
+    ("POST", "/v1/completions", b'{"temperature": NaN}', {"content-type": "application/json"}, 400, None, "invalid_json"),
+    ("POST", "/v1/completions", b'{"temperature": 1e999}', {"content-type": "application/json"}, 400, None, "invalid_json"),
+    ("POST", "/v1/completions", b'{"prompt": "\\ud800"}', {"content-type": "application/json"}, 400, None, "invalid_json"),
+    ("POST", "/v1/completions", b'{"prompt": "\xff"}', {"content-type": "application/json"}, 400, None, "invalid_json"),
+    ("POST", "/v1/completions", b"[" * 100_000, {"content-type": "application/json"}, 400, None, "invalid_json"),
+    ("POST", "/v1/completions", b"{}", {"content-type": "text/plain"}, 415, None, "unsupported_media_type"),
+    ("POST", "/v1/completions", b"{}", {}, 415, None, "unsupported_media_type"),
+    ("POST", "/v1/completions", b" " * ((1 << 20) + 1), {"content-type": "application/json"}, 413, None, "payload_too_large"),
+    ("POST", "/v1/completions", {**COMPLETION, "model": "nope"}, {}, 404, "model", "model_not_found"),
+    ("POST", "/v1/chat/completions", {**CHAT, "model": "nope"}, {}, 404, "model", "model_not_found"),
+    ("POST", "/v1/completions", {**COMPLETION, "prompt": LONG}, {}, 400, None, "context_length_exceeded"),
+    ("POST", "/v1/completions", {**COMPLETION, "prompt": LONG, "stream": True}, {}, 400, None, "context_length_exceeded"),
+    ("POST", "/v1/completions", {**COMPLETION, "prompt": [5] * 256}, {}, 400, None, "context_length_exceeded"),
+    ("POST", "/v1/completions", {**COMPLETION, "max_tokens": 999}, {}, 400, "max_tokens", "context_length_exceeded"),
+    ("POST", "/v1/chat/completions", {**CHAT, "temprature": 1}, {}, 400, "temprature", "unknown_parameter"),
+    ("POST", "/v1/chat/completions", {**CHAT, "guided_json": {}}, {}, 400, "guided_json", "unknown_parameter"),
+    ("POST", "/v1/chat/completions", {**CHAT, "messages": 5}, {}, 400, None, None),
+    ("POST", "/v1/chat/completions", {"model": "demo"}, {}, 400, "messages", None),
+    ("POST", "/v1/chat/completions", {**CHAT, "n": 65}, {}, 400, "n", None),
+    ("POST", "/v1/chat/completions", {**CHAT, "min_p": 0.2}, {}, 400, "min_p", None),
+    ("POST", "/v1/chat/completions", {**CHAT, "logit_bias": {"5": 1}}, {}, 400, "logit_bias", None),
+    ("POST", "/v1/chat/completions", {**CHAT, "temperature": -1}, {}, 400, "temperature", None),
+    ("POST", "/v1/chat/completions", {**CHAT, "temperature": -1, "stream": True}, {}, 400, "temperature", None),
+    ("POST", "/v1/chat/completions", {**CHAT, "top_p": 7, "stream": True}, {}, 400, "top_p", None),
+    ("POST", "/v1/chat/completions", {**CHAT, "stream_options": {"include_usage": True}}, {}, 400, "stream_options", None),
+    ("POST", "/v1/chat/completions", {**CHAT, "top_k": 10**30}, {}, 400, None, None),
+    ("POST", "/tokenize", {"model": "nope", "prompt": "x"}, {}, 404, "model", "model_not_found"),
+    ("POST", "/v1/detokenize", {"model": "demo", "tokens": "x"}, {}, 400, "tokens", None),
+]
+
+
+PICTURE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}]}]
+
+
+async def test_errors_have_one_shape_on_every_status():
+    async with running_gateway(max_body_mib=1) as running:
+        for method, path, body, headers, status, param, code in ERRORS:
+            content = {"content": body} if isinstance(body, bytes) else {"json": body}
+            response = await running.http.request(method, path, headers=headers, **content)
+            label = f"{method} {path} {str(body)[:60]}"
+            assert response.status_code == status, f"{label}: {response.text}"
+            assert response.headers["content-type"] == "application/json", label
+            error = response.json()["error"]
+            assert list(error) == ["message", "type", "param", "code"], label
+            assert (error["param"], error["code"]) == (param, code), f"{label}: {error}"
+            assert error["message"], label
+            assert response.headers["x-request-id"], label
+        response = await running.http.post("/v1/chat/completions", json={**CHAT, "messages": PICTURE})
+        assert response.status_code == 400
+        assert MODEL_DIR not in response.text
+        assert running.idle
+        # After all that, it still serves.
+        assert (await running.http.post("/v1/completions", json=COMPLETION)).status_code == 200
+
+
+async def test_a_chunked_body_is_bounded_too():
+    async def chunks():
+        for _ in range(20):
+            yield b" " * 65536
+
+    async with running_gateway(max_body_mib=1) as running:
+        response = await running.http.post("/v1/completions", content=chunks(), headers={"content-type": "application/json"})
+        assert response.status_code == 413
+
+
+async def test_unexpected_exceptions_say_nothing():
+    async with running_gateway() as running:
+
+        async def fail(*args):
+            raise KeyError("/srv/secret/path")
+
+        running.server.gateway.services.chat._create_chat_completion = fail
+        response = await running.http.post("/v1/chat/completions", json=CHAT)
+        assert response.status_code == 500
+        assert response.json()["error"]["code"] == "internal_error"
+        assert "secret" not in response.text
+
+
+async def test_a_gateway_that_can_serve_no_more_asks_to_be_restarted():
+    async with running_gateway() as running:
+        running.server.gateway.client.output_handler.cancel()
+        await eventually(lambda: running.server.gateway.client.errored)
+        assert (await running.http.get("/livez")).status_code == 500
+        assert (await running.http.get("/readyz")).status_code == 503
+
+
+async def test_the_key_guards_everything_but_probes_and_metrics():
+    async with running_gateway(api_key="k3y") as running:
+        for path in ("/livez", "/readyz", "/health", "/metrics"):
+            assert (await running.http.get(path)).status_code == 200, path
+        wrong = {"authorization": "Bearer nope"}
+        for path in ("/v1/models", "/fleet", "/version", "/nowhere"):
+            response = await running.http.get(path, headers=wrong)
+            assert response.status_code == 401, path
+            assert response.json()["error"]["code"] == "invalid_api_key"
+            assert (await running.http.get(path)).status_code == 401, path
+        assert (await running.http.post("/tokenize", json={"prompt": "x"})).status_code == 401
+        right = {"authorization": "Bearer k3y"}
+        assert (await running.http.get("/v1/models", headers=right)).status_code == 200
+
+
+async def test_models():
+    async with running_gateway(served_model_name="org/our-model") as running:
+        (card,) = (await running.http.get("/v1/models")).json()["data"]
+        assert card["id"] == card["root"] == "org/our-model"
+        assert card["max_model_len"] == running.verifier.max_model_len
+        assert (await running.http.get("/v1/models/org/our-model")).json()["id"] == "org/our-model"
+
+
+async def test_a_whole_surrogate_pair_is_a_character():
+    async with running_gateway() as running:
+        body = b'{"model": "demo", "prompt": "\\ud83d\\ude00", "max_tokens": 2}'
+        response = await running.http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+        assert response.status_code == 200
+
+
+async def test_tokenize_round_trip():
+    async with running_gateway() as running:
+        for prefix in ("", "/v1"):
+            tokens = (await running.http.post(f"{prefix}/tokenize", json={"prompt": "def f("})).json()["tokens"]
+            text = (await running.http.post(f"{prefix}/detokenize", json={"tokens": tokens})).json()["prompt"]
+            assert text.endswith("def f(")
+        messages = await running.http.post("/tokenize", json={"messages": CHAT["messages"]})
+        assert messages.json()["count"] > 0
+
+
+async def test_completion_with_usage_and_n():
+    async with running_gateway() as running:
+        body = (await running.http.post("/v1/completions", json={**COMPLETION, "n": 2})).json()
+        assert [choice["index"] for choice in body["choices"]] == [0, 1]
+        assert {choice["finish_reason"] for choice in body["choices"]} == {"length"}
+        assert body["usage"]["completion_tokens"] == 12
+        assert body["usage"]["total_tokens"] == 12 + body["usage"]["prompt_tokens"]
+        assert body["model"] == "demo"
+
+
+async def test_several_prompts_in_one_request():
+    async with running_gateway() as running:
+        body = (await running.http.post("/v1/completions", json={**COMPLETION, "prompt": ["a", "b", "c"]})).json()
+        assert [choice["index"] for choice in body["choices"]] == [0, 1, 2]
+
+
+async def test_request_ids_come_back():
+    async with running_gateway() as running:
+        response = await running.http.post("/v1/completions", json=COMPLETION, headers={"x-request-id": "mine-7"})
+        assert response.headers["x-request-id"] == "mine-7"
+        assert response.json()["id"] == "cmpl-mine-7"
+        bad = await running.http.get("/livez", headers={"x-request-id": "a b"})
+        assert bad.headers["x-request-id"] != "a b"
+
+
+async def test_readiness_follows_the_verifiers():
+    async with running_gateway(verifiers=0) as running:
+        assert (await running.http.get("/livez")).status_code == 200
+        for path, call in (("/readyz", running.http.get), ("/health", running.http.get)):
+            response = await call(path)
+            assert response.status_code == 503
+            assert int(response.headers["retry-after"]) >= 1
+        for stream in (False, True):
+            response = await running.http.post("/v1/completions", json={**COMPLETION, "stream": stream})
+            assert response.status_code == 503
+            assert response.json()["error"]["code"] == "no_verifier_ready"
+            assert int(response.headers["retry-after"]) >= 1
+
+
+async def test_metrics_and_fleet_show_what_verifiers_report():
+    async with running_gateway() as running:
+        await running.http.post("/v1/completions", json=COMPLETION)
+        running.verifier.send_stats(drafts=10, accepted=15)
+        await eventually(lambda: running.core.stats() != [])
+        text = (await running.http.get("/metrics")).text
+        families = {family.name: family for family in text_string_to_metric_families(text)}
+        assert families["vllm:spec_decode_num_drafts"].samples[0].value == 10
+        assert families["outrider_acceptance_length"].samples[0].value == 2.5
+        assert families["outrider_generated_tokens"].samples[0].value == 6
+        requests = {(each.labels["route"], each.labels["code"]): each.value for each in families["outrider_requests"].samples}
+        assert requests["/v1/completions", "200"] == 1
+        fleet = (await running.http.get("/fleet")).json()
+        assert fleet["verifiers"][0]["connected"] is True
+        assert fleet["acceptance_length"] == {"verifier-0": {"drafter-0": 2.5}}
+
+
+async def test_version_names_both():
+    async with running_gateway() as running:
+        assert set((await running.http.get("/version")).json()) == {"version", "vllm"}
+
+
+async def test_nothing_of_a_prompt_is_logged(caplog):
+    caplog.set_level("DEBUG")
+    async with running_gateway() as running:
+        body = {**COMPLETION, "prompt": "tangerine"}
+        answer = (await running.http.post("/v1/completions", json=body)).json()["choices"][0]["text"]
+        await running.http.post("/v1/completions", json={**body, "stream": True})
+        await running.http.post("/v1/completions", json={**body, "temperature": -1})
+    ours = [record for record in caplog.records if not record.name.startswith(("httpx", "httpcore", "asyncio"))]
+    logged = json.dumps([record.getMessage() for record in ours])
+    assert "tangerine" not in logged
+    assert answer not in logged
+
+
+def test_connections_do_not_wait_to_fill_packets():
+    listener = _listen("127.0.0.1", 0)
+    with listener:
+        assert listener.proto == socket.IPPROTO_TCP
+
+
+def test_an_occupied_port_is_an_error():
+    with _listen("127.0.0.1", 0) as first, pytest.raises(OSError, match="in use"):
+        _listen("127.0.0.1", first.getsockname()[1])

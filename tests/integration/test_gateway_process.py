@@ -1,0 +1,95 @@
+"""A gateway in a process of its own, and one in front of a real engine."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from backend.fleet import Member
+from tests.support.fake_verifier import eventually
+from tests.support.processes import ENGINE_ENV, ROOT, Child, demo_models
+from tests.support.running_gateway import CHAT, COMPLETION, MODEL_DIR, running_gateway
+
+SCRIPT = """
+from backend.config import Settings
+from gateway.directory import StaticDirectory
+from gateway.server import GatewayServer
+import sys
+settings = Settings.model_validate({"gateway": {"port": 0}})
+GatewayServer(settings, StaticDirectory(), sys.argv[1], on_listening=lambda url: print("URL", url, flush=True)).run()
+print("CLEAN", flush=True)
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_signals_end_a_process_cleanly(how):
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, MODEL_DIR],
+        cwd=ROOT,
+        env=os.environ | ENGINE_ENV | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        url = next(line for line in process.stdout if line.startswith("URL")).split()[1]
+        assert httpx.get(f"{url}/livez").status_code == 200
+        process.send_signal(how)
+        assert "CLEAN" in process.stdout.read()
+        assert process.wait(10) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    folder: Path = tmp_path_factory.mktemp("engine")
+    settings = {"mode": "off", "verifier": {"max_model_len": 512}}
+    address = f"ipc://{folder}/verifier.sock"
+    paths = demo_models()
+    job = {"settings": settings, "address": address, "paths": {f: getattr(paths, f) for f in paths.__struct_fields__}}
+    child = Child("tests.support.run_verifier", job, folder)
+    yield Member("verifier-0", "verifier", "incarnation", child.address, "", "node", child.process.pid, "demo", "ready")
+    child.close()
+
+
+@pytest.mark.engine
+async def test_a_real_engine_behind_the_gateway(engine):
+    async with running_gateway(verifiers=0, mode="off") as running:
+        running.directory.set_members([engine])
+        await eventually(lambda: running.core.first_ready.is_set(), 30)
+        greedy = {**COMPLETION, "prompt": "def add(a, b):\n", "temperature": 0, "max_tokens": 24}
+
+        async def ask(path: str = "/v1/completions", **fields) -> dict:
+            response = await running.http.post(path, json={**greedy, **fields} if "chat" not in path else {**CHAT, **fields})
+            assert response.status_code == 200, response.text
+            return response.json()
+
+        alone = (await ask())["choices"][0]
+        together = await asyncio.gather(*(ask() for _ in range(8)))
+        assert {body["choices"][0]["text"] for body in together} == {alone["text"]}
+        with_logprobs = (await ask(logprobs=2))["choices"][0]
+        assert len(with_logprobs["logprobs"]["tokens"]) == 24
+        assert len((await ask(n=3, temperature=1.0))["choices"]) == 3
+        digits = (await ask(structured_outputs={"regex": "[0-9]{3}"}))["choices"][0]["text"]
+        assert len(digits) == 3
+        assert digits.isdigit()
+        stopped = (await ask(stop=[alone["text"][6:8]]))["choices"][0]
+        assert stopped["finish_reason"] == "stop"
+        assert alone["text"].startswith(stopped["text"])
+        chat = await ask("/v1/chat/completions", logprobs=True, top_logprobs=2)
+        assert chat["choices"][0]["message"]["content"]
+
+        endless = {**greedy, "max_tokens": 400, "ignore_eos": True, "stream": True}
+        async with running.http.stream("POST", "/v1/completions", json=endless) as response:
+            await anext(response.aiter_raw())
+        await eventually(lambda: running.idle)
+        await eventually(lambda: bool(running.core.stats()) and running.core.stats()[0].running == 0, 5)
+        assert running.core.stats()[0].tokens < 24 * 12 + 400

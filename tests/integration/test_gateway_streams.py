@@ -1,0 +1,247 @@
+"""Streams: their bytes, their errors, their ends.  A fake verifier emits; the official client and raw sockets read."""
+
+import asyncio
+import json
+
+import openai
+import pytest
+from vllm.v1.engine import FinishReason
+
+from tests.support.fake_verifier import count_up, eventually
+from tests.support.running_gateway import CHAT, COMPLETION, running_gateway
+
+LENGTH = FinishReason.LENGTH
+
+
+async def stall(verifier, sequence):
+    """One chunk, then nothing until it is aborted."""
+    sequence.emit([300, 301])
+    await sequence.aborted.wait()
+
+
+async def silence(verifier, sequence):
+    await sequence.aborted.wait()
+
+
+def gated(gate: asyncio.Event):
+    async def behaviour(verifier, sequence):
+        sequence.emit([300])
+        await gate.wait()
+        sequence.emit([301], LENGTH)
+
+    return behaviour
+
+
+def events(raw: bytes) -> list[dict]:
+    """The stream's JSON events; checks the framing byte by byte."""
+    assert b"\r" not in raw
+    assert raw.endswith(b"\n\n")
+    blocks = raw[:-2].split(b"\n\n")
+    data = []
+    for block in blocks:
+        if block.startswith(b":"):
+            assert block == b": keep-alive"
+            continue
+        assert block.startswith(b"data: ")
+        assert b"\n" not in block
+        data.append(block.removeprefix(b"data: "))
+    assert data[-1] == b"[DONE]"
+    assert data.count(b"[DONE]") == 1
+    return [json.loads(each) for each in data[:-1]]
+
+
+async def raw_stream(running, path: str, body: dict) -> bytes:
+    response = await running.http.post(path, json={**body, "stream": True})
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"].startswith("text/event-stream")
+    return response.content
+
+
+@pytest.mark.parametrize(("path", "body"), [("/v1/chat/completions", CHAT), ("/v1/completions", COMPLETION)])
+@pytest.mark.parametrize("n", [1, 2])
+async def test_framing(path, body, n):
+    async with running_gateway() as running:
+        chunks = events(await raw_stream(running, path, {**body, "n": n}))
+        assert len({(chunk["id"], chunk["created"], chunk["model"], chunk["object"]) for chunk in chunks}) == 1
+        finishes: dict[int, list[str]] = {index: [] for index in range(n)}
+        for chunk in chunks:
+            assert chunk["choices"], "an empty choices list was not asked for"
+            assert not chunk.get("usage")
+            for choice in chunk["choices"]:
+                if choice["finish_reason"] is not None:
+                    finishes[choice["index"]].append(choice["finish_reason"])
+        assert finishes == {index: ["length"] for index in range(n)}
+        if path == "/v1/chat/completions":
+            for index in range(n):
+                mine = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index]
+                assert mine[0]["delta"] == {"role": "assistant", "content": ""}
+                assert all("role" not in choice["delta"] for choice in mine[1:])
+        assert running.idle
+
+
+@pytest.mark.parametrize(("path", "body"), [("/v1/chat/completions", CHAT), ("/v1/completions", COMPLETION)])
+async def test_usage_comes_once_before_the_end_when_asked_for(path, body):
+    async with running_gateway() as running:
+        raw = await raw_stream(running, path, {**body, "stream_options": {"include_usage": True}})
+        chunks = events(raw)
+        assert [chunk["choices"] == [] for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+        assert chunks[-1]["usage"]["completion_tokens"] == 6
+
+
+async def test_the_official_client_streams():
+    async with running_gateway(api_key="key") as running:
+        client = openai.AsyncOpenAI(base_url=f"{running.server.url}/v1", api_key="key", max_retries=0)
+        async with client:
+            whole = await client.chat.completions.create(**CHAT)
+            stream = await client.chat.completions.create(**CHAT, stream=True, stream_options={"include_usage": True})
+            text, usage = "", None
+            async for chunk in stream:
+                text += "".join(choice.delta.content or "" for choice in chunk.choices)
+                usage = chunk.usage or usage
+            assert text == whole.choices[0].message.content
+            assert usage == whole.usage
+            stream = await client.completions.create(**COMPLETION, stream=True)
+            text = "".join([chunk.choices[0].text async for chunk in stream])
+            assert text == (await client.completions.create(**COMPLETION)).choices[0].text
+            assert [model.id async for model in client.models.list()] == ["demo"]
+            with pytest.raises(openai.NotFoundError) as caught:
+                await client.chat.completions.create(**{**CHAT, "model": "nope"})
+            assert caught.value.code == "model_not_found"
+
+
+async def test_stop_strings_end_the_sequence_at_the_verifier():
+    async with running_gateway() as running:
+        whole = (await running.http.post("/v1/completions", json=COMPLETION)).json()["choices"][0]["text"]
+
+        async def endless(verifier, sequence):
+            await count_up(verifier, type("", (), {"max_tokens": 6, "emit": lambda self, t, f=None: sequence.emit(t)})())
+            await sequence.aborted.wait()
+
+        running.verifier.behaviour = endless
+        body = {**COMPLETION, "stop": [whole[3:5]]}
+        choice = (await running.http.post("/v1/completions", json=body)).json()["choices"][0]
+        assert choice["finish_reason"] == "stop"
+        assert choice["text"] == whole[: whole.index(whole[3:5])]
+        await asyncio.wait_for(running.verifier.sequences[-1].aborted.wait(), 5)
+        assert running.idle
+
+
+async def test_comments_keep_a_silent_stream_open():
+    gate = asyncio.Event()
+    async with running_gateway(keep_alive_s=0.05) as running:
+        running.verifier.behaviour = gated(gate)
+        seen = b""
+        async with running.http.stream("POST", "/v1/chat/completions", json={**CHAT, "stream": True}) as response:
+            async for part in response.aiter_raw():
+                seen += part
+                if seen.count(b": keep-alive\n\n") == 3:
+                    gate.set()
+        assert events(seen)[-1]["choices"][0]["finish_reason"] == "length"
+
+
+async def test_a_slow_first_token_starts_the_stream_with_a_comment():
+    async with running_gateway(keep_alive_s=0.05) as running:
+        running.verifier.behaviour = silence
+        async with running.http.stream("POST", "/v1/completions", json={**COMPLETION, "stream": True}) as response:
+            assert response.status_code == 200
+            first = await anext(response.aiter_raw())
+            assert first == b": keep-alive\n\n"
+        await asyncio.wait_for(running.verifier.sequences[0].aborted.wait(), 1)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+@pytest.mark.parametrize("when", ["before the first token", "between tokens", "without streaming"])
+async def test_a_client_that_leaves_aborts_at_the_verifier_within_a_second(path, when):
+    body = {**(CHAT if "chat" in path else COMPLETION), "n": 2, "stream": when != "without streaming"}
+    async with running_gateway() as running:
+        running.verifier.behaviour = stall if when == "between tokens" else silence
+        request = asyncio.ensure_future(_read_a_little(running, path, body))
+        await eventually(lambda: len(running.verifier.sequences) == 2)
+        if when == "between tokens":
+            await eventually(lambda: len(_emitted(running)) == 2)
+        request.cancel()
+        await asyncio.gather(request, return_exceptions=True)
+        aborted = [sequence.aborted.wait() for sequence in running.verifier.sequences]
+        await asyncio.wait_for(asyncio.gather(*aborted), 1)
+        await eventually(lambda: running.idle and running.server.gateway.metrics.in_flight == 0)
+        metrics = (await running.http.get("/metrics")).text
+        assert "outrider_client_disconnects_total 1.0" in metrics
+
+
+def _emitted(running) -> list:
+    return [record for record in running.core._in_flight.values() if record.emitted]
+
+
+async def _read_a_little(running, path, body) -> None:
+    async with running.http.stream("POST", path, json=body) as response:
+        async for _ in response.aiter_raw():
+            pass
+
+
+@pytest.mark.parametrize(("path", "body"), [("/v1/chat/completions", CHAT), ("/v1/completions", COMPLETION)])
+async def test_a_verifier_lost_mid_stream_is_one_error_event(path, body, caplog):
+    async with running_gateway() as running:
+        running.verifier.behaviour = stall
+        request = asyncio.ensure_future(raw_stream(running, path, {**body, "n": 2}))
+        await eventually(lambda: len(_emitted(running)) == 2)
+        running.verifier.kill()
+        chunks = events(await asyncio.wait_for(request, 5))
+        errors = [chunk for chunk in chunks if "error" in chunk]
+        assert errors == [chunks[-1]]
+        assert errors[0]["error"]["code"] == "verifier_lost"
+        assert running.idle
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+async def test_a_verifier_lost_before_the_first_byte_is_a_503():
+    async with running_gateway() as running:
+        running.verifier.behaviour = silence
+        for stream in (True,):
+            request = asyncio.ensure_future(running.http.post("/v1/completions", json={**COMPLETION, "stream": stream}))
+            await asyncio.wait_for(running.verifier.added.wait(), 5)
+            running.verifier.kill()
+            response = await asyncio.wait_for(request, 5)
+            assert response.status_code == 503
+            assert response.json()["error"]["code"] == "verifier_lost"
+            assert response.headers["retry-after"]
+
+
+async def test_an_internal_failure_mid_stream_says_nothing():
+    async def fail(verifier, sequence):
+        sequence.emit([300])
+        await eventually(lambda: verifier.sequences != [])
+        sequence.emit([], FinishReason.ERROR)
+
+    async with running_gateway() as running:
+        running.verifier.behaviour = fail
+        response = await running.http.post("/v1/completions", json={**COMPLETION, "stream": True})
+        # Both may have come at once: then there was no first byte yet.
+        error = response.json()["error"] if response.status_code == 500 else events(response.content)[-1]["error"]
+        assert error["code"] == "internal_error"
+
+
+async def test_the_official_client_sees_the_error_event():
+    async with running_gateway() as running:
+        running.verifier.behaviour = stall
+        async with openai.AsyncOpenAI(base_url=f"{running.server.url}/v1", api_key="x", max_retries=0) as client:
+            stream = await client.chat.completions.create(**CHAT, stream=True)
+            await anext(aiter(stream))
+            running.verifier.kill()
+            with pytest.raises(openai.APIError, match="verifier serving this request was lost"):
+                async for _ in stream:
+                    pass
+
+
+async def test_more_than_max_in_flight_is_429():
+    gate = asyncio.Event()
+    async with running_gateway(max_in_flight=1) as running:
+        running.verifier.behaviour = gated(gate)
+        first = asyncio.ensure_future(raw_stream(running, "/v1/completions", COMPLETION))
+        await asyncio.wait_for(running.verifier.added.wait(), 5)
+        refused = await running.http.post("/v1/chat/completions", json=CHAT)
+        assert refused.status_code == 429
+        assert refused.json()["error"]["code"] == "rate_limit_exceeded"
+        assert int(refused.headers["retry-after"]) >= 1
+        gate.set()
+        events(await first)
+        assert (await running.http.post("/v1/completions", json=COMPLETION)).status_code == 200

@@ -1,0 +1,152 @@
+"""`outrider serve` end to end: official client, curl-like streaming, a killed and a hung drafter, a clean stop."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+from openai import OpenAI
+
+from tests.support.fleet_process import ServedFleet, descendants, wait_for
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+
+PROMPTS = [f"def function_{i}(a, b):\n    " for i in range(8)]
+LONG = 400
+
+
+@pytest.fixture(scope="module")
+def fleet() -> Iterator[ServedFleet]:
+    fleet = ServedFleet("--mode", "sync")
+    yield fleet
+    fleet.stop()
+
+
+@pytest.fixture(scope="module")
+def client(fleet: ServedFleet) -> OpenAI:
+    return OpenAI(base_url=f"{fleet.url}/v1", api_key="unused", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def expected(fleet: ServedFleet) -> list[str]:
+    """Greedy text of all prompts, undisturbed."""
+    return [fleet.complete(p, max_tokens=LONG, ignore_eos=True)["choices"][0]["text"] for p in PROMPTS]
+
+
+def drafter(fleet: ServedFleet) -> dict[str, object]:
+    (found,) = fleet.fleet()["drafters"]
+    return dict(found)
+
+
+def stream_all(fleet: ServedFleet, begun: threading.Barrier) -> list[str]:
+    """Eight streams at once; every one passes `begun` after its first token."""
+
+    def one(prompt: str) -> str:
+        body = {"model": "demo", "prompt": prompt, "temperature": 0, "max_tokens": LONG, "ignore_eos": True, "stream": True}
+        text, first, done = "", True, False
+        with httpx.stream("POST", f"{fleet.url}/v1/completions", json=body, timeout=120) as answer:
+            assert answer.status_code == 200
+            for line in answer.iter_lines():
+                if line == "data: [DONE]":
+                    done = True
+                elif line.startswith("data: "):
+                    text += json.loads(line[6:])["choices"][0]["text"]
+                    if first:
+                        first = False
+                        begun.wait(60)
+        assert done, "the stream ended without [DONE]"
+        return text
+
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        return list(pool.map(one, PROMPTS))
+
+
+def test_official_client_streams_chat_and_completions(client: OpenAI) -> None:
+    messages = [{"role": "user", "content": "def add(a, b):\n"}]
+    whole = client.chat.completions.create(model="demo", messages=messages, temperature=0, max_tokens=40)  # type: ignore[call-overload]
+    stream = client.chat.completions.create(  # type: ignore[call-overload]
+        model="demo", messages=messages, temperature=0, max_tokens=40, stream=True, stream_options={"include_usage": True}
+    )
+    text, usage = "", None
+    for chunk in stream:
+        text += "".join(choice.delta.content or "" for choice in chunk.choices)
+        usage = chunk.usage or usage
+    assert text == whole.choices[0].message.content
+    assert usage == whole.usage
+    assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+
+    parts = client.completions.create(
+        model="demo", prompt="import os\n", temperature=0, max_tokens=40, stream=True, stream_options={"include_usage": True}
+    )
+    counted = [part.usage.completion_tokens for part in parts if part.usage]
+    assert counted == [40]
+
+
+def test_metrics_and_fleet_tell_of_the_work(fleet: ServedFleet) -> None:
+    before = fleet.metric("vllm:spec_decode_num_accepted_tokens_total")
+    fleet.complete("class Stack:\n    def __init__(self):\n", max_tokens=100, ignore_eos=True)
+    wait_for(lambda: fleet.metric("vllm:spec_decode_num_accepted_tokens_total") > before, what="accepted tokens on /metrics")
+    assert fleet.metric("outrider_acceptance_length") > 1
+    assert fleet.metric("outrider_verifier_busy_seconds_total") > 0
+    assert fleet.metric("outrider_verifier_idle_seconds_total", cause="awaiting_draft") >= 0
+    state = fleet.fleet()
+    assert [v["state"] for v in state["verifiers"]] == ["ready"]
+    assert [(a["verifier"], a["drafter"]) for a in state["assignments"]] == [("verifier-0", "drafter-0")]
+
+
+def test_a_client_that_disconnects_frees_its_slot(fleet: ServedFleet) -> None:
+    body = {"model": "demo", "prompt": "x = ", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{fleet.url}/v1/completions", json=body, timeout=60) as answer:
+        next(answer.iter_lines())
+        wait_for(lambda: fleet.metric("outrider_verifier_running") == 1, what="the request running")
+    wait_for(lambda: fleet.metric("outrider_verifier_running") == 0, timeout_s=2, what="the slot being free")
+
+
+def test_killed_drafter_costs_no_request_and_comes_back(fleet: ServedFleet, expected: list[str]) -> None:
+    victim = drafter(fleet)
+    begun = threading.Barrier(len(PROMPTS), action=lambda: os.kill(int(str(victim["pid"])), signal.SIGKILL))
+    assert stream_all(fleet, begun) == expected
+    wait_for(lambda: fleet.fleet()["counters"]["restarts"] >= 1, what="the restart being counted")
+    wait_for(lambda: drafter(fleet)["state"] == "ready" and drafter(fleet)["pid"] != victim["pid"], what="a new drafter")
+    accepted = fleet.metric("outrider_accepted_tokens_total")
+    assert fleet.complete(PROMPTS[0], max_tokens=LONG, ignore_eos=True)["choices"][0]["text"] == expected[0]
+    wait_for(lambda: fleet.metric("outrider_accepted_tokens_total") > accepted, what="the new drafter's drafts accepted")
+
+
+def test_hung_drafter_costs_no_request_and_is_used_again(fleet: ServedFleet, expected: list[str]) -> None:
+    pid = int(str(drafter(fleet)["pid"]))
+    begun = threading.Barrier(len(PROMPTS), action=lambda: os.kill(pid, signal.SIGSTOP))
+    try:
+        assert stream_all(fleet, begun) == expected
+        wait_for(
+            lambda: drafter(fleet)["state"] == "lost" or fleet.metric("outrider_drafters_down") >= 1,
+            what="the loss being shown",
+        )
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    wait_for(lambda: drafter(fleet)["state"] == "ready", what="the drafter being back")
+    accepted = fleet.metric("outrider_accepted_tokens_total")
+
+    def used_again() -> bool:
+        fleet.complete(PROMPTS[1], max_tokens=60, ignore_eos=True)
+        return fleet.metric("outrider_accepted_tokens_total") > accepted
+
+    wait_for(used_again, what="its drafts being accepted again")
+
+
+def test_stops_without_a_trace() -> None:
+    before = {path.name for path in Path("/dev/shm").iterdir()}
+    fleet = ServedFleet("--mode", "off", "--drafters", "0")
+    below = descendants(fleet.process.pid)
+    assert len(below) >= 3, "Ray and the verifier run below it"
+    fleet.complete("pass\n", max_tokens=4)
+    assert fleet.stop() == 0
+    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in below), timeout_s=15, what="every process ending")
+    assert {path.name for path in Path("/dev/shm").iterdir()} <= before

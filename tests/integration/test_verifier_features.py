@@ -1,0 +1,99 @@
+"""LoRA, priorities, prefix cache and preemption under remote drafting, each against the same engine without it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.lora.request import LoRARequest
+from vllm.sampling_params import SamplingParams
+
+from tests.support.lora import write_adapter
+from tests.support.processes import Drafter, Verifier
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+
+GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+PROMPTS = [[7 + (11 * i + j) % 900 for j in range(20 + 9 * i)] for i in range(6)]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("f")
+
+
+@pytest.fixture(scope="module")
+def pair(directory: Path) -> Iterator[tuple[Verifier, Verifier]]:
+    """The same engine without and with a remote drafter; small, so that KV runs out."""
+    engine_args: dict[str, Any] = {
+        "scheduling_policy": "priority",
+        "enable_lora": True,
+        "max_lora_rank": 8,
+        "block_size": 32,
+    }
+    verifier = {
+        "kv_cache_mib": 12,
+        "max_model_len": 1024,
+        "max_num_seqs": 16,
+        "draft_deadline_ms": 2000,
+        "engine_args": engine_args,
+    }
+    plain = Verifier(directory, {"mode": "off", "verifier": verifier})
+    remote = Verifier(directory, {"mode": "sync", "verifier": verifier})
+    drafter = Drafter(directory)
+    remote.set_drafters(drafter.ref)
+    yield plain, remote
+    plain.close()
+    remote.close()
+    drafter.close()
+
+
+def compare(pair: tuple[Verifier, Verifier], prompts: list[list[int]], params: SamplingParams, **fields: Any) -> None:
+    """Greedy tokens are the same with and without drafts, and drafts were used."""
+    plain, remote = pair
+    wanted = plain.client.generate(prompts, params, **fields)
+    before = accepted(remote)
+    got = remote.client.generate(prompts, params, **fields)
+    assert [g.tokens for g in got] == [w.tokens for w in wanted]
+    assert accepted(remote) > before
+
+
+def accepted(verifier: Verifier) -> int:
+    drafters = verifier.client.fresh_stats().drafters
+    return sum(d.accepted_tokens for d in drafters.values())
+
+
+def test_lora_requests(pair: tuple[Verifier, Verifier], directory: Path) -> None:
+    adapter = LoRARequest("fixed", 1, str(write_adapter(directory / "adapter")))
+    base = pair[0].client.generate(PROMPTS, GREEDY)
+    adapted = pair[0].client.generate(PROMPTS, GREEDY, lora_request=adapter)
+    assert [b.tokens for b in base] != [a.tokens for a in adapted], "the adapter changes the text"
+    compare(pair, PROMPTS, GREEDY, lora_request=adapter)
+
+
+def test_prefix_cache_hits_leave_no_wrong_state(pair: tuple[Verifier, Verifier]) -> None:
+    prompt = [13 + (3 * j) % 800 for j in range(300)]
+    compare(pair, [prompt], GREEDY)
+    compare(pair, [prompt], GREEDY)
+    compare(pair, [[*prompt[:200], 9, 8, 7]], GREEDY)
+
+
+def test_preempted_requests_go_on_as_if_nothing_had_happened(pair: tuple[Verifier, Verifier]) -> None:
+    before = pair[1].client.fresh_stats().preemptions
+    params = SamplingParams(temperature=0, max_tokens=500, ignore_eos=True)
+    compare(pair, [[*p, i] for i, p in enumerate(PROMPTS * 2)], params)
+    assert pair[1].client.fresh_stats().preemptions > before, "KV did run out"
+
+
+def test_priorities_decide_who_goes_first(pair: tuple[Verifier, Verifier]) -> None:
+    client = pair[1].client
+    long = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    ids = [client.add([20 + i] * 12, long, priority=10) for i in range(40)]
+    urgent = client.add([5] * 12, long, priority=0)
+    client.run_until(lambda: client.answers[urgent].finish_reason is not None)
+    unfinished = [i for i in ids if client.answers[i].finish_reason is None]
+    assert unfinished, "the urgent request overtook those that came before it"
+    client.finish_all()
+    client.answers.clear()

@@ -1,0 +1,110 @@
+"""`outrider serve` as a child process, as a user would run it.  Tests only."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class ServedFleet:
+    """Starts with the constructor, ends with `stop`."""
+
+    def __init__(self, *arguments: str, start_timeout_s: float = 180.0) -> None:
+        self.output: list[str] = []
+        self._url = threading.Event()
+        self.url = ""
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "gateway.cli", "serve", "--port", "0", *arguments],
+            cwd=ROOT,
+            env=os.environ | {"PYTHONUNBUFFERED": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        if not self._url.wait(start_timeout_s) or not self.url:
+            self.process.kill()
+            raise RuntimeError("the fleet did not start:\n" + "".join(self.output[-40:]))
+        self.http = httpx.Client(base_url=self.url, timeout=120)
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.output.append(line)
+            if found := re.search(r"serving at (http://\S+?)/v1", line):
+                self.url = found.group(1)
+                self._url.set()
+        self._url.set()
+
+    def fleet(self) -> Any:
+        """GET /fleet."""
+        return self.http.get("/fleet").json()
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of a metric's samples that carry these labels."""
+        from prometheus_client.parser import text_string_to_metric_families
+
+        families = text_string_to_metric_families(self.http.get("/metrics").text)
+        return sum(
+            sample.value
+            for family in families
+            for sample in family.samples
+            if sample.name == name and labels.items() <= sample.labels.items()
+        )
+
+    def complete(self, prompt: str, **fields: Any) -> Any:
+        """POST /v1/completions, greedy."""
+        body = {"model": "demo", "prompt": prompt, "temperature": 0} | fields
+        answer = self.http.post("/v1/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def stop(self, timeout_s: float = 60.0) -> int:
+        """Ctrl-C; the exit status."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+        try:
+            return self.process.wait(timeout_s)
+        finally:
+            self.process.kill()
+            self.http.close()
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float = 60.0, what: str = "the condition") -> None:
+    """Polls until `condition()` holds."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{what} did not hold within {timeout_s:.0f} s")
+        time.sleep(0.05)
+
+
+def descendants(pid: int) -> set[int]:
+    """Process ids below `pid`, from /proc."""
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            except (OSError, ValueError, IndexError):
+                continue
+    found: set[int] = set()
+    grown = {pid}
+    while grown:
+        grown = {child for child, parent in parents.items() if parent in grown} - found
+        found |= grown
+    return found

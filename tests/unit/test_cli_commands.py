@@ -1,0 +1,156 @@
+"""The command line without a fleet: help, mistakes, the settings and the tables it prints."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+import yaml
+
+from backend.config import Settings
+from backend.config.sources import Loaded
+from backend.fleet import Assignment, DraftCounters, FleetSnapshot, Member, MemberView, VerifierStats
+from backend.launch import state
+from backend.models import ResolvedModels
+from gateway import cli, present
+
+DEMO = ResolvedModels("/t", "/d", "eagle", "demo")
+
+
+@pytest.fixture
+def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    return tmp_path
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(name in text for name in ("serve", "gateway", "status", "check-config", "train-demo"))
+    assert cli.main([]) == 2
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("outrider ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["fly"], "no command 'fly'"),
+        (["serve", "--prot", "1"], "unknown flag --prot; did you mean --port?"),
+        (["serve", "--drafters", "0"], "--mode sync needs a drafter"),
+        (["serve", "--model", "/nowhere", "--mode", "off"], "--model /nowhere: no such directory"),
+        (["check-config", "--verifiers", "0"], "--verifiers: input should be greater than or equal to 1"),
+        (["check-config", "--drafting-ngram-min", "9"], "--drafting-ngram-min"),
+        (["status", "--gateway-prot", "1"], "unknown flag"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_2(arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("outrider: ")
+    assert line in error
+    assert error.count("\n") == 1
+
+
+def test_a_busy_port_is_found_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert cli.main(["serve", "--port", str(port)]) == 2
+    assert f"cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err
+
+
+def test_status_without_a_fleet_says_so(runtime: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["status"])
+    assert stopped.value.code == 1
+    assert "no fleet of yours runs on this host" in capsys.readouterr().err
+
+
+def test_status_of_an_unreachable_cluster_says_so_at_once(runtime: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["status", "--ray-address", f"127.0.0.1:{port}"])
+    assert stopped.value.code == 1
+    assert f"no Ray cluster at 127.0.0.1:{port}" in capsys.readouterr().err
+
+
+def test_check_config_prints_yaml_with_sources(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTRIDER_GATEWAY__API_KEY", "hush")
+    assert cli.main(["check-config", "--verifiers", "2"]) == 0
+    text = capsys.readouterr().out
+    assert "hush" not in text
+    lines = {line.split(":")[0].strip(): line for line in text.splitlines()}
+    assert lines["verifiers"].endswith("# --verifiers")
+    assert lines["api_key"].endswith("# OUTRIDER_GATEWAY__API_KEY")
+    assert lines["drafters"].endswith("# default")
+    read = yaml.safe_load(text)
+    read["gateway"]["api_key"] = None
+    assert Settings.model_validate(read) == Settings(verifiers=2)
+
+
+def test_settings_survive_the_yaml_they_are_shown_as() -> None:
+    settings = Settings.model_validate({"verifier": {"engine_args": {"block_size": 32, "a": [1, "x: y"]}}})
+    assert Settings.model_validate(yaml.safe_load(present.settings_yaml(Loaded(settings, {})))) == settings
+
+
+def test_the_table_shows_who_drafts_for_whom_and_how_well() -> None:
+    counters = {"drafter-0": DraftCounters(drafts=10, accepted_tokens=15), "drafter-1": DraftCounters(drafts=10)}
+    stats = VerifierStats("verifier-0", 0.0, "sync", 4, running=2, tokens=40, drafters=counters)
+    verifier = Member("verifier-0", "verifier", "i", "ipc:///x", "", "127.0.0.1", 7, "demo", "ready")
+    snapshot = FleetSnapshot(1, [MemberView(verifier, 0.1, stats)], [Assignment("verifier-0", "drafter-0", 1)], {"restarts": 3})
+    text = present.table(snapshot)
+    assert "2 running, 0 waiting" in text
+    assert "acceptance length 1.75" in text
+    assert "drafters drafter-0" in text
+    assert "restarts 3" in text
+
+
+def test_the_command_to_paste_fits_the_model(tmp_path: Path) -> None:
+    assert "/v1/completions" in present.ready("http://0.0.0.0:8000", Settings(), DEMO)
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "x"}')
+    chat = ResolvedModels(str(tmp_path), None, "none", "some/model")
+    text = present.ready("http://0.0.0.0:8000", Settings.model_validate({"gateway": {"api_key": "hush"}}), chat)
+    assert "curl -N http://127.0.0.1:8000/v1/chat/completions" in text
+    assert "Authorization" in text
+    assert "hush" not in text
+
+
+def fleet_file(pid: int, namespace: str = "outrider", directories: tuple[str, ...] = ()) -> state.FleetFile:
+    return state.FleetFile(pid, namespace, "127.0.0.1:1", "", list(directories))
+
+
+def test_fleets_are_found_by_namespace_or_pid(runtime: Path) -> None:
+    state.write(fleet_file(os.getpid(), "one"))
+    state.write(fleet_file(os.getppid(), "two"))
+    assert state.find("one").pid == os.getpid()
+    assert state.find(str(os.getppid())).namespace == "two"
+    with pytest.raises(state.StateError, match="several fleets"):
+        state.find(None)
+    with pytest.raises(state.StateError, match="no fleet 'three'"):
+        state.find("three")
+
+
+def test_a_dead_fleets_files_are_removed_and_nothing_else(runtime: Path, tmp_path: Path) -> None:
+    ours, foreign = state.new_runtime_directory(), tmp_path / "precious"
+    foreign.mkdir()
+    file = state.write(fleet_file(2**22 - 1, directories=(str(ours), str(foreign))))
+    assert state.running() == []
+    assert not ours.exists()
+    assert not file.exists()
+    assert foreign.exists()
+
+
+def test_the_runtime_directory_must_be_private(runtime: Path) -> None:
+    assert state.home().stat().st_mode & 0o777 == 0o700
+    assert (state.home() / "ray-token").exists() is False
+    assert state.ray_token() == state.ray_token()
+    assert (state.home() / "ray-token").stat().st_mode & 0o777 == 0o600
+    state.home().chmod(0o755)
+    with pytest.raises(state.StateError, match="nobody else may enter"):
+        state.home()

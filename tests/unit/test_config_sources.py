@@ -1,0 +1,167 @@
+"""Settings: who wins, and what an error says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from backend.config import Settings
+from backend.config.sources import ALIASES, ConfigError, flag, leaves, load, read_variables, variable
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    for name in list(os.environ):
+        if name.startswith("OUTRIDER_"):
+            monkeypatch.delenv(name)
+
+
+def write(tmp_path: Path, text: str) -> str:
+    file = tmp_path / "fleet.yaml"
+    file.write_text(text)
+    return str(file)
+
+
+def test_defaults_are_the_settings_defaults() -> None:
+    loaded = load([])
+    assert loaded.settings == Settings()
+    assert loaded.origins == {}
+
+
+def test_each_source_beats_the_next_key_by_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write(tmp_path, "gateway: {port: 1, max_n: 2, host: file}\nverifiers: 3\n")
+    monkeypatch.setenv("OUTRIDER_GATEWAY__PORT", "10")
+    monkeypatch.setenv("OUTRIDER_GATEWAY__MAX_N", "20")
+    loaded = load(["--config", file, "--gateway-port", "100"])
+    settings = loaded.settings
+    assert (settings.gateway.port, settings.gateway.max_n, settings.gateway.host, settings.verifiers) == (100, 20, "file", 3)
+    assert settings.drafters == Settings().drafters
+    assert loaded.origins == {
+        ("gateway", "port"): "--gateway-port",
+        ("gateway", "max_n"): "OUTRIDER_GATEWAY__MAX_N",
+        ("gateway", "host"): f"{file}: gateway.host",
+        ("verifiers",): f"{file}: verifiers",
+    }
+
+
+def test_short_flags_are_the_gateways(tmp_path: Path) -> None:
+    settings = load(["--host", "::1", "--port=0", "--api-key", "k"]).settings
+    assert (settings.gateway.host, settings.gateway.port, settings.gateway.api_key) == ("::1", 0, "k")
+    assert set(ALIASES.values()) <= {path for path, _ in leaves()}
+
+
+def test_the_file_can_be_named_by_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTRIDER_CONFIG", write(tmp_path, "verifiers: 2"))
+    assert load([]).settings.verifiers == 2
+    assert load(["--config", write(tmp_path, "verifiers: 4")]).settings.verifiers == 4
+
+
+def test_values_of_every_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTRIDER_VERIFIER__ENGINE_ARGS", '{"block_size": 32}')
+    settings = load(["--verifier-enforce-eager", "--verifier-gpus", "none", "--gateway-keep-alive-s", "2.5"]).settings
+    assert settings.verifier.enforce_eager is True
+    assert settings.verifier.gpus is None
+    assert settings.gateway.keep_alive_s == 2.5
+    assert settings.verifier.engine_args == {"block_size": 32}
+    assert load(["--verifier-enforce-eager", "false"]).settings.verifier.enforce_eager is False
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--gateway-prot", "1"], "unknown flag --gateway-prot; did you mean --gateway-port?"),
+        (["--gateway-por", "1"], "unknown flag --gateway-por; did you mean --gateway-port?"),
+        (["--prot=1"], "unknown flag --prot; did you mean --port?"),
+        (["serve-me"], "unexpected argument 'serve-me': settings are given as --name value"),
+        (["--port"], "argument --port/--gateway-port: expected one argument"),
+        (["--port", "70000"], "--gateway-port: input should be less than or equal to 65535, not '70000'"),
+        (["--mode", "fast"], "--mode: input should be 'off', 'native' or 'sync', not 'fast'"),
+        (["--verifier-engine-args", "{"], "--verifier-engine-args: expected JSON"),
+    ],
+)
+def test_a_wrong_flag_is_one_line(arguments: list[str], line: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load(arguments)
+    assert str(error.value).startswith(line)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "line"),
+    [
+        (
+            "OUTRIDER_GATEWAY_PORT",
+            "1",
+            "unknown environment variable OUTRIDER_GATEWAY_PORT; did you mean OUTRIDER_GATEWAY__PORT?",
+        ),
+        ("OUTRIDER_VERIFIERS", "0", "OUTRIDER_VERIFIERS: input should be greater than or equal to 1, not '0'"),
+    ],
+)
+def test_a_wrong_variable_is_one_line(monkeypatch: pytest.MonkeyPatch, name: str, value: str, line: str) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError) as error:
+        load([])
+    assert str(error.value) == line
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("gateway: {prot: 1}", "unknown key gateway.prot; did you mean gateway.port?"),
+        ("gatway: {port: 1}", "unknown key gatway; did you mean gateway?"),
+        ("port: 1", "unknown key port"),
+        ("gateway: 3", "gateway: expected a mapping of settings"),
+        ("- 1", "expected a mapping of settings"),
+        ("verifiers: many", "verifiers: input should be a valid integer"),
+        ("a: [", "not YAML"),
+        ("verifier: {engine_args: 3}", "verifier.engine_args: input should be a valid dictionary, not 3"),
+    ],
+)
+def test_a_wrong_file_is_one_line(tmp_path: Path, text: str, line: str) -> None:
+    file = write(tmp_path, text)
+    with pytest.raises(ConfigError) as error:
+        load(["--config", file])
+    assert line in str(error.value)
+    assert file in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_missing_file_is_said_so(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml: cannot be read: No such file"):
+        load(["--config", str(tmp_path / "nowhere.yaml")])
+
+
+def test_a_secret_stays_out_of_errors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = write(tmp_path, "gateway: {api_key: [hush]}")
+    with pytest.raises(ConfigError) as error:
+        load(["--config", file])
+    assert "hush" not in str(error.value)
+
+
+def test_names_are_unique() -> None:
+    paths = [path for path, _ in leaves()]
+    assert len({flag(p) for p in paths} | set(ALIASES)) == len(paths) + len(ALIASES)
+    assert len({variable(p) for p in paths}) == len(paths)
+
+
+@given(st.sampled_from([(p, i) for p, i in leaves() if i.get_default(call_default_factory=True) not in (None, {})]))
+def test_every_default_survives_the_environment(leaf: Any) -> None:
+    from backend.config.sources import merge
+
+    path, info = leaf
+    default = info.get_default(call_default_factory=True)
+    assert merge([read_variables({variable(path): str(default)})]).settings == Settings()
+
+
+def test_help_names_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        load(["--help"])
+    assert stopped.value.code == 0
+    text = capsys.readouterr().out
+    assert all(flag(path) in text for path, _ in leaves())

@@ -1,0 +1,113 @@
+"""The coordinator behind Ray: calls, restarts, and the errors members see."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+import ray
+
+from backend.coordinator import CoordinatorUnavailable, FleetInfo
+from backend.coordinator.actor import NAME, CoordinatorHandle
+from backend.fleet import DrafterStats, Member, VerifierStats
+from backend.launch.cluster import RayCluster
+from backend.launch.fleet import member_environment
+from backend.launch.state import ray_token
+from backend.models import ResolvedModels
+from backend.transport.sockets import ServerKeys
+
+pytestmark = pytest.mark.engine
+
+INFO = FleetInfo("{}", ResolvedModels("/target", None, "ngram", "demo"), ServerKeys("public", "secret"))
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RayCluster]:
+    with RayCluster.start(None, "test-coordinator", member_environment(offline=True), ray_token()) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def coordinator(cluster: RayCluster) -> Iterator[CoordinatorHandle]:
+    handle = CoordinatorHandle.create(cluster.namespace, 2.0, INFO)
+    yield handle
+    handle.kill()
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        try:
+            ray.get_actor(NAME, namespace=cluster.namespace)
+        except ValueError:
+            return
+        time.sleep(0.05)
+
+
+def member(member_id: str, kind: str, incarnation: str = "i0") -> Member:
+    return Member(member_id, kind, incarnation, "ipc:///x", "", "node", 1, "demo", "ready")
+
+
+def test_members_register_report_and_leave(cluster: RayCluster, coordinator: CoordinatorHandle) -> None:
+    other = CoordinatorHandle.connect(cluster.namespace, timeout_s=5)
+    assert other.register(member("v0", "verifier")).fleet_keys == INFO.fleet_keys
+    coordinator.register(member("d0", "drafter"))
+    orders = other.report("v0", "i0", VerifierStats("v0", 0.0, "sync", 4, running=2), "ready")
+    assert [ref.id for ref in orders.drafters] == ["d0"]
+    assert other.report("d0", "i0", DrafterStats("d0", 0.0, rounds=3), "ready").known
+    snapshot = coordinator.snapshot()
+    assert {v.member.id: v.member.state for v in snapshot.members} == {"v0": "ready", "d0": "ready"}
+    assert snapshot.members[0].drafter is not None
+    assert snapshot.members[0].drafter.rounds == 3
+    other.deregister("d0", "i0")
+    assert coordinator.snapshot().assignments == []
+    assert coordinator.info() == INFO
+
+
+def test_a_second_fleet_in_a_namespace_is_refused(cluster: RayCluster, coordinator: CoordinatorHandle) -> None:
+    with pytest.raises(CoordinatorUnavailable, match="already running"):
+        CoordinatorHandle.create(cluster.namespace, 2.0, INFO)
+
+
+def test_after_a_crash_it_knows_nobody_and_still_has_the_keys(coordinator: CoordinatorHandle) -> None:
+    coordinator.register(member("v0", "verifier"))
+    coordinator.register(member("d0", "drafter"))
+    before = coordinator.snapshot()
+    pid = ray.get(coordinator._actor.__ray_call__.remote(lambda self: os.getpid()))
+    os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            orders = coordinator.report("v0", "i0", None, "ready")
+            break
+        except CoordinatorUnavailable:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+    assert not orders.known
+    assert coordinator.register(member("v0", "verifier")).fleet_keys == INFO.fleet_keys
+    coordinator.register(member("d0", "drafter"))
+    after = coordinator.snapshot()
+    assert after.assignments[0].generation > before.assignments[0].generation
+
+
+def test_a_missing_coordinator_is_one_exception(cluster: RayCluster) -> None:
+    with pytest.raises(CoordinatorUnavailable, match="no fleet"):
+        CoordinatorHandle.connect("nobody-here", timeout_s=0.2)
+
+
+def test_a_dead_coordinator_is_one_exception(cluster: RayCluster) -> None:
+    handle = CoordinatorHandle.create(cluster.namespace, 2.0, INFO)
+    handle.kill()
+    deadline = time.monotonic() + 30
+    while _answers(handle):
+        assert time.monotonic() < deadline
+    with pytest.raises(CoordinatorUnavailable):
+        handle.report("v0", "i0", None, "ready")
+
+
+def _answers(handle: CoordinatorHandle) -> bool:
+    try:
+        handle.snapshot()
+    except CoordinatorUnavailable:
+        return False
+    return True

@@ -1,0 +1,96 @@
+"""What the gateway relies on inside vLLM 0.32.  When one of these fails, read `gateway/fleet_client.py` first."""
+
+import ast
+import inspect
+import textwrap
+
+import vllm
+from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.core_client import EngineCoreClient
+from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector, RequestState
+
+from gateway.engine_config import build_vllm_config
+from gateway.fleet_client import FleetClient
+from gateway.fleet_core import FleetCore
+
+USED_BY_REQUESTS = (
+    "__init__", "add_request", "_add_request", "generate", "abort", "_run_output_handler", "check_admission",
+    "get_supported_tasks", "is_running", "errored", "is_tracing_enabled", "add_lora",
+)  # fmt: skip
+
+
+def attributes_of_self(function) -> set[str]:
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    return {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
+    }
+
+
+def calls_on_engine_core(function) -> set[str]:
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    return {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self.engine_core", "engine_core")
+    }
+
+
+def source_of(name: str):
+    member = inspect.getattr_static(AsyncLLM, name)
+    return member.fget if isinstance(member, property) else member
+
+
+def test_the_version_is_the_one_we_read():
+    assert vllm.__version__.startswith("0.32.")
+
+
+def test_every_attribute_that_async_llm_reads_is_one_we_set():
+    ours = attributes_of_self(FleetClient.__init__) | {"_supported_tasks", "_logger_ref"}
+    for name in USED_BY_REQUESTS[1:]:
+        read = {each for each in attributes_of_self(source_of(name)) if not hasattr(AsyncLLM, each)}
+        assert read <= ours, f"AsyncLLM.{name} reads {read - ours}"
+
+
+def test_every_call_on_the_engine_core_is_one_we_answer():
+    for name in USED_BY_REQUESTS[1:]:
+        for called in calls_on_engine_core(source_of(name)) - {"resources"}:
+            assert called in vars(FleetCore), f"AsyncLLM.{name} calls engine_core.{called}"
+
+
+def test_the_engine_core_client_still_has_the_methods_we_override():
+    for name in ("get_output_async", "add_request_async", "abort_requests_async", "get_supported_tasks_async", "shutdown"):
+        theirs, ours = getattr(EngineCoreClient, name), getattr(FleetCore, name)
+        assert list(inspect.signature(theirs).parameters) == list(inspect.signature(ours).parameters)
+
+
+def test_signatures_we_call():
+    def parameters(function) -> list[str]:
+        return list(inspect.signature(function).parameters)
+
+    assert parameters(AsyncLLM._add_request) == ["self", "request", "prompt", "parent_req", "index", "queue"]
+    assert parameters(OutputProcessor.abort_requests) == ["self", "request_ids", "internal"]
+    assert {"log_stats", "stream_interval", "tracing_enabled", "admission_stats"} <= set(parameters(OutputProcessor))
+    assert parameters(OpenAIServingChat.create_chat_completion) == ["self", "request", "raw_request"]
+    assert parameters(OpenAIServingCompletion.create_completion) == ["self", "request", "raw_request"]
+
+
+def test_an_exception_in_a_collector_is_not_overwritten():
+    source = inspect.getsource(RequestOutputCollector.put)
+    assert "self.output is None or isinstance(output, Exception)" in source
+    assert {"queue", "parent_req"} <= set(attributes_of_self(RequestState.__init__))
+
+
+def test_our_errors_pass_through_generate():
+    assert "except (VLLMClientError, GracefulHTTPError)" in inspect.getsource(AsyncLLM.generate)
+
+
+def test_wire_fields():
+    assert {"request_id", "prompt_token_ids", "sampling_params", "arrival_time"} <= set(EngineCoreRequest.__struct_fields__)
+    assert {"request_id", "new_token_ids", "finish_reason"} <= set(EngineCoreOutput.__struct_fields__)
+    assert str(FinishReason.LENGTH) == "length"
+    assert callable(build_vllm_config)

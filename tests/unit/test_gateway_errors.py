@@ -1,0 +1,141 @@
+import inspect
+
+import pydantic
+import pytest
+import vllm.exceptions
+from starlette.exceptions import HTTPException
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+from gateway import errors
+from gateway.errors import ApiError, BadRequest, ContextTooLong, InternalError, ModelNotFound, Unavailable, VerifierLost
+
+VLLM_ERRORS = {
+    "VLLMError": InternalError,
+    "VLLMClientError": BadRequest,
+    "VLLMServerError": InternalError,
+    "VLLMValidationError": BadRequest,
+    "VLLMNotFoundError": ModelNotFound,
+    "LoRAAdapterNotFoundError": ModelNotFound,
+    "VLLMUnprocessableEntityError": BadRequest,
+    "GenerationError": InternalError,
+    "RetryableRequestError": Unavailable,
+    "GracefulHTTPError": Unavailable,
+    "QueueOverflowError": Unavailable,
+    "MaxQueuedTokensError": Unavailable,
+    "ProfilerAlreadyActiveError": Unavailable,
+}
+ARGUMENTS = {
+    "GracefulHTTPError": ("busy", 503),
+    "QueueOverflowError": (),
+    "MaxQueuedTokensError": (),
+    "ProfilerAlreadyActiveError": (),
+    "LoRAAdapterNotFoundError": ("name", "path"),
+}
+
+
+def test_every_exception_of_vllm_is_mapped():
+    found = {
+        name
+        for name, kind in inspect.getmembers(vllm.exceptions, inspect.isclass)
+        if issubclass(kind, vllm.exceptions.VLLMError)
+    }
+    assert found == VLLM_ERRORS.keys()
+
+
+@pytest.mark.parametrize(("name", "expected"), VLLM_ERRORS.items())
+def test_vllm_exceptions_become_ours(name, expected):
+    error = getattr(vllm.exceptions, name)(*ARGUMENTS.get(name, ("something",)))
+    assert type(errors.translate(error)) is expected
+
+
+@pytest.mark.parametrize(
+    ("error", "expected", "code"),
+    [
+        (EngineDeadError(), InternalError, "internal_error"),
+        (EngineGenerateError(), InternalError, "internal_error"),
+        (HTTPException(404), errors.NotFound, "not_found"),
+        (HTTPException(405), errors.MethodNotAllowed, "method_not_allowed"),
+        (HTTPException(400, "no"), BadRequest, None),
+        (HTTPException(500), InternalError, "internal_error"),
+        (ValueError("wrong"), BadRequest, None),
+        (KeyError("secret"), InternalError, "internal_error"),
+        (ValueError("This model's maximum context length is 8 tokens."), ContextTooLong, "context_length_exceeded"),
+        (VerifierLost(), VerifierLost, "verifier_lost"),
+    ],
+)
+def test_translation(error, expected, code):
+    ours = errors.translate(error)
+    assert type(ours) is expected
+    assert ours.code == code
+
+
+def every_error() -> list[ApiError]:
+    kinds = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, ApiError)]
+    return [kind() if issubclass(kind, InternalError | Unavailable) else kind("message") for kind in kinds]
+
+
+@pytest.mark.parametrize("error", every_error(), ids=lambda error: type(error).__name__)
+def test_bodies_have_the_four_fields_and_no_integer_code(error):
+    body = error.body()["error"]
+    assert list(body) == ["message", "type", "param", "code"]
+    assert body["message"]
+    assert body["code"] is None or isinstance(body["code"], str)
+    assert error.event().startswith(b'data: {"error":')
+    assert error.event().endswith(b"\n\n")
+    if error.status in (429, 503):
+        assert int(error.headers()["retry-after"]) >= 1
+
+
+def test_the_tree_in_the_docstring_is_complete():
+    for error in every_error():
+        assert type(error).__name__ in (errors.__doc__ or "")
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "cannot read /home/someone/models/target/config.json",
+        "/elsewhere/models/target is not a multimodal model",
+        "see ~/models/target and (/data/x)",
+        "cannot connect to ipc:///run/outrider/verifier-0",
+        "refused by 10.1.2.3:5555",
+        "<object at 0x7f00deadbeef>",
+        'Traceback\n  File "/srv/app/x.py", line 3, in f\n    boom()',
+    ],
+)
+def test_messages_are_cleaned(message):
+    cleaned = errors.clean(message)
+    for leak in ("/home", "/srv", "/models", "/data", "ipc://", "10.1.2.3", "0x7f", "line 3"):
+        assert leak not in cleaned
+
+
+def test_what_is_no_path_stays():
+    message = "prompt and/or messages, 1/2, n/a; see https://example.org/docs/x"
+    assert errors.clean(message) == message
+
+
+def test_the_value_of_a_field_is_not_echoed():
+    error = vllm.exceptions.VLLMValidationError("too long", parameter="prompt", value="my secret prompt")
+    ours = errors.translate(error)
+    assert ours.message == "too long"
+    assert ours.param == "prompt"
+    assert "secret" not in errors.from_vllm({"message": str(error), "code": 400}).message
+
+
+def test_pydantic_errors_name_the_field():
+    class Model(pydantic.BaseModel):
+        n: int
+
+    with pytest.raises(pydantic.ValidationError) as caught:
+        Model.model_validate({"n": "many"})
+    ours = errors.translate(caught.value)
+    assert ours.param == "n"
+    assert "many" not in ours.message
+
+
+def test_vllm_error_responses_become_ours():
+    assert isinstance(errors.from_vllm({"message": VerifierLost.text, "code": 503}), VerifierLost)
+    assert type(errors.from_vllm({"message": "?", "code": 503})) is Unavailable
+    assert isinstance(errors.from_vllm({"message": "no such model", "code": 404}), ModelNotFound)
+    assert isinstance(errors.from_vllm({"message": "boom", "code": 500}), InternalError)
+    assert errors.from_vllm({"message": "bad", "code": 400, "param": "n"}).param == "n"

@@ -1,0 +1,146 @@
+from types import SimpleNamespace
+
+import pytest
+from prometheus_client import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from backend.fleet import DraftCounters, FleetSnapshot, Member, MemberView, VerifierStats
+from gateway.fleet_core import InFlight
+from gateway.fleet_metrics import FleetCollector, FleetTotals, fleet_document
+from gateway.metrics import DEFINITIONS, GatewayMetrics, metrics_table
+
+
+def stats(started_at: float = 1.0, drafts: int = 10, accepted: int = 15) -> VerifierStats:
+    counters = DraftCounters(
+        drafts=drafts,
+        draft_tokens=4 * drafts,
+        accepted_tokens=accepted,
+        drafted_by_position=[drafts] * 4,
+        accepted_by_position=[accepted - 5, 5, 0, 0],
+        dropped={"late": 1},
+    )
+    return VerifierStats("v0", started_at, "sync", 4, busy_s=1.5, requests_finished={"stop": 2}, drafters={"d0": counters})
+
+
+class Core:
+    """As much of `FleetCore` as a scrape reads."""
+
+    def __init__(self, *reports: VerifierStats) -> None:
+        self.reports = list(reports)
+        self.ready_links = [None]
+        self.links = {}
+        member = Member("v0", "verifier", "i", "ipc://x", "", "node", 7, "m", "ready")
+        drafter = Member("d0", "drafter", "i", "ipc://y", "", "node", 8, "m", "lost")
+        self.snapshot = FleetSnapshot(3, [MemberView(member, 0.1), MemberView(drafter, 9.0)], [], {"restarts": 1})
+
+    def stats(self) -> list[VerifierStats]:
+        return self.reports
+
+
+def exposed(metrics: GatewayMetrics):
+    return {family.name: family for family in text_string_to_metric_families(generate_latest(metrics.registry).decode())}
+
+
+def sequence(arrived: float, tokens: int) -> InFlight:
+    request = SimpleNamespace(prompt_token_ids=[1, 2, 3])
+    return InFlight(request, None, arrived, emitted=list(range(tokens)))
+
+
+@pytest.fixture
+def metrics() -> GatewayMetrics:
+    made = GatewayMetrics()
+    made.registry.register(FleetCollector(Core(stats())))
+    return made
+
+
+def test_every_metric_is_defined_with_its_kind_and_labels(metrics):
+    metrics.request_done("/v1/completions", 200)
+    metrics.on_finished(sequence(0.0, 0), "stop")
+    families = exposed(metrics)
+    by_name = {name.removesuffix("_total"): each for name, each in DEFINITIONS.items()}
+    assert families.keys() == by_name.keys()
+    for name, family in families.items():
+        assert family.type == by_name[name].kind, name
+        for sample in family.samples:
+            assert set(sample.labels) - {"le"} == set(by_name[name].labels), name
+
+
+def test_names_do_not_lie():
+    for name, each in DEFINITIONS.items():
+        assert (each.kind == "counter") == name.endswith("_total"), name
+        assert each.help
+
+
+def test_the_table_lists_them_all():
+    table = metrics_table()
+    assert all(f"`{name}`" in table for name in DEFINITIONS)
+
+
+def test_acceptance_length_is_a_ratio_of_sums(metrics):
+    (sample,) = exposed(metrics)["outrider_acceptance_length"].samples
+    assert sample.value == 1 + 15 / 10
+    assert sample.labels == {"verifier": "v0", "drafter": "d0"}
+
+
+def test_no_acceptance_length_before_the_first_draft():
+    metrics = GatewayMetrics()
+    metrics.registry.register(FleetCollector(Core(stats(drafts=0, accepted=5))))
+    assert exposed(metrics)["outrider_acceptance_length"].samples == []
+
+
+def test_vllm_names_carry_the_fleet_totals(metrics):
+    families = exposed(metrics)
+    assert families["vllm:spec_decode_num_drafts"].samples[0].value == 10
+    by_position = families["vllm:spec_decode_num_accepted_tokens_per_pos"].samples
+    assert [(each.labels["position"], each.value) for each in by_position] == [("0", 10), ("1", 5), ("2", 0), ("3", 0)]
+
+
+def test_totals_never_fall_when_a_verifier_restarts():
+    totals = FleetTotals()
+    totals.update(stats(started_at=1.0, drafts=10))
+    totals.update(stats(started_at=1.0, drafts=12))
+    totals.update(stats(started_at=2.0, drafts=1, accepted=5))
+    assert totals.sums()["drafts"] == 13
+
+
+def test_timing_definitions():
+    metrics = GatewayMetrics()
+    one = sequence(arrived=10.0, tokens=0)
+    metrics.on_tokens(one, 2, 12.0)
+    one.first_token = one.last_token = 12.0
+    one.emitted = [1, 2]
+    metrics.on_tokens(one, 3, 13.0)
+    one.last_token, one.emitted = 13.0, [1, 2, 3, 4, 5]
+    metrics.on_finished(one, "stop")
+    families = exposed(metrics)
+
+    def total(name: str) -> float:
+        return next(each.value for each in families[name].samples if each.name.endswith("_sum"))
+
+    assert total("outrider_time_to_first_token_seconds") == 2.0
+    assert total("outrider_inter_chunk_seconds") == 1.0
+    assert total("outrider_tgs_decode") == (5 - 1) / 1.0
+    assert total("outrider_tgs_e2e") == pytest.approx(5 / 3.0)
+    assert families["outrider_generated_tokens"].samples[0].value == 5
+    assert families["outrider_prompt_tokens"].samples[0].value == 3
+
+
+def test_aborted_sequences_have_no_speed():
+    metrics = GatewayMetrics()
+    one = sequence(arrived=1.0, tokens=4)
+    one.first_token, one.last_token = 2.0, 3.0
+    metrics.on_finished(one, "aborted")
+    assert exposed(metrics)["outrider_tgs_e2e"].samples[-1].value == 0
+
+
+def test_the_fleet_document():
+    document = fleet_document(Core(stats()))
+    assert document["version"] == 3
+    (verifier,) = document["verifiers"]
+    assert verifier["id"] == "v0"
+    assert verifier["pid"] == 7
+    assert verifier["mode"] == "sync"
+    assert verifier["connected"] is False
+    assert document["drafters"][0]["state"] == "lost"
+    assert document["acceptance_length"] == {"v0": {"d0": 2.5}}
+    assert document["counters"] == {"restarts": 1}

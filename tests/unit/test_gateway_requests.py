@@ -1,0 +1,71 @@
+import pytest
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+
+from gateway.errors import BadRequest
+from gateway.requests import INERT, REMOVED, check_fields, check_generation, parse
+
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+
+
+@pytest.mark.parametrize(
+    ("field", "hint"),
+    [
+        ("temprature", "Did you mean `temperature`?"),
+        ("max_token", "Did you mean `max_tokens`?"),
+        ("guided_json", "use `structured_outputs`"),
+        ("functions", "use `tools`"),
+    ],
+)
+def test_unknown_fields_are_named_with_the_nearest_valid_one(field, hint):
+    with pytest.raises(BadRequest) as caught:
+        check_fields(ChatCompletionRequest, {**CHAT, field: 1})
+    assert caught.value.param == field
+    assert field in caught.value.message
+    assert hint in caught.value.message
+
+
+def test_fields_without_effect_are_dropped_not_refused():
+    data = {**CHAT, "store": False, "metadata": {"a": "b"}, "service_tier": "auto", "best_of": None}
+    assert check_fields(ChatCompletionRequest, data) == CHAT
+
+
+@pytest.mark.parametrize(("field", "value"), [("store", True), ("service_tier", "flex"), ("best_of", 3)])
+def test_values_that_would_have_an_effect_are_refused(field, value):
+    with pytest.raises(BadRequest) as caught:
+        check_fields(CompletionRequest, {"prompt": "x", field: value})
+    assert caught.value.param == field
+
+
+def test_vllm_extensions_pass():
+    parsed = parse(ChatCompletionRequest, {**CHAT, "top_k": 3, "structured_outputs": {"regex": "a+"}, "ignore_eos": True})
+    assert parsed.top_k == 3
+
+
+def test_nested_stream_options_are_checked():
+    with pytest.raises(BadRequest) as caught:
+        check_fields(ChatCompletionRequest, {**CHAT, "stream": True, "stream_options": {"include_usages": True}})
+    assert caught.value.param == "stream_options"
+    assert "include_usage" in caught.value.message
+
+
+def test_known_fields_are_never_listed_as_removed_or_inert():
+    for model in (ChatCompletionRequest, CompletionRequest):
+        assert not model.model_fields.keys() & (REMOVED.keys() | INERT.keys())
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [({"n": 9}, "n"), ({"n": 0}, "n"), ({"min_p": 0.1}, "min_p"), ({"logit_bias": {"5": 1.0}}, "logit_bias")],
+)
+def test_what_cannot_be_done_is_refused_by_name(fields, param):
+    asked = parse(ChatCompletionRequest, {**CHAT, **fields})
+    with pytest.raises(BadRequest) as caught:
+        check_generation(asked, max_n=8, speculating=True)
+    assert caught.value.param == param
+    assert param in caught.value.message
+
+
+def test_without_speculation_min_p_and_logit_bias_are_fine():
+    asked = parse(ChatCompletionRequest, {**CHAT, "min_p": 0.1, "logit_bias": {"5": 1.0}, "n": 8})
+    check_generation(asked, max_n=8, speculating=False)

@@ -1,0 +1,129 @@
+"""Model names become directories, or one line that says why not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from backend.config import Settings
+from backend.models import ModelError, find, resolve
+
+
+def settings(**changes: Any) -> Settings:
+    return Settings.model_validate(changes)
+
+
+def quiet(line: str) -> None:
+    raise AssertionError(f"nothing should be said, but: {line}")
+
+
+def target(directory: Path, **config: Any) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], **config}))
+    (directory / "model.safetensors").write_bytes(b"")
+    (directory / "tokenizer.json").write_text("{}")
+    return directory
+
+
+def test_the_demo_pair_is_built_in() -> None:
+    from backend.demo import DRAFTER_DIR, TARGET_DIR
+
+    models = resolve(Settings(), quiet)
+    assert (models.target_dir, models.drafter_dir, models.drafter_kind, models.name) == (
+        str(TARGET_DIR),
+        str(DRAFTER_DIR),
+        "eagle",
+        "demo",
+    )
+
+
+@pytest.mark.parametrize(
+    ("mode", "drafter", "kind"),
+    [("off", "demo", "none"), ("native", "ngram", "ngram"), ("sync", "ngram", "ngram"), ("native", "demo", "eagle")],
+)
+def test_the_mode_says_what_drafts(mode: str, drafter: str, kind: str) -> None:
+    models = resolve(settings(mode=mode, drafter=drafter), quiet)
+    assert models.drafter_kind == kind
+    assert (models.drafter_dir is not None) == (kind == "eagle")
+
+
+def test_a_directory_is_taken_and_gives_the_name(tmp_path: Path) -> None:
+    directory = target(tmp_path / "my-model")
+    models = resolve(settings(model=str(directory), mode="off"), quiet)
+    assert (models.target_dir, models.name) == (str(directory), "my-model")
+
+
+def test_a_tilde_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    directory = target(tmp_path / "m")
+    assert resolve(settings(model="~/m", mode="off"), quiet).target_dir == str(directory)
+    with pytest.raises(ModelError, match=rf"--model ~/n \(that is {tmp_path}/n\): no such directory"):
+        resolve(settings(model="~/n", mode="off"), quiet)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "line"),
+    [
+        (lambda d: (d / "config.json").unlink(), "no config.json: not a model's directory"),
+        (lambda d: (d / "config.json").write_text("{"), "cannot be read"),
+        (lambda d: (d / "config.json").write_text("[]"), "not a JSON object"),
+        (lambda d: (d / "config.json").write_text("{}"), "names no architectures"),
+        (lambda d: (d / "model.safetensors").unlink(), "no weights"),
+        (lambda d: (d / "tokenizer.json").unlink(), "no tokenizer"),
+        (
+            lambda d: (d / "model.safetensors.index.json").write_text('{"weight_map": {"a": "x-1", "b": "x-2"}}'),
+            "2 of 2 weight files are missing (x-1)",
+        ),
+    ],
+)
+def test_an_incomplete_directory_is_refused(tmp_path: Path, spoil: Any, line: str) -> None:
+    directory = target(tmp_path / "m")
+    spoil(directory)
+    with pytest.raises(ModelError) as error:
+        resolve(settings(model=str(directory), mode="off"), quiet)
+    assert line in str(error.value)
+    assert str(directory) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"mode": "sync", "drafters": 0}, "--mode sync needs a drafter"),
+        ({"model": "some/model"}, "--drafter demo fits only the demo model"),
+        ({"drafting": {"ngram_min": 9}}, "--drafting-ngram-min"),
+        ({"model": "/nowhere", "drafter": "ngram"}, "--model /nowhere: no such directory"),
+        ({"model": "a b", "mode": "off"}, "neither a directory nor a Hugging Face id"),
+        ({"model": "a/b/c", "mode": "off"}, "no such directory"),
+    ],
+)
+def test_what_cannot_work_is_one_line(changes: dict[str, Any], line: str) -> None:
+    with pytest.raises(ModelError) as error:
+        resolve(settings(**changes), quiet)
+    assert line in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_head_for_another_target_is_refused(tmp_path: Path) -> None:
+    directory = target(tmp_path / "m", hidden_size=999, vocab_size=2048, num_hidden_layers=5)
+    from backend.demo import DRAFTER_DIR
+
+    with pytest.raises(ModelError, match="does not fit") as error:
+        resolve(settings(model=str(directory), drafter=str(DRAFTER_DIR)), lambda line: None)
+    assert "\n" not in str(error.value)
+
+
+def test_a_repository_is_looked_for_in_the_cache_when_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ModelError, match="not in the local cache, and HF_HUB_OFFLINE is set"):
+        find("--model", "outrider-tests/not-there", tmp_path, quiet)
+
+
+def test_a_file_is_not_a_directory(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"")
+    with pytest.raises(ModelError, match="is a file"):
+        find("--model", str(file), tmp_path, quiet)

@@ -1,0 +1,95 @@
+"""The parts of vLLM that the verifier hooks into still look as they did when the hooks were written."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+import vllm  # noqa: F401  (must be the first of vLLM's modules)
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.core import EngineCore, EngineCoreProc
+from vllm.v1.sample import rejection_sampler
+from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+from backend.verifier.cpu_kernels import expand
+from backend.verifier.engine import SUPPORTED_VLLM, vllm_version
+
+PARAMETERS = {
+    (GPUModelRunner, "propose_draft_token_ids"): [
+        "self",
+        "scheduler_output",
+        "sampled_token_ids",
+        "sampling_metadata",
+        "hidden_states",
+        "sample_hidden_states",
+        "aux_hidden_states",
+        "spec_decode_metadata",
+        "common_attn_metadata",
+        "slot_mappings",
+    ],
+    (GPUModelRunner, "execute_model"): ["self", "scheduler_output", "intermediate_tensors"],
+    (GPUModelRunner, "sample_tokens"): ["self", "grammar_output"],
+    (GPUModelRunner, "_input_fits_in_drafter"): ["self", "common_attn_metadata"],
+    (GPUModelRunner, "_get_eagle3_aux_layers_from_config"): ["self"],
+    (GPUModelRunner, "take_draft_token_ids"): ["self"],
+    (Scheduler, "schedule"): ["self", "throttle_prefills"],
+    (Scheduler, "update_from_output"): ["self", "scheduler_output", "model_runner_output"],
+    (Scheduler, "update_draft_token_ids"): ["self", "draft_token_ids"],
+    (Scheduler, "_preempt_request"): ["self", "request", "timestamp", "drop_stale_output"],
+    (Scheduler, "_free_request"): ["self", "request", "delay_free_blocks"],
+    (Scheduler, "get_request_counts"): ["self"],
+    (Scheduler, "get_kv_cache_usage"): ["self"],
+    (EngineCore, "__init__"): [
+        "self",
+        "vllm_config",
+        "executor_class",
+        "log_stats",
+        "executor_fail_callback",
+        "include_finished_set",
+    ],
+    (EngineCore, "preprocess_add_request"): ["self", "request"],
+    (EngineCore, "post_step"): ["self", "model_executed"],
+    (EngineCoreProc, "_convert_msgspec_args"): ["method", "args"],
+    (CPUWorker, "init_device"): ["self"],
+}
+
+
+def test_the_pinned_version_is_installed() -> None:
+    assert vllm_version().startswith(SUPPORTED_VLLM)
+
+
+@pytest.mark.parametrize(("owner", "name"), PARAMETERS, ids=lambda value: getattr(value, "__name__", value))
+def test_hooked_methods_have_the_parameters_we_pass_on(owner: type, name: str) -> None:
+    assert list(inspect.signature(getattr(owner, name)).parameters) == PARAMETERS[owner, name]
+
+
+def test_the_scheduler_still_skips_requests_that_are_not_eligible() -> None:
+    source = inspect.getsource(Scheduler.schedule)
+    assert "if self.current_step < request.next_decode_eligible_step:" in source
+    assert "self.dynamic_sd_lookup is None" in source, "what suppresses placeholder drafts"
+
+
+def test_the_runner_still_rewinds_generators_by_an_offset() -> None:
+    source = inspect.getsource(GPUModelRunner._bookkeeping_sync)
+    assert "gen.set_offset(gen.get_offset() - 4)" in source, "SeededPrefill can go when this has gone"
+
+
+def test_the_kernel_we_replace_still_has_its_place() -> None:
+    source = inspect.getsource(rejection_sampler.expand_batch_to_tokens)
+    assert "_expand(" in source
+    assert "new_empty" in source
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int32, torch.int64])
+def test_expand_repeats_each_value_and_replaces(dtype: torch.dtype) -> None:
+    output = torch.full((6,), 99, dtype=dtype)
+    expand(output, torch.tensor([3, 0, 7], dtype=dtype), torch.tensor([2, 5, 6], dtype=torch.int32), 0, 1)
+    assert output.tolist() == [3, 3, 1, 1, 1, 7]
+
+
+def test_expand_handles_requests_without_tokens() -> None:
+    output = torch.empty(2)
+    expand(output, torch.tensor([0.5, 0.7, 0.9]), torch.tensor([1, 1, 2], dtype=torch.int32), 0, 1)
+    assert output.tolist() == pytest.approx([0.5, 0.9])
