@@ -5,9 +5,10 @@ A gateway's DEALER talks to the verifier's ROUTER.  The first frame says what fo
 
 gateway -> verifier   HELLO EngineHello | ADD EngineCoreRequest... | ABORT list of request ids | UTILITY (call id, method,
                       args) | PING
-verifier -> gateway   WELCOME EngineWelcome | OUTPUTS EngineCoreOutputs... | STATS VerifierStats | REFUSED text
+verifier -> gateway   WELCOME EngineWelcome | OUTPUTS EngineCoreOutputs... | STATS VerifierStats | REFUSED text | PING
 
-A gateway pings every second; a verifier aborts the requests of a gateway it has not heard of for `gateway_lease_s`.
+A gateway pings every second and the verifier echoes it; a verifier aborts the requests of a gateway it has not heard of for
+`gateway_lease_s`.
 """
 
 from __future__ import annotations

@@ -68,6 +68,12 @@ class VerifierStats(msgspec.Struct):
     drafters: dict[str, DraftCounters] = msgspec.field(default_factory=dict)
     drafters_down: list[str] = msgspec.field(default_factory=list)
     """Assigned drafters whose circuit breaker is open: drafts are not waited for."""
+    plan_k: int = 0
+    """Draft tokens asked for per request in the present step; 0 also where no remote drafting takes place."""
+    plan_groups: int = 1
+    """Micro-batches that take turns being verified."""
+    plan_changes: int = 0
+    """Times mode `auto` has changed its mind."""
 
 
 class DrafterStats(msgspec.Struct):

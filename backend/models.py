@@ -14,13 +14,13 @@ from typing import Any, Literal
 
 import msgspec
 
-from backend.config import Settings, environment
+from backend.config import REMOTE_MODES, Settings, environment
 
 DrafterKind = Literal["eagle", "ngram", "none"]
 
 DEMO = "demo"
 NGRAM = "ngram"
-MODES_WITH_DRAFTS = frozenset({"native", "sync"})
+MODES_WITH_DRAFTS = REMOTE_MODES | {"native"}
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json", "tiktoken.model")
 DOWNLOADED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken")
 REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
@@ -63,8 +63,8 @@ def resolve(settings: Settings, say: Say) -> ResolvedModels:
 
 def check_combination(settings: Settings) -> None:
     """Refuses settings that contradict each other."""
-    if settings.mode == "sync" and settings.drafters == 0:
-        raise ModelError("--mode sync needs a drafter: give --drafters 1 or more, or --mode native or off")
+    if settings.mode in REMOTE_MODES and settings.drafters == 0:
+        raise ModelError(f"--mode {settings.mode} needs a drafter: give --drafters 1 or more, or --mode native or off")
     if settings.drafting.ngram_min > settings.drafting.ngram_max:
         raise ModelError("--drafting-ngram-min must not be greater than --drafting-ngram-max")
     if settings.drafter == DEMO and settings.model != DEMO and settings.mode in MODES_WITH_DRAFTS:

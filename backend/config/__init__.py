@@ -1,6 +1,7 @@
 """Settings: their types (`settings.py`), where they come from (`sources.py`) and the process environment (`environment.py`)."""
 
 from backend.config.settings import (
+    REMOTE_MODES,
     CoordinatorSettings,
     DraftingSettings,
     GatewaySettings,
@@ -11,6 +12,7 @@ from backend.config.settings import (
 )
 
 __all__ = [
+    "REMOTE_MODES",
     "CoordinatorSettings",
     "DraftingSettings",
     "GatewaySettings",

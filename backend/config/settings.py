@@ -10,7 +10,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-Mode = Literal["off", "native", "sync"]
+Mode = Literal["off", "native", "sync", "pipelined", "auto"]
+REMOTE_MODES: frozenset[Mode] = frozenset({"sync", "pipelined", "auto"})
+"""Modes that draft on drafters of their own."""
 
 
 class Section(BaseModel):
@@ -93,7 +95,11 @@ class Settings(Section):
     drafter: str = Field(
         "demo", description="EAGLE head: Hugging Face id, directory, the built-in `demo`, or `ngram` (no weights)"
     )
-    mode: Mode = Field("sync", description="off: plain decoding; native: vLLM's co-located drafting; sync: remote drafters")
+    mode: Mode = Field(
+        "auto",
+        description="off: plain decoding; native: vLLM's co-located drafting; sync: remote drafters, draft then verify; "
+        "pipelined: verify one half of the batch while the other half is drafted; auto: chosen step by step",
+    )
     num_speculative_tokens: int = Field(4, ge=1, le=32, description="draft tokens per verification at most (K)")
     verifiers: int = Field(1, ge=1, description="verifier replicas")
     drafters: int = Field(1, ge=0, description="drafters")

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from backend.config import Settings
+from backend.config import REMOTE_MODES, Settings
 from backend.fleet import MemberKind
 from backend.models import ResolvedModels
 
@@ -68,7 +68,7 @@ class FleetPlan:
 
 def plan(settings: Settings, models: ResolvedModels, hardware: Hardware, runtime_dir: Path) -> FleetPlan:
     """Decides everything that can be decided before the first actor starts.  Raises `PlanError`."""
-    drafters = settings.drafters if settings.mode == "sync" else 0
+    drafters = settings.drafters if settings.mode in REMOTE_MODES else 0
     notes: list[str] = []
     filled = _fill_gpus(settings, hardware, drafters, notes)
     names: list[tuple[str, MemberKind]] = [(f"verifier-{i}", "verifier") for i in range(settings.verifiers)]
@@ -120,7 +120,7 @@ def share_cores(available: Sequence[int], counts: Sequence[int]) -> list[list[in
 def _gpu_share(settings: Settings, hardware: Hardware) -> float:
     """GPUs Ray sets aside for one verifier: a part of one where GPUs are shared."""
     per_verifier = settings.verifier.gpus or 0
-    drafters = settings.drafters if settings.mode == "sync" else 0
+    drafters = settings.drafters if settings.mode in REMOTE_MODES else 0
     need = per_verifier * settings.verifiers + (settings.drafting.gpus or 0) * drafters
     if per_verifier != 1 or need <= hardware.gpus:
         return per_verifier

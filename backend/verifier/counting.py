@@ -83,9 +83,12 @@ class CountingScheduler:
             self._count_outputs(counters.stats, outputs)
         return outputs
 
-    def source_of(self, request_id: str) -> str:
-        """Who made the drafts that this step verified."""
-        return self.source_name
+    def note_verification(self, counters: Counters, request_id: str, drafted: int, accepted: int) -> None:
+        """One drafted verification of this step."""
+        counters.verification(self.source_name, drafted, accepted)
+
+    def note_step(self, seconds: float) -> None:
+        """The step that just ended took so long, bookkeeping and sending included."""
 
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
         if self.counters is not None:
@@ -105,7 +108,7 @@ class CountingScheduler:
             drafts = scheduler_output.scheduled_spec_decode_tokens.get(request_id, ())
             drafted = sum(token >= 0 for token in drafts)
             if drafted:
-                counters.verification(self.source_of(request_id), drafted, len(tokens) - 1)
+                self.note_verification(counters, request_id, drafted, len(tokens) - 1)
 
     def _count_outputs(self, stats: VerifierStats, outputs: Any) -> None:
         for client_outputs in outputs.values():

@@ -10,6 +10,7 @@ answers again (a circuit breaker): losing a drafter costs speed, never a request
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 BREAKER_MISSES = 3
@@ -169,9 +170,10 @@ class DraftBook:
                     self._release_all(drafter_id, expired)
         return ready, expired
 
-    def next_deadline(self) -> float | None:
-        """When the first wait runs out; None when nothing is waited for."""
-        return min((p.deadline for p in self.pending.values()), default=None)
+    def next_deadline(self, request_ids: Iterable[str] | None = None) -> float | None:
+        """When the first wait (of these requests, or of all) runs out; None when nothing is waited for."""
+        mine = self.pending if request_ids is None else [r for r in request_ids if r in self.pending]
+        return min((self.pending[r].deadline for r in mine), default=None)
 
     def has_ready(self) -> bool:
         """Whether `collect` would return a draft."""

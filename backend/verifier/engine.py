@@ -15,7 +15,7 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.abstract import Executor
 
-from backend.config import Settings
+from backend.config import REMOTE_MODES, Settings
 from backend.drafter.head_config import load_config, read_config, text_config
 from backend.models import ResolvedModels
 
@@ -57,7 +57,7 @@ def engine_arguments(settings: Settings, paths: ResolvedModels, verifier_id: str
         "worker_cls": f"backend.verifier.worker.Outrider{'Cpu' if on_cpu else 'Gpu'}Worker",
         "additional_config": {"outrider": _worker_options(settings, paths, verifier_id)},
     }
-    if settings.mode == "sync":
+    if settings.mode in REMOTE_MODES:
         arguments["async_scheduling"] = False
         arguments["scheduler_cls"] = "backend.verifier.scheduler.DraftingScheduler"
     unknown = set(verifier.engine_args) - set(EngineArgs.__dataclass_fields__)
@@ -72,7 +72,7 @@ def build_config(settings: Settings, paths: ResolvedModels, verifier_id: str) ->
     if not version.startswith(SUPPORTED_VLLM):
         raise EngineSetupError(f"vLLM {version} is installed; this release works with {SUPPORTED_VLLM}*")
     config = EngineArgs(**engine_arguments(settings, paths, verifier_id)).create_engine_config(UsageContext.ENGINE_CONTEXT)
-    if settings.mode != "sync":
+    if settings.mode not in REMOTE_MODES:
         name = "PlainAsyncScheduler" if config.scheduler_config.async_scheduling else "PlainScheduler"
         config.scheduler_config.scheduler_cls = f"backend.verifier.scheduler.{name}"
     return config
@@ -118,15 +118,15 @@ def _speculative_config(settings: Settings, paths: ResolvedModels) -> dict[str, 
 
 def _worker_options(settings: Settings, paths: ResolvedModels, verifier_id: str) -> dict[str, Any]:
     """What scheduler and worker read back from `additional_config` (which is part of vLLM's compile-cache key)."""
-    remote = settings.mode == "sync"
+    remote = settings.mode in REMOTE_MODES
     head_dir = paths.drafter_dir if remote and paths.drafter_kind == "eagle" else None
     aux_layers: list[int] = []
     if head_dir is not None:
         aux_layers = list(load_config(head_dir, paths.target_dir).aux_layers)
     return {
         "remote": remote,
+        "mode": settings.mode,
         "verifier_id": verifier_id,
-        "k": settings.num_speculative_tokens,
         "head_dir": head_dir,
         "aux_layers": aux_layers,
         "features": head_dir is not None,

@@ -62,9 +62,11 @@ class _Link:
 class FeatureShipper:
     """The sockets to all drafters of this verifier, and what each knows of each request."""
 
-    def __init__(self, verifier_id: str, k: int, project: Callable[[torch.Tensor], torch.Tensor] | None) -> None:
+    k: int = 0
+    """Draft tokens to ask for in the next round."""
+
+    def __init__(self, verifier_id: str, project: Callable[[torch.Tensor], torch.Tensor] | None) -> None:
         self._verifier_id = verifier_id
-        self._k = k
         self._project = project
         self._links: dict[str, _Link] = {}
         self._epoch = 0
@@ -129,7 +131,7 @@ class FeatureShipper:
     def _item(self, link: _Link, span: Span, with_features: bool) -> tuple[Open | Commit, int]:
         """The message for one request and the first row of its span that the drafter does not have yet."""
         base_len = span.start + span.rows + 1
-        k = self._k if span.wants_draft else 0
+        k = self.k if span.wants_draft else 0
         known = link.next_row.get(span.request_id)
         link.next_row[span.request_id] = max(span.start + span.rows, known or 0)
         if known is None:

@@ -88,7 +88,7 @@ class DraftLinks:
                 self._counters.drafter(drafter_id).bytes_sent += n
             for drafter_id, n in overflows.items():
                 self._counters.dropped(drafter_id, "overflow", n)
-        stats.drafters_down = self._scheduler.book.down()
+        self._scheduler.read_plan(stats)
 
 
 class EngineLoop:
@@ -175,7 +175,10 @@ class EngineLoop:
         self._gateways.send_outputs(outputs)
         self._core.post_step(executed)
         self._stalled = not executed and self._scheduler.has_requests()
-        self._counters.step(self._lap(), self._scheduler.take_verify_s())
+        lap = self._lap()
+        self._counters.step(lap, self._scheduler.take_verify_s())
+        if executed:
+            self._scheduler.note_step(lap)
 
     def _tick(self, now: float) -> None:
         stats = self._counters.stats

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from backend.config import Settings
+from backend.config import REMOTE_MODES, Settings
 from backend.engine_wire import ENGINE_WIRE_VERSION, EngineWelcome
 from backend.fleet import DrafterRef, VerifierStats
 from backend.models import ResolvedModels
@@ -23,6 +23,7 @@ from backend.verifier.counting import Counters
 from backend.verifier.engine import build_config, build_core, draft_source, vllm_version
 from backend.verifier.gateways import GatewayPort
 from backend.verifier.loop import DraftLinks, EngineLoop
+from backend.verifier.warm_up import warm_up
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +92,7 @@ class VerifierProcess:
     def _serve(self) -> None:
         config = build_config(self._settings, self._paths, self.verifier_id)
         core = build_core(config)
+        warm_up(core)
         hub = Hub(Wire(self._fleet_keys))
         try:
             self._loop = self._make_loop(config, core, hub)
@@ -118,5 +120,6 @@ class VerifierProcess:
             supported_tasks=list(core.get_supported_tasks()),
         )
         gateways = GatewayPort(router, core, welcome, self._settings.verifier.gateway_lease_s, vllm_version())
-        links = DraftLinks(hub, core, self.verifier_id, counters) if self._settings.mode == "sync" else None
+        is_remote = self._settings.mode in REMOTE_MODES
+        links = DraftLinks(hub, core, self.verifier_id, counters) if is_remote else None
         return EngineLoop(core, hub, gateways, links, counters)

@@ -88,6 +88,7 @@ class RemoteDrafting:
         """vLLM's method of the same name; `hidden_states` is `[num_tokens, hidden]`, one aux tensor per layer likewise."""
         if self.shipper is not None:
             spans = self._spans(scheduler_output, sampled_token_ids, spec_decode_metadata)
+            self.shipper.k = scheduler_output.draft_k
             self.shipper.ship(spans, self._drafter_input(hidden_states, aux_hidden_states))
         return [[] for _ in sampled_token_ids]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import dataclass
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -16,11 +17,27 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds
 
-from backend.fleet import DrafterRef
+from backend.fleet import DrafterRef, VerifierStats
 from backend.protocol import Drafts
-from backend.verifier.counting import CountingScheduler
+from backend.verifier.costs import Costs
+from backend.verifier.counting import Counters, CountingScheduler
 from backend.verifier.drafts import DraftBook
+from backend.verifier.groups import Groups
 from backend.verifier.pairing import drafter_for
+from backend.verifier.planner import OFF, make_planner
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """What a step runs over."""
+
+    tokens: int
+    decodes_only: bool
+
+    @classmethod
+    def of(cls, output: Any, decoding: set[str]) -> StepShape:
+        """The shape of a scheduled step; `decoding` are the requests past their prompt."""
+        return cls(output.total_num_scheduled_tokens, output.num_scheduled_tokens.keys() <= decoding)
 
 
 class PlainScheduler(CountingScheduler, Scheduler):
@@ -38,6 +55,11 @@ class DraftingScheduler(CountingScheduler, Scheduler):
         super().__init__(*args, **kwargs)
         options = self.vllm_config.additional_config["outrider"]
         self.book = DraftBook(self.vllm_config.model_config.get_vocab_size(), options["draft_deadline_ms"] / 1000)
+        self.costs = Costs()
+        self.planner = make_planner(options["mode"], self.costs, self.num_spec_tokens)
+        self._groups = Groups()
+        self._plan = OFF
+        self._step = StepShape(0, False)
         self._drafter_ids: list[str] = []
         self._refs: dict[str, DrafterRef] = {}
         self._sources: dict[str, str] = {}
@@ -62,28 +84,43 @@ class DraftingScheduler(CountingScheduler, Scheduler):
         if self.counters is None:
             return
         counters = self.counters.drafter(drafter_id)
+        draft_s = drafts.draft_us / 1e6
         counters.rounds += 1
-        counters.draft_s += drafts.draft_us / 1e6
+        counters.draft_s += draft_s
         counters.queue_s += drafts.queue_us / 1e6
-        longest = 0.0
+        longest, k = 0.0, 0
         for draft in drafts.items:
             verdict = self.book.arrived(drafter_id, draft.request_id, draft.base_len, draft.tokens, self.num_spec_tokens, now)
-            longest = max(longest, verdict.waited_s or 0.0)
+            longest, k = max(longest, verdict.waited_s or 0.0), max(k, len(draft.tokens))
             if verdict.kind != "ready":
                 over = draft.request_id not in self.requests
                 self.counters.dropped(drafter_id, "finished" if over else verdict.kind)
         counters.round_trip_s += longest
+        if longest and k:
+            self.costs.note_drafts(len(drafts.items), k, longest, draft_s, overlapped=len(self._groups) > 1)
 
-    def source_of(self, request_id: str) -> str:
-        """The drafter whose draft this step verified."""
-        return self._sources.pop(request_id, self.source_name)
+    def note_verification(self, counters: Counters, request_id: str, drafted: int, accepted: int) -> None:
+        """One drafted verification of this step."""
+        counters.verification(self._sources.pop(request_id, self.source_name), drafted, accepted)
+        self.costs.acceptance.observe(drafted, accepted)
+
+    def note_step(self, seconds: float) -> None:
+        """The step that just ended took so long; prefill is another matter than verifying."""
+        if self._step.decodes_only:
+            self.costs.verify.observe(self._step.tokens, seconds)
+
+    def read_plan(self, stats: VerifierStats) -> None:
+        """Puts what is decided and who is down into `stats`."""
+        stats.drafters_down = self.book.down()
+        stats.plan_k, stats.plan_groups = self._plan.k, self._plan.groups
+        stats.plan_changes = self.planner.changes
 
     # -- waiting -------------------------------------------------------------------------------------------------------
 
     def wait_until(self) -> float | None:
         """When the next step must begin at the latest, if it should wait for drafts at all; None: begin now.
 
-        Verification is done for all drafted requests together.  A step may begin before the drafts are in when there is
+        All drafted requests of a group are verified together.  A step may begin before their drafts are in when there is
         prefill to do, or when the engine is being paused.
         """
         if not self.book.pending or self._pause_state != PauseState.UNPAUSED:
@@ -91,12 +128,28 @@ class DraftingScheduler(CountingScheduler, Scheduler):
         room = len(self.running) < self.max_num_running_reqs
         if (room and len(self.waiting)) or any(request.is_prefill_chunk for request in self.running):
             return None
-        return self.book.next_deadline()
+        return self.book.next_deadline(self._groups.present())
 
     # -- vLLM's hooks --------------------------------------------------------------------------------------------------
 
     def schedule(self, throttle_prefills: bool = False) -> Any:
         """vLLM's method of the same name: attach what arrived, hold back what waits, then schedule."""
+        self._attach()
+        decoding = [request for request in self.running if not request.is_prefill_chunk]
+        self._plan = self.planner.plan(len(decoding)) if self._drafter_ids else OFF
+        self._groups.want(self._plan.groups)
+        held: set[str] = set()
+        if self._pause_state == PauseState.UNPAUSED:
+            held = {*self.book.pending, *self._groups.others()}
+        for request in self.running:
+            request.next_decode_eligible_step = sys.maxsize if request.request_id in held else 0
+        output = super().schedule(throttle_prefills)
+        # The worker ships features before the outcome is known here: it has to know now how many tokens to ask for.
+        output.draft_k = self._plan.k
+        self._step = StepShape.of(output, {request.request_id for request in decoding})
+        return output
+
+    def _attach(self) -> None:
         ready, expired = self.book.collect(time.monotonic())
         for draft in ready:
             request = self.requests.get(draft.request_id)
@@ -107,10 +160,6 @@ class DraftingScheduler(CountingScheduler, Scheduler):
             self._sources[draft.request_id] = draft.drafter_id
         for request_id in expired:
             self._drop(drafter_for(request_id, self._drafter_ids) or "none", "lost")
-        pending = self.book.pending if self._pause_state == PauseState.UNPAUSED else {}
-        for request in self.running:
-            request.next_decode_eligible_step = sys.maxsize if request.request_id in pending else 0
-        return super().schedule(throttle_prefills)
 
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:
         """vLLM offers its own proposer's (empty) drafts after each step; they must not replace those that arrive."""
@@ -119,22 +168,27 @@ class DraftingScheduler(CountingScheduler, Scheduler):
         """vLLM's method of the same name; afterwards the requests that go on expect their next drafts."""
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         now = time.monotonic()
+        if any(request_id in self._groups.present() for request_id in scheduler_output.num_scheduled_tokens):
+            self._groups.stepped()
         for request_id in scheduler_output.num_scheduled_tokens:
             request = self.requests.get(request_id)
             if request is None or request.is_finished() or request.is_prefill_chunk:
                 continue
+            self._groups.add(request_id)
             chosen = drafter_for(request_id, self._drafter_ids)
-            if chosen is not None:
+            if chosen is not None and scheduler_output.draft_k:
                 self.book.expect(request_id, request.num_tokens, chosen, now)
         return outputs
 
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
         self.book.forget(request.request_id)
+        self._groups.remove(request.request_id)
         request.next_decode_eligible_step = 0
         super()._preempt_request(request, *args, **kwargs)
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         self.book.forget(request.request_id)
+        self._groups.remove(request.request_id)
         self._sources.pop(request.request_id, None)
         return super()._free_request(request, *args, **kwargs)
 
