@@ -48,9 +48,12 @@ def resolve(settings: Settings, say: Say) -> ResolvedModels:
 
     Raises `ModelError`.  `say` gets warnings and the news that a download starts.
     """
-    check_combination(settings)
+    if not _is_path(settings.model):
+        # Before anything is downloaded.
+        check_combination(settings)
     target = find("--model", settings.model, _demo()[0], say)
     check_target(target)
+    check_combination(settings)
     name = settings.model if not _is_path(settings.model) else target.name
     if settings.mode not in MODES_WITH_DRAFTS:
         return ResolvedModels(str(target), None, "none", name)
@@ -76,9 +79,10 @@ def check_combination(settings: Settings) -> None:
 
 def check_without_download(settings: Settings, say: Say) -> None:
     """As much of `resolve` as needs no network.  Raises `ModelError`."""
-    check_combination(settings)
     if all(name in (DEMO, NGRAM) or _is_path(name) for name in (settings.model, settings.drafter)):
         resolve(settings, say)
+    else:
+        check_combination(settings)
 
 
 def find(option: str, name: str, demo: Path, say: Say) -> Path:

@@ -258,7 +258,6 @@ def _run_gateway(
     from gateway.server import GatewayServer
 
     member = gateway_member(models.name)
-    coordinator.register(member)
     try:
         server = GatewayServer(
             settings,

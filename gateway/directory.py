@@ -41,7 +41,7 @@ class StaticDirectory:
 class CoordinatorDirectory:
     """The coordinator's view of the fleet; it also keeps this gateway's own membership alive.
 
-    `member` is this gateway, already registered by whoever made the handle; None leaves it unregistered.
+    `member` is this gateway; it is registered with the first poll.  None leaves it out of the fleet.
     """
 
     def __init__(self, handle: CoordinatorHandle, member: Member | None = None) -> None:

@@ -39,6 +39,7 @@ _VERIFIER_COUNTERS = {
     "outrider_verifier_prompt_tokens_total": "prompt_tokens",
     "outrider_verifier_tokens_total": "tokens",
     "outrider_verifier_preemptions_total": "preemptions",
+    "outrider_verifier_plan_changes_total": "plan_changes",
 }
 _VERIFIER_GAUGES = {
     "outrider_verifier_running": "running",
@@ -46,6 +47,8 @@ _VERIFIER_GAUGES = {
     "outrider_verifier_tokens_in_flight": "tokens_in_flight",
     "outrider_verifier_kv_cache_usage": "kv_usage",
     "outrider_verifier_num_speculative_tokens": "num_speculative_tokens",
+    "outrider_verifier_plan_k": "plan_k",
+    "outrider_verifier_plan_groups": "plan_groups",
 }
 _LABELLED_COUNTERS = {
     "outrider_verifier_idle_seconds_total": "idle_s",

@@ -74,6 +74,8 @@ def test_names_do_not_lie():
 def test_the_table_lists_them_all():
     table = metrics_table()
     assert all(f"`{name}`" in table for name in DEFINITIONS)
+    page = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
+    assert table in page.read_text(), "docs/metrics.md holds the table of gateway/metrics.py"
 
 
 def test_acceptance_length_is_a_ratio_of_sums(metrics):
