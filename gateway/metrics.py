@@ -79,9 +79,7 @@ DEFINITIONS: dict[str, Definition] = {
     "outrider_verifier_verify_seconds_total": Definition("counter", _VERIFIER, "target forward and sampling"),
     "outrider_verifier_steps_total": Definition("counter", _VERIFIER, "engine steps"),
     "outrider_verifier_verifications_total": Definition("counter", _VERIFIER, "sequences verified, summed over steps"),
-    "outrider_verifier_prompt_tokens_total": Definition(
-        "counter", _VERIFIER, "prompt tokens of sequences that began to decode"
-    ),
+    "outrider_verifier_prompt_tokens_total": Definition("counter", _VERIFIER, "prompt tokens of sequences that began decoding"),
     "outrider_verifier_tokens_total": Definition("counter", _VERIFIER, "tokens emitted"),
     "outrider_verifier_requests_finished_total": Definition(
         "counter", (*_VERIFIER, "reason"), "sequences finished, by vLLM's finish reason"
@@ -92,9 +90,7 @@ DEFINITIONS: dict[str, Definition] = {
     "outrider_verifier_tokens_in_flight": Definition("gauge", _VERIFIER, "tokens of running and waiting sequences"),
     "outrider_verifier_kv_cache_usage": Definition("gauge", _VERIFIER, "share of the KV cache in use, 0 to 1"),
     "outrider_verifier_num_speculative_tokens": Definition("gauge", _VERIFIER, "draft tokens per verification at most (K)"),
-    "outrider_verifier_plan_k": Definition(
-        "gauge", _VERIFIER, "draft tokens asked for in the present step (mode auto: 0 to K)"
-    ),
+    "outrider_verifier_plan_k": Definition("gauge", _VERIFIER, "draft tokens asked for in the present step, 0 to K"),
     "outrider_verifier_plan_groups": Definition("gauge", _VERIFIER, "micro-batches that take turns being verified"),
     "outrider_verifier_plan_changes_total": Definition("counter", _VERIFIER, "times mode auto has changed its plan"),
     # The same under vLLM's names, summed over the fleet: its benchmark client reads them
