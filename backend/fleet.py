@@ -30,6 +30,9 @@ class DraftCounters(msgspec.Struct):
     draft_s: float = 0.0
     queue_s: float = 0.0
     bytes_sent: int = 0
+    ahead_hits: int = 0
+    """Verifications whose outcome had been drafted ahead of time."""
+    ahead_misses: int = 0
     dropped: dict[str, int] = msgspec.field(default_factory=dict)
     """Drafts not used, by reason.
 
@@ -72,6 +75,8 @@ class VerifierStats(msgspec.Struct):
     """Draft tokens asked for per request in the present step; 0 also where no remote drafting takes place."""
     plan_groups: int = 1
     """Micro-batches that take turns being verified."""
+    plan_outcomes: int = 0
+    """Outcomes drafted ahead of time per request."""
     plan_changes: int = 0
     """Times mode `auto` has changed its mind."""
 

@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-Mode = Literal["off", "native", "sync", "pipelined", "auto"]
-REMOTE_MODES: frozenset[Mode] = frozenset({"sync", "pipelined", "auto"})
+Mode = Literal["off", "native", "sync", "pipelined", "ahead", "auto"]
+REMOTE_MODES: frozenset[Mode] = frozenset({"sync", "pipelined", "ahead", "auto"})
 """Modes that draft on drafters of their own."""
 
 
@@ -51,6 +51,7 @@ class VerifierSettings(Section):
     draft_deadline_ms: float = Field(
         250.0, gt=0, description="longest wait for drafts, whatever the measured round trip suggests"
     )
+    ahead_outcomes: int = Field(8, ge=1, le=64, description="mode ahead: outcomes drafted per request and step")
     gateway_lease_s: float = Field(10.0, gt=0, description="requests of a gateway silent for so long are aborted")
     engine_args: dict[str, Any] = Field(default_factory=dict, description="further vLLM engine arguments, by their names")
 
@@ -98,7 +99,8 @@ class Settings(Section):
     mode: Mode = Field(
         "auto",
         description="off: plain decoding; native: vLLM's co-located drafting; sync: remote drafters, draft then verify; "
-        "pipelined: verify one half of the batch while the other half is drafted; auto: chosen step by step",
+        "pipelined: verify one half of the batch while the other half is drafted; ahead: the drafter drafts likely outcomes "
+        "while the verifier works; auto: chosen step by step",
     )
     num_speculative_tokens: int = Field(4, ge=1, le=32, description="draft tokens per verification at most (K)")
     verifiers: int = Field(1, ge=1, description="verifier replicas")

@@ -82,6 +82,8 @@ class Costs:
     draft_per_token: Line = field(default_factory=Line)
     """Draft round trip divided by k, over requests in the round."""
     acceptance: Acceptance = field(default_factory=Acceptance)
+    ahead_hit_rate: float = 0.5
+    """Share of verifications whose outcome had been enumerated."""
     _overhead_s: float = 0.0
 
     def note_drafts(self, requests: int, k: int, waited_s: float, draft_s: float, overlapped: bool) -> None:

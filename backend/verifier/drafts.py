@@ -95,7 +95,7 @@ class DraftBook:
         self._ready: dict[str, Usable] = {}
         self._overdue: dict[str, Pending] = {}
         self._health: dict[str, DrafterHealth] = {}
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self._longest_wait_s = longest_wait_s
 
     def set_drafters(self, drafter_ids: list[str]) -> list[str]:
@@ -132,11 +132,21 @@ class DraftBook:
         self.pending[request_id] = asked
         return True
 
+    def give(self, draft: Usable) -> None:
+        """A draft that was made before it was needed."""
+        if draft.drafter_id in self._health:
+            self._ready[draft.request_id] = draft
+
+    def stop_waiting(self) -> None:
+        """Requests whose drafts are out go on without them; what comes late is dropped."""
+        self._overdue.update(self.pending)
+        self.pending.clear()
+
     def arrived(self, drafter_id: str, request_id: str, base_len: int, tokens: list[int], limit: int, now: float) -> Verdict:
         """A draft came in; at most `limit` tokens of it are kept."""
         if drafter_id not in self._health:
             return Verdict("stale")
-        valid = all(0 <= token < self._vocab_size for token in tokens)
+        valid = all(0 <= token < self.vocab_size for token in tokens)
         pending = self.pending.get(request_id)
         if pending is not None and (pending.drafter_id, pending.base_len) == (drafter_id, base_len):
             del self.pending[request_id]

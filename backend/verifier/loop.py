@@ -21,7 +21,7 @@ import msgspec
 from vllm.v1.engine.core import EngineCore
 
 from backend.fleet import DrafterRef, VerifierStats
-from backend.protocol import PROTOCOL_VERSION, Drafts, Hello, Refused, decode_to_verifier, encode
+from backend.protocol import PROTOCOL_VERSION, Ahead, Drafts, Hello, Next, Refused, decode_to_verifier, encode
 from backend.transport import Dealer, Hub
 from backend.verifier.counting import Counters
 from backend.verifier.gateways import GatewayPort
@@ -77,9 +77,20 @@ class DraftLinks:
                     continue
                 if isinstance(message, Drafts):
                     self._scheduler.take_drafts(drafter_id, message, now)
+                elif isinstance(message, Ahead):
+                    self._scheduler.take_ahead(message)
                 elif isinstance(message, Refused):
                     logger.warning("drafter %s refuses: %s", drafter_id, message.reason)
                     self._counters.dropped(drafter_id, "invalid")
+
+    def ask(self, now: float) -> None:
+        """Mode `ahead`: what ended is looked up, and the drafters are told what is verified next."""
+        if not self._scheduler.ahead.has_undecided():
+            return
+        for drafter_id, items in self._scheduler.settle(now).items():
+            link = self._links.get(drafter_id)
+            if link is not None:
+                link[1].send(encode(Next(self._epoch, items)))
 
     def read_counters(self, stats: VerifierStats) -> None:
         """Adds what the sending worker counted since the last call."""
@@ -144,6 +155,7 @@ class EngineLoop:
         self._gateways.receive(now)
         if self._drafters is not None:
             self._drafters.receive(now)
+            self._drafters.ask(now)
         if now >= self._next_tick:
             self._next_tick = now + TICK_S
             self._tick(now)

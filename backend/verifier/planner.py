@@ -72,11 +72,12 @@ class FixedPlanner:
 class AutoPlanner:
     """Chooses by predicted goodput."""
 
-    def __init__(self, costs: Costs, longest: int) -> None:
+    def __init__(self, costs: Costs, longest: int, outcomes: int) -> None:
         self.decision: Decision | None = None
         self.changes = 0
         self._costs = costs
         self._longest = longest
+        self._outcomes = outcomes
         self._plan = Plan(longest)
         self._steps = 0
         self._undrafted = 0
@@ -95,7 +96,11 @@ class AutoPlanner:
         return self._plan
 
     def tokens_per_s(self, plan: Plan, requests: int) -> float:
-        """Predicted goodput.  With two groups one is verified while the other's drafts are made."""
+        """Predicted goodput.
+
+        With two groups one is verified while the other's drafts are made.  Ahead of time, a draft is waited for when its
+        outcome was not among those enumerated.
+        """
         costs, k = self._costs, plan.k
         if k == 0:
             return requests / costs.verify_s(requests, 0)
@@ -103,12 +108,16 @@ class AutoPlanner:
         if plan.groups == 2 and requests >= 2 * SMALLEST:
             half = requests / 2
             return tokens / (2 * max(costs.verify_s(half, k), costs.draft_s(half, k)))
-        return tokens / (costs.verify_s(requests, k) + costs.draft_s(requests, k))
+        draft_s = costs.draft_s(requests, k)
+        if plan.outcomes:
+            draft_s *= 1 - costs.ahead_hit_rate
+        return tokens / (costs.verify_s(requests, k) + draft_s)
 
     def _candidates(self, requests: int) -> list[Plan]:
         plans = [OFF]
         for k in range(1, self._longest + 1):
             plans.append(Plan(k))
+            plans.append(Plan(k, outcomes=self._outcomes))
             if requests >= 2 * SMALLEST:
                 plans.append(Plan(k, groups=2))
         return plans
@@ -127,8 +136,8 @@ class AutoPlanner:
         )
 
 
-def make_planner(mode: str, costs: Costs, k: int) -> Planner:
+def make_planner(mode: str, costs: Costs, k: int, outcomes: int) -> Planner:
     """The planner of a remote draft mode."""
     if mode == "auto":
-        return AutoPlanner(costs, k)
-    return FixedPlanner(Plan(k, groups=2 if mode == "pipelined" else 1))
+        return AutoPlanner(costs, k, outcomes)
+    return FixedPlanner({"sync": Plan(k), "pipelined": Plan(k, groups=2), "ahead": Plan(k, outcomes=outcomes)}[mode])

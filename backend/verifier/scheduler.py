@@ -18,10 +18,11 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds
 
 from backend.fleet import DrafterRef, VerifierStats
-from backend.protocol import Drafts
+from backend.protocol import Ahead, Drafts, NextItem
+from backend.verifier.ahead import AheadBook, Ended, worth_waiting
 from backend.verifier.costs import Costs
 from backend.verifier.counting import Counters, CountingScheduler
-from backend.verifier.drafts import DraftBook
+from backend.verifier.drafts import DraftBook, Usable
 from backend.verifier.groups import Groups
 from backend.verifier.pairing import drafter_for
 from backend.verifier.planner import OFF, make_planner
@@ -56,7 +57,8 @@ class DraftingScheduler(CountingScheduler, Scheduler):
         options = self.vllm_config.additional_config["outrider"]
         self.book = DraftBook(self.vllm_config.model_config.get_vocab_size(), options["draft_deadline_ms"] / 1000)
         self.costs = Costs()
-        self.planner = make_planner(options["mode"], self.costs, self.num_spec_tokens)
+        self.planner = make_planner(options["mode"], self.costs, self.num_spec_tokens, options["ahead_outcomes"])
+        self.ahead = AheadBook()
         self._groups = Groups()
         self._plan = OFF
         self._step = StepShape(0, False)
@@ -99,6 +101,12 @@ class DraftingScheduler(CountingScheduler, Scheduler):
         if longest and k:
             self.costs.note_drafts(len(drafts.items), k, longest, draft_s, overlapped=len(self._groups) > 1)
 
+    def take_ahead(self, message: Ahead) -> None:
+        """Blocks of outcomes came in from a drafter."""
+        for block in message.items:
+            if block.request_id in self.requests:
+                self.ahead.take(block)
+
     def note_verification(self, counters: Counters, request_id: str, drafted: int, accepted: int) -> None:
         """One drafted verification of this step."""
         counters.verification(self._sources.pop(request_id, self.source_name), drafted, accepted)
@@ -113,6 +121,7 @@ class DraftingScheduler(CountingScheduler, Scheduler):
         """Puts what is decided and who is down into `stats`."""
         stats.drafters_down = self.book.down()
         stats.plan_k, stats.plan_groups = self._plan.k, self._plan.groups
+        stats.plan_outcomes = self._plan.outcomes
         stats.plan_changes = self.planner.changes
 
     # -- waiting -------------------------------------------------------------------------------------------------------
@@ -145,7 +154,7 @@ class DraftingScheduler(CountingScheduler, Scheduler):
             request.next_decode_eligible_step = sys.maxsize if request.request_id in held else 0
         output = super().schedule(throttle_prefills)
         # The worker ships features before the outcome is known here: it has to know now how many tokens to ask for.
-        output.draft_k = self._plan.k
+        output.draft_k = 0 if self._plan.outcomes else self._plan.k
         self._step = StepShape.of(output, {request.request_id for request in decoding})
         return output
 
@@ -166,6 +175,7 @@ class DraftingScheduler(CountingScheduler, Scheduler):
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """vLLM's method of the same name; afterwards the requests that go on expect their next drafts."""
+        lengths = {r: self.requests[r].num_tokens for r in scheduler_output.num_scheduled_tokens if r in self.requests}
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         now = time.monotonic()
         if any(request_id in self._groups.present() for request_id in scheduler_output.num_scheduled_tokens):
@@ -176,18 +186,56 @@ class DraftingScheduler(CountingScheduler, Scheduler):
                 continue
             self._groups.add(request_id)
             chosen = drafter_for(request_id, self._drafter_ids)
-            if chosen is not None and scheduler_output.draft_k:
+            if chosen is None:
+                continue
+            if scheduler_output.draft_k:
                 self.book.expect(request_id, request.num_tokens, chosen, now)
+            elif self._plan.outcomes:
+                began = lengths.get(request_id, request.num_tokens - 1)
+                self.ahead.ended(Ended(request_id, began, request.num_tokens, request.all_token_ids[-1]))
         return outputs
+
+    def settle(self, now: float) -> dict[str, list[NextItem]]:
+        """Mode `ahead`: decides the next draft of every verification that has ended; returns what to ask each drafter.
+
+        A hit is used at once.  A miss is drafted afresh, and waited for only where that pays.
+        """
+        asks: dict[str, list[NextItem]] = {}
+        hits = misses = 0
+        for ended, tokens in self.ahead.settle(self.book.vocab_size):
+            drafter_id = drafter_for(ended.request_id, self._drafter_ids)
+            if drafter_id is None or self.counters is None:
+                continue
+            counters = self.counters.drafter(drafter_id)
+            tokens = tokens[: self._plan.k]
+            if tokens:
+                hits, counters.ahead_hits = hits + 1, counters.ahead_hits + 1
+                self.book.give(Usable(ended.request_id, drafter_id, ended.base_len, tokens))
+            else:
+                misses, counters.ahead_misses = misses + 1, counters.ahead_misses + 1
+                self.book.expect(ended.request_id, ended.base_len, drafter_id, now)
+            item = NextItem(ended.request_id, ended.base_len, self._plan.k, tokens, self._plan.outcomes)
+            asks.setdefault(drafter_id, []).append(item)
+        self.costs.ahead_hit_rate = self.ahead.hit_rate
+        if hits and misses and not self._waiting_pays(hits, misses):
+            self.book.stop_waiting()
+        return asks
+
+    def _waiting_pays(self, hits: int, misses: int) -> bool:
+        k = self._plan.k
+        step_s, draft_s = self.costs.verify_s(hits + misses, k), self.costs.draft_s(misses, k)
+        return worth_waiting(hits, misses, step_s, draft_s, self.costs.acceptance.length(k))
 
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
         self.book.forget(request.request_id)
+        self.ahead.forget(request.request_id)
         self._groups.remove(request.request_id)
         request.next_decode_eligible_step = 0
         super()._preempt_request(request, *args, **kwargs)
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         self.book.forget(request.request_id)
+        self.ahead.forget(request.request_id)
         self._groups.remove(request.request_id)
         self._sources.pop(request.request_id, None)
         return super()._free_request(request, *args, **kwargs)

@@ -18,9 +18,12 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 K = 4
 GREEDY_PROMPTS, GREEDY_TOKENS = 64, 128
-SAMPLES, POSITIONS = 20_000, 4
+SAMPLES, FEWER_SAMPLES, POSITIONS = 20_000, 5_000, 4
 TIE_NATS = 1e-3
 SIGNIFICANT = 0.01
+"""For `sync`, whose draws are all fixed by the requests' seeds: the outcome is the same every time."""
+RARE = 0.001
+"""For modes in which timing decides which draft is verified, so that every run is a new draw."""
 
 
 @pytest.fixture(scope="module")
@@ -89,34 +92,61 @@ def greedy(verifier: Verifier, prompts: list[list[int]]) -> list[list[int]]:
     return [answer.tokens for answer in verifier.client.generate(prompts, params)]
 
 
-def test_greedy_tokens_are_identical_in_every_mode(directory: Path, plain: Verifier, remote: Verifier) -> None:
-    prompts = python_prompts()
-    assert len(prompts) == GREEDY_PROMPTS
-    expected = greedy(plain, prompts)
-    assert {len(tokens) for tokens in expected} == {GREEDY_TOKENS}
-    native = run(directory, "native")
+@pytest.fixture(scope="module")
+def expected(plain: Verifier) -> list[list[int]]:
+    """Greedy tokens of plain decoding."""
+    tokens = greedy(plain, python_prompts())
+    assert len(tokens) == GREEDY_PROMPTS
+    assert {len(each) for each in tokens} == {GREEDY_TOKENS}
+    return tokens
+
+
+def accepted(verifier: Verifier) -> int:
+    return sum(drafter.accepted_tokens for drafter in verifier.client.fresh_stats().drafters.values())
+
+
+def test_greedy_tokens_are_identical_in_sync(plain: Verifier, remote: Verifier, expected: list[list[int]]) -> None:
+    before = accepted(remote)
+    assert_same_greedy_tokens(plain, python_prompts(), expected, greedy(remote, python_prompts()))
+    assert accepted(remote) - before > GREEDY_PROMPTS, "it really speculated"
+
+
+@pytest.mark.parametrize("mode", ["native", "pipelined", "ahead", "auto"])
+def test_every_other_mode_is_lossless(
+    directory: Path,
+    drafter: Drafter,
+    plain: Verifier,
+    expected: list[list[int]],
+    plain_samples: list[tuple[int, ...]],
+    mode: str,
+) -> None:
+    verifier = run(directory, mode, None if mode == "native" else drafter)
     try:
-        by_mode = {"native": greedy(native, prompts), "sync": greedy(remote, prompts)}
-        accepted = {"native": native.client.fresh_stats().drafters["native"].accepted_tokens}
+        assert_same_greedy_tokens(plain, python_prompts(), expected, greedy(verifier, python_prompts()))
+        assert accepted(verifier) > 0, "it really speculated"
+        found = p_values(plain_samples, samples(verifier, seed=3_000_000, count=FEWER_SAMPLES))
     finally:
-        native.close()
-    accepted["sync"] = remote.client.fresh_stats().drafters["drafter-0"].accepted_tokens
-    assert min(accepted.values()) > GREEDY_PROMPTS, "both really speculated"
-    for tokens in by_mode.values():
-        assert_same_greedy_tokens(plain, prompts, expected, tokens)
+        verifier.close()
+    print(mode, found)
+    assert corrected(found) > RARE, found
 
 
-def samples(verifier: Verifier, seed: int) -> list[tuple[int, ...]]:
-    """`SAMPLES` independent continuations of one prompt at temperature 1, each request with a seed of its own."""
+def samples(verifier: Verifier, seed: int, count: int = SAMPLES) -> list[tuple[int, ...]]:
+    """`count` independent continuations of one prompt at temperature 1, each request with a seed of its own."""
     tokenizer = AutoTokenizer.from_pretrained(str(TARGET_DIR))
     prompt = tokenizer("import os\nimport sys\n\n\ndef main(args):\n    ").input_ids
     drawn: list[tuple[int, ...]] = []
-    for start in range(0, SAMPLES, 500):
+    for start in range(0, count, 500):
         params = [
             SamplingParams(temperature=1.0, max_tokens=POSITIONS, ignore_eos=True, seed=seed + start + i) for i in range(500)
         ]
         drawn += [tuple(answer.tokens) for answer in verifier.client.generate([prompt] * 500, params)]
     return drawn
+
+
+def corrected(p: dict[str, float]) -> float:
+    """The smallest of several p-values, as if it were the only one (Bonferroni)."""
+    return min(1.0, min(p.values()) * len(p))
 
 
 def p_values(first: list[tuple[int, ...]], second: list[tuple[int, ...]]) -> dict[str, float]:
@@ -137,7 +167,7 @@ def test_sampled_tokens_have_the_targets_distribution(plain_samples: list[tuple[
     drafted = remote.client.fresh_stats().drafters["drafter-0"].drafts - before
     print(found, f"{drafted} drafted verifications")
     assert drafted > SAMPLES
-    assert min(found.values()) > SIGNIFICANT, found
+    assert corrected(found) > SIGNIFICANT, found
 
 
 def test_the_same_test_finds_a_biased_verifier(directory: Path, drafter: Drafter, plain_samples: list[tuple[int, ...]]) -> None:
@@ -147,7 +177,7 @@ def test_the_same_test_finds_a_biased_verifier(directory: Path, drafter: Drafter
     finally:
         biased.close()
     print(found)
-    assert min(found.values()) < SIGNIFICANT / 1000, found
+    assert corrected(found) < RARE / 1000, found
 
 
 def test_the_chi_square_tail_is_the_tabulated_one() -> None:
