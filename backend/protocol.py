@@ -4,6 +4,10 @@ A verifier's worker ships one `Round` per engine step: a MessagePack header and 
 (hidden states after the EAGLE `fc`, or the raw last hidden state for EAGLE-1) of every row in it, in item order.  The drafter
 answers with one `Drafts`.  Nothing here is pickled.
 
+In the mode `ahead` rounds only extend the drafter's cache (`k = 0`).  What to draft the verifier's scheduler says with `Next`
+on its own socket; the drafter answers with `Drafts` of `seq` 0 where there is no draft yet, and with `Ahead`: drafts for the
+likely outcomes of the verification that goes on meanwhile.
+
 Positions.  A request's tokens are `x[0..n-1]`, `n = base_len`.  Feature row `p` is the target's feature of position `p` and
 is paired with the token at `p + 1`.  So a message with `rows` rows and base length `n` carries the features of the positions
 `n - 1 - rows .. n - 2`, and `start = n - 1 - rows`.  A drafter that holds more positions than `start` truncates to it; one
@@ -72,6 +76,26 @@ class Round(msgspec.Struct, frozen=True, tag="round"):
     items: list[Open | Commit | Close]
 
 
+class NextItem(msgspec.Struct, frozen=True, array_like=True):
+    """What a verifier wants next for one request, once the drafter knows it to be `base_len` tokens long."""
+
+    request_id: str
+    base_len: int
+    k: int
+    """Draft tokens wanted per outcome, and in the fresh draft."""
+    verifying: list[int]
+    """The draft the verifier is verifying right now at `base_len`; empty: it has none, draft afresh."""
+    outcomes: int
+    """How many outcomes to precompute at most; 0 = none."""
+
+
+class Next(msgspec.Struct, frozen=True, tag="next"):
+    """Mode `ahead`, once per engine step on the `drafts` socket: before or after the `Round` that brings `base_len`."""
+
+    epoch: int
+    items: list[NextItem]
+
+
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     """The drafter's answer to `Hello`."""
 
@@ -100,14 +124,43 @@ class Drafts(msgspec.Struct, frozen=True, tag="drafts"):
     items: list[Draft]
 
 
+class Outcome(msgspec.Struct, frozen=True, array_like=True):
+    """One way verification may end, and the draft for it."""
+
+    accepted: int
+    """How many tokens of `verifying` are accepted."""
+    token: int
+    """The token after them (recovered or bonus)."""
+    tokens: list[int]
+    """The draft to use at `base_len + accepted + 1`."""
+
+
+class Block(msgspec.Struct, frozen=True):
+    """Outcomes of verifying `verifying` at `base_len`, likeliest first."""
+
+    request_id: str
+    base_len: int
+    verifying: list[int]
+    outcomes: list[Outcome]
+
+
+class Ahead(msgspec.Struct, frozen=True, tag="ahead"):
+    """What was precomputed for a `Next` (or for a part of it, or for several); on the `drafts` socket."""
+
+    epoch: int
+    draft_us: int
+    """Drafter compute for these blocks, in microseconds."""
+    items: list[Block]
+
+
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
     """The peer speaks another protocol version, or sent something it may not send."""
 
     reason: str
 
 
-ToDrafter = Hello | Round
-ToVerifier = Welcome | Drafts | Refused
+ToDrafter = Hello | Round | Next
+ToVerifier = Welcome | Drafts | Ahead | Refused
 
 _encoder = msgspec.msgpack.Encoder()
 _to_drafter: msgspec.msgpack.Decoder[ToDrafter] = msgspec.msgpack.Decoder(ToDrafter)
