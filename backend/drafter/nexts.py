@@ -16,6 +16,9 @@ from backend.protocol import NextItem
 Key = tuple[str, int, str]
 """Verifier, its epoch, request."""
 
+MAX_HELD = 16384
+"""Items and unknown requests remembered at most; the oldest make room."""
+
 
 @dataclass(frozen=True)
 class Wanted:
@@ -59,6 +62,8 @@ class Nexts:
             self._arrive(wanted)
         else:
             self.dropped += 1
+        if len(self._held) > MAX_HELD:
+            self._drop([next(iter(self._held))])
 
     def reached(self, key: Key, base_len: int, now: float) -> None:
         """A round has made the request `base_len` tokens long."""
@@ -68,6 +73,8 @@ class Nexts:
     def unknown(self, key: Key, base_len: int, now: float) -> None:
         """A round was about a request that is not there: nothing can be drafted for it at this length."""
         self._strangers[key] = base_len, now
+        if len(self._strangers) > MAX_HELD:
+            del self._strangers[next(iter(self._strangers))]
         self._move(key, base_len, now, known=False)
 
     def forget(self, key: Key) -> None:

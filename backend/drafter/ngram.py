@@ -70,6 +70,7 @@ class NgramProposer:
 
     kind = "ngram"
     hidden = 0
+    batch_outcomes = 4096
 
     def __init__(self, vocab_size: int, max_position: int, shortest: int, longest: int, cache_tokens: int) -> None:
         self.vocab_size = vocab_size

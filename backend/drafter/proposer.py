@@ -61,6 +61,8 @@ class Proposer(Protocol):
     """Width of a feature row; 0: takes none."""
     vocab_size: int
     max_position: int
+    batch_outcomes: int
+    """How many outcomes to enumerate in one go at most: more keep whoever waits for a fresh draft waiting."""
 
     def open(self, key: Hashable, tokens: list[int], rows: int, now: float) -> None:
         """Starts a request (again) with all its tokens; features of the last `rows` positions are about to come."""

@@ -48,8 +48,6 @@ _Part = tuple[str, int, int | None]
 """A request, its base length, and its place among the batch's questions; None: an empty draft."""
 
 MAX_BATCH_ROUNDS = 64
-MAX_BATCH_OUTCOMES = 256
-"""Outcomes drafted for in one go, so that whoever waits for a fresh draft does not wait long."""
 HELLO_FIRST = "hello first"
 """The reason of a refusal that a greeting, and opening all requests again, will cure."""
 
@@ -253,7 +251,7 @@ class DrafterService:
 
     def _imagine(self, started: float) -> list[Reply]:
         """Enumerates outcomes of what is being verified."""
-        batch = self._nexts.take_waiting(MAX_BATCH_OUTCOMES)
+        batch = self._nexts.take_waiting(self._proposer.batch_outcomes)
         premises = [Premise(w.key, w.item.base_len, w.item.k, w.item.verifying, w.item.outcomes) for w in batch]
         found = self._proposer.imagine(premises)
         spent_s = self._clock() - started

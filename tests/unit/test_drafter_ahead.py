@@ -257,6 +257,23 @@ def test_wishes_nobody_comes_for_are_forgotten(service: DrafterService, clock: C
     assert verifier.round(opening()) == []
 
 
+def test_outcomes_are_enumerated_in_bounded_batches(service: DrafterService, proposer: EagleProposer) -> None:
+    verifier = Verifier(service)
+    verifier.round(*(opening(name, [7, 8, index]) for index, name in enumerate("abcd")))
+    proposer.batch_outcomes = 16
+    verifier.receive_next(*(NextItem(name, 3, 2, [1], 8) for name in "abcd"))
+    assert [[b.request_id for b in blocks_of([m])] for m in verifier.work()] == [["a", "b"], ["c", "d"]]
+
+
+def test_wishes_for_strangers_do_not_pile_up(monkeypatch: pytest.MonkeyPatch, service: DrafterService) -> None:
+    monkeypatch.setattr("backend.drafter.nexts.MAX_HELD", 3)
+    verifier = Verifier(service)
+    verifier.receive_next(*(NextItem(name, 6, 2, [], 0) for name in "abcde"))
+    assert dropped(service) == 2
+    messages = verifier.round(*(opening(name) for name in "abcde"))
+    assert [d.request_id for d in drafts_of(messages)] == ["c", "d", "e"]
+
+
 def test_a_new_epoch_ends_all_wishes(service: DrafterService) -> None:
     old = Verifier(service)
     old.round(opening())
