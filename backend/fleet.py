@@ -97,6 +97,8 @@ class DrafterStats(msgspec.Struct):
     evictions: int = 0
     rejected: int = 0
     """Messages refused: undecodable, wrong version, wrong width."""
+    ahead_dropped: int = 0
+    """Items of `Next` given up because the request moved on or a newer one came."""
     verifiers: list[str] = msgspec.field(default_factory=list)
 
 

@@ -13,9 +13,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from backend.drafter.extents import Extents
 from backend.drafter.tokens import common_prefix, splice
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 BLOCK = 16
 
@@ -36,8 +40,8 @@ class Sequence:
     """Rows of its stretch; 0: it has none."""
     chain: list[int] = field(default_factory=list)
     """Hashes of the leading token blocks under which others may find it."""
-    answer: tuple[int, list[int]] | None = None
-    """The last drafts with the base length they were for."""
+    tip: tuple[int, Tensor] | None = None
+    """The base length of its last round, and the head's output `[1, hidden]` for the last row of it: drafting starts here."""
 
     @property
     def unbroken(self) -> int:
@@ -137,6 +141,19 @@ class RowCache:
                 self._drop_rows(sequence)
         return True
 
+    def spare(self, sequence: Sequence, rows: int) -> bool:
+        """Room for `rows` rows behind its last that nobody will commit: at the cost of closed sequences, or not at all."""
+        while (wanted := sequence.length + rows) > sequence.room:
+            taken = self._extents.take(wanted)
+            if taken is not None:
+                self._relocate(sequence, *taken)
+            elif wanted > self._extents.largest or not self._closed:
+                return False
+            else:
+                self.evictions += 1
+                self._forget(next(iter(self._closed)))
+        return True
+
     def append(self, sequence: Sequence, position: int, rows: int) -> int:
         """Counts `rows` rows from `position` on as committed; returns the first one's place in the cache.
 
@@ -166,6 +183,7 @@ class RowCache:
         if sequence is None:
             return
         sequence.is_open = False
+        sequence.tip = None
         self._open_rows -= sequence.room
         if sequence.chain:
             self._closed[sequence] = None

@@ -6,17 +6,21 @@ Drafter thread.  Both halves are batched over the sequences of a round, whicheve
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from backend.drafter import cache
 from backend.drafter.checkpoint import HeadWeights
 from backend.drafter.head import Head, Rows, last_rows
-from backend.drafter.proposer import MAX_DRAFT, Ask, Usage
+from backend.drafter.outcomes import Imagination, Shape, steps_behind, tips
+from backend.drafter.proposer import MAX_DRAFT, Ask, Premise, Usage
+from backend.protocol import Outcome
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+CPU_BATCH_OUTCOMES = 64
+"""From here on a core's matrix products gain little from more rows."""
+GPU_BATCH_OUTCOMES = 2048
 
 
 def choose_dtype(asked: str, stored: str, device: torch.device) -> torch.dtype:
@@ -43,6 +47,7 @@ class EagleProposer:
         self.vocab_size = config.vocab_size
         self.max_position = weights.max_position
         where = torch.device(device)
+        self.batch_outcomes = CPU_BATCH_OUTCOMES if where.type == "cpu" else GPU_BATCH_OUTCOMES
         self._cache = cache.RowCache(cache_tokens, self._move)
         with torch.inference_mode():
             self._head = Head(
@@ -54,6 +59,7 @@ class EagleProposer:
                 self.max_position + MAX_DRAFT,
                 gather,
             )
+        self._imagination = Imagination(self._head, self.max_position)
 
     def _move(self, source: int, target: int, rows: int) -> None:
         self._head.move(source, target, rows)
@@ -70,12 +76,17 @@ class EagleProposer:
         # A request that is computed anew after a preemption repeats itself, and that takes nothing back.
         if rows or tokens or base_len > len(sequence.tokens):
             self._cache.extend_tokens(sequence, base_len, tokens)
-            sequence.answer = None if tokens else sequence.answer
+            sequence.tip = None if tokens else sequence.tip
         return True
 
     def close(self, key: Hashable) -> None:
         """Ends a sequence; its rows stay for reuse."""
         self._cache.close(key)
+
+    def length(self, key: Hashable) -> int | None:
+        """Tokens a sequence is known to have."""
+        sequence = self._cache.peek(key)
+        return None if sequence is None else len(sequence.tokens)
 
     def requests(self) -> list[Hashable]:
         """Open requests."""
@@ -96,93 +107,102 @@ class EagleProposer:
         """Extends all sequences in one pass, then decodes those that want drafts, together."""
         limits = [max(min(ask.k, MAX_DRAFT, self.max_position - ask.base_len), 0) for ask in batch]
         depth = max(limits, default=0)
-        extended = self._extend_cache(batch, max(depth - 1, 0))
+        extended, drafting = self._reserve(batch, limits, max(depth - 1, 0))
+        if extended:
+            self._extend(batch, extended)
         drafts: list[list[int]] = [[] for _ in batch]
-        silent = [i for i in extended if not limits[i]]
-        drafting = [i for i in extended if limits[i]]
-        if silent:
-            rows, features = self._rows(batch, silent, extended)
-            self._head.forward(rows, features, None if len(self._head.layers) == 1 else self._last(rows), wanted=False)
         if drafting:
-            rows, features = self._rows(batch, drafting, extended)
-            for i, tokens in zip(drafting, self._decode(rows, features, depth), strict=True):
+            for i, tokens in zip(drafting, self._decode(list(drafting.values()), depth), strict=True):
                 drafts[i] = tokens[: limits[i]]
-        self._remember(batch, extended, drafts)
         return drafts
 
-    def _extend_cache(self, batch: Sequence[Ask], scratch: int) -> dict[int, cache.Sequence]:
-        """Commits each ask's rows to the cache's books; those that found room, by their index in the batch."""
+    @torch.inference_mode()
+    def imagine(self, batch: Sequence[Premise]) -> list[list[Outcome]]:
+        """Drafts for likely ends of verifications; the rows it computes lie where the next true ones will be written."""
+        likely = Shape.of(batch)
+        chosen: dict[int, cache.Sequence] = {}
+        for i, premise in enumerate(batch):
+            sequence = self._cache.peek(premise.key)
+            if sequence is None or not _is_at(sequence, premise.base_len):
+                continue
+            wanted = premise.verifying and premise.outcomes > 0 and premise.k > 0
+            if wanted and self._cache.spare(sequence, likely.scratch):
+                chosen[i] = sequence
+        found: list[list[Outcome]] = [[] for _ in batch]
+        if chosen:
+            premises = [batch[i] for i in chosen]
+            answers = self._imagination.outcomes(premises, list(chosen.values()), likely)
+            for i, outcomes in zip(chosen, answers, strict=True):
+                found[i] = outcomes
+        return found
+
+    def _reserve(
+        self, batch: Sequence[Ask], limits: list[int], scratch: int
+    ) -> tuple[dict[int, cache.Sequence], dict[int, cache.Sequence]]:
+        """Commits each ask's rows to the cache's books; those that found room, by their index: to extend, to draft."""
         sequences = [self._cache.peek(ask.key) for ask in batch]
         pinned = {sequence for sequence in sequences if sequence is not None}
         extended: dict[int, cache.Sequence] = {}
+        drafting: dict[int, cache.Sequence] = {}
         for i, (ask, sequence) in enumerate(zip(batch, sequences, strict=True)):
-            if sequence is None or not ask.rows:
+            if sequence is None:
                 continue
             start = ask.base_len - 1 - ask.rows
-            self._cache.truncate(sequence, start)
-            if self._cache.reserve(sequence, ask.rows + scratch, pinned):
+            if ask.rows:
+                self._cache.truncate(sequence, start)
+            elif not limits[i] or not _is_at(sequence, ask.base_len):
+                continue
+            if not self._cache.reserve(sequence, ask.rows + scratch, pinned):
+                continue
+            if ask.rows:
                 self._cache.append(sequence, start, ask.rows)
                 extended[i] = sequence
-        return extended
+            if limits[i]:
+                drafting[i] = sequence
+        return extended, drafting
 
-    def _rows(self, batch: Sequence[Ask], chosen: list[int], extended: dict[int, cache.Sequence]) -> tuple[Rows, Tensor]:
-        """The forward pass that computes the new rows of `chosen`, and their features `[rows, hidden]`."""
+    def _extend(self, batch: Sequence[Ask], extended: dict[int, cache.Sequence]) -> None:
+        """Computes the new rows in one pass, and publishes them."""
         ids: list[int] = []
         positions: list[int] = []
         places: list[int] = []
         features = []
-        for i in chosen:
-            ask, sequence = batch[i], extended[i]
+        for i, sequence in extended.items():
+            ask = batch[i]
             place = sequence.start + sequence.length - ask.rows
             ids += sequence.tokens[ask.base_len - ask.rows : ask.base_len]
             positions += range(ask.base_len - 1 - ask.rows, ask.base_len - 1)
             places += range(place, place + ask.rows)
             assert ask.features is not None
             features.append(ask.features)
+        head, held = self._head, extended.values()
         joined = features[0] if len(features) == 1 else torch.cat(features)
-        packed = torch.tensor([ids, positions, places], device=self._head.device)
-        held = [extended[i] for i in chosen]
-        starts, lengths = [s.start for s in held], [s.length for s in held]
-        rows = Rows(packed[0], packed[1], packed[2], starts, lengths, [batch[i].rows for i in chosen])
-        return rows, joined.to(device=self._head.device, dtype=self._head.dtype)
+        packed = torch.tensor([ids, positions, places], device=head.device)
+        counts = [batch[i].rows for i in extended]
+        rows = Rows(packed[0], packed[1], packed[2], [s.start for s in held], [s.length for s in held], counts)
+        keep = None if len(ids) == len(counts) else torch.tensor(last_rows(counts), device=head.device)
+        output = head.forward(rows, joined.to(device=head.device, dtype=head.dtype), keep)
+        for row, (i, sequence) in enumerate(extended.items()):
+            sequence.tip = batch[i].base_len, output[row : row + 1]
+            self._cache.publish(sequence)
 
-    def _decode(self, rows: Rows, features: Tensor, depth: int) -> list[list[int]]:
-        """Computes the new rows and `depth` greedy tokens per sequence: `[sequences][depth]`."""
+    def _decode(self, sequences: list[cache.Sequence], depth: int) -> list[list[int]]:
+        """`depth` greedy tokens per sequence from their tips: `[sequences][depth]`."""
         head = self._head
-        single = all(count == 1 for count in rows.counts)
-        keep = None if single else self._last(rows)
-        output = head.forward(rows, features, keep)
-        assert output is not None
-        ids, feature = head.pick(output)
+        ids, feature = head.pick(tips(sequences))
         chosen = [ids]
-        if depth > 1 and keep is not None:
-            rows = replace(rows, positions=rows.positions[keep], places=rows.places[keep], counts=[1] * len(rows.counts))
-        for _ in range(depth - 1):
-            rows = replace(
-                rows,
-                ids=ids,
-                positions=rows.positions + 1,
-                places=rows.places + 1,
-                lengths=[length + 1 for length in rows.lengths],
+        starts, ones = [s.start for s in sequences], [1] * len(sequences)
+        positions, places = steps_behind(sequences, depth - 1, head.device)
+        for step in range(depth - 1):
+            lengths = [s.length + 1 + step for s in sequences]
+            ids, feature = head.pick(
+                head.forward(Rows(ids, positions[step], places[step], starts, lengths, ones), feature, None)
             )
-            output = head.forward(rows, feature, None)
-            assert output is not None
-            ids, feature = head.pick(output)
             chosen.append(ids)
         drafts: list[list[int]] = torch.stack(chosen, dim=1).tolist()
         return drafts
 
-    def _remember(self, batch: Sequence[Ask], extended: dict[int, cache.Sequence], drafts: list[list[int]]) -> None:
-        """Publishes new rows, keeps each answer, and repeats it to whoever asks again without news."""
-        for i, ask in enumerate(batch):
-            if i in extended:
-                sequence = extended[i]
-                self._cache.publish(sequence)
-                sequence.answer = (ask.base_len, drafts[i]) if drafts[i] else None
-            elif not ask.rows and ask.k:
-                known = self._cache.peek(ask.key)
-                if known is not None and known.answer is not None and known.answer[0] == ask.base_len:
-                    drafts[i] = known.answer[1][: ask.k]
 
-    def _last(self, rows: Rows) -> Tensor:
-        return torch.tensor(last_rows(rows.counts), device=self._head.device)
+def _is_at(sequence: cache.Sequence, base_len: int) -> bool:
+    """Whether drafting can start at `base_len`: nothing came since the round that ended there."""
+    return sequence.tip is not None and sequence.tip[0] == base_len == len(sequence.tokens)

@@ -31,6 +31,8 @@ class Rows:
 
     `ids`, `positions`, `places` are `[rows]` int64: the token at position + 1, the feature's position, the row of the cache.
     `starts`, `lengths`: each sequence's first row in the cache and its rows there, these included; `counts`: these alone.
+    `masks`, where a sequence's rows are branches that share what lies before them: per sequence what each of its rows may
+    attend to, `[counts * group, at least lengths]`, 0 or minus infinity; None: every row sees those before it.
     """
 
     ids: Tensor
@@ -39,6 +41,7 @@ class Rows:
     starts: list[int]
     lengths: list[int]
     counts: list[int]
+    masks: list[Tensor] | None = None
 
 
 @dataclass
@@ -103,11 +106,11 @@ class Head:
         with torch.inference_mode():
             self.cache[:, target : target + rows].copy_(self.cache[:, source : source + rows])
 
-    def forward(self, rows: Rows, features: Tensor, keep: Tensor | None, wanted: bool = True) -> Tensor | None:
+    def forward(self, rows: Rows, features: Tensor, keep: Tensor | None) -> Tensor:
         """Writes the cache rows; returns `[kept, hidden]`, the outputs before the final norm.
 
         `features` is `[rows, hidden]`.  `keep`: indices of the rows whose outputs are wanted, in the sequences' order, one
-        per sequence of `rows`; None: all of them, each being its sequence's only row.  Not `wanted`: none, result None.
+        per sequence of `rows`; None: all of them, each being its sequence's only row or one of its branches.
         """
         part = self._embed(rows.ids)
         rotations = self.rotations.index_select(0, rows.positions)
@@ -119,12 +122,12 @@ class Head:
             residual, qkv = self._project(index, layer, hidden, part)
             self._rotate(layer, qkv, rotations)
             self._flat[index].index_copy_(0, rows.places, qkv[:, self.query_width :])
-            if index == last and not wanted:
-                return None
             queries = qkv[:, : self.query_width]
             if index == last and keep is not None:
                 queries, residual = queries.index_select(0, keep), residual.index_select(0, keep)
-            if index == last or keep is None:
+            if rows.masks is not None:
+                attended = self._attend_branches(index, queries, rows, rows.masks)
+            elif index == last or keep is None:
                 attended = self._attend_last(index, queries, rows)
             else:
                 attended = self._attend_all(index, queries, rows)
@@ -133,11 +136,24 @@ class Head:
 
     def pick(self, output: Tensor) -> tuple[Tensor, Tensor]:
         """Greedy choice from outputs `[n, hidden]`: target ids `[n]`, and the features `[n, hidden]` of the next step."""
-        normed = output if self.norm is None else self._rms(output, self.norm)
-        ids = (normed @ self.lm_head).argmax(-1)
-        if self.draft_to_target is not None:
-            ids = self.draft_to_target.index_select(0, ids)
+        normed = self._normed(output)
+        ids = self.target_ids((normed @ self.lm_head).argmax(-1))
         return ids, normed if self.config.norm_output else output
+
+    def feature(self, output: Tensor) -> Tensor:
+        """The features `[n, hidden]` of the next step alone."""
+        return self._normed(output) if self.config.norm_output else output
+
+    def logits(self, output: Tensor) -> Tensor:
+        """`[n, draft vocabulary]`, float32."""
+        return (self._normed(output) @ self.lm_head).float()
+
+    def target_ids(self, ids: Tensor) -> Tensor:
+        """The target's token ids for the draft vocabulary's, of any shape."""
+        return ids if self.draft_to_target is None else self.draft_to_target[ids]
+
+    def _normed(self, output: Tensor) -> Tensor:
+        return output if self.norm is None else self._rms(output, self.norm)
 
     def _embed(self, ids: Tensor) -> Tensor:
         part = self.table.index_select(0, ids)
@@ -172,6 +188,26 @@ class Head:
             for i, (start, length) in enumerate(zip(rows.starts, rows.lengths, strict=True))
         ]
         return (attended[0] if len(attended) == 1 else torch.cat(attended)).reshape(-1, self.query_width)
+
+    def _attend_branches(self, index: int, queries: Tensor, rows: Rows, masks: list[Tensor]) -> Tensor:
+        """Rows of one sequence see what their mask lets them: `[rows, query_width]` twice.
+
+        Branches are laid out as further queries of one call, so the rows they share are read once, in place.
+        """
+        attended = []
+        at = 0
+        for start, length, count, mask in zip(rows.starts, rows.lengths, rows.counts, masks, strict=True):
+            piece = queries[at : at + count].view(count, self.kv_heads, self.group, self.head_dim)
+            result = functional.scaled_dot_product_attention(
+                piece.transpose(0, 1).reshape(1, self.kv_heads, -1, self.head_dim),
+                self._keys[index].narrow(2, start, length),
+                self._values[index].narrow(2, start, length),
+                mask[:, :length],
+            )
+            unfolded = result.view(self.kv_heads, count, -1).transpose(0, 1)
+            attended.append(unfolded.reshape(count, self.query_width))
+            at += count
+        return attended[0] if len(attended) == 1 else torch.cat(attended)
 
     def _attend_padded(self, index: int, queries: Tensor, rows: Rows) -> Tensor:
         """The same in one call over `[sequences, longest]` gathered rows; `queries` `[sequences, kv_heads, group, dim]`."""

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from backend.protocol import Close, Commit, Open, Round
+from backend.drafter.proposer import MAX_DRAFT
+from backend.protocol import Close, Commit, Next, Open, Round
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -61,6 +62,19 @@ def features_of(message: Round, frames: Sequence[bytes], limits: Limits) -> Tens
     if not math.isfinite(float(features.sum(dtype=torch.float32))):
         raise Malformed("features are not finite")
     return features
+
+
+def check_next(message: Next, limits: Limits) -> None:
+    """Checks a `Next`.  Raises `Malformed`."""
+    if len({item.request_id for item in message.items}) != len(message.items):
+        raise Malformed("a request twice in one message")
+    for item in message.items:
+        if item.base_len < 1 or item.k < 0 or item.outcomes < 0:
+            raise Malformed("base_len, k or outcomes out of range")
+        if len(item.verifying) > MAX_DRAFT:
+            raise Malformed("a draft longer than any can be")
+        if any(not 0 <= token < limits.vocab_size for token in item.verifying):
+            raise Malformed("a token outside the vocabulary")
 
 
 def _check_item(item: Open | Commit, limits: Limits) -> None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 
-from backend.drafter.proposer import MAX_DRAFT, Ask, Usage
+from backend.drafter.proposer import MAX_DRAFT, Ask, Premise, Usage
 from backend.drafter.tokens import UNKNOWN, splice
+from backend.protocol import Outcome
 
 
 class Lookup:
@@ -31,23 +32,27 @@ class Lookup:
 
     def draft(self, k: int) -> list[int]:
         """At most `k` tokens."""
+        return self.draft_after([], k)
+
+    def draft_after(self, assumed: list[int], k: int) -> list[int]:
+        """At most `k` tokens, were `assumed` appended.  What these tokens end is looked up, not what they begin."""
         self._index()
-        tokens, count = self.tokens, len(self.tokens)
+        ending = self.tokens[-self._sizes[-1] :] + assumed
         for size in reversed(self._sizes):
-            follows = self._after.get(tuple(tokens[count - size :])) if count > size else None
+            follows = self._after.get(tuple(ending[-size:])) if len(ending) >= size else None
             if follows is not None:
-                return self._continue(follows, k)
+                return self._continue(follows, k, assumed)
         return []
 
-    def _continue(self, follows: int, k: int) -> list[int]:
-        drafted: list[int] = []
+    def _continue(self, follows: int, k: int, assumed: list[int]) -> list[int]:
+        drafted = list(assumed)
         count = len(self.tokens)
         for at in range(follows, follows + k):
             token = self.tokens[at] if at < count else drafted[at - count]
             if token == UNKNOWN:
                 break
             drafted.append(token)
-        return drafted
+        return drafted[len(assumed) :]
 
     def _index(self) -> None:
         tokens = self.tokens
@@ -65,6 +70,7 @@ class NgramProposer:
 
     kind = "ngram"
     hidden = 0
+    batch_outcomes = 4096
 
     def __init__(self, vocab_size: int, max_position: int, shortest: int, longest: int, cache_tokens: int) -> None:
         self.vocab_size = vocab_size
@@ -113,6 +119,15 @@ class NgramProposer:
             drafts.append(lookup.draft(k) if lookup is not None and usable else [])
         return drafts
 
+    def imagine(self, batch: Sequence[Premise]) -> list[list[Outcome]]:
+        """The one outcome that a look-up speaks of: all is accepted, and the text goes on as it did before."""
+        return [self._all_accepted(premise) for premise in batch]
+
+    def length(self, key: Hashable) -> int | None:
+        """Tokens a request is known to have."""
+        lookup = self._lookups.get(key)
+        return None if lookup is None else len(lookup.tokens)
+
     def requests(self) -> list[Hashable]:
         """Open requests."""
         return list(self._lookups)
@@ -125,6 +140,14 @@ class NgramProposer:
     def usage(self) -> Usage:
         """Counters and load."""
         return Usage(len(self._lookups), min(self._held / self._capacity, 1.0), 0, self._evictions)
+
+    def _all_accepted(self, premise: Premise) -> list[Outcome]:
+        lookup, accepted = self._lookups.get(premise.key), len(premise.verifying)
+        if lookup is None or len(lookup.tokens) != premise.base_len or not accepted or not premise.outcomes:
+            return []
+        k = min(premise.k, MAX_DRAFT, self.max_position - premise.base_len - accepted - 1)
+        follows = lookup.draft_after(premise.verifying, k + 1) if k > 0 else []
+        return [Outcome(accepted, follows[0], follows[1:])] if follows else []
 
     def _make_room(self, keep: Hashable) -> None:
         while self._held > self._capacity and len(self._lookups) > 1:

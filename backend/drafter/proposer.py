@@ -9,8 +9,12 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from backend.protocol import Outcome
+
 MAX_DRAFT = 64
 """No draft is longer, whatever was asked for."""
+MAX_OUTCOMES = 64
+"""No more outcomes are enumerated for a request, whatever was asked for."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,17 @@ class Ask:
     rows: int
     k: int
     features: Tensor | None
+
+
+@dataclass(frozen=True)
+class Premise:
+    """One request's share of an enumeration: `verifying` is being verified at `base_len`, draft for how that may end."""
+
+    key: Hashable
+    base_len: int
+    k: int
+    verifying: list[int]
+    outcomes: int
 
 
 @dataclass(frozen=True)
@@ -46,6 +61,8 @@ class Proposer(Protocol):
     """Width of a feature row; 0: takes none."""
     vocab_size: int
     max_position: int
+    batch_outcomes: int
+    """How many outcomes to enumerate in one go at most: more keep whoever waits for a fresh draft waiting."""
 
     def open(self, key: Hashable, tokens: list[int], rows: int, now: float) -> None:
         """Starts a request (again) with all its tokens; features of the last `rows` positions are about to come."""
@@ -57,7 +74,16 @@ class Proposer(Protocol):
         """The request is over."""
 
     def draft(self, batch: Sequence[Ask]) -> list[list[int]]:
-        """Up to `k` tokens for each of the batch's (distinct, open) requests, in order."""
+        """Up to `k` tokens for each of the batch's (distinct, open) requests, in order.
+
+        An ask without rows is answered from what the last one left, if the request is still as long as it was then.
+        """
+
+    def imagine(self, batch: Sequence[Premise]) -> list[list[Outcome]]:
+        """At most `outcomes` outcomes with drafts of up to `k` tokens per (distinct) request, in order; changes nothing."""
+
+    def length(self, key: Hashable) -> int | None:
+        """Tokens an open request is known to have."""
 
     def requests(self) -> list[Hashable]:
         """Open requests."""

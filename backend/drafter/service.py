@@ -1,31 +1,37 @@
 """The drafter's side of the protocol, without sockets: messages in, messages out.  Drafter thread.
 
 `receive` takes one message and answers greetings and nonsense at once; rounds queue up.  `work` takes as many waiting rounds,
-of whatever verifiers, as can share a batch, has the proposer extend and draft, and answers each round.
+of whatever verifiers, as can share a batch, has the proposer extend and draft, and answers each round.  Fresh drafts that a
+`Next` asks for are part of such a batch; outcomes are enumerated only when neither rounds nor fresh drafts wait (`nexts.py`).
 
-A verifier has two sockets: `features`, which sends rounds, and `drafts`, which gets the answers.  Both greet with the same
-verifier and epoch; a round's own epoch is only echoed.  Refusals of rounds go to `drafts` too, where somebody listens.
+A verifier has two sockets: `features`, which sends rounds, and `drafts`, which sends `Next` and gets all answers.  Both greet
+with the same verifier and epoch; a message's own epoch is only echoed.  Refusals of rounds go to `drafts` too, where somebody
+listens.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import msgspec
 from torch import Tensor
 
-from backend.drafter.intake import Limits, Malformed, features_of
-from backend.drafter.proposer import Ask, Proposer
+from backend.drafter.intake import Limits, Malformed, check_next, features_of
+from backend.drafter.nexts import Key, Nexts, Wanted
+from backend.drafter.proposer import Ask, Premise, Proposer
 from backend.fleet import DrafterStats
 from backend.protocol import (
     PROTOCOL_VERSION,
+    Ahead,
+    Block,
     Close,
     Draft,
     Drafts,
     Hello,
+    Next,
     Open,
     Refused,
     Role,
@@ -37,8 +43,6 @@ from backend.protocol import (
 
 Reply = tuple[bytes, bytes]
 """The peer's identity and the message for it."""
-Key = tuple[str, int, str]
-"""Verifier, its epoch, request."""
 
 _Part = tuple[str, int, int | None]
 """A request, its base length, and its place among the batch's questions; None: an empty draft."""
@@ -86,22 +90,23 @@ class DrafterService:
         self._sessions: dict[str, _Session] = {}
         self._peers: dict[bytes, tuple[_Session, Role]] = {}
         self._waiting: deque[_Waiting] = deque()
+        self._nexts = Nexts()
         self._counters = DrafterStats(drafter_id, 0.0)
 
     @property
     def has_work(self) -> bool:
-        """Whether rounds wait."""
-        return bool(self._waiting)
+        """Whether there is anything for `work` to do."""
+        return bool(self._waiting) or self._nexts.is_due
 
     def handle(self, identity: bytes, frames: Sequence[bytes]) -> list[Reply]:
         """One message, and all that is to be done about it."""
         replies = self.receive(identity, frames)
-        while self._waiting:
+        while self.has_work:
             replies += self.work()
         return replies
 
     def receive(self, identity: bytes, frames: Sequence[bytes]) -> list[Reply]:
-        """Takes one message; a round waits for `work`."""
+        """Takes one message; what it asks for waits for `work`."""
         now = self._clock()
         try:
             if not frames:
@@ -109,8 +114,12 @@ class DrafterService:
             message = decode_to_drafter(frames[0])
             if isinstance(message, Hello):
                 return [self._greet(identity, message, now)]
-            session = self._session_of(identity)
+            session = self._session_of(identity, message)
             session.last_heard = now
+            if isinstance(message, Next):
+                check_next(message, self._limits)
+                self._take_next(session, message, now)
+                return []
             features = features_of(message, frames[1:], self._limits)
         except (msgspec.MsgspecError, RecursionError):
             return self._refuse(identity, "not a message of this protocol")
@@ -120,29 +129,24 @@ class DrafterService:
         return []
 
     def work(self) -> list[Reply]:
-        """One batch: the rounds that waited longest, up to the first that needs another's outcome."""
+        """One batch: rounds and fresh drafts if any wait, else outcomes."""
         started = self._clock()
-        rounds: list[_Waiting] = []
         asks: list[Ask] = []
-        answers: list[list[_Part]] = []
-        asked: set[Key] = set()
-        while self._waiting and len(rounds) < MAX_BATCH_ROUNDS:
-            waiting = self._waiting[0]
-            keys = {waiting.key(item.request_id) for item in waiting.message.items}
-            if keys & asked:
-                break
-            self._waiting.popleft()
-            rounds.append(waiting)
-            answers.append(self._apply(waiting, asks, started))
-            asked |= keys
+        rounds, answers = self._take_rounds(asks, started)
+        fresh = self._join_fresh(asks)
+        if not rounds and not fresh:
+            return self._imagine(started)
         drafts = self._proposer.draft(asks) if asks else []
         finished = self._clock()
         self._count(rounds, asks, drafts, finished - started)
-        return self._answer(rounds, answers, drafts, started, finished)
+        replies = self._answer_fresh(fresh, drafts, started, finished)
+        return replies + self._answer(rounds, answers, drafts, started, finished)
 
     def sweep(self) -> None:
         """Forgets requests unheard of for the configured time."""
-        self._proposer.close_idle(self._clock() - self._idle_ttl_s)
+        before = self._clock() - self._idle_ttl_s
+        self._proposer.close_idle(before)
+        self._nexts.expire(before)
 
     def stats(self, started_at: float) -> DrafterStats:
         """A copy of the counters, with the present load; `started_at` is the process's, Unix seconds."""
@@ -155,6 +159,7 @@ class DrafterService:
             cache_usage=usage.cache_usage,
             prefix_rows_reused=usage.prefix_rows_reused,
             evictions=usage.evictions,
+            ahead_dropped=self._nexts.dropped,
             verifiers=sorted(s.verifier_id for s in self._sessions.values() if s.last_heard >= heard_after),
         )
 
@@ -181,16 +186,19 @@ class DrafterService:
         for identity in [i for i, (owner, _) in self._peers.items() if owner is session]:
             del self._peers[identity]
         self._waiting = deque(w for w in self._waiting if w.session is not session)
+        self._nexts.end(session.verifier_id, session.epoch)
         for key in self._proposer.requests():
             if isinstance(key, tuple) and key[:2] == (session.verifier_id, session.epoch):
                 self._proposer.close(key)
 
-    def _session_of(self, identity: bytes) -> _Session:
+    def _session_of(self, identity: bytes, message: Round | Next) -> _Session:
         session, role = self._peers.get(identity, (None, "drafts"))
         if session is None:
             raise Malformed(HELLO_FIRST)
-        if role != "features":
+        if isinstance(message, Round) and role != "features":
             raise Malformed("rounds come from the features socket")
+        if isinstance(message, Next) and role != "drafts":
+            raise Malformed("wishes come from the drafts socket")
         return session
 
     def _refuse(self, identity: bytes, reason: str) -> list[Reply]:
@@ -198,6 +206,71 @@ class DrafterService:
         session, role = self._peers.get(identity, (None, "drafts"))
         listener = session.drafts if session is not None and role == "features" else None
         return [(listener or identity, encode(Refused(reason)))]
+
+    def _take_next(self, session: _Session, message: Next, now: float) -> None:
+        for item in message.items:
+            key = session.verifier_id, session.epoch, item.request_id
+            if item.base_len > self._proposer.max_position:
+                self._nexts.unknown(key, item.base_len, now)
+                self._nexts.want(Wanted(key, message.epoch, item, now), None)
+            else:
+                self._nexts.want(Wanted(key, message.epoch, item, now), self._proposer.length(key))
+
+    def _take_rounds(self, asks: list[Ask], now: float) -> tuple[list[_Waiting], list[list[_Part]]]:
+        """The rounds that waited longest, up to the first that needs another's outcome, and what to answer to each."""
+        rounds: list[_Waiting] = []
+        answers: list[list[_Part]] = []
+        asked: set[Key] = set()
+        while self._waiting and len(rounds) < MAX_BATCH_ROUNDS:
+            waiting = self._waiting[0]
+            keys = {waiting.key(item.request_id) for item in waiting.message.items}
+            if keys & asked:
+                break
+            self._waiting.popleft()
+            rounds.append(waiting)
+            answers.append(self._apply(waiting, asks, now))
+            asked |= keys
+        return rounds, answers
+
+    def _join_fresh(self, asks: list[Ask]) -> list[tuple[Wanted, int | None]]:
+        """Adds fresh drafts that are owed to a batch's questions; returns them with their places among these."""
+        places = {ask.key: index for index, ask in enumerate(asks)}
+        fresh: list[tuple[Wanted, int | None]] = []
+        for wanted in self._nexts.take_fresh():
+            item, place = wanted.item, places.get(wanted.key)
+            if place is not None and asks[place].base_len == item.base_len:
+                # The round that brought the request here is in the same batch.
+                asks[place] = replace(asks[place], k=max(asks[place].k, item.k))
+            elif place is not None:
+                place = None
+            elif self._proposer.length(wanted.key) == item.base_len:
+                place = len(asks)
+                asks.append(Ask(wanted.key, item.base_len, 0, item.k, None))
+            fresh.append((wanted, place))
+        return fresh
+
+    def _imagine(self, started: float) -> list[Reply]:
+        """Enumerates outcomes of what is being verified."""
+        batch = self._nexts.take_waiting(self._proposer.batch_outcomes)
+        premises = [Premise(w.key, w.item.base_len, w.item.k, w.item.verifying, w.item.outcomes) for w in batch]
+        found = self._proposer.imagine(premises)
+        spent_s = self._clock() - started
+        self._counters.busy_s += spent_s
+        blocks = [Block(w.item.request_id, w.item.base_len, w.item.verifying, o) for w, o in zip(batch, found, strict=True)]
+        replies: list[Reply] = []
+        for listener, epoch, places in self._by_peer(batch):
+            message = Ahead(epoch, round(spent_s * 1e6), [blocks[place] for place in places])
+            replies.append((listener, encode(message)))
+        return replies
+
+    def _by_peer(self, wishes: Sequence[Wanted]) -> Iterable[tuple[bytes, int, list[int]]]:
+        """Who waits for these: a drafts socket, the epoch to echo, and which of `wishes` are its."""
+        groups: dict[tuple[bytes, int], list[int]] = {}
+        for place, wanted in enumerate(wishes):
+            session = self._sessions.get(wanted.key[0])
+            if session is not None and session.drafts is not None:
+                groups.setdefault((session.drafts, wanted.epoch), []).append(place)
+        return [(listener, epoch, places) for (listener, epoch), places in groups.items()]
 
     def _apply(self, waiting: _Waiting, asks: list[Ask], now: float) -> list[_Part]:
         """Takes a round's news and adds its questions to `asks`; returns what to answer."""
@@ -207,6 +280,7 @@ class DrafterService:
             key = waiting.key(item.request_id)
             if isinstance(item, Close):
                 proposer.close(key)
+                self._nexts.forget(key)
                 continue
             features = None if waiting.features is None else waiting.features[at : at + item.rows]
             at += item.rows
@@ -218,12 +292,31 @@ class DrafterService:
             else:
                 known = proposer.commit(key, item.base_len, item.tokens, item.rows, now)
             if not known:
-                answers.append((item.request_id, item.base_len, None))
+                self._nexts.unknown(key, item.base_len, now)
+                if item.k:
+                    answers.append((item.request_id, item.base_len, None))
                 continue
+            # Not always the item's own: what is computed anew after a preemption takes nothing back.
+            self._nexts.reached(key, proposer.length(key) or 0, now)
             if item.k:
                 answers.append((item.request_id, item.base_len, len(asks)))
             asks.append(Ask(key, item.base_len, item.rows, item.k, features))
         return answers
+
+    def _answer_fresh(
+        self, fresh: list[tuple[Wanted, int | None]], drafts: list[list[int]], started: float, finished: float
+    ) -> list[Reply]:
+        wishes = [wanted for wanted, _ in fresh]
+        tokens = [[] if place is None else drafts[place][: wanted.item.k] for wanted, place in fresh]
+        draft_us = round((finished - started) * 1e6)
+        replies: list[Reply] = []
+        for listener, epoch, places in self._by_peer(wishes):
+            queue_us = round(max(started - min(wishes[place].since for place in places), 0.0) * 1e6)
+            items = [Draft(wishes[p].item.request_id, wishes[p].item.base_len, tokens[p]) for p in places]
+            replies.append((listener, encode(Drafts(epoch, 0, draft_us, queue_us, items))))
+        for wanted, drafted in zip(wishes, tokens, strict=True):
+            self._nexts.drafted(wanted, drafted, finished)
+        return replies
 
     def _answer(
         self,
@@ -236,7 +329,8 @@ class DrafterService:
         replies: list[Reply] = []
         draft_us = round((finished - started) * 1e6)
         for waiting, parts in zip(rounds, answers, strict=True):
-            if waiting.session.drafts is None:
+            # Nobody waits for the answer to a round that asked for nothing.
+            if waiting.session.drafts is None or not parts:
                 continue
             items = [
                 Draft(request_id, base_len, [] if index is None else drafts[index]) for request_id, base_len, index in parts

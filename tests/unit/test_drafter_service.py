@@ -145,7 +145,7 @@ def test_two_verifiers_share_a_batch_and_nothing_else(proposer: EagleProposer) -
 def test_rounds_about_the_same_request_keep_their_order(service: DrafterService) -> None:
     verifier = Verifier(service, "v")
     expected = [verifier.round(Open("x", 3, [1, 2, 3], 2, 2), seed=1), verifier.round(Commit("x", 4, [4], 1, 2), seed=2)]
-    verifier.round(Close("x", "finished"))
+    assert service.handle(verifier.features, verifier.frames(Close("x", "finished"))) == []
     service.receive(verifier.features, verifier.frames(Open("y", 3, [1, 2, 3], 2, 2), seed=1))
     service.receive(verifier.features, verifier.frames(Commit("y", 4, [4], 1, 2), seed=2))
     replies = service.work() + service.work()

@@ -1,0 +1,145 @@
+"""What verifiers want next, until their requests are long enough for it.  Pure; drafter thread.
+
+A `Next` and the `Round` that brings its request to `base_len` travel on two sockets, so either may come first.  An item passes
+through at most three stages: *held* until the request has got there, *fresh* when a draft is owed at once, *waiting* to have
+its outcomes enumerated.  A newer item for the same request replaces it at any stage, and so does the request's moving on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from backend.drafter.proposer import MAX_OUTCOMES
+from backend.protocol import NextItem
+
+Key = tuple[str, int, str]
+"""Verifier, its epoch, request."""
+
+MAX_HELD = 16384
+"""Items and unknown requests remembered at most; the oldest make room."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """One item of a `Next`; `since`: when it came, or when its request got there if that was later, seconds."""
+
+    key: Key
+    epoch: int
+    item: NextItem
+    since: float
+
+
+class Nexts:
+    """At most one item per request."""
+
+    def __init__(self) -> None:
+        self.dropped = 0
+        """Items given up because they were replaced or outrun before anything, or all, of the answer was made."""
+        self._held: dict[Key, Wanted] = {}
+        self._fresh: dict[Key, Wanted] = {}
+        self._waiting: dict[Key, Wanted] = {}
+        self._strangers: dict[Key, tuple[int, float]] = {}
+
+    @property
+    def is_due(self) -> bool:
+        """Whether any item can be worked on."""
+        return bool(self._fresh or self._waiting)
+
+    def want(self, wanted: Wanted, length: int | None) -> None:
+        """Takes an item; `length` is the request's, None when it is unknown."""
+        key, base_len = wanted.key, wanted.item.base_len
+        self._drop([key])
+        if length is None:
+            # Its `Open` may be on the way, unless a `Commit` of it has come and found nobody.
+            if self._strangers.get(key, (0, 0.0))[0] >= base_len:
+                self._arrive(wanted, known=False)
+            else:
+                self._held[key] = wanted
+        elif length < base_len:
+            self._held[key] = wanted
+        elif length == base_len:
+            self._arrive(wanted)
+        else:
+            self.dropped += 1
+        if len(self._held) > MAX_HELD:
+            self._drop([next(iter(self._held))])
+
+    def reached(self, key: Key, base_len: int, now: float) -> None:
+        """A round has made the request `base_len` tokens long."""
+        self._strangers.pop(key, None)
+        self._move(key, base_len, now, known=True)
+
+    def unknown(self, key: Key, base_len: int, now: float) -> None:
+        """A round was about a request that is not there: nothing can be drafted for it at this length."""
+        self._strangers[key] = base_len, now
+        if len(self._strangers) > MAX_HELD:
+            del self._strangers[next(iter(self._strangers))]
+        self._move(key, base_len, now, known=False)
+
+    def forget(self, key: Key) -> None:
+        """The request is over."""
+        self._strangers.pop(key, None)
+        self._drop([key])
+
+    def end(self, verifier_id: str, epoch: int) -> None:
+        """The verifier began another epoch."""
+        for key in {*self._held, *self._fresh, *self._waiting, *self._strangers}:
+            if key[:2] == (verifier_id, epoch):
+                self.forget(key)
+
+    def expire(self, before: float) -> None:
+        """Gives up what nobody came for since `before`."""
+        self._drop([key for key, wanted in self._held.items() if wanted.since < before])
+        for key in [key for key, (_, since) in self._strangers.items() if since < before]:
+            del self._strangers[key]
+
+    def take_fresh(self) -> list[Wanted]:
+        """All items to be drafted for now; their requests may be unknown."""
+        taken = list(self._fresh.values())
+        self._fresh.clear()
+        return taken
+
+    def drafted(self, wanted: Wanted, tokens: list[int], now: float) -> None:
+        """A fresh draft was sent: next come its outcomes."""
+        if tokens and wanted.item.outcomes:
+            item = NextItem(wanted.item.request_id, wanted.item.base_len, wanted.item.k, tokens, wanted.item.outcomes)
+            self._waiting[wanted.key] = replace(wanted, item=item, since=now)
+
+    def take_waiting(self, most: int) -> list[Wanted]:
+        """Items to enumerate, those that waited longest first: one, or as many as have `most` outcomes together."""
+        taken: list[Wanted] = []
+        total = 0
+        for wanted in self._waiting.values():
+            total += min(wanted.item.outcomes, MAX_OUTCOMES)
+            if taken and total > most:
+                break
+            taken.append(wanted)
+        for wanted in taken:
+            del self._waiting[wanted.key]
+        return taken
+
+    def _move(self, key: Key, base_len: int, now: float, known: bool) -> None:
+        for stage in (self._fresh, self._waiting):
+            if key in stage and (stage[key].item.base_len != base_len or not known):
+                self._drop([key])
+        held = self._held.get(key)
+        if held is not None and held.item.base_len <= base_len:
+            del self._held[key]
+            if held.item.base_len == base_len:
+                self._arrive(replace(held, since=now), known)
+            else:
+                self.dropped += 1
+
+    def _arrive(self, wanted: Wanted, known: bool = True) -> None:
+        if not wanted.item.verifying:
+            self._fresh[wanted.key] = wanted
+        elif known:
+            self._waiting[wanted.key] = wanted
+        else:
+            self.dropped += 1
+
+    def _drop(self, keys: Iterable[Key]) -> None:
+        for key in keys:
+            for stage in (self._held, self._fresh, self._waiting):
+                self.dropped += stage.pop(key, None) is not None

@@ -1,0 +1,249 @@
+"""Enumerated outcomes against brute force: each equals what drafting by the book on the same assumptions gives."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from backend.drafter.eagle import EagleProposer
+from backend.drafter.ngram import NgramProposer
+from backend.drafter.proposer import MAX_OUTCOMES, Ask, Premise
+from backend.protocol import Outcome
+from tests.support.drafter_heads import Reference, TinyHead, make_proposer
+
+HEADS = {
+    "plain": TinyHead(),
+    "reduced vocabulary": TinyHead(draft_vocab=23),
+    "two layers": TinyHead(layers=2),
+    "norm output": TinyHead(norm_output=True),
+    "qwen3": TinyHead(model_type="qwen3", layers=2),
+    "wide heads": TinyHead(heads=2, kv_heads=2, head_dim=32),
+    "eagle 1, two layers": TinyHead(kind="eagle", layers=2),
+}
+CLOSE_CALL = 1e-3
+
+
+class Book(Reference):
+    """The equations, made to draft given tokens first; it keeps the probabilities it saw."""
+
+    def follow(self, tokens: list[int], features: dict[int, Tensor], assumed: list[int], k: int) -> list[int]:
+        """`k` greedy tokens after `tokens + assumed`, with the head's own features from `tokens` on."""
+        self.margin = float("inf")
+        self.log_probs: list[dict[int, float]] = []
+        rows = [(p, tokens[p + 1], features[p].double()) for p in sorted(features) if p + 1 < len(tokens)]
+        drafts: list[int] = []
+        for step in range(len(assumed) + k):
+            output = self._forward(rows)
+            eagle_1 = self.head.kind == "eagle"
+            normed = output if eagle_1 else self._norm(output, "norm")
+            logits = self.w["target.lm_head" if eagle_1 else "lm_head.weight"] @ normed
+            offsets = self.w.get("d2t", torch.zeros(len(logits)))
+            ids = [own + int(offsets[own]) for own in range(len(logits))]
+            self.log_probs.append(dict(zip(ids, logits.log_softmax(-1).tolist(), strict=True)))
+            if step < len(assumed):
+                token = assumed[step]
+            else:
+                best = logits.topk(2).values
+                self.margin = min(self.margin, float(best[0] - best[1]))
+                token = ids[int(logits.argmax())]
+                drafts.append(token)
+            rows.append((rows[-1][0] + 1, token, normed if self.head.norm_output else output))
+        return drafts
+
+
+def tokens_of(seed: int, count: int) -> list[int]:
+    return torch.randint(0, 61, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+class Request:
+    """A request opened on a proposer with features of its own."""
+
+    def __init__(self, proposer: EagleProposer, head: TinyHead, key: object, length: int) -> None:
+        seed = int(str(key))
+        self.proposer, self.key, self.tokens = proposer, key, tokens_of(seed, length)
+        self.features = torch.randn(length + 40, head.hidden, generator=torch.Generator().manual_seed(seed))
+        proposer.open(key, list(self.tokens), length - 1, 0.0)
+        proposer.draft([Ask(key, length, length - 1, 0, self.features[: length - 1])])
+
+    @property
+    def known(self) -> dict[int, Tensor]:
+        return {p: self.features[p] for p in range(len(self.tokens) - 1)}
+
+    def fresh(self, k: int = 4) -> list[int]:
+        return self.proposer.draft([Ask(self.key, len(self.tokens), 0, k, None)])[0]
+
+    def commit(self, tokens: list[int], k: int) -> list[int]:
+        self.tokens += tokens
+        stop = len(self.tokens) - 1
+        assert self.proposer.commit(self.key, len(self.tokens), tokens, len(tokens), 0.0)
+        rows = self.features[stop - len(tokens) : stop]
+        return self.proposer.draft([Ask(self.key, len(self.tokens), len(tokens), k, rows)])[0]
+
+    def premise(self, verifying: list[int], outcomes: int = 8, k: int = 4) -> Premise:
+        return Premise(self.key, len(self.tokens), k, verifying, outcomes)
+
+
+def likeliest(book: Book, request: Request, verifying: list[int]) -> dict[tuple[int, int], float]:
+    """The log-probability of every outcome, from the formula."""
+    book.follow(request.tokens, request.known, verifying, 1)
+    found, before = {}, 0.0
+    for stop, log_probs in enumerate(book.log_probs):
+        refused = verifying[stop] if stop < len(verifying) else None
+        found |= {(stop, token): before + value for token, value in log_probs.items() if token != refused}
+        before += log_probs.get(refused, -30.0) if refused is not None else 0.0
+    return found
+
+
+def check(book: Book, request: Request, verifying: list[int], outcomes: list[Outcome], wanted: int, k: int = 4) -> int:
+    """Asserts that these are the likeliest, each drafted for by the book; returns how many were no close calls."""
+    by_formula = likeliest(book, request, verifying)
+    assert len({(o.accepted, o.token) for o in outcomes}) == len(outcomes) == min(wanted, len(by_formula))
+    best = sorted(by_formula.values(), reverse=True)
+    for rank, outcome in enumerate(outcomes):
+        assert math.isclose(by_formula[outcome.accepted, outcome.token], best[rank], abs_tol=1e-3)
+    clear = 0
+    for outcome in outcomes:
+        expected = book.follow(request.tokens, request.known, [*verifying[: outcome.accepted], outcome.token], k)
+        if book.margin > CLOSE_CALL:
+            assert outcome.tokens == expected
+            clear += 1
+    return clear
+
+
+@pytest.mark.parametrize("gather", [False, True], ids=["in place", "gathered"])
+@pytest.mark.parametrize("head", HEADS.values(), ids=HEADS.keys())
+def test_every_outcome_is_drafted_by_the_book(tmp_path: Path, head: TinyHead, gather: bool) -> None:
+    proposer, book = make_proposer(tmp_path, head, gather=gather), Book(head)
+    # One token is outside a reduced vocabulary, one draft is shorter than the others.
+    requests = [Request(proposer, head, key, length) for key, length in enumerate((9, 2, 40))]
+    verifying = [requests[0].fresh(), [60, 3], requests[2].fresh(3)]
+    wanted = [8, 5, 12]
+    premises = [r.premise(v, n) for r, v, n in zip(requests, verifying, wanted, strict=True)]
+    clear = 0
+    for request, tokens, outcomes, count in zip(requests, verifying, proposer.imagine(premises), wanted, strict=True):
+        clear += check(book, request, tokens, outcomes, count)
+    assert clear > 15
+
+
+def test_outcomes_equal_those_of_a_fresh_sequence(tmp_path: Path) -> None:
+    head = TinyHead(layers=2)
+    proposer = make_proposer(tmp_path, head)
+    request = Request(proposer, head, 1, 30)
+    verifying = request.fresh()
+    for step in range(12):
+        proposer.imagine([request.premise(verifying, 16)])
+        verifying = request.commit(tokens_of(step, 1 + step % 3), 4)
+        assert request.fresh() == verifying
+    alone = make_proposer(tmp_path / "fresh", head)
+    other = Request(alone, head, 1, 30)
+    other.tokens = list(request.tokens)
+    count = len(other.tokens) - 1
+    alone.open(1, list(other.tokens), count, 0.0)
+    assert alone.draft([Ask(1, count + 1, count, 4, other.features[:count])]) == [verifying]
+    assert alone.imagine([other.premise(verifying)]) == proposer.imagine([request.premise(verifying)])
+
+
+def test_enumeration_leaves_no_row_behind(tmp_path: Path) -> None:
+    head = TinyHead(layers=2)
+    proposer = make_proposer(tmp_path, head)
+    requests = [Request(proposer, head, key, 20 + key) for key in range(3)]
+    held = {r.key: proposer._cache.peek(r.key) for r in requests}
+    # Room is made first: afterwards rows stay where they are.
+    proposer.imagine([r.premise(r.fresh()) for r in requests])
+    cache = proposer._head.cache
+    before = {k: cache[:, s.start : s.start + s.length].clone() for k, s in held.items() if s is not None}
+    proposer.imagine([r.premise([1, 2, 3, 4], 16) for r in requests])
+    for request in requests:
+        sequence = held[request.key]
+        assert sequence is not None
+        assert sequence.length == len(request.tokens) - 1
+        assert torch.equal(cache[:, sequence.start : sequence.start + sequence.length], before[request.key])
+
+
+def test_the_likeliest_come_first(tmp_path: Path) -> None:
+    head = TinyHead()
+    proposer, book = make_proposer(tmp_path, head), Book(head)
+    request = Request(proposer, head, 1, 20)
+    verifying = request.fresh()
+    by_formula = likeliest(book, request, verifying)
+    values = [by_formula[o.accepted, o.token] for o in proposer.imagine([request.premise(verifying, 20)])[0]]
+    assert all(a >= b - 1e-4 for a, b in pairwise(values))
+
+
+def test_what_cannot_be_enumerated_is_empty(tmp_path: Path) -> None:
+    head = TinyHead()
+    proposer = make_proposer(tmp_path, head)
+    request = Request(proposer, head, 1, 20)
+    draft = request.fresh()
+    base_len = len(request.tokens)
+    for premise in (
+        Premise("ghost", base_len, 4, draft, 8),
+        Premise(1, base_len + 1, 4, draft, 8),
+        Premise(1, base_len, 4, [], 8),
+        Premise(1, base_len, 0, draft, 8),
+        Premise(1, base_len, 4, draft, 0),
+    ):
+        assert proposer.imagine([premise, request.premise(draft, 3)])[0] == []
+    assert proposer.imagine([]) == []
+    proposer.commit(1, base_len + 1, [5], 1, 0.0)
+    assert proposer.imagine([Premise(1, base_len + 1, 4, draft, 8)]) == [[]], "its round was not drafted from"
+
+
+def test_outcomes_and_positions_have_limits(tmp_path: Path) -> None:
+    head = TinyHead(max_position=32)
+    proposer = make_proposer(tmp_path, head, cache_tokens=16384)
+    request = Request(proposer, head, 1, 26)
+    found = proposer.imagine([request.premise(request.fresh(), 10_000, 70)])[0]
+    assert len(found) == MAX_OUTCOMES
+    assert all(len(o.tokens) == 32 - 26 - 1 - o.accepted for o in found)
+
+
+def test_guesses_take_no_room_from_open_requests(tmp_path: Path) -> None:
+    head = TinyHead()
+    proposer, book = make_proposer(tmp_path, head, cache_tokens=384), Book(head)
+    one, two = Request(proposer, head, 1, 100), Request(proposer, head, 2, 100)
+    assert proposer.imagine([one.premise(one.fresh(), 16)]) == [[]]
+    assert proposer.usage().evictions == 0
+    for request in (one, two):
+        expected = book.draft(request.tokens, request.known, 4)
+        assert request.fresh() == expected
+    proposer.close(2)
+    check(book, one, one.fresh(), proposer.imagine([one.premise(one.fresh(), 16)])[0], 16)
+    assert proposer.usage().evictions == 1
+
+
+def test_a_fresh_draft_follows_from_what_the_last_round_left(tmp_path: Path) -> None:
+    head = TinyHead(layers=2)
+    proposer = make_proposer(tmp_path, head)
+    request = Request(proposer, head, 1, 30)
+    assert request.commit([4, 5], 0) == []
+    drafts = request.fresh(5)
+    assert len(drafts) == 5
+    assert request.fresh(5) == drafts
+    assert request.fresh(2) == drafts[:2]
+    other = make_proposer(tmp_path / "other", head)
+    expected = Request(other, head, 1, 30)
+    assert expected.commit([4, 5], 5) == drafts
+
+
+def test_half_precision_enumerates_within_the_vocabulary(tmp_path: Path) -> None:
+    head = TinyHead(layers=2, draft_vocab=23)
+    proposer = make_proposer(tmp_path, head, dtype="bfloat16")
+    request = Request(proposer, head, 1, 20)
+    found = proposer.imagine([request.premise(request.fresh(), 8)])[0]
+    assert len(found) == 8
+    assert all(0 <= token < head.vocab for o in found for token in (o.token, *o.tokens))
+
+
+def test_prompt_lookup_imagines_that_the_text_goes_on() -> None:
+    lookup = NgramProposer(100, 64, 2, 4, 1000)
+    lookup.open("r", [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2], 0, 0.0)
+    assert lookup.imagine([Premise("r", 11, 2, [3, 4], 8)]) == [[Outcome(2, 5, [6, 7])]]
+    assert lookup.imagine([Premise("r", 11, 2, [3, 50], 8), Premise("r", 10, 2, [3, 4], 8)]) == [[], []]
+    assert lookup.imagine([Premise("r", 11, 2, [3, 4], 0), Premise("ghost", 11, 2, [3, 4], 8)]) == [[], []]
+    assert lookup.draft([Ask("r", 11, 0, 3, None)]) == [[3, 4, 5]], "nothing stays of what was assumed"
