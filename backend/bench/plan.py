@@ -1,0 +1,120 @@
+"""Which configurations run, on which cores, and in which order they are measured.  Pure.
+
+Rounds alternate over the configurations (A B C, B C A, ...), so that whatever else the machine does meets all of them alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from backend.bench.options import Options
+from backend.config.settings import Mode
+
+LOCAL_MODES: frozenset[Mode] = frozenset({"off", "native"})
+"""Modes without a drafter of their own: they can use all cores themselves."""
+
+
+@dataclass(frozen=True)
+class CoreSplit:
+    """Who computes where; on a machine with one core both share it."""
+
+    verifier: tuple[int, ...]
+    drafter: tuple[int, ...]
+
+    @property
+    def all(self) -> tuple[int, ...]:
+        """Every core in use."""
+        return tuple(sorted({*self.verifier, *self.drafter}))
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """One verifier process."""
+
+    layout: str
+    mode: Mode
+    k: int
+    """0: no drafting."""
+    cores: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        """Unique within a target; also a part of file names."""
+        return f"{self.layout}-{self.label}"
+
+    @property
+    def label(self) -> str:
+        """Mode and K."""
+        return f"{self.mode}-k{self.k}" if self.k else self.mode
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether a drafter elsewhere drafts."""
+        return self.mode not in LOCAL_MODES
+
+
+@dataclass(frozen=True)
+class Point:
+    """What is asked of every configuration."""
+
+    domain: str
+    concurrency: int
+    temperature: float
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"{self.domain} c{self.concurrency} t{self.temperature:g}"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One measurement."""
+
+    round: int
+    point: Point
+    configuration: Configuration
+
+
+def split_cores(available: Sequence[int], verifier: int | None, drafter: int | None) -> CoreSplit:
+    """Three quarters for the verifier, the rest for the drafter, unless told otherwise.  Raises `ValueError`."""
+    cores = tuple(sorted(available))
+    if len(cores) == 1:
+        return CoreSplit(cores, cores)
+    drafting = drafter or (len(cores) - verifier if verifier else max(1, len(cores) // 4))
+    verifying = verifier or len(cores) - drafting
+    if min(drafting, verifying) < 1 or drafting + verifying > len(cores):
+        raise ValueError(f"{len(cores)} cores cannot be split into {verifying} and {drafting}")
+    return CoreSplit(cores[:verifying], cores[verifying : verifying + drafting])
+
+
+def configurations(options: Options, split: CoreSplit) -> list[Configuration]:
+    """Everything measured for one target, plain decoding first."""
+    found = []
+    for layout in options.layouts:
+        whole = layout == "equal_total"
+        for mode in options.modes:
+            if whole and (mode not in LOCAL_MODES or split.all == split.verifier):
+                continue
+            for k in options.ks if mode != "off" else (0,):
+                found.append(Configuration(layout, mode, k, split.all if whole else split.verifier))
+    return found
+
+
+def points(options: Options) -> list[Point]:
+    """The first domain at every concurrency and temperature; the others, unless all is wanted, at the smallest concurrency."""
+    found = []
+    for place, domain in enumerate(options.domains):
+        sweep = options.concurrency if options.full or place == 0 else options.concurrency[:1]
+        found += [Point(domain, c, t) for c in sweep for t in options.temperatures]
+    return found
+
+
+def cells(configured: Sequence[Configuration], asked: Sequence[Point], rounds: int) -> Iterator[Cell]:
+    """Every measurement in order: per round and point all configurations, each time another one first."""
+    for number in range(rounds):
+        for place, point in enumerate(asked):
+            first = (number + place) % len(configured)
+            for configuration in (*configured[first:], *configured[:first]):
+                yield Cell(number, point, configuration)

@@ -1,0 +1,219 @@
+"""Writes bench.json, bench.md and bench.png.  Parent process; all but the writing is pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from backend.bench import plot
+from backend.bench.identical import PLAIN, Difference
+from backend.bench.measure import Ratio, Row, ceiling, ratio
+from backend.bench.options import Options
+from backend.bench.plan import LOCAL_MODES, CoreSplit, Point
+from backend.bench.run import Results
+from backend.models import Say
+
+EQUAL_VERIFIER, EQUAL_TOTAL = "equal_verifier", "equal_total"
+SHOWN_DIFFERENCES = 20
+NOTHING = "-"
+
+
+def write(output: Path, about: Mapping[str, Any], options: Options, split: CoreSplit, results: Results, say: Say) -> None:
+    """All three files, from whatever was measured."""
+    content = document(about, options, split, results)
+    (output / "bench.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    rows = results.rows()
+    (output / "bench.md").write_text(markdown(content, rows, results.greedy.differences()), encoding="utf-8")
+    drawn = plot.draw(rows, output / "bench.png", say)
+    say(f"wrote {output}/bench.json, bench.md{', bench.png' if drawn else ''}")
+
+
+def document(about: Mapping[str, Any], options: Options, split: CoreSplit, results: Results) -> dict[str, Any]:
+    """bench.json."""
+    differences = results.greedy.differences()
+    settings = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(options).items()}
+    return {
+        **about,
+        "settings": settings | {"cores_verifier": split.verifier, "cores_drafter": split.drafter},
+        "complete": results.complete,
+        "targets": results.targets,
+        "rows": [msgspec.to_builtins(row) for row in results.rows()],
+        "greedy_identical": not differences if results.greedy.compared else None,
+        "greedy_compared": results.greedy.compared,
+        "greedy_differences": [msgspec.to_builtins(difference) for difference in differences],
+    }
+
+
+def find(rows: Iterable[Row], target: str, layout: str, point: Point, mode: str, k: int | None = None) -> Row | None:
+    """The row of a mode; of native drafting at the same K where there is one."""
+    found = [r for r in rows if (r.target, r.layout, r.mode, r.point) == (target, layout, mode, point)]
+    return next((r for r in found if r.k == k), found[0] if found else None)
+
+
+def markdown(content: Mapping[str, Any], rows: Sequence[Row], differences: Sequence[Difference]) -> str:
+    """bench.md."""
+    hardware = content["hardware"]
+    settings = content["settings"]
+    lines = [
+        f"# Benchmark of {content['commit']}",
+        "",
+        f"- Command: `{content['command']}`, {content['date']}" + ("" if content["complete"] else ", **interrupted**"),
+        f"- Hardware: {hardware['cpu']}, verifier on cores {_list(settings['cores_verifier'])}, drafter on "
+        f"{_list(settings['cores_drafter'])}, {hardware['memory_gib']} GiB; GPUs: {_list(hardware['gpus']) or 'none'}; "
+        f"load average before: {hardware['load_average_before']}",
+        f"- Versions: Python {hardware['python']}, {_list(f'{n} {v}' for n, v in hardware['versions'].items())}",
+        f"- Alternating rounds: {settings['rounds']}; tokens: {settings['prompt_tokens']} in, {settings['tokens']} out; "
+        "medians with (least-greatest)",
+        f"- {_greedy_line(content)}",
+        "",
+    ]
+    for target in dict.fromkeys(row.target for row in rows):
+        own = [row for row in rows if row.target == target]
+        lines += [f"## Target {target}", "", _describe(content["targets"].get(target, {})), ""]
+        lines += [*_ceilings(own), *_throughput(own), *_latency(own)]
+    if differences:
+        lines += _differences(differences)
+    return "\n".join(lines) + "\n"
+
+
+def _greedy_line(content: Mapping[str, Any]) -> str:
+    identical, compared = content["greedy_identical"], content["greedy_compared"]
+    if identical is None:
+        return "Greedy answers: nothing to compare"
+    verdict = "all identical" if identical else f"{len(content['greedy_differences'])} measurements differ (see the end)"
+    return f"{compared} greedy answers compared with plain decoding's: {verdict}"
+
+
+def _ceilings(rows: Sequence[Row]) -> list[str]:
+    """Drafting against verifying, from the rows that draft and verify in turn."""
+    body = [
+        [
+            row.point.name,
+            str(row.k),
+            _number(row.t_verify_ms, 2),
+            _number(row.t_draft_ms, 2),
+            _number(row.t_draft_ms / row.t_verify_ms, 2),
+            _number(ceiling(row.t_verify_ms, row.t_draft_ms), 2),
+        ]
+        for row in rows
+        if row.mode == "sync" and row.t_draft_ms and row.t_verify_ms
+    ]
+    if not body:
+        return []
+    head = ["point", "K", "T_verify ms", "T_draft ms", "T_draft / T_verify", "ceiling over drafting in turn"]
+    return ["### What overlap can bring", "", *_table(head, body), ""]
+
+
+def _throughput(rows: Sequence[Row]) -> list[str]:
+    """The three figures side by side."""
+    head = ["point", "mode", "tok/s", "x off", "x native", "x off, all cores", "x native, all cores", "x off, per busy core"]
+    body = []
+    for row in rows:
+        if row.layout != EQUAL_VERIFIER and not (row.mode in LOCAL_MODES and row.layout == EQUAL_TOTAL):
+            continue
+        where = " (all cores)" if row.layout == EQUAL_TOTAL else ""
+        body.append([row.point.name, row.label + where, _spread(row, "tokens_per_s", 0), *_ratios(rows, row)])
+    body.sort(key=lambda cells: [r.point.name for r in rows].index(cells[0]))
+    return ["### Throughput: equal verifier, equal total, per busy core", "", *_table(head, body), ""]
+
+
+def _ratios(rows: Sequence[Row], row: Row) -> list[str]:
+    def over(layout: str, mode: str, name: str = "tokens_per_s") -> str:
+        return _ratio(ratio(row, find(rows, row.target, layout, row.point, mode, row.k), name))
+
+    per_core = over(EQUAL_VERIFIER, PLAIN, "tokens_per_busy_core_s")
+    if row.layout == EQUAL_TOTAL:
+        return [NOTHING, NOTHING, over(EQUAL_TOTAL, PLAIN), over(EQUAL_TOTAL, "native"), per_core]
+    # A local mode on the verifier's cores alone leaves cores unused: its equal-total figure is its own row.
+    whole = [NOTHING] * 2 if row.mode in LOCAL_MODES else [over(EQUAL_TOTAL, PLAIN), over(EQUAL_TOTAL, "native")]
+    return [over(EQUAL_VERIFIER, PLAIN), over(EQUAL_VERIFIER, "native"), *whole, per_core]
+
+
+def _latency(rows: Sequence[Row]) -> list[str]:
+    head = [
+        "point",
+        "mode",
+        "TGS",
+        "TTFT ms",
+        "acceptance length",
+        "drafted",
+        "awaiting drafts",
+        "hit rate",
+        "T_verify ms",
+        "bytes / round",
+        "busy + idle",
+    ]
+    body = [
+        [
+            row.point.name,
+            row.label + (" (all cores)" if row.layout == EQUAL_TOTAL else ""),
+            _spread(row, "tgs", 0),
+            _spread(row, "ttft_ms", 0),
+            _spread(row, "acceptance_length", 2),
+            f"{row.drafted_share:.0%}",
+            f"{row.idle_awaiting_draft:.1%}",
+            NOTHING if row.hit_rate is None else f"{row.hit_rate:.0%}",
+            _number(row.t_verify_ms, 2),
+            _number(row.bytes_per_round, 0),
+            f"{row.accounted:.1%}",
+        ]
+        for row in rows
+    ]
+    body.sort(key=lambda cells: [r.point.name for r in rows].index(cells[0]))
+    return ["### Per request, and where the time goes", "", *_table(head, body), ""]
+
+
+def _differences(differences: Sequence[Difference]) -> list[str]:
+    head = ["target", "layout", "mode", "point", "round", "request", "position", "expected", "got", "reference"]
+    body = [
+        [
+            d.target,
+            d.layout,
+            f"{d.mode}-k{d.k}",
+            d.point,
+            *(str(n) for n in (d.round, d.request, d.position, d.expected, d.got)),
+            d.reference,
+        ]
+        for d in differences[:SHOWN_DIFFERENCES]
+    ]
+    more = len(differences) - len(body)
+    note = [f"and {more} more, in bench.json", ""] if more else []
+    return ["## Greedy differences", "", *_table(head, body), "", *note]
+
+
+def _table(head: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
+    return [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *body)]
+
+
+def _describe(target: Mapping[str, Any]) -> str:
+    if not target:
+        return ""
+    return (
+        f"{target['parameters'] / 1e6:.1f} M parameters, {target.get('num_hidden_layers', '?')} layers, "
+        f"width {target.get('hidden_size', '?')}, MLP {target.get('intermediate_size', '?')}."
+    )
+
+
+def _ratio(value: Ratio | None) -> str:
+    return NOTHING if value is None else str(value)
+
+
+def _number(value: float | None, digits: int) -> str:
+    return NOTHING if value is None else f"{value:.{digits}f}"
+
+
+def _spread(row: Row, name: str, digits: int) -> str:
+    value, limits = getattr(row, name), row.spread[name]
+    if value is None or limits is None:
+        return NOTHING
+    least, greatest = (_number(limit, digits) for limit in limits)
+    return _number(value, digits) + ("" if least == greatest else f" ({least}-{greatest})")
+
+
+def _list(values: Iterable[Any]) -> str:
+    return ", ".join(str(value) for value in values)

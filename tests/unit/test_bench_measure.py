@@ -1,0 +1,157 @@
+"""From counters to rows, the comparison of greedy answers, and what is written."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from backend.bench import options as options_module
+from backend.bench import report
+from backend.bench.identical import GreedyCheck, first_difference
+from backend.bench.load import Load
+from backend.bench.measure import Sample, Snapshot, ceiling, ratio, row, sample
+from backend.bench.plan import Configuration, Point, split_cores
+from backend.bench.run import Results
+from backend.fleet import DraftCounters, DrafterStats, VerifierStats
+from backend.verifier.client import Answer
+
+OFF = Configuration("equal_verifier", "off", 0, (0,))
+SYNC = Configuration("equal_verifier", "sync", 4, (0,))
+WHOLE = Configuration("equal_total", "off", 0, (0, 1))
+POINT = Point("code", 1, 0.0)
+
+
+def stats(busy_s: float, idle_s: float, awaiting_s: float, steps: int, counters: DraftCounters) -> VerifierStats:
+    return VerifierStats(
+        "v",
+        0.0,
+        "sync",
+        4,
+        busy_s=busy_s,
+        idle_s={"no_work": idle_s, "awaiting_draft": awaiting_s},
+        steps=steps,
+        verify_s=busy_s / 2,
+        verifications=2 * steps,
+        drafters={"d": counters},
+    )
+
+
+def measured(configuration: Configuration = SYNC, number: int = 0) -> Sample:
+    before = Snapshot(
+        stats(1.0, 5.0, 0.5, 10, DraftCounters(drafts=5, accepted_tokens=5)), 100.0, DrafterStats("d", 0, busy_s=1)
+    )
+    counters = DraftCounters(drafts=15, accepted_tokens=25, rounds=20, draft_s=0.04, bytes_sent=4000)
+    after = Snapshot(stats(3.0, 6.0, 1.5, 30, counters), 104.0, DrafterStats("d", 0, busy_s=1.5))
+    answers = [Answer(tokens=[1] * 11, sent_at=10.0, first_at=10.5, last_at=12.5)]
+    return sample(number, configuration, Load(2.5, answers), before, after, drafter_cores=1)
+
+
+def test_a_sample_divides_differences() -> None:
+    found = measured()
+    assert found.tokens_per_s == pytest.approx(11 / 2.5)
+    assert found.tgs == pytest.approx(10 / 2.0)
+    assert found.ttft_ms == pytest.approx(500)
+    assert found.acceptance_length == pytest.approx(1 + 20 / 10)
+    assert found.drafted_share == pytest.approx(10 / 40)
+    assert found.idle_awaiting_draft == pytest.approx(1.0 / 2.5)
+    assert found.t_draft_ms == pytest.approx(2.0)
+    assert found.t_verify_ms == pytest.approx(50.0)
+    assert found.busy_core_s == pytest.approx(2.0 + 0.5)
+    assert found.bytes_per_round == pytest.approx(200)
+    assert found.accounted == pytest.approx(1.0)
+    assert found.hit_rate is None
+    assert "no_work" not in found.idle
+
+
+def test_local_modes_count_their_cores_and_no_drafter() -> None:
+    found = measured(WHOLE)
+    assert found.busy_core_s == pytest.approx(2.0 * 2)
+    assert found.t_draft_ms is None
+
+
+def test_a_row_holds_medians_and_ratios_are_by_round() -> None:
+    import msgspec
+
+    def rounds(configuration: Configuration, speeds: list[float]):  # type: ignore[no-untyped-def]
+        each = [msgspec.structs.replace(measured(configuration, i), tokens_per_s=s) for i, s in enumerate(speeds)]
+        return row("demo", configuration, POINT, each)
+
+    plain, fast = rounds(OFF, [10, 20, 40]), rounds(SYNC, [20, 30, 80])
+    assert plain.tokens_per_s == 20
+    assert plain.spread["tokens_per_s"] == [10, 40]
+    assert plain.spread["hit_rate"] is None
+    over = ratio(fast, plain)
+    assert over is not None
+    assert (over.median, over.least, over.greatest) == (2.0, 1.5, 2.0)
+    assert ratio(fast, None) is None
+
+
+def test_the_ceiling_is_what_hiding_the_drafting_brings() -> None:
+    assert ceiling(8.0, 2.0) == pytest.approx(1.25)
+
+
+def test_greedy_answers_are_compared_with_plain_decodings_in_the_same_layout() -> None:
+    check = GreedyCheck()
+    check.add("demo", SYNC, POINT, 0, [[1, 2, 3], [4, 9, 6]])
+    check.add("demo", OFF, POINT, 0, [[1, 2, 3], [4, 5, 6]])
+    check.add("demo", WHOLE, POINT, 0, [[7, 7, 7], [7, 7, 7]])
+    check.add("demo", SYNC, Point("code", 1, 1.0), 0, [[8]])
+    (found,) = check.differences()
+    assert (found.mode, found.request, found.position, found.expected, found.got) == ("sync", 1, 1, 5, 9)
+    assert found.reference == "off"
+    assert check.compared == 2
+
+
+def test_no_difference_is_none() -> None:
+    assert first_difference([[1, 2]], [[1, 2]]) is None
+
+
+@pytest.fixture
+def results() -> Results:
+    results = Results(targets={"demo": {"model": "demo", "parameters": 4_200_000}})
+    for configuration in (OFF, SYNC, WHOLE):
+        results.samples["demo", configuration, POINT] = [measured(configuration, i) for i in range(3)]
+        results.greedy.add("demo", configuration, POINT, 0, [[1, 2]])
+    results.complete = True
+    return results
+
+
+ABOUT = {
+    "commit": "abc",
+    "hardware": {"cpu": "x", "gpus": [], "memory_gib": 1, "load_average_before": 0, "python": "3", "versions": {}},
+    "command": "outrider bench",
+    "date": "2000-01-01T00:00:00Z",
+}
+
+
+def test_all_three_files_are_written(tmp_path: Path, results: Results) -> None:
+    pytest.importorskip("matplotlib")
+    said: list[str] = []
+    report.write(tmp_path, ABOUT, options_module.parse([]), split_cores([0, 1], None, None), results, said.append)
+    content = json.loads((tmp_path / "bench.json").read_text())
+    assert content["greedy_identical"] is True
+    assert [(r["mode"], r["layout"], r["rounds"]) for r in content["rows"]] == [
+        ("off", "equal_verifier", 3),
+        ("sync", "equal_verifier", 3),
+        ("off", "equal_total", 3),
+    ]
+    text = (tmp_path / "bench.md").read_text()
+    assert "| code c1 t0 | 4 | 50.00 | 2.00 | 0.04 | 1.04 |" in text
+    assert "off (all cores)" in text
+    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib_the_numbers_are_still_written(
+    tmp_path: Path, results: Results, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
+    said: list[str] = []
+    report.write(tmp_path, ABOUT, options_module.parse([]), split_cores([0, 1], None, None), results, said.append)
+    assert sum(line.startswith("no bench.png: matplotlib") for line in said) == 1
+    assert (tmp_path / "bench.json").is_file()
+    assert (tmp_path / "bench.md").is_file()
+    assert not (tmp_path / "bench.png").exists()

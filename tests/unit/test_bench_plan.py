@@ -1,0 +1,96 @@
+"""The benchmark's options, cores, configurations and order."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from backend.bench import options as options_module
+from backend.bench.options import MODES, Options
+from backend.bench.plan import cells, configurations, points, split_cores
+
+
+def parsed(*arguments: str) -> Options:
+    return options_module.parse(arguments)
+
+
+def test_modes_are_the_settings_own() -> None:
+    assert parsed().modes == MODES
+    assert parsed("--modes", "native,off").modes == ("off", "native")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--modes", "syncc"], "syncc: there are off, native, sync"),
+        (["--k", "0"], "1 is the least"),
+        (["--concurrency", "x"], "no list of numbers"),
+        (["--drafter", "ngram"], "--drafter goes with --model"),
+        (["--model", "a/b"], "--model needs --drafter"),
+        (["--model", "a/b", "--drafter", "ngram", "--targets", "S"], "measured alone"),
+        (["--rounds", "0"], "1 is the least"),
+    ],
+)
+def test_nonsense_is_refused_by_name(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        parsed(*arguments)
+    assert stopped.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_quick_asks_less_and_what_is_given_wins() -> None:
+    quick = parsed("--quick", "--tokens", "77")
+    assert len(quick.targets) == 1
+    assert quick.tokens == 77
+    assert len(points(quick)) < len(points(parsed()))
+
+
+def test_own_model_is_the_only_target() -> None:
+    assert parsed("--model", "a/b", "--drafter", "ngram").targets == (options_module.OWN,)
+
+
+@given(st.sets(st.integers(0, 255), min_size=1, max_size=64))
+def test_cores_are_split_without_overlap(available: set[int]) -> None:
+    split = split_cores(sorted(available), None, None)
+    assert split.verifier
+    assert split.drafter
+    if len(available) > 1:
+        assert not set(split.verifier) & set(split.drafter)
+        assert set(split.all) == available
+
+
+def test_cores_as_asked_and_no_more_than_there_are() -> None:
+    assert split_cores(range(8), 2, 1).all == (0, 1, 2)
+    assert split_cores(range(8), 6, None).drafter == (6, 7)
+    with pytest.raises(ValueError, match="2 cores cannot be split"):
+        split_cores([0, 1], 2, None)
+
+
+def test_local_modes_also_get_all_cores_and_remote_ones_the_drafters() -> None:
+    split = split_cores([0, 1], None, None)
+    found = configurations(parsed("--k", "2,4"), split)
+    assert len({c.name for c in found}) == len(found)
+    assert [(c.mode, c.k) for c in found if c.layout == "equal_total"] == [("off", 0), ("native", 2), ("native", 4)]
+    assert all(c.cores == split.verifier for c in found if c.layout == "equal_verifier")
+    assert {c.mode for c in found if c.layout == "equal_verifier"} == set(MODES)
+
+
+def test_one_core_has_no_second_layout() -> None:
+    found = configurations(parsed(), split_cores([3], None, None))
+    assert {c.layout for c in found} == {"equal_verifier"}
+
+
+def test_rounds_alternate_and_everyone_is_first_in_turn() -> None:
+    configured = configurations(parsed(), split_cores([0, 1], None, None))
+    asked = points(parsed())
+    order = list(cells(configured, asked, rounds=len(configured)))
+    assert set(Counter((c.point, c.configuration) for c in order).values()) == {len(configured)}
+    firsts = [order[i].configuration for i in range(0, len(order), len(configured))]
+    assert set(firsts) == set(configured)
+    for at in range(0, len(order), len(configured)):
+        turn = order[at : at + len(configured)]
+        assert {c.configuration for c in turn} == set(configured)
+        assert len({(c.round, c.point) for c in turn}) == 1
