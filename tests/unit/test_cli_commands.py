@@ -42,7 +42,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["fly"], "no command 'fly'"),
         (["serve", "--prot", "1"], "unknown flag --prot; did you mean --port?"),
-        (["serve", "--drafters", "0"], "--mode sync needs a drafter"),
+        (["serve", "--drafters", "0"], "--mode auto needs a drafter"),
         (["serve", "--model", "/nowhere", "--mode", "off"], "--model /nowhere: no such directory"),
         (["check-config", "--verifiers", "0"], "--verifiers: input should be greater than or equal to 1"),
         (["check-config", "--drafting-ngram-min", "9"], "--drafting-ngram-min"),
