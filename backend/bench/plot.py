@@ -40,12 +40,12 @@ def draw(rows: Sequence[Row], file: Path, say: Say) -> bool:
             shown = [row for row in own if row.target == target and row.temperature == temperature]
             _panel(panels[line][column], shown, series)
             panels[line][column].set_title(f"{target}, {'greedy' if not temperature else f'temperature {temperature:g}'}")
-        panels[line][0].set_ylabel("throughput / off")
+        panels[line][0].set_ylabel(f"throughput / {_reference(own)}")
     for panel in panels[-1]:
         panel.set_xlabel("requests in flight")
     handles, labels = panels[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 4), frameon=False)
-    figure.suptitle(f"{swept}: medians (least and greatest) of {max(row.rounds for row in own)}", fontsize="medium")
+    figure.legend(handles, labels, loc="outside lower center", ncols=2 * len(targets), frameon=False)
+    figure.suptitle(f"{swept}: medians (least and greatest) of {max(row.rounds for row in own)} rounds", fontsize="medium")
     figure.savefig(file, dpi=150)
     return True
 
@@ -80,12 +80,18 @@ def _panel(axes: Any, rows: Sequence[Row], series: Sequence[Series]) -> None:
 
 
 def _relative(rows: Sequence[Row], layout: str, label: str, concurrency: int) -> Ratio | None:
-    """Against plain decoding on the verifier's cores, whatever the row ran on."""
+    """Against the reference on the verifier's cores, whatever the row ran on."""
     at = [row for row in rows if row.concurrency == concurrency]
     found = next((row for row in at if (row.layout, row.label) == (layout, label)), None)
-    plain = [row for row in at if row.mode == "off"]
+    plain = [row for row in at if row.label == _reference(rows)]
     base = next((row for row in plain if row.layout == "equal_verifier"), plain[0] if plain else None)
     return ratio(found, base) if found is not None else None
+
+
+def _reference(rows: Sequence[Row]) -> str:
+    """What all is compared with: plain decoding, or without it the first there is."""
+    labels = [row.label for row in rows]
+    return "off" if "off" in labels else labels[0]
 
 
 def _colour(label: str, series: Sequence[Series]) -> str:
