@@ -67,9 +67,7 @@ def prepare_data(options: DemoOptions) -> Data:
     directory = options.run_dir / "data"
     if not directory.exists():
         corpus = load_corpus(options.extra_sources)
-        tokenizer = train_tokenizer(
-            (document.text for document in corpus.train), options.vocab_size, options.target.positions
-        )
+        tokenizer = train_tokenizer((document.text for document in corpus.train), options.vocab_size, options.target.positions)
         with replacing(directory) as fresh:
             save_tokenizer(tokenizer, fresh)
             np.save(fresh / "train.npy", token_stream(tokenizer, corpus.train))
@@ -110,10 +108,8 @@ def record(options: DemoOptions, data: Data, scores: Scores, target: Progress, d
             "train_tokens": len(data.train),
             "validation_tokens": len(data.validation),
         },
-        "target": {"options": asdict(options.target), "steps": target.step, "tokens_seen": target.tokens}
-        | {"minutes": round(target.elapsed_s / 60, 1)},
-        "drafter": {"options": asdict(options.drafter), "steps": drafter.step, "tokens_seen": drafter.tokens}
-        | {"minutes": round(drafter.elapsed_s / 60, 1)},
+        "target": {"options": asdict(options.target)} | _spent(target),
+        "drafter": {"options": asdict(options.drafter)} | _spent(drafter),
         "measured": {
             "validation_loss_nats_per_token": round(scores.loss, 4),
             "validation_perplexity_per_token": round(scores.perplexity, 3),
@@ -123,4 +119,14 @@ def record(options: DemoOptions, data: Data, scores: Scores, target: Progress, d
             ],
             "acceptance_setting": f"greedy, drafts of {DRAFT_LENGTH}, {acceptance_plan()}",
         },
+    }
+
+
+def _spent(progress: Progress) -> dict[str, Any]:
+    """What a training used, with the windows drawn by their length in tokens."""
+    return {
+        "steps": progress.step,
+        "tokens_seen": progress.tokens,
+        "windows_by_length": {str(length): count for length, count in sorted(progress.drawn.items())},
+        "minutes": round(progress.elapsed_s / 60, 1),
     }

@@ -82,6 +82,9 @@ class Costs:
     draft_per_token: Line = field(default_factory=Line)
     """Draft round trip divided by k, over requests in the round."""
     acceptance: Acceptance = field(default_factory=Acceptance)
+    """Of drafts made from the target's features."""
+    ahead_acceptance: Acceptance = field(default_factory=Acceptance)
+    """Of drafts made ahead of time."""
     ahead_hit_rate: float = 0.5
     """Share of verifications whose outcome had been enumerated."""
     _overhead_s: float = 0.0
@@ -101,6 +104,13 @@ class Costs:
     def verify_s(self, requests: float, k: int) -> float:
         """A step over `requests` requests with `k` draft tokens each."""
         return self.verify.at(requests * (1 + k)) or 1e-3
+
+    def length(self, k: int, ahead: bool) -> float:
+        """Expected tokens per verification; ahead of time, hits and misses by their shares."""
+        fresh = self.acceptance.length(k)
+        if not ahead or not self.ahead_acceptance.drafted:
+            return fresh
+        return self.ahead_hit_rate * self.ahead_acceptance.length(k) + (1 - self.ahead_hit_rate) * fresh
 
     def draft_s(self, requests: float, k: int) -> float:
         """From the end of a step to the arrival of its drafts."""

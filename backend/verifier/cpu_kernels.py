@@ -5,14 +5,16 @@ stand-in converts every tensor to int64 and drops the copy it wrote to, so the c
 at temperature 1, tokens verified on the CPU do not follow the target's distribution.  (vllm/utils/cpu_triton_utils.py,
 `_expand_kernel_impl`; upstream report: vllm-project/vllm pull request 42638.)  Greedy requests never reach it.
 
-The replacement goes through vLLM's own registry of platform kernels; `tests/lossless` fails without it.
+The replacement is put where vLLM's own registry of platform kernels would put it.  The registry itself is not used: it searches
+every loaded module for references, and trips over some of them.  `tests/lossless` fails without the replacement.
 """
 
 from __future__ import annotations
 
 import torch
 from vllm.triton_utils import HAS_TRITON
-from vllm.triton_utils.dispatcher import register_kernels
+from vllm.triton_utils.dispatcher import KernelOverride
+from vllm.v1.sample import rejection_sampler
 
 
 def expand(
@@ -34,5 +36,9 @@ def expand(
 
 def repair_cpu_kernels() -> None:
     """Call once vLLM has registered its own CPU kernels; does nothing where Triton itself runs on the CPU."""
-    if not HAS_TRITON:
-        register_kernels({"vllm.v1.sample.rejection_sampler.expand_kernel": expand})
+    if HAS_TRITON:
+        return
+    launcher = rejection_sampler._expand
+    launcher.kernel = KernelOverride(rejection_sampler.expand_kernel, expand)
+    # The launcher remembers its kernel's argument names.
+    vars(launcher).pop("_kernel_arg_names", None)

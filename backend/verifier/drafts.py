@@ -73,6 +73,8 @@ class Usable:
     drafter_id: str
     base_len: int
     tokens: list[int]
+    ahead: bool = False
+    """Made ahead of time, from the drafter's own features where the target's were not known yet."""
 
 
 @dataclass(frozen=True)

@@ -104,7 +104,7 @@ class AutoPlanner:
         costs, k = self._costs, plan.k
         if k == 0:
             return requests / costs.verify_s(requests, 0)
-        tokens = requests * costs.acceptance.length(k)
+        tokens = requests * costs.length(k, ahead=bool(plan.outcomes))
         if plan.groups == 2 and requests >= 2 * SMALLEST:
             half = requests / 2
             return tokens / (2 * max(costs.verify_s(half, k), costs.draft_s(half, k)))
@@ -132,7 +132,7 @@ class AutoPlanner:
             self.tokens_per_s(plan, requests),
             self._costs.verify_s(share, plan.k),
             self._costs.draft_s(share, plan.k),
-            self._costs.acceptance.length(plan.k),
+            self._costs.length(plan.k, ahead=bool(plan.outcomes)),
         )
 
 

@@ -64,7 +64,7 @@ class DraftingScheduler(CountingScheduler, Scheduler):
         self._step = StepShape(0, False)
         self._drafter_ids: list[str] = []
         self._refs: dict[str, DrafterRef] = {}
-        self._sources: dict[str, str] = {}
+        self._verifying: dict[str, Usable] = {}
         # A constant table stops vLLM from padding resumed requests with K rejected placeholders: with drafts of any length
         # there is no uniform batch to preserve, and the placeholders would count as drafted.
         self.dynamic_sd_lookup = [self.num_spec_tokens] * (self.max_num_running_reqs + 1)
@@ -109,8 +109,10 @@ class DraftingScheduler(CountingScheduler, Scheduler):
 
     def note_verification(self, counters: Counters, request_id: str, drafted: int, accepted: int) -> None:
         """One drafted verification of this step."""
-        counters.verification(self._sources.pop(request_id, self.source_name), drafted, accepted)
-        self.costs.acceptance.observe(drafted, accepted)
+        draft = self._verifying.pop(request_id, None)
+        if draft is not None:
+            counters.verification(draft.drafter_id, drafted, accepted)
+            (self.costs.ahead_acceptance if draft.ahead else self.costs.acceptance).observe(drafted, accepted)
 
     def note_step(self, seconds: float) -> None:
         """The step that just ended took so long; prefill is another matter than verifying."""
@@ -166,7 +168,7 @@ class DraftingScheduler(CountingScheduler, Scheduler):
                 self._drop(draft.drafter_id, "stale")
                 continue
             super().update_draft_token_ids(DraftTokenIds([draft.request_id], [draft.tokens]))
-            self._sources[draft.request_id] = draft.drafter_id
+            self._verifying[draft.request_id] = draft
         for request_id in expired:
             self._drop(drafter_for(request_id, self._drafter_ids) or "none", "lost")
 
@@ -210,7 +212,7 @@ class DraftingScheduler(CountingScheduler, Scheduler):
             tokens = tokens[: self._plan.k]
             if tokens:
                 hits, counters.ahead_hits = hits + 1, counters.ahead_hits + 1
-                self.book.give(Usable(ended.request_id, drafter_id, ended.base_len, tokens))
+                self.book.give(Usable(ended.request_id, drafter_id, ended.base_len, tokens, ahead=True))
             else:
                 misses, counters.ahead_misses = misses + 1, counters.ahead_misses + 1
                 self.book.expect(ended.request_id, ended.base_len, drafter_id, now)
@@ -237,7 +239,7 @@ class DraftingScheduler(CountingScheduler, Scheduler):
         self.book.forget(request.request_id)
         self.ahead.forget(request.request_id)
         self._groups.remove(request.request_id)
-        self._sources.pop(request.request_id, None)
+        self._verifying.pop(request.request_id, None)
         return super()._free_request(request, *args, **kwargs)
 
     def _drop(self, drafter_id: str, reason: str) -> None:

@@ -80,6 +80,7 @@ def test_the_kernel_we_replace_still_has_its_place() -> None:
     source = inspect.getsource(rejection_sampler.expand_batch_to_tokens)
     assert "_expand(" in source
     assert "new_empty" in source
+    assert hasattr(rejection_sampler._expand, "kernel")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int32, torch.int64])
