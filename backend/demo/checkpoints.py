@@ -81,7 +81,9 @@ def save_target(target: Target, directory: Path) -> None:
     """Write config, generation config and float32 weights; `directory` must exist."""
     shape = target.shape
     _write_json(directory / "config.json", llama_config(shape, shape.num_hidden_layers, tied=True))
-    generation = {"bos_token_id": BEGIN_ID, "eos_token_id": END_ID, "pad_token_id": PAD_ID}
+    tokens = {"bos_token_id": BEGIN_ID, "eos_token_id": END_ID, "pad_token_id": PAD_ID}
+    # What a client gets that names no temperature: a model this small repeats itself when greedy.
+    generation = {**tokens, "do_sample": True, "temperature": 0.8}
     _write_json(directory / "generation_config.json", generation)
     _write_weights(directory, target.state_dict())
 
