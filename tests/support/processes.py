@@ -79,7 +79,9 @@ class Verifier(Child):
         # The test's client pings only while it waits.
         settings = settings | {"verifier": {"gateway_lease_s": 3600} | settings.get("verifier", {})}
         address = f"ipc://{directory}/v{os.urandom(3).hex()}.sock"
-        job = {"settings": settings, "paths": msgspec.to_builtins(paths or demo_models()), "address": address}
+        # Drafters know a verifier by its name: two of one name would take each other's place.
+        name = f"verifier-{os.urandom(3).hex()}"
+        job = {"verifier_id": name, "settings": settings, "paths": msgspec.to_builtins(paths or demo_models()), "address": address}
         super().__init__("tests.support.run_verifier", job, directory)
         self.client = EngineClient(self.address)
 
