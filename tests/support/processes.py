@@ -81,7 +81,12 @@ class Verifier(Child):
         address = f"ipc://{directory}/v{os.urandom(3).hex()}.sock"
         # Drafters know a verifier by its name: two of one name would take each other's place.
         name = f"verifier-{os.urandom(3).hex()}"
-        job = {"verifier_id": name, "settings": settings, "paths": msgspec.to_builtins(paths or demo_models()), "address": address}
+        job = {
+            "verifier_id": name,
+            "settings": settings,
+            "paths": msgspec.to_builtins(paths or demo_models()),
+            "address": address,
+        }
         super().__init__("tests.support.run_verifier", job, directory)
         self.client = EngineClient(self.address)
 
