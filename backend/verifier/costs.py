@@ -1,47 +1,45 @@
 """What steps, drafts and acceptance cost and bring, learned from what was measured.  Pure; engine thread.
 
-Two straight lines with exponential forgetting, and one acceptance probability per draft position.
+Two curves of measured points, and one acceptance probability per draft position.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 FORGET = 0.99
-"""Weight of an observation after one newer one: about the last hundred count."""
+"""Weight of a verification after one newer one: about the last hundred count."""
+NEWEST = 0.1
+"""Share of the newest measurement in a point of a curve."""
 
 
 @dataclass
-class Line:
-    """Weighted least squares of y = a + b x with a, b >= 0."""
+class Curve:
+    """y over x as measured, one point per half octave of x, straight lines between them.
 
-    weight: float = 0.0
-    x: float = 0.0
-    y: float = 0.0
-    xx: float = 0.0
-    xy: float = 0.0
+    A point keeps what was last measured there, however long the load has been elsewhere since: a line fitted to recent
+    measurements alone knows nothing of small batches after an hour of large ones.
+    """
+
+    points: dict[int, tuple[float, float]] = field(default_factory=dict)
 
     def observe(self, x: float, y: float) -> None:
-        """One measurement."""
-        self.weight = FORGET * self.weight + 1
-        self.x = FORGET * self.x + x
-        self.y = FORGET * self.y + y
-        self.xx = FORGET * self.xx + x * x
-        self.xy = FORGET * self.xy + x * y
+        """One measurement, x >= 1."""
+        place = round(2 * math.log2(x))
+        old_x, old_y = self.points.get(place, (x, y))
+        self.points[place] = (old_x + NEWEST * (x - old_x), old_y + NEWEST * (y - old_y))
 
     def at(self, x: float) -> float | None:
-        """The prediction; None before the first measurement."""
-        if not self.weight:
+        """The prediction; None before the first measurement.  It never falls with x."""
+        known = sorted(self.points.values())
+        if not known:
             return None
-        mean_x, mean_y = self.x / self.weight, self.y / self.weight
-        variance = self.xx / self.weight - mean_x * mean_x
-        slope = 0.0
-        if variance > 1e-6 * max(mean_x * mean_x, 1e-12):
-            slope = max((self.xy / self.weight - mean_x * mean_y) / variance, 0.0)
-        intercept = mean_y - slope * mean_x
-        if intercept < 0:
-            return mean_y / mean_x * x if mean_x else mean_y
-        return intercept + slope * x
+        right = next((i for i, (at, _) in enumerate(known) if at >= x), len(known))
+        if right == 0 or len(known) == 1:
+            return known[0][1]
+        (x0, y0), (x1, y1) = known[min(right, len(known) - 1) - 1], known[min(right, len(known) - 1)]
+        return y0 + max((y1 - y0) / (x1 - x0), 0.0) * (x - x0)
 
 
 @dataclass
@@ -77,9 +75,9 @@ class Acceptance:
 class Costs:
     """The model `planner.py` decides with.  Times in seconds."""
 
-    verify: Line = field(default_factory=Line)
+    verify: Curve = field(default_factory=Curve)
     """Step time over tokens in the step."""
-    draft_per_token: Line = field(default_factory=Line)
+    draft_per_token: Curve = field(default_factory=Curve)
     """Draft round trip divided by k, over requests in the round."""
     acceptance: Acceptance = field(default_factory=Acceptance)
     """Of drafts made from the target's features."""
@@ -89,17 +87,15 @@ class Costs:
     """Share of verifications whose outcome had been enumerated."""
     _overhead_s: float = 0.0
 
-    def note_drafts(self, requests: int, k: int, waited_s: float, draft_s: float, overlapped: bool) -> None:
-        """Drafts of `k` tokens for `requests` requests came `waited_s` after they were asked for.
+    def note_drafts(self, requests: int, k: int, drafter_s: float, waited_s: float | None) -> None:
+        """Drafts of `k` tokens for `requests` requests came; the drafter had them for `drafter_s`.
 
-        When verification of others ran meanwhile, the answer lay unread for a while: then what counts is the drafter's own
-        time and the overhead last seen without overlap.
+        `waited_s` is the time since they were asked for where the verifier did nothing but wait, else None (an answer may lie
+        unread while others are verified): then the way there and back takes as long as it did last.
         """
-        if overlapped:
-            waited_s = draft_s + self._overhead_s
-        else:
-            self._overhead_s += 0.1 * (max(waited_s - draft_s, 0.0) - self._overhead_s)
-        self.draft_per_token.observe(requests, waited_s / k)
+        if waited_s is not None:
+            self._overhead_s += NEWEST * (max(waited_s - drafter_s, 0.0) - self._overhead_s)
+        self.draft_per_token.observe(requests, (drafter_s + self._overhead_s) / k)
 
     def verify_s(self, requests: float, k: int) -> float:
         """A step over `requests` requests with `k` draft tokens each."""

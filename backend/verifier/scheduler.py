@@ -90,16 +90,18 @@ class DraftingScheduler(CountingScheduler, Scheduler):
         counters.rounds += 1
         counters.draft_s += draft_s
         counters.queue_s += drafts.queue_us / 1e6
-        longest, k = 0.0, 0
+        longest, k, idle = 0.0, 0, len(self._groups) == 1
         for draft in drafts.items:
             verdict = self.book.arrived(drafter_id, draft.request_id, draft.base_len, draft.tokens, self.num_spec_tokens, now)
             longest, k = max(longest, verdict.waited_s or 0.0), max(k, len(draft.tokens))
+            idle = idle and verdict.kind == "ready"
             if verdict.kind != "ready":
                 over = draft.request_id not in self.requests
                 self.counters.dropped(drafter_id, "finished" if over else verdict.kind)
         counters.round_trip_s += longest
-        if longest and k:
-            self.costs.note_drafts(len(drafts.items), k, longest, draft_s, overlapped=len(self._groups) > 1)
+        if drafts.items and k:
+            drafter_s = draft_s + drafts.queue_us / 1e6
+            self.costs.note_drafts(len(drafts.items), k, drafter_s, longest if idle else None)
 
     def take_ahead(self, message: Ahead) -> None:
         """Blocks of outcomes came in from a drafter."""

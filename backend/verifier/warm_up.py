@@ -12,7 +12,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
 
-BATCHES = (1, 4, 16)
+BATCHES = (1, 4, 16, 64)
 STEPS = 8
 PROMPT = 8
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backend.verifier.costs import Acceptance, Costs, Line
+from backend.verifier.costs import Acceptance, Costs, Curve
 from backend.verifier.planner import DWELL_STEPS, GAIN, OFF, PROBE_STEPS, AutoPlanner, FixedPlanner, Plan, make_planner
 
 
@@ -99,16 +99,35 @@ def test_fixed_modes_have_fixed_plans() -> None:
     assert isinstance(make_planner("sync", Costs(), 4, 8), FixedPlanner)
 
 
-def test_a_line_is_learned_and_never_falls() -> None:
-    line = Line()
-    assert line.at(3) is None
-    for x in (1, 2, 5, 9):
-        line.observe(x, 2 + 0.5 * x)
-    assert line.at(20) == pytest.approx(12)
-    falling = Line()
+def test_a_curve_is_learned_and_never_falls() -> None:
+    curve = Curve()
+    assert curve.at(3) is None
+    for x in (1, 4, 16, 64):
+        curve.observe(x, 2 + 0.5 * x)
+    assert curve.at(10) == pytest.approx(7)
+    assert curve.at(100) == pytest.approx(52)
+    falling = Curve()
     for x in (1, 2, 3):
         falling.observe(x, 10 - x)
-    assert falling.at(100) == pytest.approx(falling.at(1))
+    assert falling.at(100) >= falling.at(3) > 0  # type: ignore[operator]
+
+
+def test_small_batches_are_remembered_through_a_time_of_large_ones() -> None:
+    curve = Curve()
+    curve.observe(1, 5.0)
+    for _ in range(5000):
+        curve.observe(80, 50.0)
+    assert curve.at(1) == pytest.approx(5.0)
+
+
+def test_drafts_that_lay_unread_do_not_look_slow() -> None:
+    model = Costs()
+    for _ in range(50):
+        model.note_drafts(1, 4, drafter_s=0.002, waited_s=0.003)
+    before = model.draft_s(1, 4)
+    for _ in range(50):
+        model.note_drafts(1, 4, drafter_s=0.002, waited_s=None)
+    assert model.draft_s(1, 4) == pytest.approx(before, rel=0.1)
 
 
 @given(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 6)), max_size=40), st.integers(0, 8))
