@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 
 FORGET = 0.99
 """Weight of a verification after one newer one: about the last hundred count."""
+PRIOR_CHANCE, PRIOR_WEIGHT = 0.7, 8.0
+"""What a new drafter is believed to have achieved: a few bad verifications at the start must not end drafting."""
 NEWEST = 0.1
 """Share of the newest measurement in a point of a curve."""
 
@@ -51,8 +53,8 @@ class Acceptance:
 
     def observe(self, drafted: int, accepted: int) -> None:
         """One drafted verification: the first `accepted` of `drafted` tokens were kept."""
-        for by_position in (self.drafted, self.accepted):
-            by_position.extend([0.0] * (drafted - len(by_position)))
+        for by_position, prior in ((self.drafted, PRIOR_WEIGHT), (self.accepted, PRIOR_WEIGHT * PRIOR_CHANCE)):
+            by_position.extend([prior] * (drafted - len(by_position)))
         for i in range(min(accepted + 1, drafted)):
             self.drafted[i] = FORGET * self.drafted[i] + 1
             self.accepted[i] = FORGET * self.accepted[i] + (i < accepted)
@@ -60,9 +62,9 @@ class Acceptance:
     def length(self, k: int) -> float:
         """Expected tokens per verification with `k` draft tokens: 1 + the sum of the products of the first i chances.
 
-        Positions never seen are taken to be as good as the last one seen; with nothing seen at all, every second is accepted.
+        Positions never seen are taken to be as good as the last one seen.
         """
-        expected, chance, last = 1.0, 1.0, 0.5
+        expected, chance, last = 1.0, 1.0, PRIOR_CHANCE
         for i in range(k):
             if i < len(self.drafted) and self.drafted[i] > 0:
                 last = self.accepted[i] / self.drafted[i]

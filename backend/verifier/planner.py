@@ -16,7 +16,7 @@ GAIN = 1.05
 """A new plan must promise this much more than the present one."""
 DWELL_STEPS = 16
 """Steps a plan is kept for at least."""
-PROBE_STEPS = 256
+PROBE_STEPS = 48
 """Steps without drafts after which one step drafts all the same, so that acceptance is known."""
 
 
@@ -92,7 +92,7 @@ class AutoPlanner:
         self._undrafted = self._undrafted + 1 if self._plan.k == 0 else 0
         if self._undrafted >= PROBE_STEPS:
             self._undrafted = 0
-            return Plan(min(2, self._longest))
+            return Plan(self._longest)
         return self._plan
 
     def tokens_per_s(self, plan: Plan, requests: int) -> float:

@@ -7,6 +7,7 @@ itself happens in `loop.py`, never in here.
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from dataclasses import dataclass
@@ -25,7 +26,9 @@ from backend.verifier.counting import Counters, CountingScheduler
 from backend.verifier.drafts import DraftBook, Usable
 from backend.verifier.groups import Groups
 from backend.verifier.pairing import drafter_for
-from backend.verifier.planner import OFF, make_planner
+from backend.verifier.planner import OFF, Plan, make_planner
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -149,7 +152,7 @@ class DraftingScheduler(CountingScheduler, Scheduler):
         """vLLM's method of the same name: attach what arrived, hold back what waits, then schedule."""
         self._attach()
         decoding = [request for request in self.running if not request.is_prefill_chunk]
-        self._plan = self.planner.plan(len(decoding)) if self._drafter_ids else OFF
+        self._plan = self._next_plan(len(decoding))
         self._groups.want(self._plan.groups)
         held: set[str] = set()
         if self._pause_state == PauseState.UNPAUSED:
@@ -161,6 +164,15 @@ class DraftingScheduler(CountingScheduler, Scheduler):
         output.draft_k = 0 if self._plan.outcomes else self._plan.k
         self._step = StepShape.of(output, {request.request_id for request in decoding})
         return output
+
+    def _next_plan(self, requests: int) -> Plan:
+        if not self._drafter_ids:
+            return OFF
+        changes = self.planner.changes
+        plan = self.planner.plan(requests)
+        if self.planner.changes != changes:
+            logger.info("%s", self.planner.decision)
+        return plan
 
     def _attach(self) -> None:
         ready, expired = self.book.collect(time.monotonic())

@@ -8,6 +8,7 @@ Prints one JSON line when ready.  Then each stdin line is a JSON list of `Drafte
 from __future__ import annotations
 
 import json
+import logging
 import sys
 
 import msgspec
@@ -21,6 +22,7 @@ def main() -> None:
     from backend.models import ResolvedModels
     from backend.verifier.process import VerifierProcess
 
+    logging.basicConfig(level="INFO")
     job = json.loads(sys.argv[1])
     process = VerifierProcess(
         job.get("verifier_id", "verifier-0"),
