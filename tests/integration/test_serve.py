@@ -104,7 +104,9 @@ def test_metrics_and_fleet_tell_of_the_work(fleet: ServedFleet) -> None:
 def test_a_client_that_disconnects_frees_its_slot(fleet: ServedFleet) -> None:
     body = {"model": "demo", "prompt": "x = ", "max_tokens": 4000, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"{fleet.url}/v1/completions", json=body, timeout=60) as answer:
-        next(answer.iter_lines())
+        # The iterator is kept: httpx closes the connection when it is collected.
+        lines = answer.iter_lines()
+        next(lines)
         wait_for(lambda: fleet.metric("outrider_verifier_running") == 1, what="the request running")
     wait_for(lambda: fleet.metric("outrider_verifier_running") == 0, timeout_s=2, what="the slot being free")
 
