@@ -16,6 +16,9 @@ from dataclasses import dataclass, field
 BREAKER_MISSES = 3
 """Rounds in a row without any answer after which a drafter is no longer waited for."""
 
+REMEMBERED = 8
+"""Unanswered questions remembered per request: a drafter whose breaker is open answers for a length already left behind."""
+
 FLOOR_S = 0.01
 """Shortest deadline: below this the operating system's own scheduling decides, not the drafter."""
 
@@ -95,7 +98,7 @@ class DraftBook:
     def __init__(self, vocab_size: int, longest_wait_s: float) -> None:
         self.pending: dict[str, Pending] = {}
         self._ready: dict[str, Usable] = {}
-        self._overdue: dict[str, Pending] = {}
+        self._overdue: dict[str, dict[int, Pending]] = {}
         self._health: dict[str, DrafterHealth] = {}
         self.vocab_size = vocab_size
         self._longest_wait_s = longest_wait_s
@@ -129,7 +132,7 @@ class DraftBook:
         self._ready.pop(request_id, None)
         asked = Pending(drafter_id, base_len, now, now + health.round_trip.deadline_s(self._longest_wait_s))
         if health.is_down:
-            self._overdue[request_id] = asked
+            self._note_overdue(request_id, asked)
             return False
         self.pending[request_id] = asked
         return True
@@ -141,7 +144,8 @@ class DraftBook:
 
     def stop_waiting(self) -> None:
         """Requests whose drafts are out go on without them; what comes late is dropped."""
-        self._overdue.update(self.pending)
+        for request_id, pending in self.pending.items():
+            self._note_overdue(request_id, pending)
         self.pending.clear()
 
     def arrived(self, drafter_id: str, request_id: str, base_len: int, tokens: list[int], limit: int, now: float) -> Verdict:
@@ -156,9 +160,10 @@ class DraftBook:
             self._answered(drafter_id, waited)
             self._ready[request_id] = Usable(request_id, drafter_id, base_len, tokens[:limit] if valid else [])
             return Verdict("ready" if valid else "invalid", waited)
-        overdue = self._overdue.get(request_id)
-        if overdue is not None and (overdue.drafter_id, overdue.base_len) == (drafter_id, base_len):
-            del self._overdue[request_id]
+        overdue = self._overdue.get(request_id, {}).get(base_len)
+        if overdue is not None and overdue.drafter_id == drafter_id:
+            # The request may have gone on meanwhile: the answer is of no use, but its time says whether to wait again.
+            del self._overdue[request_id][base_len]
             waited = now - overdue.asked_at
             self._answered(drafter_id, waited)
             return Verdict("late", waited)
@@ -172,7 +177,7 @@ class DraftBook:
         late_drafters: set[str] = set()
         for request_id in expired:
             pending = self.pending.pop(request_id)
-            self._overdue[request_id] = pending
+            self._note_overdue(request_id, pending)
             late_drafters.add(pending.drafter_id)
         for drafter_id in late_drafters:
             health = self._health.get(drafter_id)
@@ -202,10 +207,17 @@ class DraftBook:
 
     def _answered(self, drafter_id: str, waited_s: float) -> None:
         health = self._health[drafter_id]
-        health.misses = 0
+        if waited_s <= self._longest_wait_s:
+            health.misses = 0
         health.round_trip.observe(waited_s)
+
+    def _note_overdue(self, request_id: str, pending: Pending) -> None:
+        asked = self._overdue.setdefault(request_id, {})
+        asked[pending.base_len] = pending
+        while len(asked) > REMEMBERED:
+            del asked[next(iter(asked))]
 
     def _release_all(self, drafter_id: str, expired: list[str]) -> None:
         for request_id in [r for r, p in self.pending.items() if p.drafter_id == drafter_id]:
-            self._overdue[request_id] = self.pending.pop(request_id)
+            self._note_overdue(request_id, self.pending.pop(request_id))
             expired.append(request_id)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +16,7 @@ import httpx
 import pytest
 from openai import OpenAI
 
-from tests.support.fleet_process import ServedFleet, descendants, wait_for
+from tests.support.fleet_process import ROOT, ServedFleet, descendants, wait_for
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
@@ -141,6 +143,26 @@ def test_hung_drafter_costs_no_request_and_is_used_again(fleet: ServedFleet, exp
         return fleet.metric("outrider_accepted_tokens_total") > accepted
 
     wait_for(used_again, what="its drafts being accepted again")
+
+
+def test_drafter_that_answers_garbage_changes_nothing(fleet: ServedFleet, expected: list[str]) -> None:
+    child = subprocess.Popen(
+        [sys.executable, "-m", "tests.support.garbage_drafter", str(fleet.process.pid)],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        wait_for(lambda: len(fleet.fleet()["assignments"]) == 2, what="the garbage drafter being assigned")
+        assert stream_all(fleet, threading.Barrier(len(PROMPTS))) == expected
+        wait_for(lambda: fleet.metric("outrider_drafts_dropped_total", reason="invalid") > 0, what="the garbage on /metrics")
+    finally:
+        child.communicate(timeout=30)
+    wait_for(lambda: len(fleet.fleet()["assignments"]) == 1, what="the garbage drafter being gone")
+    accepted = fleet.metric("outrider_accepted_tokens_total")
+    assert fleet.complete(PROMPTS[2], max_tokens=LONG, ignore_eos=True)["choices"][0]["text"] == expected[2]
+    wait_for(lambda: fleet.metric("outrider_accepted_tokens_total") > accepted, what="good drafts accepted again")
 
 
 def test_stops_without_a_trace() -> None:

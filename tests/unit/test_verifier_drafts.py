@@ -114,9 +114,33 @@ def test_a_silent_drafter_is_soon_not_waited_for_and_comes_back_with_its_first_a
         assert book.collect(now) == ([], ["r"])
     assert book.down() == ["d0"]
     assert not book.expect("r", 20, "d0", now)
-    assert book.arrived("d0", "r", 20, [1], 4, now + 1).kind == "late"
+    assert book.arrived("d0", "r", 20, [1], 4, now + 0.1).kind == "late"
     assert book.down() == []
     assert book.expect("r", 21, "d0", now + 1)
+
+
+def test_an_answer_for_a_length_already_left_behind_ends_the_silence_too() -> None:
+    book = DraftBook(VOCAB, LONGEST_S)
+    book.set_drafters(["d0"])
+    for length in range(BREAKER_MISSES):
+        book.expect("r", 10 + length, "d0", float(length))
+        book.collect(length + LONGEST_S)
+    assert book.down() == ["d0"]
+    book.expect("r", 20, "d0", 10.0)
+    book.expect("r", 21, "d0", 10.005)
+    assert book.arrived("d0", "r", 20, [1], 4, 10.007).kind == "late"
+    assert book.down() == []
+
+
+def test_answers_slower_than_the_longest_wait_keep_the_breaker_open() -> None:
+    book = DraftBook(VOCAB, LONGEST_S)
+    book.set_drafters(["d0"])
+    for length in range(BREAKER_MISSES):
+        book.expect("r", 10 + length, "d0", float(length))
+        book.collect(length + LONGEST_S)
+    book.expect("r", 20, "d0", 10.0)
+    book.arrived("d0", "r", 20, [1], 4, 10.0 + 2 * LONGEST_S)
+    assert book.down() == ["d0"]
 
 
 def test_one_silent_round_of_many_requests_is_one_miss() -> None:

@@ -1,0 +1,49 @@
+"""A drafter that joins the running fleet of the process given and answers every round with nonsense.  Tests only.
+
+    python -m tests.support.garbage_drafter FLEET_PID
+
+Undecodable bytes, tokens out of any vocabulary and random tokens take turns; it ends with its standard input.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import tempfile
+
+from backend.config import sources
+from backend.fleet import DrafterStats, Member
+from backend.membership import Membership
+from backend.protocol import Close, Draft, Drafts, Round, encode
+from gateway.cli import _found_fleet
+from tests.support.scripted_drafter import ScriptedDrafter
+
+
+def nonsense(message: Round) -> list[bytes]:
+    """What comes back in place of an answer."""
+    if message.seq % 3 == 0:
+        return [b"\xc1 not a message"]
+    tokens = [10**6, -5, 3] if message.seq % 3 == 1 else [random.randrange(2048) for _ in range(4)]
+    items = [Draft(i.request_id, i.base_len, tokens) for i in message.items if not isinstance(i, Close)]
+    return [encode(Drafts(message.epoch, message.seq, 1, 0, items))]
+
+
+def main() -> None:
+    address = f"ipc://{tempfile.mkdtemp(prefix='g', dir='/tmp')}/d.sock"
+    drafter = ScriptedDrafter(address, lambda request_id, tokens, k: [], "drafter-garbage")
+    drafter.raw = nonsense
+    member = Member("drafter-garbage", "drafter", "garbage", address, "", "127.0.0.1", os.getpid(), "demo", "ready")
+    with _found_fleet(sources.load([], "garbage"), sys.argv[1]) as coordinator:
+        coordinator.register(member)
+        stats = DrafterStats("drafter-garbage", 0.0)
+        membership = Membership(coordinator, member, 0.25, lambda: stats, lambda orders: None)
+        membership.join_fleet()
+        print("joined", flush=True)
+        sys.stdin.read()
+        membership.leave_fleet()
+    drafter.close()
+
+
+if __name__ == "__main__":
+    main()
