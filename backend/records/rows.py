@@ -1,0 +1,97 @@
+"""The rows that records, rollouts and reports share.  Pure data, in any process.
+
+The engine thread makes them, a writer keeps them (parquet while serving, CSV for rollouts), reports read them back.  Times in
+`*_ms` are milliseconds, `*_at` Unix seconds.  `step` is the verifier's own count of steps since it started: the key that joins
+steps, verifications and decisions of one verifier incarnation.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class StepRow(msgspec.Struct, frozen=True):
+    """One engine step that ran the target."""
+
+    step: int
+    began_at: float
+    interval_ms: float
+    """Since the step before began; 0 for the first."""
+    requests: int
+    """Requests that emitted tokens in it (the batch size)."""
+    prefill_tokens: int
+    """Prompt tokens computed in it."""
+    tokens: int
+    """Tokens emitted: accepted plus bonus or recovered, after stop truncation."""
+    drafted: int
+    """Verifications that had at least one draft token."""
+    drafted_tokens: int
+    """Tokens emitted by those: `drafted_tokens / drafted` is the step's acceptance length."""
+    plan_k: int
+    plan_groups: int
+    plan_outcomes: int
+    draft_ms: float
+    """Drafter compute of the longest round whose drafts this step verified."""
+    verify_ms: float
+    """Target forward and sampling."""
+    busy_ms: float
+    """All of the step, scheduling and sending included."""
+    idle_ms: dict[str, float]
+    """Idle time since the step before, by cause."""
+
+
+class VerificationRow(msgspec.Struct, frozen=True):
+    """One request's outcome in one step; the first token of a request, sampled by its prefill, is one without a draft."""
+
+    step: int
+    request_id: str
+    base_len: int
+    """Tokens the request had before, prompt included."""
+    draft_tokens: int
+    accepted: int
+    """Draft tokens kept by the rejection sampler, before stop truncation."""
+    tokens: int
+    """Tokens emitted, after stop truncation."""
+    drafter: str
+    """Who drafted; empty without a draft."""
+    ahead: bool
+    """Drafted ahead of time."""
+    teacher_forced: bool
+    """The response was fixed: acceptance measures agreement with a trace, not with the target."""
+
+
+class RequestRow(msgspec.Struct, frozen=True):
+    """One sequence, written when it ends."""
+
+    request_id: str
+    arrived_at: float
+    first_token_at: float
+    ended_at: float
+    prompt_tokens: int
+    tokens: int
+    verifications: int
+    draft_tokens: int
+    accepted: int
+    finish_reason: str
+    teacher_forced: bool
+
+
+class DecisionRow(msgspec.Struct, frozen=True):
+    """One change of plan of mode `auto`, with the inputs it was made from."""
+
+    step: int
+    at: float
+    requests: int
+    plan_k: int
+    plan_groups: int
+    plan_outcomes: int
+    predicted_tokens_per_s: float
+    present_tokens_per_s: float
+    """The same prediction for the plan that was left."""
+    verify_s: float
+    draft_s: float
+    acceptance_length: float
+    hit_rate: float
+
+
+Row = StepRow | VerificationRow | RequestRow | DecisionRow
