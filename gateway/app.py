@@ -11,8 +11,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from gateway.errors import translate
-from gateway.middleware import Admission, Envelope
-from gateway.routes import generate, models, operations
+from gateway.middleware import OPEN_PATHS, Admission, Envelope
+from gateway.routes import generate, models, operations, page
 from gateway.state import Gateway
 
 
@@ -22,20 +22,28 @@ def build_app(gateway: Gateway) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         gateway.client.start()
+        gateway.feed.start()
         await gateway.services.models.init_static_loras()
         try:
             yield
         finally:
+            gateway.feed.close()
             gateway.client.shutdown()
 
     app = FastAPI(title="Outrider", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
     app.router.redirect_slashes = False
     app.state.gateway = gateway
-    for routes in (generate, models, operations):
+    for routes in (generate, models, operations, page):
         app.include_router(routes.router)
     app.add_exception_handler(HTTPException, _http_error)
     settings = gateway.settings.gateway
-    app.add_middleware(Admission, metrics=gateway.metrics, api_key=settings.api_key, max_in_flight=settings.max_in_flight)
+    app.add_middleware(
+        Admission,
+        metrics=gateway.metrics,
+        api_key=settings.api_key,
+        max_in_flight=settings.max_in_flight,
+        open_paths=OPEN_PATHS | page.FILES.keys(),
+    )
     # Added last, so outermost.
     app.add_middleware(Envelope, metrics=gateway.metrics)
     return app

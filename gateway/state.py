@@ -8,6 +8,7 @@ from starlette.requests import Request
 
 from backend.config import Settings
 from gateway.fleet_client import FleetClient
+from gateway.fleet_feed import FleetFeed
 from gateway.metrics import GatewayMetrics
 from gateway.serving import Services
 
@@ -20,6 +21,7 @@ class Gateway:
     client: FleetClient
     services: Services
     metrics: GatewayMetrics
+    feed: FleetFeed
 
     @property
     def speculating(self) -> bool:
