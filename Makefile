@@ -7,7 +7,7 @@ ARGS ?=
 MAKEFLAGS += --no-print-directory
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev serve status test lint bench format clean
+.PHONY: help setup setup-dev serve status test lint bench dashboards dashboards-check format clean
 
 help: ## list these tasks
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|' 2>/dev/null \
@@ -36,6 +36,12 @@ lint: setup-dev ## ruff, mypy and the import contracts
 
 bench: setup-dev ## measure every mode on this machine (ARGS=--quick: under ten minutes)
 	@exec $(BIN)/outrider bench $(ARGS)
+
+dashboards: setup-dev ## write the Grafana dashboards from dashboards/*.py
+	@$(BIN)/python -m dashboards.build
+
+dashboards-check: setup-dev ## ask a real Prometheus for every panel of a fleet under load (needs prometheus on the PATH)
+	@exec $(BIN)/python -m dashboards.check $(ARGS)
 
 format: setup-dev ## format the code
 	@$(BIN)/ruff check --fix --quiet . ; $(BIN)/ruff format .

@@ -50,6 +50,7 @@ DEFINITIONS: dict[str, Definition] = {
     # The fleet
     "outrider_fleet_members": Definition("gauge", ("kind", "state"), "members the directory knows"),
     "outrider_verifiers_connected": Definition("gauge", (), "verifiers that answer this gateway"),
+    "outrider_verifier_info": Definition("gauge", (*_VERIFIER, "model", "mode", "node"), "1 per verifier that is not lost"),
     # What verifiers report
     "outrider_drafts_total": Definition("counter", _PAIR, "verifications that had at least one draft token"),
     "outrider_draft_tokens_total": Definition("counter", _PAIR, "draft tokens verified"),

@@ -41,7 +41,7 @@ def test_the_page_shows_the_fleet_and_follows_it(browser):
         assert cells(browser, "verifier-table", 0)[:4] == ["verifier-0", "ready", "auto: K 4, 2 groups", "3"]
         assert browser.evaluate("document.querySelectorAll('#map .lines path').length") == 3
         assert browser.evaluate("document.querySelectorAll('#map .node').length") == 5
-        assert browser.evaluate("document.querySelector('.tile:nth-child(3) dd').textContent") == "2.67"
+        assert browser.evaluate("document.querySelector('.tile:nth-child(3) dd').textContent") == "2.86"
 
         story.members["drafter-0"] = member("drafter-0", "drafter", "lost")
         story.members["verifier-1"] = member("verifier-1", "verifier", "draining")

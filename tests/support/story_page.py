@@ -32,6 +32,10 @@ class Served:
 
     def _run(self) -> None:
         self._loop.run_until_complete(self._server.serve(sockets=[self._listener]))
+        left = asyncio.all_tasks(self._loop)
+        for task in left:
+            task.cancel()
+        self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
 
     def do(self, work: Callable[[], Any]) -> Any:
         async def call() -> Any:
