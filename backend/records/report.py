@@ -74,7 +74,7 @@ def _check_matplotlib() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise RecordsError("a report needs matplotlib, which is not installed: pip install 'outrider[plots]'") from error
+        raise RecordsError("a report needs matplotlib, which is not installed: pip install matplotlib") from error
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -14,7 +14,7 @@ import pytest
 
 from backend.records.reading import Records, Selection
 from backend.records.rows import DecisionRow
-from backend.records.schema import ABOUT
+from backend.records.schema import ABOUT, KINDS
 from backend.records.summary import Summary, summarise
 from gateway import cli
 from tests.support.recorded import START, Rows, record, request, step, verification
@@ -256,3 +256,12 @@ def test_a_file_of_another_shape_is_refused(tmp_path: Path, capsys: pytest.Captu
 def test_an_incarnations_own_directory_can_be_read_alone(tmp_path: Path) -> None:
     directory = record(tmp_path, small())
     assert summary(directory).steps == summary(directory.parent).steps == 3
+
+
+def test_the_documentation_names_every_column() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "records.md").read_text()
+    for kind, row in KINDS.items():
+        section = page.partition(f"| `{kind}` |")[2].partition("\n\n")[0]
+        assert section, kind
+        for field in msgspec.structs.fields(row):
+            assert f"`{field.name}`" in section, f"{kind}.{field.name}"

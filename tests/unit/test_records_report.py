@@ -267,5 +267,5 @@ def test_without_matplotlib_it_says_what_to_install(
     monkeypatch.setattr(builtins, "__import__", without)
     status, _, err = report(capsys, tmp_path)
     assert status == 1
-    assert "pip install 'outrider[plots]'" in err
+    assert "pip install matplotlib" in err
     assert not (tmp_path / "report").exists()
