@@ -22,7 +22,7 @@ p { margin: .3em 0 }
 .note { background: #fff6e0; padding: .4em .8em }
 table { border-collapse: collapse; margin: .8em 0; font-size: 14px; font-variant-numeric: tabular-nums }
 th, td { text-align: right; padding: .2em .8em .2em 0; border-bottom: 1px solid #eee }
-th:first-child, td:first-child { text-align: left }
+th:first-child, td:first-child { text-align: left; white-space: nowrap }
 th { font-weight: 600; color: #555; vertical-align: bottom }
 img { max-width: 100%; height: auto; margin: .4em 0 }
 """
@@ -35,6 +35,8 @@ class Picture:
     title: str
     text: str
     png: bytes
+    width: int
+    """In CSS pixels."""
 
 
 def page(title: str, about: str, chapters: Sequence[tuple[Chapter, Sequence[Picture]]]) -> str:
@@ -53,7 +55,7 @@ def page(title: str, about: str, chapters: Sequence[tuple[Chapter, Sequence[Pict
             data = base64.b64encode(picture.png).decode()
             parts += [
                 f'<h3>{html.escape(picture.title)}</h3><p class="quiet">{html.escape(picture.text)}</p>',
-                f'<img alt="{html.escape(picture.title)}" src="data:image/png;base64,{data}">',
+                f'<img alt="{html.escape(picture.title)}" width="{picture.width}" src="data:image/png;base64,{data}">',
             ]
     parts.append("</body></html>\n")
     return "\n".join(parts)
@@ -75,18 +77,8 @@ def _headline(chapter: Chapter) -> str:
 
 
 def _workers(chapter: Chapter) -> str:
-    head = (
-        "worker",
-        "requests",
-        "tokens",
-        "steps",
-        "mean batch",
-        "busy s",
-        "awaiting drafts s",
-        "other idle s",
-        "ended s",
-        "alone s",
-    )
+    seconds = ("busy", "awaiting drafts", "other idle", "ended", "alone")
+    head = ("worker", "requests", "tokens", "steps", "mean batch", *(f"{name}, s" for name in seconds))
     alone = chapter.alone_s()
     lines = []
     for worker in chapter.workers:

@@ -60,7 +60,7 @@ def _draw(chapter: Chapter, output: Path, several: bool) -> list[Picture]:
         figure.savefig(data, format="png", dpi=DPI)
         prefix = chapter.title.replace(", ", "-") + "-" if several else ""
         _write(output / f"{prefix}{name}.png", data.getvalue())
-        pictures.append(Picture(title, text, data.getvalue()))
+        pictures.append(Picture(title, text, data.getvalue(), round(96 * figure.get_figwidth())))
     return pictures
 
 
