@@ -38,6 +38,9 @@ _VERIFIER_COUNTERS = {
     "outrider_verifier_verifications_total": "verifications",
     "outrider_verifier_prompt_tokens_total": "prompt_tokens",
     "outrider_verifier_tokens_total": "tokens",
+    "outrider_verifier_prefill_tokens_total": "prefill_tokens",
+    "outrider_verifier_prefill_seconds_total": "prefill_s",
+    "outrider_verifier_resumed_total": "resumed",
     "outrider_verifier_preemptions_total": "preemptions",
     "outrider_verifier_plan_changes_total": "plan_changes",
 }

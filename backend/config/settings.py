@@ -39,6 +39,11 @@ class GatewaySettings(Section):
     poison_after: int = Field(
         2, ge=1, description="a request under which so many verifiers were lost is refused instead of tried again"
     )
+    balance_interval_s: float = Field(
+        2.0, ge=0, description="seconds between two looks at which requests to move to a faster verifier; 0: none are moved"
+    )
+    balance_moves: int = Field(4, ge=1, description="requests moved at one look at most")
+    balance_dwell_s: float = Field(10.0, ge=0, description="seconds that a request stays where it is before it may be moved")
     tool_call_parser: str | None = Field(None, description="vLLM's tool call parser for this model; none: tools are refused")
     chat_template: str | None = Field(None, description="chat template file or text; default: the model's own")
 

@@ -60,6 +60,9 @@ class CountingScheduler:
     source_name: str = "native"
     _scheduled_at: float = 0.0
     _verify_s: float = 0.0
+    _requests_in_step: int = 0
+    _prefill_tokens: int = 0
+    _resumed: int = 0
 
     def schedule(self, throttle_prefills: bool = False) -> Any:
         """vLLM's method of the same name; between its end and the outcome lies the target's own work."""
@@ -71,6 +74,12 @@ class CountingScheduler:
             for new in output.scheduled_new_reqs
             if requests[new.req_id].num_output_tokens
         }
+        self._resumed = len(output.resumed_outputs)
+        self._requests_in_step = len(output.num_scheduled_tokens)
+        drafts = output.scheduled_spec_decode_tokens
+        self._prefill_tokens = sum(
+            max(0, tokens - 1 - len(drafts.get(request_id, ()))) for request_id, tokens in output.num_scheduled_tokens.items()
+        )
         self._scheduled_at = time.monotonic()
         return output
 
@@ -96,6 +105,17 @@ class CountingScheduler:
 
     def note_step(self, seconds: float) -> None:
         """The step that just ended took so long, bookkeeping and sending included."""
+        if self.counters is None:
+            return
+        stats = self.counters.stats
+        stats.resumed += self._resumed
+        if self._prefill_tokens:
+            stats.prefill_tokens += self._prefill_tokens
+            stats.prefill_s += seconds
+        else:
+            stats.decode_steps += 1
+            stats.decode_s += seconds
+            stats.decode_requests += self._requests_in_step
 
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
         if self.counters is not None:

@@ -121,6 +121,7 @@ class DraftingScheduler(CountingScheduler, Scheduler):
 
     def note_step(self, seconds: float) -> None:
         """The step that just ended took so long; prefill is another matter than verifying."""
+        super().note_step(seconds)
         if self._step.decodes_only:
             self.costs.verify.observe(self._step.tokens, seconds)
 
