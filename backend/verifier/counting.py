@@ -77,10 +77,26 @@ class CountingScheduler:
     _scheduled_at: float = 0.0
     _verify_s: float = 0.0
     _updating: bool = False
+    _requests_in_step: int = 0
+    _prefill_tokens: int = 0
+    _resumed: int = 0
 
     def schedule(self, throttle_prefills: bool = False) -> Any:
         """vLLM's method of the same name; between its end and the outcome lies the target's own work."""
         output = super().schedule(throttle_prefills)  # type: ignore[misc]
+        # A request that another verifier has begun enters the batch with output; see `runner.ResumedOutputs`.
+        requests: Any = self.requests  # type: ignore[attr-defined]
+        output.resumed_outputs = {
+            new.req_id: list(requests[new.req_id].output_token_ids)
+            for new in output.scheduled_new_reqs
+            if requests[new.req_id].num_output_tokens
+        }
+        self._resumed = len(output.resumed_outputs)
+        self._requests_in_step = len(output.num_scheduled_tokens)
+        drafts = output.scheduled_spec_decode_tokens
+        self._prefill_tokens = sum(
+            max(0, tokens - 1 - len(drafts.get(request_id, ()))) for request_id, tokens in output.num_scheduled_tokens.items()
+        )
         self._scheduled_at = time.monotonic()
         return output
 
@@ -137,6 +153,17 @@ class CountingScheduler:
     def note_step(self, seconds: float, cycle_s: float | None) -> None:
         """The step that just ended took `seconds`, bookkeeping and sending included, and ended `cycle_s` after the one before;
         None: there was nothing to do in between."""
+        if self.counters is None:
+            return
+        stats = self.counters.stats
+        stats.resumed += self._resumed
+        if self._prefill_tokens:
+            stats.prefill_tokens += self._prefill_tokens
+            stats.prefill_s += seconds
+        else:
+            stats.decode_steps += 1
+            stats.decode_s += seconds
+            stats.decode_requests += self._requests_in_step
 
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
         if self.counters is not None:

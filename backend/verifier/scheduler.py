@@ -138,6 +138,7 @@ class DraftingScheduler(CountingScheduler, Scheduler):
 
     def note_step(self, seconds: float, cycle_s: float | None) -> None:
         """The step that just ended; prefill is another matter than verifying."""
+        super().note_step(seconds, cycle_s)
         if self._step.decodes_only:
             self.costs.verify.observe(self._step.tokens, seconds)
             self.planner.stepped(len(self._step.decoding), self._step.scheduled, cycle_s)
