@@ -94,6 +94,10 @@ class VerifierStats(msgspec.Struct):
     records_written: dict[str, int] = msgspec.field(default_factory=dict)
     """Rows by kind; empty where nothing is recorded."""
     records_dropped: dict[str, int] = msgspec.field(default_factory=dict)
+    plain_step_s: float = 0.0
+    """What a step over the running requests takes without drafts, by the verifier's own measurements; 0: not known."""
+    drafted_step_s: float = 0.0
+    """The same with `num_speculative_tokens` draft tokens each."""
 
 
 class DrafterStats(msgspec.Struct):
@@ -104,6 +108,12 @@ class DrafterStats(msgspec.Struct):
     rounds: int = 0
     rows: int = 0
     """Feature rows the cache was extended by."""
+    batches: int = 0
+    """Rounds are answered in batches; one that drafts nothing (prefill) is not counted."""
+    drafts: int = 0
+    """Requests drafted for in them."""
+    draft_s: float = 0.0
+    """Time those batches took."""
     draft_tokens: int = 0
     busy_s: float = 0.0
     sequences: int = 0
@@ -180,4 +190,5 @@ class FleetSnapshot(msgspec.Struct, frozen=True):
     members: list[MemberView]
     assignments: list[Assignment]
     counters: dict[str, int]
-    """`registrations`, `restarts`, `leases_expired`, `assignments_made`, `assignments_dropped`."""
+    """`registrations`, `restarts`, `leases_expired`, `assignments_made`, `assignments_dropped`, and of the latter
+    `reassignments`: those whose both ends were fit to go on; `decisions`."""

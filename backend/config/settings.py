@@ -81,10 +81,29 @@ class DraftingSettings(Section):
 
 
 class CoordinatorSettings(Section):
-    """Membership."""
+    """Membership, and which drafter serves which verifier."""
 
     report_interval_s: float = Field(0.25, gt=0, description="time between two reports of a member")
     lease_s: float = Field(2.0, gt=0, description="a member silent for so long is lost")
+    policy: Literal["goodput", "least-drafters"] = Field(
+        "goodput",
+        description="who drafts for whom: goodput: where a drafter brings the most tokens per second, by what is measured; "
+        "least-drafters: the verifier with the fewest drafters first, then the one with the most requests",
+    )
+    decide_interval_s: float = Field(
+        0.5, gt=0, description="time between two looks at the assignment while nobody comes or goes"
+    )
+    smoothing_s: float = Field(2.0, gt=0, description="goodput: time over which reported loads and times are averaged")
+    min_gain: float = Field(
+        0.05, ge=0, le=1, description="goodput: a reassignment must promise this share of its verifiers' tokens per second more"
+    )
+    min_dwell_s: float = Field(5.0, ge=0, description="goodput: a drafter is not taken from a verifier before so long")
+    straggler_weight: float = Field(
+        0.25,
+        ge=0,
+        le=1,
+        description="goodput: how far verifiers with few tokens per second and request go first; 0: no",
+    )
 
 
 class TransportSettings(Section):
