@@ -84,11 +84,13 @@ class CountingScheduler:
         return outputs
 
     def note_verification(self, counters: Counters, request_id: str, drafted: int, accepted: int) -> None:
-        """One drafted verification of this step."""
-        counters.verification(self.source_name, drafted, accepted)
+        """One verification of this step; `drafted` is 0 where it had no draft."""
+        if drafted:
+            counters.verification(self.source_name, drafted, accepted)
 
-    def note_step(self, seconds: float) -> None:
-        """The step that just ended took so long, bookkeeping and sending included."""
+    def note_step(self, seconds: float, cycle_s: float | None) -> None:
+        """The step that just ended took `seconds`, bookkeeping and sending included, and ended `cycle_s` after the one before;
+        None: there was nothing to do in between."""
 
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
         if self.counters is not None:
@@ -106,9 +108,7 @@ class CountingScheduler:
                 continue
             stats.verifications += 1
             drafts = scheduler_output.scheduled_spec_decode_tokens.get(request_id, ())
-            drafted = sum(token >= 0 for token in drafts)
-            if drafted:
-                self.note_verification(counters, request_id, drafted, len(tokens) - 1)
+            self.note_verification(counters, request_id, sum(token >= 0 for token in drafts), len(tokens) - 1)
 
     def _count_outputs(self, stats: VerifierStats, outputs: Any) -> None:
         for client_outputs in outputs.values():

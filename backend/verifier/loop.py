@@ -119,6 +119,7 @@ class EngineLoop:
         self._mark = time.monotonic()
         self._next_tick = 0.0
         self._stalled = False
+        self._stepped_at: float | None = None
         self.published = msgspec.msgpack.encode(counters.stats)
 
     # -- other threads -------------------------------------------------------------------------------------------------
@@ -181,6 +182,8 @@ class EngineLoop:
         self._counters.busy(self._lap())
         self._hub.poll(max(seconds, 0.0))
         self._counters.idle(cause, self._lap())
+        if cause == "no_work":
+            self._stepped_at = None
 
     def _step(self) -> None:
         outputs, executed = self._core.step_fn()
@@ -190,7 +193,8 @@ class EngineLoop:
         lap = self._lap()
         self._counters.step(lap, self._scheduler.take_verify_s())
         if executed:
-            self._scheduler.note_step(lap)
+            self._scheduler.note_step(lap, None if self._stepped_at is None else self._mark - self._stepped_at)
+            self._stepped_at = self._mark
 
     def _tick(self, now: float) -> None:
         stats = self._counters.stats

@@ -21,12 +21,12 @@ from vllm.v1.outputs import DraftTokenIds
 from backend.fleet import DrafterRef, VerifierStats
 from backend.protocol import Ahead, Drafts, NextItem
 from backend.verifier.ahead import AheadBook, Ended, worth_waiting
-from backend.verifier.costs import Costs
+from backend.verifier.costs import OFF, Costs, Plan
 from backend.verifier.counting import Counters, CountingScheduler
 from backend.verifier.drafts import DraftBook, Usable
 from backend.verifier.groups import Groups
 from backend.verifier.pairing import drafter_for
-from backend.verifier.planner import OFF, Plan, make_planner
+from backend.verifier.planner import make_planner
 
 logger = logging.getLogger(__name__)
 
@@ -36,12 +36,16 @@ class StepShape:
     """What a step runs over."""
 
     tokens: int
+    decoding: frozenset[str]
+    """The requests past their prompt, scheduled or not."""
+    scheduled: int
     decodes_only: bool
 
     @classmethod
-    def of(cls, output: Any, decoding: set[str]) -> StepShape:
-        """The shape of a scheduled step; `decoding` are the requests past their prompt."""
-        return cls(output.total_num_scheduled_tokens, output.num_scheduled_tokens.keys() <= decoding)
+    def of(cls, output: Any, decoding: frozenset[str]) -> StepShape:
+        """The shape of a scheduled step."""
+        scheduled = output.num_scheduled_tokens.keys()
+        return cls(output.total_num_scheduled_tokens, decoding, len(scheduled), scheduled <= decoding)
 
 
 class PlainScheduler(CountingScheduler, Scheduler):
@@ -64,7 +68,7 @@ class DraftingScheduler(CountingScheduler, Scheduler):
         self.ahead = AheadBook()
         self._groups = Groups()
         self._plan = OFF
-        self._step = StepShape(0, False)
+        self._step = StepShape(0, frozenset(), 0, False)
         self._drafter_ids: list[str] = []
         self._refs: dict[str, DrafterRef] = {}
         self._verifying: dict[str, Usable] = {}
@@ -93,7 +97,7 @@ class DraftingScheduler(CountingScheduler, Scheduler):
         counters.rounds += 1
         counters.draft_s += draft_s
         counters.queue_s += drafts.queue_us / 1e6
-        longest, k, idle = 0.0, 0, len(self._groups) == 1
+        longest, k, idle = 0.0, 0, len(self._groups) == 1 and not self._plan.outcomes
         for draft in drafts.items:
             verdict = self.book.arrived(drafter_id, draft.request_id, draft.base_len, draft.tokens, self.num_spec_tokens, now)
             longest, k = max(longest, verdict.waited_s or 0.0), max(k, len(draft.tokens))
@@ -103,8 +107,7 @@ class DraftingScheduler(CountingScheduler, Scheduler):
                 self.counters.dropped(drafter_id, "finished" if over else verdict.kind)
         counters.round_trip_s += longest
         if drafts.items and k:
-            drafter_s = draft_s + drafts.queue_us / 1e6
-            self.costs.note_drafts(len(drafts.items), k, drafter_s, longest if idle else None)
+            self.costs.note_drafts(len(drafts.items), k, draft_s, longest if idle else None)
 
     def take_ahead(self, message: Ahead) -> None:
         """Blocks of outcomes came in from a drafter."""
@@ -113,16 +116,20 @@ class DraftingScheduler(CountingScheduler, Scheduler):
                 self.ahead.take(block)
 
     def note_verification(self, counters: Counters, request_id: str, drafted: int, accepted: int) -> None:
-        """One drafted verification of this step."""
+        """One verification of this step."""
         draft = self._verifying.pop(request_id, None)
         if draft is not None:
             counters.verification(draft.drafter_id, drafted, accepted)
-            (self.costs.ahead_acceptance if draft.ahead else self.costs.acceptance).observe(drafted, accepted)
+        elif request_id not in self._step.decoding or self.book.down():
+            return
+        if self.planner.settled:
+            self.costs.note_verification(self._plan, draft is not None and draft.ahead, drafted, accepted)
 
-    def note_step(self, seconds: float) -> None:
-        """The step that just ended took so long; prefill is another matter than verifying."""
+    def note_step(self, seconds: float, cycle_s: float | None) -> None:
+        """The step that just ended; prefill is another matter than verifying."""
         if self._step.decodes_only:
             self.costs.verify.observe(self._step.tokens, seconds)
+            self.planner.stepped(len(self._step.decoding), self._step.scheduled, cycle_s)
 
     def read_plan(self, stats: VerifierStats) -> None:
         """Puts what is decided and who is down into `stats`."""
@@ -162,7 +169,7 @@ class DraftingScheduler(CountingScheduler, Scheduler):
         output = super().schedule(throttle_prefills)
         # The worker ships features before the outcome is known here: it has to know now how many tokens to ask for.
         output.draft_k = 0 if self._plan.outcomes else self._plan.k
-        self._step = StepShape.of(output, {request.request_id for request in decoding})
+        self._step = StepShape.of(output, frozenset(request.request_id for request in decoding))
         return output
 
     def _next_plan(self, requests: int) -> Plan:
@@ -240,7 +247,7 @@ class DraftingScheduler(CountingScheduler, Scheduler):
     def _waiting_pays(self, hits: int, misses: int) -> bool:
         k = self._plan.k
         step_s, draft_s = self.costs.verify_s(hits + misses, k), self.costs.draft_s(misses, k)
-        return worth_waiting(hits, misses, step_s, draft_s, self.costs.acceptance.length(k))
+        return worth_waiting(hits, misses, step_s, draft_s, self.costs.after_miss.length(k))
 
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
         self.book.forget(request.request_id)
