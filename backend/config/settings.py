@@ -137,6 +137,7 @@ class RaySettings(Section):
 
     address: str | None = Field(None, description="a running Ray cluster; default: a local one, started and stopped with us")
     namespace: str = Field("outrider", description="Ray namespace: two fleets on one cluster need two")
+    wait_s: float = Field(0.0, ge=0, description="seconds to wait until a joined cluster has the room that the fleet needs")
 
 
 class Settings(Section):
