@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from backend.fleet import VerifierStats
 from backend.records.recorder import Recorder
 from backend.records.rows import DecisionRow, RequestRow, StepRow, VerificationRow
-from backend.verifier.planner import Decision, Plan
+from backend.verifier.costs import Plan
+from backend.verifier.planner import Decision
 
 NO_OUTCOME = (-1, 0, 0, 0, "", False)
 
@@ -26,6 +27,7 @@ class _Request:
     arrived_at: float
     prompt_tokens: int
     teacher_forced: bool
+    brought_tokens: int
     first_token_at: float = 0.0
     tokens: int = 0
     verifications: int = 0
@@ -55,9 +57,18 @@ class Recording:
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
-    def began(self, request_id: str, name: str, arrived_at: float, prompt_tokens: int, *, teacher_forced: bool = False) -> None:
+    def began(
+        self,
+        request_id: str,
+        name: str,
+        arrived_at: float,
+        prompt_tokens: int,
+        *,
+        teacher_forced: bool = False,
+        brought_tokens: int = 0,
+    ) -> None:
         """A request came in; its rows are kept under `name`."""
-        self._requests[request_id] = _Request(name, arrived_at, prompt_tokens, teacher_forced)
+        self._requests[request_id] = _Request(name, arrived_at, prompt_tokens, teacher_forced, brought_tokens)
 
     def ended(self, request_id: str, reason: str) -> None:
         """A request is over: finished, or aborted."""
@@ -76,6 +87,7 @@ class Recording:
             accepted=request.accepted,
             finish_reason=reason,
             teacher_forced=request.teacher_forced,
+            brought_tokens=request.brought_tokens,
         )
         self._recorder.request(row)
 

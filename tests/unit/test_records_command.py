@@ -69,6 +69,16 @@ def test_the_definitions(tmp_path: Path) -> None:
     assert found.requests == {"length": 1, "abort": 1}
 
 
+def test_a_moved_request_is_as_fast_as_its_client_saw_it(tmp_path: Path) -> None:
+    moved = msgspec.structs.replace(request("a", 0.0, 5.0, 6.0, 11), brought_tokens=49)
+    record(tmp_path, [step(0, 0.0), moved])
+    record(tmp_path, [step(0, 0.0), request("a", 0.0, 1.0, 4.0, 49, "abort")], "verifier-1")
+    found = summary(tmp_path)
+    assert found.tgs_e2e.median == pytest.approx(60 / 6.0, rel=1e-4)
+    assert found.tgs_decode.median == pytest.approx(10 / 1.0, rel=1e-4)
+    assert (found.time_to_first_token_s.count, found.time_to_first_token_s.median) == (1, pytest.approx(1.0, rel=1e-4))
+
+
 def test_fixed_responses_are_never_mixed_with_live_ones(tmp_path: Path) -> None:
     record(tmp_path, [step(0, 0.0), verification(0, "a", 4, 4, teacher_forced=True), verification(0, "b", 4, 0)])
     found = summary(tmp_path)
