@@ -15,7 +15,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from vllm.v1.engine.core import EngineCore
@@ -26,6 +26,9 @@ from backend.transport import Dealer, Hub
 from backend.verifier.counting import Counters
 from backend.verifier.gateways import GatewayPort
 from backend.verifier.scheduler import DraftingScheduler
+
+if TYPE_CHECKING:
+    from backend.records.writer import FileRecorder
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +109,13 @@ class EngineLoop:
     """See the module's text."""
 
     def __init__(
-        self, core: EngineCore, hub: Hub, gateways: GatewayPort, drafters: DraftLinks | None, counters: Counters
+        self,
+        core: EngineCore,
+        hub: Hub,
+        gateways: GatewayPort,
+        drafters: DraftLinks | None,
+        counters: Counters,
+        files: FileRecorder | None = None,
     ) -> None:
         self._core = core
         self._scheduler: Any = core.scheduler
@@ -114,6 +123,7 @@ class EngineLoop:
         self._gateways = gateways
         self._drafters = drafters
         self._counters = counters
+        self._files = files
         self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._stopping = threading.Event()
         self._mark = time.monotonic()
@@ -190,11 +200,12 @@ class EngineLoop:
         self._gateways.send_outputs(outputs)
         self._core.post_step(executed)
         self._stalled = not executed and self._scheduler.has_requests()
-        lap = self._lap()
-        self._counters.step(lap, self._scheduler.take_verify_s())
+        lap, verify_s = self._lap(), self._scheduler.take_verify_s()
+        self._counters.step(lap, verify_s, ran=executed)
         if executed:
             self._scheduler.note_step(lap, None if self._stepped_at is None else self._mark - self._stepped_at)
             self._stepped_at = self._mark
+        self._scheduler.record_step(lap, verify_s)
 
     def _tick(self, now: float) -> None:
         stats = self._counters.stats
@@ -202,6 +213,8 @@ class EngineLoop:
         self._scheduler.read_load(stats)
         if self._drafters is not None:
             self._drafters.read_counters(stats)
+        if self._files is not None:
+            stats.records_written, stats.records_dropped = self._files.counts()
         self._gateways.expire(now)
         self._gateways.send_stats(stats)
         self.published = msgspec.msgpack.encode(stats)

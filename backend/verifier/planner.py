@@ -43,6 +43,7 @@ class Decision:
     draft_s: float
     acceptance_length: float
     hit_rate: float
+    """Share of look-ups of outcomes drafted ahead of time that hit."""
 
 
 class Planner(Protocol):

@@ -22,7 +22,7 @@ from backend.fleet import DrafterRef, VerifierStats
 from backend.protocol import Ahead, Drafts, NextItem
 from backend.verifier.ahead import AheadBook, Ended, worth_waiting
 from backend.verifier.costs import OFF, Costs, Plan
-from backend.verifier.counting import Counters, CountingScheduler
+from backend.verifier.counting import Counters, CountingScheduler, Drafted
 from backend.verifier.drafts import DraftBook, Usable
 from backend.verifier.groups import Groups
 from backend.verifier.pairing import drafter_for
@@ -72,6 +72,7 @@ class DraftingScheduler(CountingScheduler, Scheduler):
         self._drafter_ids: list[str] = []
         self._refs: dict[str, DrafterRef] = {}
         self._verifying: dict[str, Usable] = {}
+        self._draft_s: dict[str, float] = {}
         # A constant table stops vLLM from padding resumed requests with K rejected placeholders: with drafts of any length
         # there is no uniform batch to preserve, and the placeholders would count as drafted.
         self.dynamic_sd_lookup = [self.num_spec_tokens] * (self.max_num_running_reqs + 1)
@@ -102,7 +103,9 @@ class DraftingScheduler(CountingScheduler, Scheduler):
             verdict = self.book.arrived(drafter_id, draft.request_id, draft.base_len, draft.tokens, self.num_spec_tokens, now)
             longest, k = max(longest, verdict.waited_s or 0.0), max(k, len(draft.tokens))
             idle = idle and verdict.kind == "ready"
-            if verdict.kind != "ready":
+            if verdict.kind == "ready":
+                self._draft_s[draft.request_id] = draft_s
+            else:
                 over = draft.request_id not in self.requests
                 self.counters.dropped(drafter_id, "finished" if over else verdict.kind)
         counters.round_trip_s += longest
@@ -114,19 +117,28 @@ class DraftingScheduler(CountingScheduler, Scheduler):
         for block in message.items:
             if block.request_id in self.requests:
                 self.ahead.take(block)
+                self._draft_s[block.request_id] = message.draft_us / 1e6
 
-    def note_verification(self, counters: Counters, request_id: str, drafted: int, accepted: int) -> None:
+    def note_verification(self, counters: Counters, request_id: str, drafted: int, accepted: int) -> Drafted | None:
         """One verification of this step."""
         draft = self._verifying.pop(request_id, None)
         if draft is not None:
             counters.verification(draft.drafter_id, drafted, accepted)
         elif request_id not in self._step.decoding or self.book.down():
-            return
+            return None
         if self.planner.settled:
             self.costs.note_verification(self._plan, draft is not None and draft.ahead, drafted, accepted)
+        if draft is None:
+            return None
+        return Drafted(draft.drafter_id, draft.ahead, self._draft_s.pop(request_id, 0.0))
+
+    def plan_in_force(self) -> Plan:
+        """The plan of the present step."""
+        return self._plan
 
     def note_step(self, seconds: float, cycle_s: float | None) -> None:
         """The step that just ended; prefill is another matter than verifying."""
+        super().note_step(seconds, cycle_s)
         if self._step.decodes_only:
             self.costs.verify.observe(self._step.tokens, seconds)
             self.planner.stepped(len(self._step.decoding), self._step.scheduled, cycle_s)
@@ -137,6 +149,9 @@ class DraftingScheduler(CountingScheduler, Scheduler):
         stats.plan_k, stats.plan_groups = self._plan.k, self._plan.groups
         stats.plan_outcomes = self._plan.outcomes
         stats.plan_changes = self.planner.changes
+        requests, k = max(stats.running, 1), self.num_spec_tokens
+        stats.plain_step_s = self.costs.verify.at(requests) or 0.0
+        stats.drafted_step_s = self.costs.verify.at(requests * (1 + k)) or 0.0
 
     # -- waiting -------------------------------------------------------------------------------------------------------
 
@@ -179,6 +194,8 @@ class DraftingScheduler(CountingScheduler, Scheduler):
         plan = self.planner.plan(requests)
         if self.planner.changes != changes:
             logger.info("%s", self.planner.decision)
+            if self.records is not None and self.planner.decision is not None:
+                self.records.decided(self.planner.decision)
         return plan
 
     def _attach(self) -> None:
@@ -261,6 +278,7 @@ class DraftingScheduler(CountingScheduler, Scheduler):
         self.ahead.forget(request.request_id)
         self._groups.remove(request.request_id)
         self._verifying.pop(request.request_id, None)
+        self._draft_s.pop(request.request_id, None)
         return super()._free_request(request, *args, **kwargs)
 
     def _drop(self, drafter_id: str, reason: str) -> None:
