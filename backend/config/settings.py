@@ -64,6 +64,11 @@ class VerifierSettings(Section):
         250.0, gt=0, description="longest wait for drafts, whatever the measured round trip suggests"
     )
     ahead_outcomes: int = Field(8, ge=1, le=64, description="mode ahead: outcomes drafted per request and step")
+    fallback: bool = Field(
+        True,
+        description="remote modes: draft by prompt lookup on the verifier where no remote draft comes in time, "
+        "or where a request repeats itself so much that it does better",
+    )
     gateway_lease_s: float = Field(10.0, gt=0, description="requests of a gateway silent for so long are aborted")
     engine_args: dict[str, Any] = Field(default_factory=dict, description="further vLLM engine arguments, by their names")
 

@@ -2,7 +2,7 @@
 
 `DraftingScheduler` attaches drafts that arrived, holds back requests whose drafts are still out (they stay in `running` and
 keep their KV), and asks for the next drafts after every step.  How long to wait is decided by `drafts.DraftBook`; the waiting
-itself happens in `loop.py`, never in here.
+itself happens in `loop.py`, never in here.  Where no remote draft comes, `fallback.Fallback` may give one.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from backend.verifier.ahead import AheadBook, Ended, worth_waiting
 from backend.verifier.costs import OFF, Costs, Plan
 from backend.verifier.counting import Counters, CountingScheduler, Drafted
 from backend.verifier.drafts import DraftBook, Usable
+from backend.verifier.fallback import FALLBACK, GAIN, Fallback
 from backend.verifier.groups import Groups
 from backend.verifier.pairing import drafter_for
 from backend.verifier.planner import make_planner
@@ -66,6 +67,7 @@ class DraftingScheduler(CountingScheduler, Scheduler):
         self.costs = Costs()
         self.planner = make_planner(options["mode"], self.costs, self.num_spec_tokens, options["ahead_outcomes"])
         self.ahead = AheadBook()
+        self.fallback = Fallback(self.num_spec_tokens if options["fallback"] else 0)
         self._groups = Groups()
         self._plan = OFF
         self._step = StepShape(0, frozenset(), 0, False)
@@ -73,6 +75,8 @@ class DraftingScheduler(CountingScheduler, Scheduler):
         self._refs: dict[str, DrafterRef] = {}
         self._verifying: dict[str, Usable] = {}
         self._draft_s: dict[str, float] = {}
+        self._untold: set[str] = set()
+        """Mode `ahead`: requests verified with drafts the drafter was not told of; what it enumerates is not theirs."""
         # A constant table stops vLLM from padding resumed requests with K rejected placeholders: with drafts of any length
         # there is no uniform batch to preserve, and the placeholders would count as drafted.
         self.dynamic_sd_lookup = [self.num_spec_tokens] * (self.max_num_running_reqs + 1)
@@ -126,8 +130,12 @@ class DraftingScheduler(CountingScheduler, Scheduler):
             counters.verification(draft.drafter_id, drafted, accepted)
         elif request_id not in self._step.decoding or self.book.down():
             return None
-        if self.planner.settled:
-            self.costs.note_verification(self._plan, draft is not None and draft.ahead, drafted, accepted)
+        own = draft is not None and draft.drafter_id == FALLBACK
+        if draft is not None and not own:
+            self.fallback.note_remote(request_id, drafted, accepted)
+        # Our own draft in place of a miss is a part of what drafting ahead brings; of true features it says nothing.
+        if self.planner.settled and (not own or self._plan.outcomes):
+            self.costs.note_verification(self._plan, draft is not None and (own or draft.ahead), drafted, accepted)
         if draft is None:
             return None
         return Drafted(draft.drafter_id, draft.ahead, self._draft_s.pop(request_id, 0.0))
@@ -181,9 +189,12 @@ class DraftingScheduler(CountingScheduler, Scheduler):
             held = {*self.book.pending, *self._groups.others()}
         for request in self.running:
             request.next_decode_eligible_step = sys.maxsize if request.request_id in held else 0
+        verified = [request for request in decoding if request.request_id not in held]
+        self._fall_back(verified)
         output = super().schedule(throttle_prefills)
-        # The worker ships features before the outcome is known here: it has to know now how many tokens to ask for.
+        # The worker ships features before the outcome is known here: it has to know now for whom and how much to ask.
         output.draft_k = 0 if self._plan.outcomes else self._plan.k
+        output.undrafted = self._needs_no_drafter(verified) if output.draft_k else frozenset()
         self._step = StepShape.of(output, frozenset(request.request_id for request in decoding))
         return output
 
@@ -198,6 +209,32 @@ class DraftingScheduler(CountingScheduler, Scheduler):
                 self.records.decided(self.planner.decision)
         return plan
 
+    def _fall_back(self, requests: list[Any]) -> None:
+        """Gives those without a draft one of our own, where that is expected to pay."""
+        self.fallback.begin_step()
+        self._untold.clear()
+        k = self._plan.k if self._drafter_ids else self.num_spec_tokens
+        bare = [request for request in requests if not request.spec_token_ids]
+        if not (k and bare) or self.counters is None:
+            return
+        price = self.costs.verify_s(len(requests), k) / self.costs.verify_s(len(requests), 0)
+        for request in bare:
+            tokens = self.fallback.draft(request.request_id, request.num_tokens, k, price)
+            if tokens:
+                self._give(request, Usable(request.request_id, FALLBACK, request.num_tokens, tokens))
+                self._untold.add(request.request_id)
+
+    def _needs_no_drafter(self, requests: list[Any]) -> frozenset[str]:
+        """Those of the requests verified now whose own text is to draft for them next."""
+        n, k, costs = len(requests), self._plan.k, self.costs
+        step_s = costs.verify_s(n, k)
+        wait_s = costs.draft_s(n, k) if self._plan.groups == 1 else max(costs.draft_s(n, k) - step_s, 0.0)
+        return self.fallback.preferred([request.request_id for request in requests], k, step_s, wait_s)
+
+    def _give(self, request: Any, draft: Usable) -> None:
+        super().update_draft_token_ids(DraftTokenIds([draft.request_id], [draft.tokens]))
+        self._verifying[request.request_id] = draft
+
     def _attach(self) -> None:
         ready, expired = self.book.collect(time.monotonic())
         for draft in ready:
@@ -205,8 +242,7 @@ class DraftingScheduler(CountingScheduler, Scheduler):
             if request is None or request.num_tokens != draft.base_len:
                 self._drop(draft.drafter_id, "stale")
                 continue
-            super().update_draft_token_ids(DraftTokenIds([draft.request_id], [draft.tokens]))
-            self._verifying[draft.request_id] = draft
+            self._give(request, draft)
         for request_id in expired:
             self._drop(drafter_for(request_id, self._drafter_ids) or "none", "lost")
 
@@ -225,20 +261,24 @@ class DraftingScheduler(CountingScheduler, Scheduler):
             if request is None or request.is_finished() or request.is_prefill_chunk:
                 continue
             self._groups.add(request_id)
+            self.fallback.advance(request_id, request.all_token_ids)
             chosen = drafter_for(request_id, self._drafter_ids)
-            if chosen is None:
+            if chosen is None or request_id in scheduler_output.undrafted:
                 continue
             if scheduler_output.draft_k:
                 self.book.expect(request_id, request.num_tokens, chosen, now)
             elif self._plan.outcomes:
                 began = lengths.get(request_id, request.num_tokens - 1)
+                if request_id in self._untold and request.num_tokens - began > 1:
+                    began = -1
                 self.ahead.ended(Ended(request_id, began, request.num_tokens, request.all_token_ids[-1]))
         return outputs
 
     def settle(self, now: float) -> dict[str, list[NextItem]]:
         """Mode `ahead`: decides the next draft of every verification that has ended; returns what to ask each drafter.
 
-        A hit is used at once.  A miss is drafted afresh, and waited for only where that pays.
+        A hit is used at once, and so is the request's own text where it does better.  A miss is drafted afresh, and waited for
+        only where that pays.
         """
         asks: dict[str, list[NextItem]] = {}
         hits = misses = 0
@@ -246,13 +286,17 @@ class DraftingScheduler(CountingScheduler, Scheduler):
             drafter_id = drafter_for(ended.request_id, self._drafter_ids)
             if drafter_id is None or self.counters is None:
                 continue
-            counters = self.counters.drafter(drafter_id)
-            tokens = tokens[: self._plan.k]
+            counters, k = self.counters.drafter(drafter_id), self._plan.k
+            tokens = tokens[:k]
+            counters.ahead_hits += bool(tokens)
+            counters.ahead_misses += not tokens
+            own = self.fallback.better(ended.request_id, ended.base_len, k, GAIN if tokens else 1.0)
+            source, tokens = (FALLBACK, own) if own else (drafter_id, tokens)
             if tokens:
-                hits, counters.ahead_hits = hits + 1, counters.ahead_hits + 1
-                self.book.give(Usable(ended.request_id, drafter_id, ended.base_len, tokens, ahead=True))
+                hits += 1
+                self.book.give(Usable(ended.request_id, source, ended.base_len, tokens, ahead=True))
             else:
-                misses, counters.ahead_misses = misses + 1, counters.ahead_misses + 1
+                misses += 1
                 self.book.expect(ended.request_id, ended.base_len, drafter_id, now)
             item = NextItem(ended.request_id, ended.base_len, self._plan.k, tokens, self._plan.outcomes)
             asks.setdefault(drafter_id, []).append(item)
@@ -276,6 +320,7 @@ class DraftingScheduler(CountingScheduler, Scheduler):
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         self.book.forget(request.request_id)
         self.ahead.forget(request.request_id)
+        self.fallback.forget(request.request_id)
         self._groups.remove(request.request_id)
         self._verifying.pop(request.request_id, None)
         self._draft_s.pop(request.request_id, None)
