@@ -7,7 +7,7 @@ ARGS ?=
 MAKEFLAGS += --no-print-directory
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev serve status test lint bench format clean
+.PHONY: help setup setup-dev serve status test lint bench chaos format clean
 
 help: ## list these tasks
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|' 2>/dev/null \
@@ -36,6 +36,9 @@ lint: setup-dev ## ruff, mypy and the import contracts
 
 bench: setup-dev ## measure every mode on this machine (ARGS=--quick: under ten minutes)
 	@exec $(BIN)/outrider bench $(ARGS)
+
+chaos: setup-dev ## kill, stop and restart every part under load (ARGS="--quick --output DIR")
+	@exec $(BIN)/python -m tests.chaos $(ARGS)
 
 format: setup-dev ## format the code
 	@$(BIN)/ruff check --fix --quiet . ; $(BIN)/ruff format .
