@@ -121,7 +121,7 @@ async def disturbed(options: Options) -> Result:
         "--gateway-poison-after=50",
         "--gateway-failover-wait-s=90",
         "--drafting-idle-ttl-s=20",
-        '--verifier-engine-args={"structured_outputs_config": {"disable_any_whitespace": true}}',
+        '--verifier-engine-args={"structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": true}}',
     )
     try:
         await _under_load(fleet, options, result)

@@ -77,7 +77,7 @@ async def migrated(requests: int, tokens: int, mode: str) -> Moved:
     found = Moved(requests)
     kinds = [case for case in cases(tokens) if case.exact and case.body.get("stream")]
     chosen = [kinds[i % len(kinds)] for i in range(requests)]
-    args = {"engine_args": {"structured_outputs_config": {"disable_any_whitespace": True}}}
+    args = {"engine_args": {"structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True}}}
     async with engine_fleet(verifiers=2, drafters=2, mode=mode, verifier=args) as fleet:
         alone_spy = Spy(fleet)
         alone = await _run(fleet, kinds, move=False)

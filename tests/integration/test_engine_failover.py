@@ -31,7 +31,7 @@ BODIES: list[dict[str, Any]] = [
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def fleet() -> AsyncIterator[EngineFleet]:
-    args = {"engine_args": {"structured_outputs_config": {"disable_any_whitespace": True}}}
+    args = {"engine_args": {"structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True}}}
     async with engine_fleet(verifiers=3, drafters=1, verifier=args, poison_after=5) as running:
         yield running
 
