@@ -40,6 +40,7 @@ class Options:
     """Requests of one measurement at least; never fewer than are in flight."""
     full: bool
     micro: bool
+    profile: bool
     model: str | None
     drafter: str | None
     verifier_cores: int | None
@@ -72,6 +73,7 @@ def parse(arguments: Sequence[str]) -> Options:
         requests=given.requests or (2 if quick else 4),
         full=given.full,
         micro=given.micro,
+        profile=given.profile,
         model=given.model,
         drafter=given.drafter,
         verifier_cores=given.verifier_cores,
@@ -89,6 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     say("--quick", action="store_true", help="one target and fewer points: under ten minutes on two cores")
     say("--full", action="store_true", help="every domain at every concurrency and temperature")
     say("--micro", action="store_true", help="measure the drafter, the codec and the transport alone instead")
+    say("--profile", action="store_true", help="measure what our own code costs per step and per request instead")
     say("--targets", type=_names(TARGETS), metavar="LIST", help=f"of {', '.join(TARGETS)} (default: all)")
     say("--layouts", type=_names(LAYOUTS), metavar="LIST", default=LAYOUTS, help=f"of {', '.join(LAYOUTS)} (default: both)")
     say("--modes", type=_names(MODES), metavar="LIST", default=MODES, help=f"of {', '.join(MODES)} (default: all)")

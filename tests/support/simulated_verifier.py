@@ -280,7 +280,9 @@ class SimulatedVerifier:
         accepted = sum(each.accepted_tokens for each in self.stats.drafters.values())
         decided = self.core.decided
         assert decided == self.stats.verifications + accepted, "tokens = verifications + accepted drafts"
-        assert 0 <= decided - self.stats.tokens <= self.stats.num_speculative_tokens * len(self.finished), "less what was cut off"
+        assert 0 <= decided - self.stats.tokens <= self.stats.num_speculative_tokens * len(self.finished), (
+            "less what was cut off"
+        )
 
 
 @contextmanager
