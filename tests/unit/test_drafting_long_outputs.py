@@ -1,4 +1,4 @@
-"""Long outputs: after hundreds of verifications and rejections the drafter's state is that of a drafter that was told all at once.
+"""Long outputs: after hundreds of verifications and rejections the drafter's state is that of one that was told all at once.
 
 A rollback that went wrong raises no error; drafts just get worse.  (`tests/campaign` does the same with the demo models.)
 """
