@@ -73,12 +73,12 @@ def profile(options: Options, split: CoreSplit, say: Say) -> list[dict[str, Any]
         with TargetFleet(bench, configured, say) as fleet:
             for configuration in configured:
                 first = [prompts.make(options.domains[0], f"warm/{i}") for i in range(most)]
-                fleet.warm_up(configuration, first, WARM_UP_TOKENS)
+                fleet.warm_up(configuration, first, min(WARM_UP_TOKENS, options.tokens), (1, most))
                 found: dict[str, dict[int, Laps]] = {}
                 for requests in sorted({1, most}):
                     fleet.laps(configuration)
                     asked = [prompts.make(options.domains[0], f"{requests}/{i}") for i in range(requests)]
-                    fleet.measure(configuration, asked, options.tokens, options.temperatures[0], requests)
+                    fleet.measure(configuration, [asked], options.tokens, options.temperatures[0], (requests,))
                     for process, laps in fleet.laps(configuration).items():
                         found.setdefault(process, {})[requests] = laps
                 rows += rows_of(configuration.mode, found)
