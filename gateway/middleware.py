@@ -12,19 +12,19 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Collection
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from gateway import page
 from gateway.errors import ApiError, TooManyRequests, Unauthorized, translate
 from gateway.metrics import GatewayMetrics
 from gateway.sse import ClientGone
 
 logger = logging.getLogger(__name__)
 
-OPEN_PATHS = frozenset({"/livez", "/readyz", "/health", "/metrics"})
-"""Reached without a key: probes and scrapers have none."""
+OPEN_PATHS = frozenset({"/livez", "/readyz", "/health", "/metrics", *page.FILES})
+"""Reached without a key: probes and scrapers have none, and the page's files say nothing of the fleet."""
 
 LIMITED_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})
 """The paths whose requests count against `max_in_flight`."""
@@ -84,16 +84,8 @@ class Envelope:
 class Admission:
     """The API key, then the limit on requests in flight."""
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        metrics: GatewayMetrics,
-        api_key: str | None,
-        max_in_flight: int,
-        open_paths: Collection[str] = OPEN_PATHS,
-    ) -> None:
+    def __init__(self, app: ASGIApp, metrics: GatewayMetrics, api_key: str | None, max_in_flight: int) -> None:
         self._app = app
-        self._open_paths = frozenset(open_paths)
         self._metrics = metrics
         self._api_key = api_key.encode() if api_key else None
         self._max_in_flight = max_in_flight
@@ -103,7 +95,7 @@ class Admission:
             await self._app(scope, receive, send)
             return
         path = scope["path"]
-        if path not in self._open_paths and not self._may_enter(scope):
+        if path not in OPEN_PATHS and not self._may_enter(scope):
             raise Unauthorized("Missing or wrong API key. Send it as `Authorization: Bearer <key>`.")
         if path not in LIMITED_PATHS or scope["method"] != "POST":
             await self._app(scope, receive, send)

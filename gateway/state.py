@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from starlette.requests import Request
 
 from backend.config import Settings
+from backend.tracing import Tracing
 from gateway.fleet_client import FleetClient
 from gateway.fleet_feed import FleetFeed
 from gateway.metrics import GatewayMetrics
@@ -22,6 +23,7 @@ class Gateway:
     services: Services
     metrics: GatewayMetrics
     feed: FleetFeed
+    tracing: Tracing | None = None
 
     @property
     def speculating(self) -> bool:

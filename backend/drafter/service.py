@@ -5,8 +5,8 @@ of whatever verifiers, as can share a batch, has the proposer extend and draft, 
 `Next` asks for are part of such a batch; outcomes are enumerated only when neither rounds nor fresh drafts wait (`nexts.py`).
 
 A verifier has two sockets: `features`, which sends rounds, and `drafts`, which sends `Next` and gets all answers.  Both greet
-with the same verifier and epoch; a message's own epoch is only echoed.  Refusals of rounds go to `drafts` too, where somebody
-listens.
+with the same verifier and epoch; a message's own epoch is only echoed.  Refusals of rounds go to `drafts` too, unless nobody
+has greeted; which requests must be opened again is said to `features`, whose owner opens them.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ from torch import Tensor
 from backend.drafter.intake import Limits, Malformed, check_next, features_of
 from backend.drafter.nexts import Key, Nexts, Wanted
 from backend.drafter.proposer import Ask, Premise, Proposer
+from backend.drafter.traces import DraftTraces
 from backend.fleet import DrafterStats
 from backend.protocol import (
+    HELLO_FIRST,
     PROTOCOL_VERSION,
     Ahead,
     Block,
@@ -36,6 +38,7 @@ from backend.protocol import (
     Refused,
     Role,
     Round,
+    Unknown,
     Welcome,
     decode_to_drafter,
     encode,
@@ -48,8 +51,6 @@ _Part = tuple[str, int, int | None]
 """A request, its base length, and its place among the batch's questions; None: an empty draft."""
 
 MAX_BATCH_ROUNDS = 64
-HELLO_FIRST = "hello first"
-"""The reason of a refusal that a greeting, and opening all requests again, will cure."""
 
 
 @dataclass
@@ -80,8 +81,14 @@ class DrafterService:
     """Protocol, sequences' life and counters of one drafter, over any `Proposer`."""
 
     def __init__(
-        self, drafter_id: str, proposer: Proposer, idle_ttl_s: float, clock: Callable[[], float] = time.monotonic
+        self,
+        drafter_id: str,
+        proposer: Proposer,
+        idle_ttl_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        traces: DraftTraces | None = None,
     ) -> None:
+        self._traces = traces
         self._drafter_id = drafter_id
         self._proposer = proposer
         self._idle_ttl_s = idle_ttl_s
@@ -91,6 +98,8 @@ class DrafterService:
         self._peers: dict[bytes, tuple[_Session, Role]] = {}
         self._waiting: deque[_Waiting] = deque()
         self._nexts = Nexts()
+        self._unknown: dict[bytes, list[str]] = {}
+        """By features socket: requests of the batch at hand that are to be opened again."""
         self._counters = DrafterStats(drafter_id, 0.0)
 
     @property
@@ -133,20 +142,27 @@ class DrafterService:
         started = self._clock()
         asks: list[Ask] = []
         rounds, answers = self._take_rounds(asks, started)
+        unknown = [(listener, encode(Unknown(requests))) for listener, requests in self._unknown.items()]
+        self._unknown.clear()
         fresh = self._join_fresh(asks)
         if not rounds and not fresh:
             return self._imagine(started)
         drafts = self._proposer.draft(asks) if asks else []
         finished = self._clock()
         self._count(rounds, asks, drafts, finished - started)
+        if self._traces is not None:
+            for ask, tokens in zip(asks, drafts, strict=True):
+                self._traces.drafted(ask.key, len(tokens), finished - started, finished)
         replies = self._answer_fresh(fresh, drafts, started, finished)
-        return replies + self._answer(rounds, answers, drafts, started, finished)
+        return replies + self._answer(rounds, answers, drafts, started, finished) + unknown
 
     def sweep(self) -> None:
         """Forgets requests unheard of for the configured time."""
         before = self._clock() - self._idle_ttl_s
         self._proposer.close_idle(before)
         self._nexts.expire(before)
+        if self._traces is not None:
+            self._traces.expire(before)
 
     def stats(self, started_at: float) -> DrafterStats:
         """A copy of the counters, with the present load; `started_at` is the process's, Unix seconds."""
@@ -187,6 +203,8 @@ class DrafterService:
             del self._peers[identity]
         self._waiting = deque(w for w in self._waiting if w.session is not session)
         self._nexts.end(session.verifier_id, session.epoch)
+        if self._traces is not None:
+            self._traces.end(session.verifier_id, session.epoch)
         for key in self._proposer.requests():
             if isinstance(key, tuple) and key[:2] == (session.verifier_id, session.epoch):
                 self._proposer.close(key)
@@ -256,6 +274,9 @@ class DrafterService:
         found = self._proposer.imagine(premises)
         spent_s = self._clock() - started
         self._counters.busy_s += spent_s
+        if self._traces is not None:
+            for wanted, outcomes in zip(batch, found, strict=True):
+                self._traces.imagined(wanted.key, len(outcomes), spent_s)
         blocks = [Block(w.item.request_id, w.item.base_len, w.item.verifying, o) for w, o in zip(batch, found, strict=True)]
         replies: list[Reply] = []
         for listener, epoch, places in self._by_peer(batch):
@@ -281,6 +302,8 @@ class DrafterService:
             if isinstance(item, Close):
                 proposer.close(key)
                 self._nexts.forget(key)
+                if self._traces is not None:
+                    self._traces.closed(key, item.reason)
                 continue
             features = None if waiting.features is None else waiting.features[at : at + item.rows]
             at += item.rows
@@ -288,9 +311,13 @@ class DrafterService:
                 known = False
             elif isinstance(item, Open):
                 proposer.open(key, list(item.tokens), item.rows, now)
+                if self._traces is not None:
+                    self._traces.opened(key, item.trace, now)
                 known = True
             else:
                 known = proposer.commit(key, item.base_len, item.tokens, item.rows, now)
+                if not known and waiting.session.features is not None:
+                    self._unknown.setdefault(waiting.session.features, []).append(item.request_id)
             if not known:
                 self._nexts.unknown(key, item.base_len, now)
                 if item.k:
@@ -344,5 +371,10 @@ class DrafterService:
         counters = self._counters
         counters.rounds += len(rounds)
         counters.rows += sum(ask.rows for ask in asks)
+        drafted = sum(1 for ask in asks if ask.k)
+        if drafted:
+            counters.batches += 1
+            counters.drafts += drafted
+            counters.draft_s += spent_s
         counters.draft_tokens += sum(len(tokens) for tokens in drafts)
         counters.busy_s += spent_s

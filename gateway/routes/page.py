@@ -6,27 +6,14 @@ The page and its files are the same for everyone and say nothing of the fleet, s
 
 from __future__ import annotations
 
-import hashlib
-from importlib.resources import files
-from importlib.resources.abc import Traversable
-
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from gateway.fleet_feed import FleetStream
+from gateway.page import FILES, PageFile
 from gateway.state import gateway_of
 
 router = APIRouter()
-
-_FOLDER = files("gateway") / "page"
-_MEDIA_TYPES = {
-    "css": "text/css; charset=utf-8",
-    "html": "text/html; charset=utf-8",
-    "js": "text/javascript; charset=utf-8",
-    "svg": "image/svg+xml",
-}
-FILES = {"/" if each.name == "index.html" else f"/page/{each.name}": each for each in _FOLDER.iterdir() if each.is_file()}
-"""What is served to anyone, by path."""
 
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
@@ -45,19 +32,15 @@ async def events(request: Request) -> Response:
     return FleetStream(gateway_of(request).feed)
 
 
-def _serve(path: str, source: Traversable) -> None:
-    content = source.read_bytes()
-    media_type = _MEDIA_TYPES[source.name.rpartition(".")[2]]
-    etag = f'"{hashlib.sha256(content).hexdigest()[:20]}"'
-
-    async def file(request: Request) -> Response:
-        headers = {**HEADERS, "etag": etag}
-        if etag in [each.strip().removeprefix("W/") for each in request.headers.get("if-none-match", "").split(",")]:
+def _serve(path: str, file: PageFile) -> None:
+    async def answer(request: Request) -> Response:
+        headers = {**HEADERS, "etag": file.etag}
+        if file.etag in [each.strip().removeprefix("W/") for each in request.headers.get("if-none-match", "").split(",")]:
             return Response(status_code=304, headers=headers)
-        return Response(content, media_type=media_type, headers=headers)
+        return Response(file.content, media_type=file.media_type, headers=headers)
 
-    router.add_api_route(path, file, methods=["GET", "HEAD"], name=source.name)
+    router.add_api_route(path, answer, methods=["GET", "HEAD"])
 
 
-for _path, _source in FILES.items():
-    _serve(_path, _source)
+for _path, _file in FILES.items():
+    _serve(_path, _file)

@@ -11,7 +11,7 @@ import pytest
 from gateway import fleet_feed
 from gateway.errors import TooManyRequests
 from gateway.fleet_feed import FleetFeed
-from gateway.routes.page import FILES
+from gateway.page import FILES
 from tests.support.fleet_process import wait_for
 from tests.support.fleet_story import Story, feed_of
 from tests.support.running_gateway import running_gateway
@@ -50,8 +50,8 @@ def test_the_page_and_its_files(page):
 
 
 def test_the_files_ask_nobody_else_for_anything():
-    for path, source in FILES.items():
-        text = source.read_text(encoding="utf-8").replace("http://www.w3.org/2000/svg", "")
+    for path, file in FILES.items():
+        text = file.content.decode().replace("http://www.w3.org/2000/svg", "")
         assert "//" not in text.replace("// ", "").replace("<!-- ", ""), f"{path} names an address"
         for unsafe in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", " style=", "onclick="):
             assert unsafe not in text, f"{path}: {unsafe}"

@@ -24,7 +24,7 @@ from backend.fleet import (
 )
 from gateway.fleet_feed import FleetFeed
 from gateway.metrics import GatewayMetrics
-from gateway.middleware import OPEN_PATHS, Admission, Envelope
+from gateway.middleware import Admission, Envelope
 from gateway.routes import page
 
 STEP_S = 0.02
@@ -145,7 +145,6 @@ def page_app(feed: FleetFeed, api_key: str | None = None) -> FastAPI:
     app.state.gateway = SimpleNamespace(feed=feed)
     app.include_router(page.router)
     metrics = GatewayMetrics()
-    open_paths = OPEN_PATHS | page.FILES.keys()
-    app.add_middleware(Admission, metrics=metrics, api_key=api_key, max_in_flight=1, open_paths=open_paths)
+    app.add_middleware(Admission, metrics=metrics, api_key=api_key, max_in_flight=1)
     app.add_middleware(Envelope, metrics=metrics)
     return app
