@@ -9,9 +9,10 @@ import json
 import sys
 from pathlib import Path
 
-from dashboards.detail import ASSIGNMENT, RELIABILITY, VERIFIERS
+from dashboards.detail import ASSIGNMENT, VERIFIERS
 from dashboards.model import Dashboard, to_json
 from dashboards.overview import OVERVIEW
+from dashboards.reliability import RELIABILITY
 from dashboards.speculation import SPECULATION
 
 FOLDER = Path(__file__).parent / "grafana" / "dashboards"

@@ -1,23 +1,21 @@
-"""The dashboards for a closer look: verifiers, assignment, reliability.  Pure data."""
+"""The dashboards for a closer look at verifiers and at the assignment of drafters.  Pure data."""
 
 from __future__ import annotations
 
 from dashboards.expr import (
     JOB,
-    PAIR,
     VERIFIER,
     acceptance_length,
     once,
     or_zero,
     pair_rate,
-    rate,
     ratio,
     total,
     verifier_gauge,
     verifier_rate,
 )
 from dashboards.model import Dashboard, Panel, Query, Row
-from dashboards.overview import BUSY, IDLE, NO_DRAFTS, NO_TRAFFIC, NOT_READY
+from dashboards.overview import BUSY, IDLE, NO_DRAFTS, NO_TRAFFIC
 
 _STEPS = verifier_rate("outrider_verifier_steps_total")
 _LOAD = f"({verifier_gauge('outrider_verifier_running')} + {verifier_gauge('outrider_verifier_waiting')})"
@@ -27,10 +25,6 @@ _BY_VERIFIER = "{{verifier}}"
 
 def _per_step(metric: str) -> Query:
     return Query(ratio(verifier_rate(metric), _STEPS), _BY_VERIFIER)
-
-
-def _dropped(reasons: str) -> str:
-    return pair_rate("outrider_drafts_dropped_total", "reason", labels=f'{PAIR}, reason=~"{reasons}"')
 
 
 VERIFIERS = Dashboard(
@@ -90,6 +84,19 @@ VERIFIERS = Dashboard(
                     "Tokens emitted per second.",
                     [Query(verifier_rate("outrider_verifier_tokens_total"), _BY_VERIFIER)],
                     unit="cps",
+                ),
+                Panel(
+                    "Prefill",
+                    "Tokens computed for prompts per second, and for what moved sequences bring along.",
+                    [Query(verifier_rate("outrider_verifier_prefill_tokens_total"), _BY_VERIFIER)],
+                    unit="cps",
+                ),
+                Panel(
+                    "Time in steps with prefill",
+                    "Share of time; the sequences that decode in such a step wait longer for their next token.",
+                    [Query(verifier_rate("outrider_verifier_prefill_seconds_total"), _BY_VERIFIER)],
+                    unit="percentunit",
+                    high=1,
                 ),
                 Panel(
                     "Prompt tokens",
@@ -267,124 +274,6 @@ ASSIGNMENT = Dashboard(
                     ],
                     decimals=0,
                     thresholds=[(1, "orange")],
-                ),
-            ],
-        ),
-    ],
-)
-
-RELIABILITY = Dashboard(
-    "outrider-reliability",
-    "Outrider: reliability",
-    "What went wrong, and whether anybody noticed.",
-    [
-        Row(
-            "Alerts",
-            [
-                Panel(
-                    "Firing",
-                    "Alerts of the rules in dashboards/prometheus/rules that fire now.",
-                    [Query('ALERTS{alertstate="firing", alertname=~"Outrider.*"}')],
-                    kind="table",
-                    width=12,
-                    empty="nothing fires",
-                ),
-                Panel(
-                    "Scrapes",
-                    "1 where the last scrape of a gateway went well.",
-                    [Query(f"up{{{JOB}}}", "{{instance}}")],
-                    width=12,
-                    high=1,
-                    decimals=0,
-                    thresholds=[(0, "red"), (1, "green")],
-                    empty="no gateway is scraped",
-                ),
-            ],
-        ),
-        Row(
-            "Requests",
-            [
-                Panel(
-                    "Server errors",
-                    "Requests answered with 5xx, per second, by route and status.",
-                    [
-                        Query(
-                            or_zero(total(rate("outrider_requests_total", f'{JOB}, code=~"5.."'), "route", "code")),
-                            "{{route}} {{code}}",
-                        )
-                    ],
-                    unit="reqps",
-                    stacked=True,
-                ),
-                Panel(
-                    "Refused",
-                    "Requests answered with 4xx, per second: 401 keys, 413 sizes, 429 limits, 400 and 404 mistakes.",
-                    [Query(or_zero(total(rate("outrider_requests_total", f'{JOB}, code=~"4.."'), "code")), "{{code}}")],
-                    unit="reqps",
-                    stacked=True,
-                ),
-                Panel(
-                    "Clients that left",
-                    "Generation requests whose client closed the connection early, per second.",
-                    [Query(total(rate("outrider_client_disconnects_total", JOB)), "clients")],
-                    unit="reqps",
-                ),
-                Panel(
-                    "How sequences ended",
-                    "Per second; lost: with its verifier, aborted: by the gateway.",
-                    [Query(or_zero(total(rate("outrider_sequences_finished_total", JOB), "reason")), "{{reason}}")],
-                    unit="ops",
-                    stacked=True,
-                ),
-                Panel(
-                    "Sequences lost",
-                    "Sequences that ended because their verifier went away, within the last five minutes.",
-                    [Query(or_zero(f'sum(increase(outrider_sequences_finished_total{{{JOB}, reason="lost"}}[5m]))'), "lost")],
-                    decimals=0,
-                    thresholds=[(1, "red")],
-                ),
-            ],
-        ),
-        Row(
-            "Members",
-            [
-                Panel(
-                    "Not ready",
-                    "Members that start, drain or are lost. A lost one is shown for a minute, then forgotten.",
-                    [Query(NOT_READY, "{{kind}} {{state}}")],
-                    decimals=0,
-                ),
-                Panel(
-                    "Verifiers answering",
-                    "As each gateway sees it; gateways should agree.",
-                    [Query(f"outrider_verifiers_connected{{{JOB}}}", "{{instance}}")],
-                    decimals=0,
-                    thresholds=[(0, "red"), (1, "green")],
-                ),
-                Panel(
-                    "Verifier restarts",
-                    "Times a verifier's counters began anew, within the last hour.",
-                    [Query(once(f"resets(outrider_verifier_steps_total{{{VERIFIER}}}[1h])", "verifier"), _BY_VERIFIER)],
-                    decimals=0,
-                ),
-                Panel(
-                    "Drafts lost on the way",
-                    "Drafts that came late, never came, or were not sent because a queue was full.",
-                    [Query(or_zero(total(_dropped("late|lost|overflow"), "reason")), "{{reason}}")],
-                    unit="ops",
-                    stacked=True,
-                ),
-                Panel(
-                    "Drafts that were wrong",
-                    "Drafts for another length, or outside the vocabulary.",
-                    [Query(or_zero(total(_dropped("stale|invalid"), "reason")), "{{reason}}")],
-                    unit="ops",
-                    stacked=True,
-                ),
-                Panel(
-                    "Preemptions",
-                    "Sequences preempted for KV cache space, per minute.",
-                    [Query(f"60 * {verifier_rate('outrider_verifier_preemptions_total')}", _BY_VERIFIER)],
                 ),
             ],
         ),

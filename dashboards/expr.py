@@ -52,11 +52,11 @@ def acceptance_length(*by: str) -> str:
     return f"1 + {ratio(accepted, total(pair_rate('outrider_drafts_total'), *by))}"
 
 
-def quantile(q: float, histogram: str) -> str:
+def quantile(q: float, histogram: str, *by: str) -> str:
     """Over all gateways; nothing without traffic."""
     buckets = rate(f"{histogram}_bucket", JOB)
     # Of no observations a quantile is NaN, which would draw as a point: drop it.
-    return f"histogram_quantile({q}, sum by (le) ({buckets})) >= 0"
+    return f"histogram_quantile({q}, sum by ({', '.join((*by, 'le'))}) ({buckets})) >= 0"
 
 
 def or_zero(value: str) -> str:

@@ -131,8 +131,8 @@ SPECULATION = Dashboard(
                 ),
                 Panel(
                     "Where a round trip goes",
-                    "Mean per round: the drafter's compute, waiting in its queue, and the rest, which is transport and the "
-                    "verifier's own loop.",
+                    "Mean per round: the drafter's compute, waiting in its queue, and transfer: the rest, as far as it was "
+                    "waited for.",
                     [
                         Query(_per_round, name)
                         for name, _per_round in {
@@ -144,10 +144,8 @@ SPECULATION = Dashboard(
                                 total(pair_rate("outrider_draft_queue_seconds_total")),
                                 total(pair_rate("outrider_draft_rounds_total")),
                             ),
-                            "transport": ratio(
-                                f"clamp_min({total(pair_rate('outrider_draft_round_trip_seconds_total'))}"
-                                f" - {total(pair_rate('outrider_draft_compute_seconds_total'))}"
-                                f" - {total(pair_rate('outrider_draft_queue_seconds_total'))}, 0)",
+                            "transfer": ratio(
+                                total(pair_rate("outrider_draft_transfer_seconds_total")),
                                 total(pair_rate("outrider_draft_rounds_total")),
                             ),
                         }.items()

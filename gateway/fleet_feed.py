@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
 
 import msgspec
@@ -21,6 +21,7 @@ from backend.fleet import FleetSnapshot
 from gateway.errors import TooManyRequests
 from gateway.fleet_core import FleetCore
 from gateway.fleet_history import FleetHistory, Observation
+from gateway.metrics import GatewayMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -31,12 +32,12 @@ SEND_TIMEOUT_S = 30.0
 
 
 class FleetFeed:
-    """`about` is what the page's head says of the fleet; `in_flight()` counts generation requests here."""
+    """`about` is what the page's head says of the fleet; `metrics` counts this gateway's requests."""
 
-    def __init__(self, core: FleetCore, about: Mapping[str, object], in_flight: Callable[[], int]) -> None:
+    def __init__(self, core: FleetCore, about: Mapping[str, object], metrics: GatewayMetrics) -> None:
         self._core = core
         self._about = msgspec.json.encode(about)
-        self._in_flight = in_flight
+        self._metrics = metrics
         self._history = FleetHistory()
         self._snapshot: FleetSnapshot | None = None
         self._answered = 0.0
@@ -81,7 +82,8 @@ class FleetFeed:
                 snapshot_age_s=now - self._answered,
                 own={stats.verifier_id: stats for stats in core.stats()},
                 connected=frozenset(link.member.id for link in core.ready_links),
-                in_flight=self._in_flight(),
+                in_flight=self._metrics.in_flight,
+                moves=self._metrics.moves,
             )
         )
         self._number += 1

@@ -15,6 +15,7 @@ from typing import Generic, Protocol, TypeVar
 from backend.fleet import DraftCounters, DrafterStats, FleetSnapshot, MemberView, VerifierStats
 from gateway.fleet_log import FleetLog
 from gateway.fleet_view import DrafterRow, FleetView, PairRow, Totals, VerifierRow
+from gateway.in_flight import MoveKind
 
 WINDOW_S = 10.0
 """What rates, shares and acceptance lengths are computed over."""
@@ -47,6 +48,8 @@ class Observation:
     connected: frozenset[str] = frozenset()
     in_flight: int = 0
     """Generation requests at this gateway."""
+    moves: Mapping[tuple[MoveKind, str, str], int] = field(default_factory=dict)
+    """Sequences that went on at another verifier, by kind, cause and that verifier, since this gateway began."""
 
     @property
     def members(self) -> list[MemberView]:
@@ -173,7 +176,7 @@ class FleetHistory:
         reports = {key: stats for key, stats in verifiers.items() if stats is not None}
         self._verifiers.observe(seen.now, reports)
         self._drafters.observe(seen.now, {each.member.id: each.drafter for each in alive if each.drafter is not None})
-        self._log.observe(seen.unix, seen.snapshot, reports)
+        self._log.observe(seen.unix, seen.snapshot, reports, seen.moves)
         self._served = {}
         for each in seen.snapshot.assignments if seen.snapshot is not None else []:
             self._served.setdefault(each.drafter_id, []).append(each.verifier_id)
@@ -194,6 +197,7 @@ class FleetHistory:
             drafters=[self._drafter(each) for each in seen.members if each.member.kind == "drafter"],
             pairs=self._pairs(),
             counters=dict(snapshot.counters) if snapshot is not None else {},
+            moved=_moved(seen),
             log=self._log.latest(),
             plans=self._log.latest_plans(),
         )
@@ -276,6 +280,13 @@ def _totals(seen: Observation, rows: list[VerifierRow], fleet: _Flow) -> Totals:
         busy=busy,
         idle=idle,
     )
+
+
+def _moved(seen: Observation) -> dict[str, int]:
+    moved = {"failover": 0, "migration": 0}
+    for (kind, _, _), count in seen.moves.items():
+        moved[kind] += count
+    return moved
 
 
 def _acceptance_length(accepted: int, drafts: int) -> float | None:

@@ -14,9 +14,12 @@ from typing import Literal
 import msgspec
 
 from backend.fleet import FleetSnapshot, Member, VerifierStats
+from gateway.in_flight import MoveKind
 
 KEPT, SHOWN = 200, 40
-Happening = Literal["joined", "ready", "draining", "lost", "restarted", "left", "assigned", "moved", "released", "plan"]
+Happening = Literal[
+    "joined", "ready", "draining", "lost", "restarted", "left", "assigned", "moved", "released", "failover", "migration", "plan"
+]
 
 
 class LogEntry(msgspec.Struct, frozen=True):
@@ -43,9 +46,16 @@ class FleetLog:
         self._bound: frozenset[tuple[str, str]] = frozenset()
         self._seen: FleetSnapshot | None = None
         self._stats: dict[str, VerifierStats] = {}
+        self._moves: dict[tuple[MoveKind, str, str], int] = {}
 
-    def observe(self, at: float, snapshot: FleetSnapshot | None, stats: Mapping[str, VerifierStats]) -> None:
-        """`stats`: the latest counters by verifier."""
+    def observe(
+        self,
+        at: float,
+        snapshot: FleetSnapshot | None,
+        stats: Mapping[str, VerifierStats],
+        moves: Mapping[tuple[MoveKind, str, str], int],
+    ) -> None:
+        """`stats`: the latest counters by verifier; `moves`: sequences that went on at another, by kind, cause and that one."""
         if snapshot is not None and snapshot is not self._seen:
             members = {view.member.id: view.member for view in snapshot.members if view.member.kind != "gateway"}
             bound = frozenset((each.verifier_id, each.drafter_id) for each in snapshot.assignments)
@@ -53,11 +63,12 @@ class FleetLog:
                 self._note_members(at, self._members, members)
                 self._note_assignments(at, bound)
             self._members, self._bound, self._seen = members, bound, snapshot
+        self._note_moves(at, moves)
         self._note_plans(at, stats)
         self._stats = dict(stats)
 
     def latest(self) -> list[LogEntry]:
-        """What happened to members and assignments, the latest first."""
+        """What happened to members, assignments and sequences, the latest first."""
         return list(islice(reversed(self._entries), SHOWN))
 
     def latest_plans(self) -> list[LogEntry]:
@@ -87,6 +98,15 @@ class FleetLog:
                 self._note(at, "assigned", drafter, f"{drafter} serves {to}")
             else:
                 self._note(at, "released", drafter, f"{drafter} no longer serves {away}")
+
+    def _note_moves(self, at: float, moves: Mapping[tuple[MoveKind, str, str], int]) -> None:
+        for (kind, cause, verifier), count in moves.items():
+            new = count - self._moves.get((kind, cause, verifier), 0)
+            if new:
+                many = "1 sequence" if new == 1 else f"{new} sequences"
+                words = "after a loss" if kind == "failover" else "on purpose"
+                self._note(at, kind, verifier, f"{many} moved to {verifier} {words} ({cause.replace('_', ' ')})")
+        self._moves = dict(moves)
 
     def _note_plans(self, at: float, stats: Mapping[str, VerifierStats]) -> None:
         for key, new in stats.items():

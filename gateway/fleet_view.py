@@ -100,7 +100,10 @@ class FleetView(msgspec.Struct):
     drafters: list[DrafterRow]
     pairs: list[PairRow]
     counters: dict[str, int]
+    """The coordinator's own."""
+    moved: dict[str, int]
+    """Sequences of this gateway that went on at another verifier: `failover`, `migration`."""
     log: list[LogEntry]
-    """What happened to members and assignments, the latest first."""
+    """What happened to members, assignments and sequences, the latest first."""
     plans: list[LogEntry]
     """How `auto` has changed its plan, the latest first."""

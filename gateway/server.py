@@ -62,7 +62,7 @@ def build_gateway(
     services = build_services(client, settings, served_name)
     metrics.registry.register(FleetCollector(core))
     about = {"model": served_name, "mode": settings.mode, "num_speculative_tokens": settings.num_speculative_tokens}
-    feed = FleetFeed(core, about, lambda: metrics.in_flight)
+    feed = FleetFeed(core, about, metrics)
     return Gateway(settings, client, services, metrics, feed, tracing)
 
 

@@ -130,7 +130,7 @@ function render() {
   drafterTable(byId("drafter-table"), fleet, filter);
   log(byId("log"), fleet.log, "Nothing since this gateway began to watch.");
   log(byId("plans"), fleet.plans, "No change of plan since this gateway began to watch.");
-  counters(fleet.counters);
+  counters({ ...fleet.counters, "failovers here": fleet.moved.failover, "migrations here": fleet.moved.migration });
   setText(byId("window"), number(fleet.window_s));
 }
 

@@ -11,6 +11,7 @@ import pytest
 from gateway import fleet_feed
 from gateway.errors import TooManyRequests
 from gateway.fleet_feed import FleetFeed
+from gateway.metrics import GatewayMetrics
 from gateway.page import FILES
 from tests.support.fleet_process import wait_for
 from tests.support.fleet_story import Story, feed_of
@@ -141,7 +142,7 @@ async def test_a_view_that_fails_is_not_the_end_of_the_feed(monkeypatch, caplog)
             seen.append(1)
             raise ValueError("no such thing")
 
-    feed = Broken(Story(), {}, lambda: 0)
+    feed = Broken(Story(), {}, GatewayMetrics())
     feed.start()
     while len(seen) < 3:
         await asyncio.sleep(0.001)

@@ -48,7 +48,7 @@ class Story:
         self.counters = {"registrations": verifiers + drafters, "restarts": 0}
         self.verifiers = {name: VerifierStats(name, 1000.0, "auto", 4, plan_k=4, plan_groups=2) for name in self.load}
         self.drafters = {name: DrafterStats(name, 1000.0) for name in self.members if name.startswith("drafter")}
-        self.links: dict[str, Any] = {}
+        self.metrics = GatewayMetrics()
         self.version = 0
         self.snapshot: FleetSnapshot | None = None
 
@@ -136,7 +136,7 @@ class Story:
 def feed_of(story: Story, model: str = "demo") -> FleetFeed:
     """A feed that watches the story; `look()` it by hand or `start()` it."""
     about = {"model": model, "mode": "auto", "num_speculative_tokens": 4}
-    return FleetFeed(story, about, lambda: sum(story.load.values()))  # type: ignore[arg-type]
+    return FleetFeed(story, about, story.metrics)  # type: ignore[arg-type]
 
 
 def page_app(feed: FleetFeed, api_key: str | None = None) -> FastAPI:

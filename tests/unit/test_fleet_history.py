@@ -29,6 +29,7 @@ class Watched:
             own={stats.verifier_id: stats for stats in story.stats()},
             connected=frozenset(link.member.id for link in story.ready_links),
             in_flight=7,
+            moves=dict(story.metrics.moves),
         )
         self.history.observe(replace(seen, **changes))
         return self.history.view()
@@ -203,12 +204,26 @@ def test_the_log_tells_plans_apart_from_the_rest(watched):
     assert watched.run(1).log == []
 
 
+def test_the_log_tells_where_sequences_went(watched):
+    moves = watched.story.metrics.moves
+    moves["failover", "disconnected", "verifier-1"] += 3
+    moves["migration", "load", "verifier-0"] += 1
+    assert told(watched) == [
+        ("migration", "1 sequence moved to verifier-0 on purpose (load)"),
+        ("failover", "3 sequences moved to verifier-1 after a loss (disconnected)"),
+    ]
+    moves["failover", "disconnected", "verifier-1"] += 1
+    assert told(watched)[0] == ("failover", "1 sequence moved to verifier-1 after a loss (disconnected)")
+    assert watched.look().moved == {"failover": 4, "migration": 1}
+    assert len(watched.look().log) == 3
+
+
 def test_the_log_is_bounded():
     log, story = FleetLog(), Story(1, 1)
     for number in range(3 * KEPT):
         story.members["drafter-0"] = member("drafter-0", "drafter", incarnation=str(number))
         story.tell()
-        log.observe(float(number), story.snapshot, {})
+        log.observe(float(number), story.snapshot, {}, {})
     assert len(log._entries) == KEPT
     assert len(log.latest()) == SHOWN
     assert log.latest()[0].at == 3 * KEPT - 1
