@@ -105,7 +105,7 @@ def _fleet() -> Iterator[str]:
 def _prometheus(gateway: str) -> Iterator[str]:
     """A Prometheus with the committed configuration, pointed at `gateway`; its URL."""
     with tempfile.TemporaryDirectory() as folder:
-        config = yaml.safe_load((ROOT / "prometheus" / "prometheus.yml").read_text(encoding="utf-8"))
+        config = yaml.safe_load((ROOT / "prometheus" / "local.yml").read_text(encoding="utf-8"))
         config["rule_files"] = [str(ROOT / "prometheus" / "rules" / "*.yml")]
         config["scrape_configs"][0]["static_configs"][0]["targets"] = [urllib.parse.urlsplit(gateway).netloc]
         file = Path(folder) / "prometheus.yml"

@@ -10,12 +10,14 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from backend.fleet import DraftCounters, DrafterStats, FleetSnapshot, MemberView, VerifierStats
 from gateway.fleet_log import FleetLog
 from gateway.fleet_view import DrafterRow, FleetView, PairRow, Totals, VerifierRow
-from gateway.in_flight import MoveKind
+
+if TYPE_CHECKING:
+    from gateway.in_flight import MoveKind
 
 WINDOW_S = 10.0
 """What rates, shares and acceptance lengths are computed over."""
