@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
 
@@ -96,6 +97,23 @@ def test_there_are_only_so_many_places(page, monkeypatch):
     wait_for(lambda: page.feed.listeners == 0, what="the place being free")
     with httpx.stream("GET", f"{page.url}/fleet/events", timeout=10) as answer:
         assert next(views(answer))
+
+
+def test_a_browser_that_takes_nothing_is_let_go_and_delays_nobody(monkeypatch):
+    monkeypatch.setattr(fleet_feed, "SEND_TIMEOUT_S", 0.2)
+    with served(Story(300, 300)) as page, socket.create_connection(("127.0.0.1", page.port)) as stuck:
+        page.advance()
+        stuck.sendall(b"GET /fleet/events HTTP/1.1\r\nhost: x\r\n\r\n")
+        wait_for(lambda: page.feed.listeners == 1, what="the stuck browser")
+        with httpx.stream("GET", f"{page.url}/fleet/events", timeout=10) as answer:
+            follow = views(answer)
+            for version in range(1, 500):
+                assert next(follow)["fleet"]["version"] == version
+                if page.feed.listeners == 1:
+                    break
+                page.advance()
+        assert version > 1, "it was let go before its buffers were full"
+        wait_for(lambda: page.feed.listeners == 0, what="its place being free")
 
 
 async def test_a_slow_listener_misses_views_and_holds_up_nobody():
