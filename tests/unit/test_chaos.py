@@ -63,7 +63,7 @@ def test_sampled_answers_are_judged_by_what_must_hold() -> None:
     case = Case("sampled", "/v1/completions", BODY, False)
     assert what_is_wrong(outcome(case), None) is None
     assert "usage" in (what_is_wrong(outcome(case, usage={"completion_tokens": 3}), None) or "")
-    structured = Case("sampled json", "/v1/completions", {**BODY, "structured_outputs": {}}, False)
+    structured = Case("sampled json", "/v1/completions", {**BODY, "structured_outputs": {"json": {}}}, False)
     good = json.dumps({"items": ["a"] * 24, "count": 1})
     assert what_is_wrong(outcome(structured, good, "stop"), None) is None
     assert what_is_wrong(outcome(structured, good[:-5], "length"), None) is None
