@@ -25,6 +25,7 @@ _PAIR_COUNTERS = {
     "outrider_draft_round_trip_seconds_total": "round_trip_s",
     "outrider_draft_compute_seconds_total": "draft_s",
     "outrider_draft_queue_seconds_total": "queue_s",
+    "outrider_draft_transfer_seconds_total": "transfer_s",
     "outrider_draft_sent_bytes_total": "bytes_sent",
 }
 _POSITION_COUNTERS = {

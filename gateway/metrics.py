@@ -90,6 +90,9 @@ DEFINITIONS: dict[str, Definition] = {
     ),
     "outrider_draft_compute_seconds_total": Definition("counter", _PAIR, "the drafter's own compute, summed over rounds"),
     "outrider_draft_queue_seconds_total": Definition("counter", _PAIR, "time waiting at the drafter, summed over rounds"),
+    "outrider_draft_transfer_seconds_total": Definition(
+        "counter", _PAIR, "round trip less the drafter's compute and queue, summed over rounds that were waited for"
+    ),
     "outrider_draft_sent_bytes_total": Definition("counter", _PAIR, "bytes sent to the drafter"),
     "outrider_drafts_dropped_total": Definition("counter", (*_PAIR, "reason"), "drafts not used, by reason"),
     "outrider_drafters_down": Definition("gauge", _VERIFIER, "assigned drafters that are not waited for"),

@@ -127,7 +127,13 @@ class CountingScheduler:
         if self.records is not None and request.request_id not in self.requests:  # type: ignore[attr-defined]
             arguments = request.sampling_params.extra_args if request.sampling_params is not None else None
             name = name_for_records(request.request_id, arguments)
-            self.records.began(request.request_id, name, request.arrival_time, request.num_prompt_tokens)
+            self.records.began(
+                request.request_id,
+                name,
+                request.arrival_time,
+                request.num_prompt_tokens,
+                brought_tokens=request.num_output_tokens,
+            )
         if self.traces is not None:
             self.traces.began(request)
         super().add_request(request)  # type: ignore[misc]

@@ -61,6 +61,8 @@ class FakeVerifier:
         self.behaviour: Behaviour = count_up
         self.sequences: list[Sequence] = []
         self.added = asyncio.Event()
+        self.takes = True
+        """Says that its engine has what it was sent."""
         self.hung = False
         """Connected, and answers nothing."""
         self.utilities: list[tuple[str, list[Any]]] = []
@@ -144,6 +146,8 @@ class FakeVerifier:
                 addition = msgspec.msgpack.decode(frames[0], type=wire.Addition)
                 sequence = Sequence(self, client, decoder.decode(frames[1:]), addition)
                 self.sequences.append(sequence)
+                if self.takes:
+                    self.send(client, wire.TAKEN, addition.request_id.encode())
                 self.added.set()
                 self._spawn(self.behaviour(self, sequence))
             elif kind == wire.ABORT:
