@@ -185,7 +185,9 @@ async def test_a_gateway_shows_its_fleet_and_stops_in_spite_of_watchers():
     async with running_gateway(drain_s=30) as running:
         assert "Outrider" in (await running.http.get("/")).text
         async with running.http.stream("GET", "/fleet/events") as answer:
-            async for line in answer.aiter_lines():
+            # Kept: httpx closes the connection when the iterator is collected.
+            lines = answer.aiter_lines()
+            async for line in lines:
                 # The first look may have been at a fleet nobody had told the gateway of.
                 if line.startswith("data: ") and (rows := json.loads(line[6:])["fleet"]["verifiers"]) and rows[0]["connected"]:
                     break
