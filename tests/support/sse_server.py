@@ -23,6 +23,17 @@ def stream_of(*texts: str, done: bool = True, usage: int | None = None) -> list[
     return [*pieces, b"data: [DONE]\n\n"] if done else pieces
 
 
+def read_request(connection: socket.socket) -> None:
+    """Reads one request to its end: closing a socket with something unread resets the connection."""
+    request = b""
+    while b"\r\n\r\n" not in request:
+        request += connection.recv(65536)
+    head, _, body = request.partition(b"\r\n\r\n")
+    length = int(head.lower().partition(b"content-length:")[2].split()[0])
+    while len(body) < length:
+        body += connection.recv(65536)
+
+
 class PiecewiseServer:
     """Answers one connection: headers with the first piece, and one more piece at each `release`."""
 
@@ -55,9 +66,7 @@ class PiecewiseServer:
         connection, _ = self._listener.accept()
         connection.settimeout(WAIT_S)
         with connection:
-            request = b""
-            while b"\r\n\r\n" not in request:
-                request += connection.recv(65536)
+            read_request(connection)
             head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n"
             head += {
                 "chunked": b"transfer-encoding: chunked\r\n",
