@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
+import time
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Literal
@@ -94,9 +95,14 @@ class PiecewiseServer:
 
 
 class StubGateway:
-    """Serves what the load test asks of a gateway; `pieces` is every stream's answer."""
+    """Serves what the load test asks of a gateway; `pieces` is every stream's answer, one every `pause_s`.
 
-    def __init__(self, pieces: Sequence[bytes]) -> None:
+    `drafters` is what `/fleet` says of them, by process id.
+    """
+
+    def __init__(self, pieces: Sequence[bytes], pause_s: float = 0.0) -> None:
+        self.drafters = {4001: "drafter-0"}
+        stub = self
         metrics = b"vllm:spec_decode_num_drafts_total 4\nvllm:spec_decode_num_accepted_tokens_total 6\n"
         documents = {"/v1/models": b'{"data": [{"id": "stub"}]}', "/metrics": metrics}
 
@@ -105,18 +111,22 @@ class StubGateway:
             disable_nagle_algorithm = True
 
             def do_GET(self) -> None:
-                self._answer(documents[self.path], "text/plain")
+                fleet = {"drafters": [{"pid": pid, "id": name, "state": "ready"} for pid, name in stub.drafters.items()]}
+                self._answer([json.dumps(fleet).encode() if self.path == "/fleet" else documents[self.path]], "text/plain")
 
             def do_POST(self) -> None:
                 self.rfile.read(int(self.headers["content-length"]))
-                self._answer(b"".join(pieces), "text/event-stream")
+                self._answer(pieces, "text/event-stream")
 
-            def _answer(self, body: bytes, kind: str) -> None:
+            def _answer(self, parts: Sequence[bytes], kind: str) -> None:
                 self.send_response(200)
                 self.send_header("content-type", kind)
-                self.send_header("content-length", str(len(body)))
+                self.send_header("content-length", str(sum(map(len, parts))))
                 self.end_headers()
-                self.wfile.write(body)
+                for part in parts:
+                    self.wfile.write(part)
+                    if pause_s:
+                        time.sleep(pause_s)
 
             def log_message(self, format: str, *args: Any) -> None:
                 pass
