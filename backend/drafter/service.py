@@ -11,6 +11,7 @@ has greeted; which requests must be opened again is said to `features`, whose ow
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -35,6 +36,7 @@ from backend.protocol import (
     Next,
     Open,
     Refused,
+    RingRef,
     Role,
     Round,
     Unknown,
@@ -42,6 +44,9 @@ from backend.protocol import (
     decode_to_drafter,
     encode,
 )
+from backend.transport.ring import RingReader
+
+logger = logging.getLogger(__name__)
 
 Reply = tuple[bytes, bytes]
 """The peer's identity and the message for it."""
@@ -60,7 +65,23 @@ class _Session:
     epoch: int
     features: bytes | None = None
     drafts: bytes | None = None
+    ring: RingReader | None = None
     last_heard: float = 0.0
+
+    def map_ring(self, ref: RingRef | None) -> None:
+        """Maps the ring a features socket offers; without one its frames come in the messages."""
+        self.close_ring()
+        if ref is not None:
+            try:
+                self.ring = RingReader(ref)
+            except (OSError, ValueError) as error:
+                logger.info("the ring of %s is out of reach, its sockets serve: %s", self.verifier_id, error)
+
+    def close_ring(self) -> None:
+        """Lets go of the ring."""
+        if self.ring is not None:
+            self.ring.close()
+            self.ring = None
 
 
 @dataclass(frozen=True)
@@ -122,7 +143,7 @@ class DrafterService:
                 check_next(message, self._limits)
                 self._take_next(session, message, now)
                 return []
-            features = features_of(message, frames[1:], self._limits)
+            features = features_of(message, frames[1:], self._limits, session.ring)
         except (msgspec.MsgspecError, RecursionError):
             return self._refuse(identity, "not a message of this protocol")
         except Malformed as error:
@@ -151,6 +172,9 @@ class DrafterService:
         before = self._clock() - self._idle_ttl_s
         self._proposer.close_idle(before)
         self._nexts.expire(before)
+        for session in self._sessions.values():
+            if session.last_heard < before:
+                session.close_ring()
 
     def stats(self, started_at: float) -> DrafterStats:
         """A copy of the counters, with the present load; `started_at` is the process's, Unix seconds."""
@@ -180,13 +204,16 @@ class DrafterService:
         self._peers[identity] = session, hello.role
         if hello.role == "features":
             session.features = identity
+            session.map_ring(hello.ring)
         else:
             session.drafts = identity
         session.last_heard = now
-        return identity, encode(Welcome(PROTOCOL_VERSION, self._drafter_id, self._proposer.kind))
+        ring = hello.role == "features" and session.ring is not None
+        return identity, encode(Welcome(PROTOCOL_VERSION, self._drafter_id, self._proposer.kind, ring))
 
     def _end(self, session: _Session) -> None:
         """A new epoch has begun: the old one's requests are over, its sockets strangers, its rounds unwanted."""
+        session.close_ring()
         for identity in [i for i, (owner, _) in self._peers.items() if owner is session]:
             del self._peers[identity]
         self._waiting = deque(w for w in self._waiting if w.session is not session)
@@ -208,7 +235,9 @@ class DrafterService:
     def _refuse(self, identity: bytes, reason: str) -> list[Reply]:
         self._counters.rejected += 1
         session, role = self._peers.get(identity, (None, "drafts"))
-        listener = session.drafts if session is not None and role == "features" else None
+        # Who has to greet again must hear it himself.
+        elsewhere = session is not None and role == "features" and reason != HELLO_FIRST
+        listener = session.drafts if session is not None and elsewhere else None
         return [(listener or identity, encode(Refused(reason)))]
 
     def _take_next(self, session: _Session, message: Next, now: float) -> None:
