@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -10,10 +11,12 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from gateway.balancing import Balancer
 from gateway.errors import translate
 from gateway.middleware import Admission, Envelope
 from gateway.routes import generate, models, operations
 from gateway.state import Gateway
+from gateway.traces import RequestSpans
 
 
 def build_app(gateway: Gateway) -> FastAPI:
@@ -21,12 +24,17 @@ def build_app(gateway: Gateway) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        balancer = Balancer(gateway.client.core, gateway.settings)
         gateway.client.start()
+        balancer.start()
         await gateway.services.models.init_static_loras()
         try:
             yield
         finally:
+            balancer.stop()
             gateway.client.shutdown()
+            if gateway.tracing is not None:
+                await asyncio.to_thread(gateway.tracing.close)
 
     app = FastAPI(title="Outrider", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
     app.router.redirect_slashes = False
@@ -38,6 +46,8 @@ def build_app(gateway: Gateway) -> FastAPI:
     app.add_middleware(Admission, metrics=gateway.metrics, api_key=settings.api_key, max_in_flight=settings.max_in_flight)
     # Added last, so outermost.
     app.add_middleware(Envelope, metrics=gateway.metrics)
+    if gateway.tracing is not None:
+        app.add_middleware(RequestSpans, tracing=gateway.tracing)
     return app
 
 

@@ -1,4 +1,4 @@
-"""The command line: `outrider serve | gateway | status | check-config | bench | train-demo`.
+"""The command line: `outrider serve | gateway | status | check-config | records | report | bench | train-demo`.
 
 `serve` is the launcher and the gateway in one process: it starts the fleet (Ray actors), imports vLLM while the engines load,
 serves HTTP from this process's main thread, and ends everything it started.  The heavy imports are inside the commands, so that
@@ -37,6 +37,8 @@ commands:
   gateway       start a further gateway for a running fleet
   status        show a running fleet
   check-config  show the settings in force and where each came from
+  records       sum up, join or export what verifiers wrote down
+  report        draw a recorded period, or a rollout, as one HTML page
   bench         measure every mode on this machine (it has options of its own)
   train-demo    train the built-in demo models again
 
@@ -60,6 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "gateway": gateway,
         "status": status,
         "check-config": check_config,
+        "records": records,
+        "report": report,
         "bench": bench,
         "train-demo": train_demo,
     }
@@ -98,6 +102,7 @@ def serve(arguments: list[str]) -> int:
     with _signals() as forced:
         models = _resolved(settings, progress)
         _check_port(settings)
+        _check_tracing(settings)
         from backend.launch.cluster import ClusterError
         from backend.launch.fleet import Fleet, LaunchError
         from backend.launch.plan import PlanError
@@ -180,6 +185,30 @@ def check_config(arguments: list[str]) -> int:
     return OK
 
 
+def records(arguments: list[str]) -> int:
+    """Reads records; the command has its own options."""
+    from backend.records.main import main
+    from backend.records.reading import RecordsError
+
+    try:
+        main(arguments, print, lambda line: print(f"outrider: {line}", file=sys.stderr))
+    except RecordsError as error:
+        return _fail(str(error), FAILED)
+    return OK
+
+
+def report(arguments: list[str]) -> int:
+    """Draws records or a rollout; the command has its own options."""
+    from backend.records.reading import RecordsError
+    from backend.records.report import main
+
+    try:
+        main(arguments, present.Progress().say)
+    except RecordsError as error:
+        return _fail(str(error), FAILED)
+    return OK
+
+
 def bench(arguments: list[str]) -> int:
     """Measures every mode; the benchmark has its own options."""
     from backend.bench.main import BenchError, main
@@ -231,6 +260,16 @@ def _check_port(settings: Settings) -> None:
             probe.bind((host, port))
     except OSError as error:
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error} (--port 0 takes a free one)") from error
+
+
+def _check_tracing(settings: Settings) -> None:
+    """Finds out now that tracing was asked for and its packages are missing."""
+    from backend import tracing
+
+    try:
+        tracing.check(settings.tracing)
+    except tracing.TracingError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _prepare_vllm() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from pathlib import Path
 import uvicorn
 
 from backend.config import Settings
+from backend.tracing import open_tracing
 from backend.transport.sockets import Wire
 from gateway.app import build_app
 from gateway.directory import Directory
@@ -27,6 +29,7 @@ from gateway.fleet_metrics import FleetCollector
 from gateway.metrics import GatewayMetrics
 from gateway.serving import build_services
 from gateway.state import Gateway
+from gateway.traces import SequenceSpans
 
 logger = logging.getLogger(__name__)
 
@@ -43,13 +46,21 @@ def build_gateway(
     for as.  Raises `ValueError` or `OSError` when vLLM cannot make sense of either.
     """
     metrics = GatewayMetrics()
+    tracing = open_tracing(settings.tracing, "gateway", f"gateway-{os.getpid()}")
     vllm_config = build_vllm_config(settings, model_dir)
-    core = FleetCore(directory, wire or Wire(), metrics, silence_limit_s=settings.verifier.gateway_lease_s)
+    core = FleetCore(
+        directory,
+        wire or Wire(),
+        metrics if tracing is None else SequenceSpans(tracing, metrics),
+        silence_limit_s=settings.verifier.gateway_lease_s,
+        failover_wait_s=settings.gateway.failover_wait_s,
+        poison_after=settings.gateway.poison_after,
+    )
     client = FleetClient(vllm_config, core)
     served_name = settings.gateway.served_model_name or model_name or Path(model_dir).name
     services = build_services(client, settings, served_name)
     metrics.registry.register(FleetCollector(core))
-    return Gateway(settings, client, services, metrics)
+    return Gateway(settings, client, services, metrics, tracing)
 
 
 class GatewayServer:

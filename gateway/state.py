@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from starlette.requests import Request
 
 from backend.config import Settings
+from backend.tracing import Tracing
 from gateway.fleet_client import FleetClient
 from gateway.metrics import GatewayMetrics
 from gateway.serving import Services
@@ -20,6 +21,7 @@ class Gateway:
     client: FleetClient
     services: Services
     metrics: GatewayMetrics
+    tracing: Tracing | None = None
 
     @property
     def speculating(self) -> bool:

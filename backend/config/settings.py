@@ -6,9 +6,10 @@ Every key is a command-line flag, an environment variable and a YAML key: `verif
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 Mode = Literal["off", "native", "sync", "pipelined", "ahead", "auto"]
 REMOTE_MODES: frozenset[Mode] = frozenset({"sync", "pipelined", "ahead", "auto"})
@@ -33,6 +34,17 @@ class GatewaySettings(Section):
     max_n: int = Field(64, ge=1, description="largest `n` of one request")
     keep_alive_s: float = Field(15.0, gt=0, description="seconds between SSE comments on an otherwise silent stream")
     drain_s: float = Field(30.0, ge=0, description="seconds that open requests may go on after SIGINT or SIGTERM")
+    failover_wait_s: float = Field(
+        60.0, ge=0, description="seconds that a request whose verifier was lost waits for another one to be ready"
+    )
+    poison_after: int = Field(
+        2, ge=1, description="a request under which so many verifiers were lost is refused instead of tried again"
+    )
+    balance_interval_s: float = Field(
+        2.0, ge=0, description="seconds between two looks at which requests to move to a faster verifier; 0: none are moved"
+    )
+    balance_moves: int = Field(4, ge=1, description="requests moved at one look at most")
+    balance_dwell_s: float = Field(10.0, ge=0, description="seconds that a request stays where it is before it may be moved")
     tool_call_parser: str | None = Field(None, description="vLLM's tool call parser for this model; none: tools are refused")
     chat_template: str | None = Field(None, description="chat template file or text; default: the model's own")
 
@@ -74,10 +86,29 @@ class DraftingSettings(Section):
 
 
 class CoordinatorSettings(Section):
-    """Membership."""
+    """Membership, and which drafter serves which verifier."""
 
     report_interval_s: float = Field(0.25, gt=0, description="time between two reports of a member")
     lease_s: float = Field(2.0, gt=0, description="a member silent for so long is lost")
+    policy: Literal["goodput", "least-drafters"] = Field(
+        "goodput",
+        description="who drafts for whom: goodput: where a drafter brings the most tokens per second, by what is measured; "
+        "least-drafters: the verifier with the fewest drafters first, then the one with the most requests",
+    )
+    decide_interval_s: float = Field(
+        0.5, gt=0, description="time between two looks at the assignment while nobody comes or goes"
+    )
+    smoothing_s: float = Field(2.0, gt=0, description="goodput: time over which reported loads and times are averaged")
+    min_gain: float = Field(
+        0.05, ge=0, le=1, description="goodput: a reassignment must promise this share of its verifiers' tokens per second more"
+    )
+    min_dwell_s: float = Field(5.0, ge=0, description="goodput: a drafter is not taken from a verifier before so long")
+    straggler_weight: float = Field(
+        0.25,
+        ge=0,
+        le=1,
+        description="goodput: how far verifiers with few tokens per second and request go first; 0: no",
+    )
 
 
 class TransportSettings(Section):
@@ -90,11 +121,49 @@ class TransportSettings(Section):
     host: str | None = Field(None, description="address tcp sockets bind to; default: the node's own Ray address")
 
 
+class RecordsSettings(Section):
+    """What verifiers write down while they serve."""
+
+    dir: str | None = Field(
+        None, description="directory for records of steps, verifications, requests and decisions (parquet); default: none"
+    )
+    max_mib: int = Field(1024, ge=1, description="MiB of records kept per verifier; the oldest files are deleted")
+    rotate_s: float = Field(30.0, gt=0, description="a file is written after so many seconds at the latest")
+    rotate_rows: int = Field(200_000, ge=1, description="or once there are so many rows for it")
+    rotate_mib: int = Field(16, ge=1, description="or so many MiB, before compression")
+    queue_rows: int = Field(200_000, ge=1, description="rows that wait for the writer at most; more are dropped and counted")
+
+    @field_validator("dir")
+    @classmethod
+    def _absolute(cls, value: str | None) -> str | None:
+        """Verifiers run in directories of their own."""
+        return str(Path(value).expanduser().absolute()) if value else None
+
+
+class TracingSettings(Section):
+    """OpenTelemetry traces; needs the extra `tracing`."""
+
+    endpoint: str | None = Field(None, description="OTLP/HTTP collector, such as http://127.0.0.1:4318; none: no tracing")
+    sample_ratio: float = Field(1.0, ge=0, le=1, description="share of traces kept that begin here; others as the caller says")
+
+    @field_validator("endpoint")
+    @classmethod
+    def _traces_url(cls, value: str | None) -> str | None:
+        """A collector's address alone stands for its path for traces."""
+        if value is None:
+            return None
+        scheme, separator, rest = value.partition("://")
+        if scheme not in ("http", "https") or not separator or not rest.strip("/"):
+            raise ValueError("expected the http:// or https:// URL of an OTLP/HTTP collector")
+        return value if "/" in rest.rstrip("/") else f"{value.rstrip('/')}/v1/traces"
+
+
 class RaySettings(Section):
     """The control plane."""
 
     address: str | None = Field(None, description="a running Ray cluster; default: a local one, started and stopped with us")
     namespace: str = Field("outrider", description="Ray namespace: two fleets on one cluster need two")
+    wait_s: float = Field(0.0, ge=0, description="seconds to wait until a joined cluster has the room that the fleet needs")
 
 
 class Settings(Section):
@@ -120,4 +189,6 @@ class Settings(Section):
     drafting: DraftingSettings = Field(default_factory=DraftingSettings)
     coordinator: CoordinatorSettings = Field(default_factory=CoordinatorSettings)
     transport: TransportSettings = Field(default_factory=TransportSettings)
+    records: RecordsSettings = Field(default_factory=RecordsSettings)
+    tracing: TracingSettings = Field(default_factory=TracingSettings)
     ray: RaySettings = Field(default_factory=RaySettings)

@@ -11,18 +11,18 @@ has greeted; which requests must be opened again is said to `features`, whose ow
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import msgspec
-from torch import Tensor
 
 from backend.drafter.intake import Limits, Malformed, check_next, features_of
 from backend.drafter.nexts import Key, Nexts, Wanted
 from backend.drafter.proposer import Ask, Premise, Proposer
+from backend.drafter.sessions import Session, Waiting
+from backend.drafter.traces import DraftTraces
 from backend.fleet import DrafterStats
 from backend.protocol import (
     HELLO_FIRST,
@@ -36,7 +36,6 @@ from backend.protocol import (
     Next,
     Open,
     Refused,
-    RingRef,
     Role,
     Round,
     Unknown,
@@ -44,9 +43,6 @@ from backend.protocol import (
     decode_to_drafter,
     encode,
 )
-from backend.transport.ring import RingReader
-
-logger = logging.getLogger(__name__)
 
 Reply = tuple[bytes, bytes]
 """The peer's identity and the message for it."""
@@ -57,60 +53,26 @@ _Part = tuple[str, int, int | None]
 MAX_BATCH_ROUNDS = 64
 
 
-@dataclass
-class _Session:
-    """One verifier in one epoch."""
-
-    verifier_id: str
-    epoch: int
-    features: bytes | None = None
-    drafts: bytes | None = None
-    ring: RingReader | None = None
-    last_heard: float = 0.0
-
-    def map_ring(self, ref: RingRef | None) -> None:
-        """Maps the ring a features socket offers; without one its frames come in the messages."""
-        self.close_ring()
-        if ref is not None:
-            try:
-                self.ring = RingReader(ref)
-            except (OSError, ValueError) as error:
-                logger.info("the ring of %s is out of reach, its sockets serve: %s", self.verifier_id, error)
-
-    def close_ring(self) -> None:
-        """Lets go of the ring."""
-        if self.ring is not None:
-            self.ring.close()
-            self.ring = None
-
-
-@dataclass(frozen=True)
-class _Waiting:
-    """A round whose turn has not come."""
-
-    session: _Session
-    message: Round
-    features: Tensor | None
-    arrived: float
-
-    def key(self, request_id: str) -> Key:
-        return self.session.verifier_id, self.session.epoch, request_id
-
-
 class DrafterService:
     """Protocol, sequences' life and counters of one drafter, over any `Proposer`."""
 
     def __init__(
-        self, drafter_id: str, proposer: Proposer, idle_ttl_s: float, clock: Callable[[], float] = time.monotonic
+        self,
+        drafter_id: str,
+        proposer: Proposer,
+        idle_ttl_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        traces: DraftTraces | None = None,
     ) -> None:
+        self._traces = traces
         self._drafter_id = drafter_id
         self._proposer = proposer
         self._idle_ttl_s = idle_ttl_s
         self._clock = clock
         self._limits = Limits(proposer.hidden, proposer.vocab_size)
-        self._sessions: dict[str, _Session] = {}
-        self._peers: dict[bytes, tuple[_Session, Role]] = {}
-        self._waiting: deque[_Waiting] = deque()
+        self._sessions: dict[str, Session] = {}
+        self._peers: dict[bytes, tuple[Session, Role]] = {}
+        self._waiting: deque[Waiting] = deque()
         self._nexts = Nexts()
         self._unknown: dict[bytes, list[str]] = {}
         """By features socket: requests of the batch at hand that are to be opened again."""
@@ -148,7 +110,7 @@ class DrafterService:
             return self._refuse(identity, "not a message of this protocol")
         except Malformed as error:
             return self._refuse(identity, str(error))
-        self._waiting.append(_Waiting(session, message, features, now))
+        self._waiting.append(Waiting(session, message, features, now))
         return []
 
     def work(self) -> list[Reply]:
@@ -164,6 +126,9 @@ class DrafterService:
         drafts = self._proposer.draft(asks) if asks else []
         finished = self._clock()
         self._count(rounds, asks, drafts, finished - started)
+        if self._traces is not None:
+            for ask, tokens in zip(asks, drafts, strict=True):
+                self._traces.drafted(ask.key, len(tokens), finished - started, finished)
         replies = self._answer_fresh(fresh, drafts, started, finished)
         return replies + self._answer(rounds, answers, drafts, started, finished) + unknown
 
@@ -175,6 +140,8 @@ class DrafterService:
         for session in self._sessions.values():
             if session.last_heard < before:
                 session.close_ring()
+        if self._traces is not None:
+            self._traces.expire(before)
 
     def stats(self, started_at: float) -> DrafterStats:
         """A copy of the counters, with the present load; `started_at` is the process's, Unix seconds."""
@@ -198,7 +165,7 @@ class DrafterService:
         if session is None or session.epoch != hello.epoch:
             if session is not None:
                 self._end(session)
-            session = _Session(hello.verifier_id, hello.epoch)
+            session = Session(hello.verifier_id, hello.epoch)
             self._sessions[hello.verifier_id] = session
         # The same socket may greet for another role or verifier; what it said last holds.
         self._peers[identity] = session, hello.role
@@ -211,18 +178,20 @@ class DrafterService:
         ring = hello.role == "features" and session.ring is not None
         return identity, encode(Welcome(PROTOCOL_VERSION, self._drafter_id, self._proposer.kind, ring))
 
-    def _end(self, session: _Session) -> None:
+    def _end(self, session: Session) -> None:
         """A new epoch has begun: the old one's requests are over, its sockets strangers, its rounds unwanted."""
         session.close_ring()
         for identity in [i for i, (owner, _) in self._peers.items() if owner is session]:
             del self._peers[identity]
         self._waiting = deque(w for w in self._waiting if w.session is not session)
         self._nexts.end(session.verifier_id, session.epoch)
+        if self._traces is not None:
+            self._traces.end(session.verifier_id, session.epoch)
         for key in self._proposer.requests():
             if isinstance(key, tuple) and key[:2] == (session.verifier_id, session.epoch):
                 self._proposer.close(key)
 
-    def _session_of(self, identity: bytes, message: Round | Next) -> _Session:
+    def _session_of(self, identity: bytes, message: Round | Next) -> Session:
         session, role = self._peers.get(identity, (None, "drafts"))
         if session is None:
             raise Malformed(HELLO_FIRST)
@@ -240,7 +209,7 @@ class DrafterService:
         listener = session.drafts if session is not None and elsewhere else None
         return [(listener or identity, encode(Refused(reason)))]
 
-    def _take_next(self, session: _Session, message: Next, now: float) -> None:
+    def _take_next(self, session: Session, message: Next, now: float) -> None:
         for item in message.items:
             key = session.verifier_id, session.epoch, item.request_id
             if item.base_len > self._proposer.max_position:
@@ -249,9 +218,9 @@ class DrafterService:
             else:
                 self._nexts.want(Wanted(key, message.epoch, item, now), self._proposer.length(key))
 
-    def _take_rounds(self, asks: list[Ask], now: float) -> tuple[list[_Waiting], list[list[_Part]]]:
+    def _take_rounds(self, asks: list[Ask], now: float) -> tuple[list[Waiting], list[list[_Part]]]:
         """The rounds that waited longest, up to the first that needs another's outcome, and what to answer to each."""
-        rounds: list[_Waiting] = []
+        rounds: list[Waiting] = []
         answers: list[list[_Part]] = []
         asked: set[Key] = set()
         while self._waiting and len(rounds) < MAX_BATCH_ROUNDS:
@@ -289,6 +258,9 @@ class DrafterService:
         found = self._proposer.imagine(premises)
         spent_s = self._clock() - started
         self._counters.busy_s += spent_s
+        if self._traces is not None:
+            for wanted, outcomes in zip(batch, found, strict=True):
+                self._traces.imagined(wanted.key, len(outcomes), spent_s)
         blocks = [Block(w.item.request_id, w.item.base_len, w.item.verifying, o) for w, o in zip(batch, found, strict=True)]
         replies: list[Reply] = []
         for listener, epoch, places in self._by_peer(batch):
@@ -305,7 +277,7 @@ class DrafterService:
                 groups.setdefault((session.drafts, wanted.epoch), []).append(place)
         return [(listener, epoch, places) for (listener, epoch), places in groups.items()]
 
-    def _apply(self, waiting: _Waiting, asks: list[Ask], now: float) -> list[_Part]:
+    def _apply(self, waiting: Waiting, asks: list[Ask], now: float) -> list[_Part]:
         """Takes a round's news and adds its questions to `asks`; returns what to answer."""
         answers: list[_Part] = []
         proposer, at = self._proposer, 0
@@ -314,6 +286,8 @@ class DrafterService:
             if isinstance(item, Close):
                 proposer.close(key)
                 self._nexts.forget(key)
+                if self._traces is not None:
+                    self._traces.closed(key, item.reason)
                 continue
             features = None if waiting.features is None else waiting.features[at : at + item.rows]
             at += item.rows
@@ -321,6 +295,8 @@ class DrafterService:
                 known = False
             elif isinstance(item, Open):
                 proposer.open(key, list(item.tokens), item.rows, now)
+                if self._traces is not None:
+                    self._traces.opened(key, item.trace, now)
                 known = True
             else:
                 known = proposer.commit(key, item.base_len, item.tokens, item.rows, now)
@@ -355,7 +331,7 @@ class DrafterService:
 
     def _answer(
         self,
-        rounds: list[_Waiting],
+        rounds: list[Waiting],
         answers: list[list[_Part]],
         drafts: list[list[int]],
         started: float,
@@ -375,9 +351,14 @@ class DrafterService:
             replies.append((waiting.session.drafts, encode(Drafts(message.epoch, message.seq, draft_us, queue_us, items))))
         return replies
 
-    def _count(self, rounds: list[_Waiting], asks: list[Ask], drafts: list[list[int]], spent_s: float) -> None:
+    def _count(self, rounds: list[Waiting], asks: list[Ask], drafts: list[list[int]], spent_s: float) -> None:
         counters = self._counters
         counters.rounds += len(rounds)
         counters.rows += sum(ask.rows for ask in asks)
+        drafted = sum(1 for ask in asks if ask.k)
+        if drafted:
+            counters.batches += 1
+            counters.drafts += drafted
+            counters.draft_s += spent_s
         counters.draft_tokens += sum(len(tokens) for tokens in drafts)
         counters.busy_s += spent_s

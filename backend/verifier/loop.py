@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from vllm.v1.engine.core import EngineCore
@@ -28,6 +28,9 @@ from backend.verifier.counting import Counters
 from backend.verifier.features import GREET_EVERY_S
 from backend.verifier.gateways import GatewayPort
 from backend.verifier.scheduler import DraftingScheduler
+
+if TYPE_CHECKING:
+    from backend.records.writer import FileRecorder
 
 logger = logging.getLogger(__name__)
 
@@ -134,7 +137,13 @@ class EngineLoop:
     """See the module's text."""
 
     def __init__(
-        self, core: EngineCore, hub: Hub, gateways: GatewayPort, drafters: DraftLinks | None, counters: Counters
+        self,
+        core: EngineCore,
+        hub: Hub,
+        gateways: GatewayPort,
+        drafters: DraftLinks | None,
+        counters: Counters,
+        files: FileRecorder | None = None,
     ) -> None:
         self._core = core
         self._scheduler: Any = core.scheduler
@@ -142,11 +151,13 @@ class EngineLoop:
         self._gateways = gateways
         self._drafters = drafters
         self._counters = counters
+        self._files = files
         self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._stopping = threading.Event()
         self._mark = time.monotonic()
         self._next_tick = 0.0
         self._stalled = False
+        self._stepped_at: float | None = None
         self.published = msgspec.msgpack.encode(counters.stats)
 
     # -- other threads -------------------------------------------------------------------------------------------------
@@ -209,16 +220,20 @@ class EngineLoop:
         self._counters.busy(self._lap())
         self._hub.poll(max(seconds, 0.0))
         self._counters.idle(cause, self._lap())
+        if cause == "no_work":
+            self._stepped_at = None
 
     def _step(self) -> None:
         outputs, executed = self._core.step_fn()
         self._gateways.send_outputs(outputs)
         self._core.post_step(executed)
         self._stalled = not executed and self._scheduler.has_requests()
-        lap = self._lap()
-        self._counters.step(lap, self._scheduler.take_verify_s())
+        lap, verify_s = self._lap(), self._scheduler.take_verify_s()
+        self._counters.step(lap, verify_s, ran=executed)
         if executed:
-            self._scheduler.note_step(lap)
+            self._scheduler.note_step(lap, None if self._stepped_at is None else self._mark - self._stepped_at)
+            self._stepped_at = self._mark
+        self._scheduler.record_step(lap, verify_s)
 
     def _tick(self, now: float) -> None:
         stats = self._counters.stats
@@ -226,6 +241,8 @@ class EngineLoop:
         self._scheduler.read_load(stats)
         if self._drafters is not None:
             self._drafters.read_counters(stats)
+        if self._files is not None:
+            stats.records_written, stats.records_dropped = self._files.counts()
         self._gateways.expire(now)
         self._gateways.send_stats(stats)
         self.published = msgspec.msgpack.encode(stats)

@@ -21,13 +21,13 @@ from vllm.v1.outputs import DraftTokenIds
 from backend.fleet import DrafterRef, VerifierStats
 from backend.protocol import Ahead, Drafts, NextItem
 from backend.verifier.ahead import AheadBook, Ended, worth_waiting
-from backend.verifier.costs import Costs
-from backend.verifier.counting import Counters, CountingScheduler
+from backend.verifier.costs import OFF, Costs, Plan
+from backend.verifier.counting import Counters, CountingScheduler, Drafted
 from backend.verifier.drafts import DraftBook, Usable
 from backend.verifier.fallback import FALLBACK, GAIN, Fallback
 from backend.verifier.groups import Groups
 from backend.verifier.pairing import drafter_for
-from backend.verifier.planner import OFF, Plan, make_planner
+from backend.verifier.planner import make_planner
 
 logger = logging.getLogger(__name__)
 
@@ -37,12 +37,16 @@ class StepShape:
     """What a step runs over."""
 
     tokens: int
+    decoding: frozenset[str]
+    """The requests past their prompt, scheduled or not."""
+    scheduled: int
     decodes_only: bool
 
     @classmethod
-    def of(cls, output: Any, decoding: set[str]) -> StepShape:
-        """The shape of a scheduled step; `decoding` are the requests past their prompt."""
-        return cls(output.total_num_scheduled_tokens, output.num_scheduled_tokens.keys() <= decoding)
+    def of(cls, output: Any, decoding: frozenset[str]) -> StepShape:
+        """The shape of a scheduled step."""
+        scheduled = output.num_scheduled_tokens.keys()
+        return cls(output.total_num_scheduled_tokens, decoding, len(scheduled), scheduled <= decoding)
 
 
 class PlainScheduler(CountingScheduler, Scheduler):
@@ -66,10 +70,11 @@ class DraftingScheduler(CountingScheduler, Scheduler):
         self.fallback = Fallback(self.num_spec_tokens if options["fallback"] else 0)
         self._groups = Groups()
         self._plan = OFF
-        self._step = StepShape(0, False)
+        self._step = StepShape(0, frozenset(), 0, False)
         self._drafter_ids: list[str] = []
         self._refs: dict[str, DrafterRef] = {}
         self._verifying: dict[str, Usable] = {}
+        self._draft_s: dict[str, float] = {}
         self._untold: set[str] = set()
         """Mode `ahead`: requests verified with drafts the drafter was not told of; what it enumerates is not theirs."""
         # A constant table stops vLLM from padding resumed requests with K rejected placeholders: with drafts of any length
@@ -97,12 +102,14 @@ class DraftingScheduler(CountingScheduler, Scheduler):
         counters.rounds += 1
         counters.draft_s += draft_s
         counters.queue_s += drafts.queue_us / 1e6
-        longest, k, idle = 0.0, 0, len(self._groups) == 1
+        longest, k, idle = 0.0, 0, len(self._groups) == 1 and not self._plan.outcomes
         for draft in drafts.items:
             verdict = self.book.arrived(drafter_id, draft.request_id, draft.base_len, draft.tokens, self.num_spec_tokens, now)
             longest, k = max(longest, verdict.waited_s or 0.0), max(k, len(draft.tokens))
             idle = idle and verdict.kind == "ready"
-            if verdict.kind != "ready":
+            if verdict.kind == "ready":
+                self._draft_s[draft.request_id] = draft_s
+            else:
                 over = draft.request_id not in self.requests
                 self.counters.dropped(drafter_id, "finished" if over else verdict.kind)
         counters.round_trip_s += longest
@@ -110,28 +117,42 @@ class DraftingScheduler(CountingScheduler, Scheduler):
         if drafts.items and idle:
             counters.transfer_s += max(longest - drafter_s, 0.0)
         if drafts.items and k:
-            self.costs.note_drafts(len(drafts.items), k, drafter_s, longest if idle else None)
+            self.costs.note_drafts(len(drafts.items), k, draft_s, longest if idle else None)
 
     def take_ahead(self, message: Ahead) -> None:
         """Blocks of outcomes came in from a drafter."""
         for block in message.items:
             if block.request_id in self.requests:
                 self.ahead.take(block)
+                self._draft_s[block.request_id] = message.draft_us / 1e6
 
-    def note_verification(self, counters: Counters, request_id: str, drafted: int, accepted: int) -> None:
-        """One drafted verification of this step."""
+    def note_verification(self, counters: Counters, request_id: str, drafted: int, accepted: int) -> Drafted | None:
+        """One verification of this step."""
         draft = self._verifying.pop(request_id, None)
-        if draft is None:
-            return
-        counters.verification(draft.drafter_id, drafted, accepted)
-        if draft.drafter_id != FALLBACK:
+        if draft is not None:
+            counters.verification(draft.drafter_id, drafted, accepted)
+        elif request_id not in self._step.decoding or self.book.down():
+            return None
+        own = draft is not None and draft.drafter_id == FALLBACK
+        if draft is not None and not own:
             self.fallback.note_remote(request_id, drafted, accepted)
-            (self.costs.ahead_acceptance if draft.ahead else self.costs.acceptance).observe(drafted, accepted)
+        # Our own draft in place of a miss is a part of what drafting ahead brings; of true features it says nothing.
+        if self.planner.settled and (not own or self._plan.outcomes):
+            self.costs.note_verification(self._plan, draft is not None and (own or draft.ahead), drafted, accepted)
+        if draft is None:
+            return None
+        return Drafted(draft.drafter_id, draft.ahead, self._draft_s.pop(request_id, 0.0))
 
-    def note_step(self, seconds: float) -> None:
-        """The step that just ended took so long; prefill is another matter than verifying."""
+    def plan_in_force(self) -> Plan:
+        """The plan of the present step."""
+        return self._plan
+
+    def note_step(self, seconds: float, cycle_s: float | None) -> None:
+        """The step that just ended; prefill is another matter than verifying."""
+        super().note_step(seconds, cycle_s)
         if self._step.decodes_only:
             self.costs.verify.observe(self._step.tokens, seconds)
+            self.planner.stepped(len(self._step.decoding), self._step.scheduled, cycle_s)
 
     def read_plan(self, stats: VerifierStats) -> None:
         """Puts what is decided and who is down into `stats`."""
@@ -139,6 +160,9 @@ class DraftingScheduler(CountingScheduler, Scheduler):
         stats.plan_k, stats.plan_groups = self._plan.k, self._plan.groups
         stats.plan_outcomes = self._plan.outcomes
         stats.plan_changes = self.planner.changes
+        requests, k = max(stats.running, 1), self.num_spec_tokens
+        stats.plain_step_s = self.costs.verify.at(requests) or 0.0
+        stats.drafted_step_s = self.costs.verify.at(requests * (1 + k)) or 0.0
 
     # -- waiting -------------------------------------------------------------------------------------------------------
 
@@ -174,7 +198,7 @@ class DraftingScheduler(CountingScheduler, Scheduler):
         # The worker ships features before the outcome is known here: it has to know now for whom and how much to ask.
         output.draft_k = 0 if self._plan.outcomes else self._plan.k
         output.undrafted = self._needs_no_drafter(verified) if output.draft_k else frozenset()
-        self._step = StepShape.of(output, {request.request_id for request in decoding})
+        self._step = StepShape.of(output, frozenset(request.request_id for request in decoding))
         return output
 
     def _next_plan(self, requests: int) -> Plan:
@@ -184,6 +208,8 @@ class DraftingScheduler(CountingScheduler, Scheduler):
         plan = self.planner.plan(requests)
         if self.planner.changes != changes:
             logger.info("%s", self.planner.decision)
+            if self.records is not None and self.planner.decision is not None:
+                self.records.decided(self.planner.decision)
         return plan
 
     def _fall_back(self, requests: list[Any]) -> None:
@@ -285,7 +311,7 @@ class DraftingScheduler(CountingScheduler, Scheduler):
     def _waiting_pays(self, hits: int, misses: int) -> bool:
         k = self._plan.k
         step_s, draft_s = self.costs.verify_s(hits + misses, k), self.costs.draft_s(misses, k)
-        return worth_waiting(hits, misses, step_s, draft_s, self.costs.acceptance.length(k))
+        return worth_waiting(hits, misses, step_s, draft_s, self.costs.after_miss.length(k))
 
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
         self.book.forget(request.request_id)
@@ -300,6 +326,7 @@ class DraftingScheduler(CountingScheduler, Scheduler):
         self.fallback.forget(request.request_id)
         self._groups.remove(request.request_id)
         self._verifying.pop(request.request_id, None)
+        self._draft_s.pop(request.request_id, None)
         return super()._free_request(request, *args, **kwargs)
 
     def _drop(self, drafter_id: str, reason: str) -> None:

@@ -97,6 +97,7 @@ class _Executes:
 
 class _Runner(RemoteDrafting, _Executes):
     input_batch: Any
+    requests: Any
 
 
 class SimulatedCore:
@@ -124,6 +125,7 @@ class SimulatedCore:
         self.fresh_drafts = self.fresh_accepted = 0
         """Verifications of remote drafts made from the target's features, and tokens kept in them."""
         self.runner = _Runner()
+        self.runner.requests = self.scheduler.requests
         self.runner.set_up_drafting(FeatureShipper("v", None), (), True)
 
     def add(self, request_id: str, text: Text) -> None:
