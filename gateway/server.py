@@ -25,6 +25,7 @@ from gateway.engine_config import build_vllm_config
 from gateway.errors import ShuttingDown
 from gateway.fleet_client import FleetClient
 from gateway.fleet_core import FleetCore
+from gateway.fleet_feed import FleetFeed
 from gateway.fleet_metrics import FleetCollector
 from gateway.metrics import GatewayMetrics
 from gateway.serving import build_services
@@ -60,7 +61,9 @@ def build_gateway(
     served_name = settings.gateway.served_model_name or model_name or Path(model_dir).name
     services = build_services(client, settings, served_name)
     metrics.registry.register(FleetCollector(core))
-    return Gateway(settings, client, services, metrics, tracing)
+    about = {"model": served_name, "mode": settings.mode, "num_speculative_tokens": settings.num_speculative_tokens}
+    feed = FleetFeed(core, about, metrics)
+    return Gateway(settings, client, services, metrics, feed, tracing)
 
 
 class GatewayServer:
@@ -117,6 +120,8 @@ class GatewayServer:
         if self._stopping.is_set():
             self.gateway.client.core.fail_all(ShuttingDown)
         self._stopping.set()
+        # Watchers would hold the server open for as long as they like.
+        self.gateway.feed.close()
         self._server.should_exit = True
 
     async def serve(self) -> None:

@@ -134,8 +134,9 @@ class RemoteDrafting:
         return torch.cat(aux_hidden_states, dim=-1) if aux_hidden_states is not None else hidden_states
 
     def _trace_of(self, request_id: str) -> str:
-        params = self.requests[request_id].sampling_params  # type: ignore[attr-defined]
-        return str((params.extra_args or {}).get(TRACE_ARGUMENT, "")) if params is not None else ""
+        state = self.requests.get(request_id)  # type: ignore[attr-defined]
+        arguments = state.sampling_params.extra_args if state is not None and state.sampling_params is not None else None
+        return str(arguments.get(TRACE_ARGUMENT, "")) if arguments else ""
 
     def _spans(self, scheduler_output: Any, sampled: list[list[int]], metadata: Any) -> list[Span]:
         """Each request's final rows in this step, in batch order."""

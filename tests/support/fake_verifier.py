@@ -114,7 +114,16 @@ class FakeVerifier:
             dropped={"late": 2},
         )
         stats = VerifierStats(
-            self.name, 1000.0, "sync", 4, busy_s=2.0, steps=20, tokens=50, running=1, drafters={"drafter-0": counters}
+            self.name,
+            1000.0,
+            "sync",
+            4,
+            busy_s=2.0,
+            steps=20,
+            tokens=50,
+            running=1,
+            requests_finished={"length": 1},
+            drafters={"drafter-0": counters},
         )
         self.publish(stats)
 

@@ -66,6 +66,7 @@ def test_the_definitions(tmp_path: Path) -> None:
     assert found.tgs_e2e.median == pytest.approx(8 / 0.135, rel=1e-4)
     assert found.tgs_step.count == 3
     assert found.tgs_step.median == pytest.approx(4 / 2 / 0.010), "steps of 2 / 2 / 10 ms, 6 / 2 / 15 ms, 4 / 2 / 10 ms"
+    assert found.tgs_step.p10 == pytest.approx(120), "the second without work belongs to no step"
     assert found.requests == {"length": 1, "abort": 1}
 
 
