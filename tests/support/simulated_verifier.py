@@ -26,10 +26,9 @@ from vllm.v1.structured_output import StructuredOutputManager
 from backend.config import Settings
 from backend.drafter.eagle import EagleProposer
 from backend.drafter.proposer import Ask
-from backend.fleet import DrafterRef, VerifierStats
+from backend.fleet import FALLBACK, DrafterRef, VerifierStats
 from backend.verifier.counting import Counters
 from backend.verifier.engine import build_config
-from backend.verifier.fallback import FALLBACK
 from backend.verifier.features import FeatureShipper
 from backend.verifier.loop import DraftLinks, EngineLoop
 from backend.verifier.runner import RemoteDrafting
