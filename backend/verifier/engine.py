@@ -133,4 +133,5 @@ def _worker_options(settings: Settings, paths: ResolvedModels, verifier_id: str)
         "ahead_outcomes": settings.verifier.ahead_outcomes,
         "draft_deadline_ms": settings.verifier.draft_deadline_ms,
         "fallback": settings.verifier.fallback,
+        "ring_bytes": settings.transport.ring_mib * 2**20,
     }
