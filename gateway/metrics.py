@@ -91,6 +91,11 @@ DEFINITIONS: dict[str, Definition] = {
     "outrider_draft_compute_seconds_total": Definition("counter", _PAIR, "the drafter's own compute, summed over rounds"),
     "outrider_draft_queue_seconds_total": Definition("counter", _PAIR, "time waiting at the drafter, summed over rounds"),
     "outrider_draft_sent_bytes_total": Definition("counter", _PAIR, "bytes sent to the drafter"),
+    "outrider_handovers_total": Definition(
+        "counter", _PAIR, "running requests given to the drafter with their earlier features"
+    ),
+    "outrider_handover_rows_total": Definition("counter", _PAIR, "those features, in positions"),
+    "outrider_handover_bytes_total": Definition("counter", _PAIR, "those features, in bytes (part of the bytes sent)"),
     "outrider_drafts_dropped_total": Definition("counter", (*_PAIR, "reason"), "drafts not used, by reason"),
     "outrider_drafters_down": Definition("gauge", _VERIFIER, "assigned drafters that are not waited for"),
     "outrider_verifier_busy_seconds_total": Definition("counter", _VERIFIER, "time in steps; busy + idle = wall"),
