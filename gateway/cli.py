@@ -102,6 +102,7 @@ def serve(arguments: list[str]) -> int:
     with _signals() as forced:
         models = _resolved(settings, progress)
         _check_port(settings)
+        _check_tracing(settings)
         from backend.launch.cluster import ClusterError
         from backend.launch.fleet import Fleet, LaunchError
         from backend.launch.plan import PlanError
@@ -186,7 +187,8 @@ def check_config(arguments: list[str]) -> int:
 
 def records(arguments: list[str]) -> int:
     """Reads records; the command has its own options."""
-    from backend.records.main import RecordsError, main
+    from backend.records.main import main
+    from backend.records.reading import RecordsError
 
     try:
         main(arguments, print, lambda line: print(f"outrider: {line}", file=sys.stderr))
@@ -197,7 +199,8 @@ def records(arguments: list[str]) -> int:
 
 def report(arguments: list[str]) -> int:
     """Draws records or a rollout; the command has its own options."""
-    from backend.records.report import RecordsError, main
+    from backend.records.reading import RecordsError
+    from backend.records.report import main
 
     try:
         main(arguments, present.Progress().say)
@@ -257,6 +260,16 @@ def _check_port(settings: Settings) -> None:
             probe.bind((host, port))
     except OSError as error:
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error} (--port 0 takes a free one)") from error
+
+
+def _check_tracing(settings: Settings) -> None:
+    """Finds out now that tracing was asked for and its packages are missing."""
+    from backend import tracing
+
+    try:
+        tracing.check(settings.tracing)
+    except tracing.TracingError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _prepare_vllm() -> None:
