@@ -20,6 +20,9 @@ ENGINE_WIRE_VERSION = 1
 HELLO, ADD, ABORT, UTILITY, PING = b"h", b"a", b"x", b"u", b"p"
 WELCOME, OUTPUTS, STATS, REFUSED = b"w", b"o", b"s", b"r"
 
+FIXED_RESPONSE = "outrider_fixed_response"
+"""Key of `SamplingParams.extra_args`: the token ids a request must emit (`backend/verifier/fixed.py`)."""
+
 
 class EngineHello(msgspec.Struct, frozen=True):
     """A gateway introduces itself; answered by `EngineWelcome` or REFUSED."""

@@ -10,6 +10,7 @@ import time
 from typing import Any
 
 from backend.fleet import DraftCounters, VerifierStats
+from backend.verifier.fixed import fixed_response
 
 
 class Counters:
@@ -22,9 +23,9 @@ class Counters:
         """The counters of one drafter, made when first asked for."""
         return self.stats.drafters.setdefault(drafter_id, DraftCounters())
 
-    def verification(self, drafter_id: str, drafted: int, accepted: int) -> None:
-        """One drafted verification: `accepted` of `drafted` tokens were kept."""
-        counters = self.drafter(drafter_id)
+    def verification(self, drafter_id: str, drafted: int, accepted: int, teacher_forced: bool = False) -> None:
+        """One drafted verification: `accepted` of `drafted` tokens were kept.  Those of fixed responses are counted apart."""
+        counters = self.stats.teacher_forced if teacher_forced else self.drafter(drafter_id)
         counters.drafts += 1
         counters.draft_tokens += drafted
         counters.accepted_tokens += accepted
@@ -85,7 +86,12 @@ class CountingScheduler:
 
     def note_verification(self, counters: Counters, request_id: str, drafted: int, accepted: int) -> None:
         """One drafted verification of this step."""
-        counters.verification(self.source_name, drafted, accepted)
+        counters.verification(self.source_name, drafted, accepted, self.is_teacher_forced(request_id))
+
+    def is_teacher_forced(self, request_id: str) -> bool:
+        """Whether the request's response is fixed; False once it is gone."""
+        request = self.requests.get(request_id)  # type: ignore[attr-defined]
+        return request is not None and fixed_response(request.sampling_params) is not None
 
     def note_step(self, seconds: float) -> None:
         """The step that just ended took so long, bookkeeping and sending included."""

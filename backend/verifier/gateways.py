@@ -32,6 +32,7 @@ from backend.engine_wire import (
 )
 from backend.fleet import VerifierStats
 from backend.transport import Router
+from backend.verifier.fixed import refuse_unfit
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +72,9 @@ class GatewayPort:
         self._by_identity: dict[bytes, _Gateway] = {}
         self._by_index: dict[int, _Gateway] = {}
         self._next_index = 1
+        self._fixed_responses: bool = core.vllm_config.additional_config["outrider"]["fixed_responses"]
+        self._vocab_size: int = core.vllm_config.model_config.get_vocab_size()
+        self._max_model_len = welcome.max_model_len
         self._encoder = MsgpackEncoder()
         self._requests = MsgpackDecoder(EngineCoreRequest)
         self._plain = MsgpackDecoder()
@@ -150,6 +154,7 @@ class GatewayPort:
     def _add(self, gateway: _Gateway, request: EngineCoreRequest) -> None:
         request.client_index = gateway.index
         try:
+            refuse_unfit(request, self._fixed_responses, self._vocab_size, self._max_model_len)
             self._core.add_request(*self._core.preprocess_add_request(request))
         except Exception as error:
             # Whatever vLLM finds wrong with one request must not end the engine for the others.

@@ -116,7 +116,7 @@ class DraftingScheduler(CountingScheduler, Scheduler):
         """One drafted verification of this step."""
         draft = self._verifying.pop(request_id, None)
         if draft is not None:
-            counters.verification(draft.drafter_id, drafted, accepted)
+            counters.verification(draft.drafter_id, drafted, accepted, self.is_teacher_forced(request_id))
             (self.costs.ahead_acceptance if draft.ahead else self.costs.acceptance).observe(drafted, accepted)
 
     def note_step(self, seconds: float) -> None:

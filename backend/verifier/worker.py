@@ -16,6 +16,7 @@ from backend.fleet import DrafterRef
 from backend.transport import ServerKeys, Wire
 from backend.verifier.cpu_kernels import repair_cpu_kernels
 from backend.verifier.features import FeatureShipper
+from backend.verifier.fixed import FixedResponses
 from backend.verifier.runner import RemoteDrafting, SeededPrefill
 
 
@@ -35,6 +36,8 @@ class _Mixed:
         if isinstance(self, CPUWorker):
             repair_cpu_kernels()
             mixins = (SeededPrefill,)
+        if options["fixed_responses"]:
+            mixins = (FixedResponses, *mixins)
         if options["remote"]:
             mixins = (RemoteDrafting, *mixins)
         if mixins:
