@@ -4,8 +4,11 @@ A gateway's DEALER talks to the verifier's ROUTER.  The first frame says what fo
 `EngineCoreRequest` and `EngineCoreOutputs`, encoded by vLLM's `MsgpackEncoder` (which may add raw frames for tensors).
 
 gateway -> verifier   HELLO EngineHello | ADD EngineCoreRequest... | ABORT list of request ids | UTILITY (call id, method,
-                      args) | PING
-verifier -> gateway   WELCOME EngineWelcome | OUTPUTS EngineCoreOutputs... | STATS VerifierStats | REFUSED text | PING
+                      args) | ROWS | PING
+verifier -> gateway   WELCOME EngineWelcome | OUTPUTS EngineCoreOutputs... | STATS VerifierStats | ROWS RowBatch |
+                      REFUSED text | PING
+
+ROWS takes what the verifier keeps of its steps (`verifier.kept_rows`); it is answered after everything that came before it.
 
 A gateway pings every second and the verifier echoes it; a verifier aborts the requests of a gateway it has not heard of for
 `gateway_lease_s`.
@@ -17,7 +20,7 @@ import msgspec
 
 ENGINE_WIRE_VERSION = 1
 
-HELLO, ADD, ABORT, UTILITY, PING = b"h", b"a", b"x", b"u", b"p"
+HELLO, ADD, ABORT, UTILITY, ROWS, PING = b"h", b"a", b"x", b"u", b"q", b"p"
 WELCOME, OUTPUTS, STATS, REFUSED = b"w", b"o", b"s", b"r"
 
 FIXED_RESPONSE = "outrider_fixed_response"

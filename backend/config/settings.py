@@ -53,6 +53,9 @@ class VerifierSettings(Section):
     )
     ahead_outcomes: int = Field(8, ge=1, le=64, description="mode ahead: outcomes drafted per request and step")
     gateway_lease_s: float = Field(10.0, gt=0, description="requests of a gateway silent for so long are aborted")
+    kept_rows: int = Field(
+        0, ge=0, description="rows of steps and verifications kept until a client takes them, at most; rollouts set it"
+    )
     fixed_responses: bool = Field(
         False, description="take requests that bring the response they must emit; rollouts from traces set it"
     )

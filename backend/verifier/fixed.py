@@ -24,7 +24,8 @@ def fixed_response(params: SamplingParams | None) -> list[int] | None:
     """The tokens a request must emit; None for a request that is free."""
     if params is None or not params.extra_args:
         return None
-    return params.extra_args.get(FIXED_RESPONSE)
+    fixed: list[int] | None = params.extra_args.get(FIXED_RESPONSE)
+    return fixed
 
 
 def forced_row(fixed: Sequence[int], emitted: int, draft: Sequence[int]) -> list[int]:
@@ -56,7 +57,7 @@ def refuse_unfit(request: EngineCoreRequest, allowed: bool, vocab_size: int, max
         raise ValueError(f"prompt and fixed response are longer than the context of {max_model_len} tokens")
     if params.max_tokens != len(fixed) or not params.ignore_eos or params.stop_token_ids or params.structured_outputs:
         raise ValueError(
-            "a fixed response decides alone where it ends: max_tokens its length, ignore_eos, no stops, no grammar"
+            "a fixed response alone decides where it ends: max_tokens its length, ignore_eos, no stops, no grammar"
         )
 
 

@@ -24,6 +24,7 @@ from backend.engine_wire import (
     OUTPUTS,
     PING,
     REFUSED,
+    ROWS,
     STATS,
     UTILITY,
     WELCOME,
@@ -31,6 +32,7 @@ from backend.engine_wire import (
     EngineWelcome,
 )
 from backend.fleet import VerifierStats
+from backend.records.kept import KeptRows, RowBatch
 from backend.transport import Router
 from backend.verifier.fixed import refuse_unfit
 
@@ -63,11 +65,20 @@ class _Gateway:
 class GatewayPort:
     """Requests in, outputs out."""
 
-    def __init__(self, router: Router, core: EngineCore, welcome: EngineWelcome, lease_s: float, vllm: str) -> None:
+    def __init__(
+        self,
+        router: Router,
+        core: EngineCore,
+        welcome: EngineWelcome,
+        lease_s: float,
+        vllm: str,
+        kept: KeptRows | None = None,
+    ) -> None:
         self._router = router
         self._core = core
         self._welcome = msgspec.msgpack.encode(welcome)
         self._vllm = vllm
+        self._kept = kept
         self._lease_s = lease_s
         self._by_identity: dict[bytes, _Gateway] = {}
         self._by_index: dict[int, _Gateway] = {}
@@ -146,6 +157,9 @@ class GatewayPort:
         elif kind == UTILITY:
             call_id, method, arguments = self._plain.decode(payload)
             self._utility(gateway, call_id, method, arguments)
+        elif kind == ROWS:
+            batch = self._kept.take() if self._kept is not None else RowBatch()
+            self._router.send(gateway.identity, ROWS, msgspec.msgpack.encode(batch))
         elif kind == PING:
             self._router.send(gateway.identity, PING)
         else:

@@ -187,10 +187,11 @@ class EngineLoop:
         self._gateways.send_outputs(outputs)
         self._core.post_step(executed)
         self._stalled = not executed and self._scheduler.has_requests()
-        lap = self._lap()
-        self._counters.step(lap, self._scheduler.take_verify_s())
+        lap, verify_s = self._lap(), self._scheduler.take_verify_s()
+        self._counters.step(lap, verify_s, ran=executed)
         if executed:
             self._scheduler.note_step(lap)
+        self._scheduler.record_step(lap, verify_s)
 
     def _tick(self, now: float) -> None:
         stats = self._counters.stats

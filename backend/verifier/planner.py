@@ -39,9 +39,13 @@ class Decision:
     plan: Plan
     requests: int
     predicted_tokens_per_s: float
+    present_tokens_per_s: float
+    """The same prediction for the plan that was left."""
     verify_s: float
     draft_s: float
     acceptance_length: float
+    hit_rate: float
+    """Share of look-ups of outcomes drafted ahead of time that hit."""
 
 
 class Planner(Protocol):
@@ -123,6 +127,7 @@ class AutoPlanner:
         return plans
 
     def _change(self, plan: Plan, requests: int) -> None:
+        present = self.tokens_per_s(self._plan, requests)
         self._plan, self._steps = plan, 0
         self.changes += 1
         share = requests / plan.groups
@@ -130,9 +135,11 @@ class AutoPlanner:
             plan,
             requests,
             self.tokens_per_s(plan, requests),
+            present,
             self._costs.verify_s(share, plan.k),
             self._costs.draft_s(share, plan.k),
             self._costs.length(plan.k, ahead=bool(plan.outcomes)),
+            self._costs.ahead_hit_rate,
         )
 
 

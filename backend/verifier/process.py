@@ -18,11 +18,14 @@ from backend.config import REMOTE_MODES, Settings
 from backend.engine_wire import ENGINE_WIRE_VERSION, EngineWelcome
 from backend.fleet import DrafterRef, VerifierStats
 from backend.models import ResolvedModels
+from backend.records.kept import KeptRows
+from backend.records.recorder import Recorder
 from backend.transport import Hub, ServerKeys, Wire, unlink_ipc_on_exit
 from backend.verifier.counting import Counters
 from backend.verifier.engine import build_config, build_core, draft_source, vllm_version
 from backend.verifier.gateways import GatewayPort
 from backend.verifier.loop import DraftLinks, EngineLoop
+from backend.verifier.recording import Recording
 from backend.verifier.warm_up import warm_up
 
 logger = logging.getLogger(__name__)
@@ -40,6 +43,7 @@ class VerifierProcess:
         address: str,
         fleet_keys: ServerKeys | None = None,
         server_keys: ServerKeys | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         self.verifier_id = verifier_id
         self.address = address
@@ -48,6 +52,7 @@ class VerifierProcess:
         self._paths = paths
         self._fleet_keys = fleet_keys
         self._server_keys = server_keys
+        self._recorder = recorder
         self._loop: EngineLoop | None = None
         self._failure: BaseException | None = None
         self._built = threading.Event()
@@ -107,6 +112,9 @@ class VerifierProcess:
         counters = Counters(stats)
         core.scheduler.counters = counters
         core.scheduler.source_name = draft_source(self._settings, self._paths)
+        kept = KeptRows(self._settings.verifier.kept_rows, self._recorder) if self._settings.verifier.kept_rows else None
+        recorder = kept or self._recorder
+        core.scheduler.records = Recording(recorder) if recorder is not None else None
         router = hub.router(self.address, self._server_keys)
         self.address = router.address
         welcome = EngineWelcome(
@@ -119,7 +127,7 @@ class VerifierProcess:
             block_size=config.cache_config.block_size,
             supported_tasks=list(core.get_supported_tasks()),
         )
-        gateways = GatewayPort(router, core, welcome, self._settings.verifier.gateway_lease_s, vllm_version())
+        gateways = GatewayPort(router, core, welcome, self._settings.verifier.gateway_lease_s, vllm_version(), kept)
         is_remote = self._settings.mode in REMOTE_MODES
         links = DraftLinks(hub, core, self.verifier_id, counters) if is_remote else None
         return EngineLoop(core, hub, gateways, links, counters)

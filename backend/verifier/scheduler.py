@@ -22,7 +22,7 @@ from backend.fleet import DrafterRef, VerifierStats
 from backend.protocol import Ahead, Drafts, NextItem
 from backend.verifier.ahead import AheadBook, Ended, worth_waiting
 from backend.verifier.costs import Costs
-from backend.verifier.counting import Counters, CountingScheduler
+from backend.verifier.counting import Counters, CountingScheduler, Drafted
 from backend.verifier.drafts import DraftBook, Usable
 from backend.verifier.groups import Groups
 from backend.verifier.pairing import drafter_for
@@ -68,6 +68,7 @@ class DraftingScheduler(CountingScheduler, Scheduler):
         self._drafter_ids: list[str] = []
         self._refs: dict[str, DrafterRef] = {}
         self._verifying: dict[str, Usable] = {}
+        self._draft_s: dict[str, float] = {}
         # A constant table stops vLLM from padding resumed requests with K rejected placeholders: with drafts of any length
         # there is no uniform batch to preserve, and the placeholders would count as drafted.
         self.dynamic_sd_lookup = [self.num_spec_tokens] * (self.max_num_running_reqs + 1)
@@ -98,7 +99,9 @@ class DraftingScheduler(CountingScheduler, Scheduler):
             verdict = self.book.arrived(drafter_id, draft.request_id, draft.base_len, draft.tokens, self.num_spec_tokens, now)
             longest, k = max(longest, verdict.waited_s or 0.0), max(k, len(draft.tokens))
             idle = idle and verdict.kind == "ready"
-            if verdict.kind != "ready":
+            if verdict.kind == "ready":
+                self._draft_s[draft.request_id] = draft_s
+            else:
                 over = draft.request_id not in self.requests
                 self.counters.dropped(drafter_id, "finished" if over else verdict.kind)
         counters.round_trip_s += longest
@@ -111,13 +114,20 @@ class DraftingScheduler(CountingScheduler, Scheduler):
         for block in message.items:
             if block.request_id in self.requests:
                 self.ahead.take(block)
+                self._draft_s[block.request_id] = message.draft_us / 1e6
 
-    def note_verification(self, counters: Counters, request_id: str, drafted: int, accepted: int) -> None:
+    def note_verification(self, counters: Counters, request_id: str, drafted: int, accepted: int) -> Drafted | None:
         """One drafted verification of this step."""
         draft = self._verifying.pop(request_id, None)
-        if draft is not None:
-            counters.verification(draft.drafter_id, drafted, accepted, self.is_teacher_forced(request_id))
-            (self.costs.ahead_acceptance if draft.ahead else self.costs.acceptance).observe(drafted, accepted)
+        if draft is None:
+            return None
+        counters.verification(draft.drafter_id, drafted, accepted, self.is_teacher_forced(request_id))
+        (self.costs.ahead_acceptance if draft.ahead else self.costs.acceptance).observe(drafted, accepted)
+        return Drafted(draft.drafter_id, draft.ahead, self._draft_s.pop(request_id, 0.0))
+
+    def plan_in_force(self) -> Plan:
+        """The plan of the present step."""
+        return self._plan
 
     def note_step(self, seconds: float) -> None:
         """The step that just ended took so long; prefill is another matter than verifying."""
@@ -172,6 +182,8 @@ class DraftingScheduler(CountingScheduler, Scheduler):
         plan = self.planner.plan(requests)
         if self.planner.changes != changes:
             logger.info("%s", self.planner.decision)
+            if self.records is not None and self.planner.decision is not None:
+                self.records.decided(self.planner.decision)
         return plan
 
     def _attach(self) -> None:
@@ -254,6 +266,7 @@ class DraftingScheduler(CountingScheduler, Scheduler):
         self.ahead.forget(request.request_id)
         self._groups.remove(request.request_id)
         self._verifying.pop(request.request_id, None)
+        self._draft_s.pop(request.request_id, None)
         return super()._free_request(request, *args, **kwargs)
 
     def _drop(self, drafter_id: str, reason: str) -> None:

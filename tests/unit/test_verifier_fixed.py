@@ -73,10 +73,10 @@ def test_a_fitting_request_passes() -> None:
         (request(fixed=[5, 10]), True, "outside the vocabulary"),
         (request(fixed=[5, -1]), True, "outside the vocabulary"),
         (request(prompt=9), True, "longer than the context of 10"),
-        (request(max_tokens=3), True, "decides alone where it ends"),
-        (request(ignore_eos=False), True, "decides alone where it ends"),
-        (request(stop_token_ids=[5]), True, "decides alone where it ends"),
-        (request(structured_outputs=StructuredOutputsParams(regex="a")), True, "decides alone where it ends"),
+        (request(max_tokens=3), True, "alone decides where it ends"),
+        (request(ignore_eos=False), True, "alone decides where it ends"),
+        (request(stop_token_ids=[5]), True, "alone decides where it ends"),
+        (request(structured_outputs=StructuredOutputsParams(regex="a")), True, "alone decides where it ends"),
     ],
 )
 def test_what_cannot_be_exact_is_refused(unfit: EngineCoreRequest, allowed: bool, complaint: str) -> None:
