@@ -1,4 +1,4 @@
-"""The command line: `outrider serve | gateway | status | check-config | bench | train-demo`.
+"""The command line: `outrider serve | gateway | status | check-config | bench | rollout | trace | train-demo`.
 
 `serve` is the launcher and the gateway in one process: it starts the fleet (Ray actors), imports vLLM while the engines load,
 serves HTTP from this process's main thread, and ends everything it started.  The heavy imports are inside the commands, so that
@@ -38,6 +38,8 @@ commands:
   status        show a running fleet
   check-config  show the settings in force and where each came from
   bench         measure every mode on this machine (it has options of its own)
+  rollout       run a trace's prompts over a fleet of its own, with a row of every step (it has options of its own)
+  trace         make traces (it has options of its own)
   train-demo    train the built-in demo models again
 
 `outrider COMMAND --help` lists the settings; each is also a variable (OUTRIDER_GATEWAY__PORT) and a key
@@ -61,6 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "status": status,
         "check-config": check_config,
         "bench": bench,
+        "rollout": rollout,
+        "trace": trace,
         "train-demo": train_demo,
     }
     if not given or given[0] in ("-h", "--help", "help"):
@@ -191,6 +195,30 @@ def bench(arguments: list[str]) -> int:
             return _fail(str(error), FAILED)
         finally:
             forced.armed = True
+    return OK
+
+
+def rollout(arguments: list[str]) -> int:
+    """Runs a trace over a fleet of its own; a rollout has its own options beside the settings."""
+    from backend.rollout.main import CommandError
+    from backend.rollout.main import rollout as run
+
+    _configure_logging("warning")
+    with _signals() as forced:
+        try:
+            run(arguments, present.Progress().say)
+        except CommandError as error:
+            return _fail(str(error), FAILED)
+        finally:
+            forced.armed = True
+    return OK
+
+
+def trace(arguments: list[str]) -> int:
+    """Makes traces; the command has its own options."""
+    from backend.rollout.main import trace as run
+
+    run(arguments, print)
     return OK
 
 

@@ -77,8 +77,8 @@ def fixed_sampling(tokens: list[int], temperature: float) -> SamplingParams:
 class EngineClient:
     """Connects to one verifier; returns when it has answered the greeting.
 
-    `watch` is called while waiting and raises when waiting is in vain (the verifier's process has ended).  Several clients of one
-    thread may share a `hub`, which is then their owner's to poll and to close; a tcp address needs the verifier's `server_key`.
+    `watch` is called while waiting and raises when waiting is in vain (the verifier's process has ended).  Several clients of
+    one thread may share a `hub`, which its owner polls and closes; a tcp address needs the verifier's `server_key`.
     Raises `EngineRefused`, `TimeoutError`.
     """
 
@@ -99,8 +99,10 @@ class EngineClient:
         self.stats: VerifierStats | None = None
         self.stats_at = 0.0
         """When `stats` arrived, in `time.monotonic()` seconds."""
-        self.rows: RowBatch | None = None
-        """The last answer to `ask_rows`."""
+        self.rows = RowBatch()
+        """What came in answer to `ask_rows`."""
+        self.rows_awaited = 0
+        """Answers to `ask_rows` still out."""
         self.heard_at = time.monotonic()
         self.welcome: EngineWelcome | None = None
         self.refusals: list[str] = []
@@ -140,8 +142,9 @@ class EngineClient:
         self.dealer.send(PING)
 
     def ask_rows(self) -> None:
-        """Asks for the rows the verifier keeps (`verifier.kept_rows`); they come as `rows`."""
+        """Asks for the rows the verifier keeps (`verifier.kept_rows`); they are added to `rows`."""
         self.dealer.send(ROWS)
+        self.rows_awaited += 1
 
     def run_until(self, condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
         """Receives until `condition()`.  Raises `TimeoutError` after `timeout_s`, and what `watch` raises."""
@@ -204,7 +207,8 @@ class EngineClient:
             self.stats = msgspec.msgpack.decode(payload[0], type=VerifierStats)
             self.stats_at = now
         elif kind == ROWS:
-            self.rows = msgspec.msgpack.decode(payload[0], type=RowBatch)
+            self.rows.add(msgspec.msgpack.decode(payload[0], type=RowBatch))
+            self.rows_awaited -= 1
         elif kind == WELCOME:
             self.welcome = msgspec.msgpack.decode(payload[0], type=EngineWelcome)
         elif kind == REFUSED:
