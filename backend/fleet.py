@@ -81,6 +81,9 @@ class VerifierStats(msgspec.Struct):
     """Outcomes drafted ahead of time per request."""
     plan_changes: int = 0
     """Times mode `auto` has changed its mind."""
+    records_written: dict[str, int] = msgspec.field(default_factory=dict)
+    """Rows by kind; empty where nothing is recorded."""
+    records_dropped: dict[str, int] = msgspec.field(default_factory=dict)
 
 
 class DrafterStats(msgspec.Struct):

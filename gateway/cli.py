@@ -1,4 +1,4 @@
-"""The command line: `outrider serve | gateway | status | check-config | bench | rollout | trace | train-demo`.
+"""The command line: `outrider serve | gateway | status | check-config | records | report | bench | ...`.
 
 `serve` is the launcher and the gateway in one process: it starts the fleet (Ray actors), imports vLLM while the engines load,
 serves HTTP from this process's main thread, and ends everything it started.  The heavy imports are inside the commands, so that
@@ -12,17 +12,17 @@ import importlib
 import importlib.metadata
 import logging
 import runpy
-import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from backend.config import sources
 from backend.config.sources import ConfigError, Loaded
 from gateway import present
+from gateway.signals import Interrupted, signals
 
 if TYPE_CHECKING:
     from backend.config import Settings
@@ -37,6 +37,8 @@ commands:
   gateway       start a further gateway for a running fleet
   status        show a running fleet
   check-config  show the settings in force and where each came from
+  records       sum up, join or export what verifiers wrote down
+  report        draw a recorded period, or a rollout, as one HTML page
   bench         measure every mode on this machine (it has options of its own)
   rollout       run a trace's prompts over a fleet of its own, with a row of every step (it has options of its own)
   trace         make traces (it has options of its own)
@@ -50,10 +52,6 @@ OK, FAILED, MISUSED, INTERRUPTED = 0, 1, 2, 130
 FOUND_FLEET_TIMEOUT_S = 10.0
 
 
-class Interrupted(BaseException):
-    """SIGINT or SIGTERM; not an `Exception`, so that nothing on the way takes it for an error of its own."""
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns the process's exit status."""
     given = list(sys.argv[1:] if arguments is None else arguments)
@@ -62,6 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "gateway": gateway,
         "status": status,
         "check-config": check_config,
+        "records": records,
+        "report": report,
         "bench": bench,
         "rollout": rollout,
         "trace": trace,
@@ -99,7 +99,7 @@ def serve(arguments: list[str]) -> int:
     settings = loaded.settings
     progress = present.Progress()
     _configure_logging(settings.log_level)
-    with _signals() as forced:
+    with signals() as forced:
         models = _resolved(settings, progress)
         _check_port(settings)
         from backend.launch.cluster import ClusterError
@@ -140,7 +140,7 @@ def gateway(arguments: list[str]) -> int:
     loaded = sources.load(arguments, "outrider gateway", "Starts a further gateway for a running fleet.")
     _configure_logging(loaded.settings.log_level)
     progress = present.Progress()
-    with _signals() as forced, _found_fleet(loaded, None) as coordinator:
+    with signals() as forced, _found_fleet(loaded, None) as coordinator:
         _prepare_vllm()
         info = coordinator.info()
         theirs = type(loaded.settings).model_validate_json(info.settings_json)
@@ -184,11 +184,33 @@ def check_config(arguments: list[str]) -> int:
     return OK
 
 
+def records(arguments: list[str]) -> int:
+    """Reads records; the command has its own options."""
+    from backend.records.main import RecordsError, main
+
+    try:
+        main(arguments, print, lambda line: print(f"outrider: {line}", file=sys.stderr))
+    except RecordsError as error:
+        return _fail(str(error), FAILED)
+    return OK
+
+
+def report(arguments: list[str]) -> int:
+    """Draws records or a rollout; the command has its own options."""
+    from backend.records.report import RecordsError, main
+
+    try:
+        main(arguments, present.Progress().say)
+    except RecordsError as error:
+        return _fail(str(error), FAILED)
+    return OK
+
+
 def bench(arguments: list[str]) -> int:
     """Measures every mode; the benchmark has its own options."""
     from backend.bench.main import BenchError, main
 
-    with _signals() as forced:
+    with signals() as forced:
         try:
             main(arguments, present.Progress().say)
         except BenchError as error:
@@ -204,7 +226,7 @@ def rollout(arguments: list[str]) -> int:
     from backend.rollout.main import rollout as run
 
     _configure_logging("warning")
-    with _signals() as forced:
+    with signals() as forced:
         try:
             run(arguments, present.Progress().say)
         except CommandError as error:
@@ -339,32 +361,6 @@ def _found_fleet(loaded: Loaded, name: str | None) -> Iterator[CoordinatorHandle
             yield CoordinatorHandle.connect(namespace, FOUND_FLEET_TIMEOUT_S)
     except (ClusterError, CoordinatorUnavailable, state.StateError) as error:
         sys.exit(_fail(str(error), FAILED))
-
-
-class _Forced:
-    armed = False
-
-
-@contextmanager
-def _signals() -> Iterator[_Forced]:
-    """The first SIGINT or SIGTERM ends the block with `Interrupted`; one more, while it is ending, ends the process."""
-    state = _Forced()
-
-    def handle(number: int, frame: Any) -> None:
-        if not state.armed:
-            state.armed = True
-            raise Interrupted
-        print("outrider: stopped at once", file=sys.stderr)
-        # Ray's processes die with their parent; the next start removes the files.
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.raise_signal(signal.SIGTERM)
-
-    before = {each: signal.signal(each, handle) for each in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield state
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
 
 
 def _configure_logging(level: str) -> None:

@@ -53,6 +53,8 @@ _VERIFIER_GAUGES = {
 _LABELLED_COUNTERS = {
     "outrider_verifier_idle_seconds_total": "idle_s",
     "outrider_verifier_requests_finished_total": "requests_finished",
+    "outrider_records_written_total": "records_written",
+    "outrider_records_dropped_total": "records_dropped",
 }
 _FLEET_TOTALS = {
     "vllm:spec_decode_num_drafts_total": "drafts",

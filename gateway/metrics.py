@@ -84,6 +84,12 @@ DEFINITIONS: dict[str, Definition] = {
     "outrider_verifier_requests_finished_total": Definition(
         "counter", (*_VERIFIER, "reason"), "sequences finished, by vLLM's finish reason"
     ),
+    "outrider_records_written_total": Definition(
+        "counter", (*_VERIFIER, "kind"), "rows of records written to disk: `step`, `verification`, `request`, `decision`"
+    ),
+    "outrider_records_dropped_total": Definition(
+        "counter", (*_VERIFIER, "kind"), "rows of records lost: the queue was full, or the disk took no more"
+    ),
     "outrider_verifier_preemptions_total": Definition("counter", _VERIFIER, "sequences preempted for KV cache space"),
     "outrider_verifier_running": Definition("gauge", _VERIFIER, "sequences in the batch"),
     "outrider_verifier_waiting": Definition("gauge", _VERIFIER, "sequences waiting to enter the batch"),

@@ -6,9 +6,10 @@ Every key is a command-line flag, an environment variable and a YAML key: `verif
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 Mode = Literal["off", "native", "sync", "pipelined", "ahead", "auto"]
 REMOTE_MODES: frozenset[Mode] = frozenset({"sync", "pipelined", "ahead", "auto"})
@@ -88,6 +89,25 @@ class TransportSettings(Section):
     host: str | None = Field(None, description="address tcp sockets bind to; default: the node's own Ray address")
 
 
+class RecordsSettings(Section):
+    """What verifiers write down while they serve."""
+
+    dir: str | None = Field(
+        None, description="directory for records of steps, verifications, requests and decisions (parquet); default: none"
+    )
+    max_mib: int = Field(1024, ge=1, description="MiB of records kept per verifier; the oldest files are deleted")
+    rotate_s: float = Field(30.0, gt=0, description="a file is written after so many seconds at the latest")
+    rotate_rows: int = Field(200_000, ge=1, description="or once there are so many rows for it")
+    rotate_mib: int = Field(16, ge=1, description="or so many MiB, before compression")
+    queue_rows: int = Field(200_000, ge=1, description="rows that wait for the writer at most; more are dropped and counted")
+
+    @field_validator("dir")
+    @classmethod
+    def _absolute(cls, value: str | None) -> str | None:
+        """Verifiers run in directories of their own."""
+        return str(Path(value).expanduser().absolute()) if value else None
+
+
 class RaySettings(Section):
     """The control plane."""
 
@@ -118,4 +138,5 @@ class Settings(Section):
     drafting: DraftingSettings = Field(default_factory=DraftingSettings)
     coordinator: CoordinatorSettings = Field(default_factory=CoordinatorSettings)
     transport: TransportSettings = Field(default_factory=TransportSettings)
+    records: RecordsSettings = Field(default_factory=RecordsSettings)
     ray: RaySettings = Field(default_factory=RaySettings)

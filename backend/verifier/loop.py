@@ -15,7 +15,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from vllm.v1.engine.core import EngineCore
@@ -26,6 +26,9 @@ from backend.transport import Dealer, Hub
 from backend.verifier.counting import Counters
 from backend.verifier.gateways import GatewayPort
 from backend.verifier.scheduler import DraftingScheduler
+
+if TYPE_CHECKING:
+    from backend.records.writer import FileRecorder
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +109,13 @@ class EngineLoop:
     """See the module's text."""
 
     def __init__(
-        self, core: EngineCore, hub: Hub, gateways: GatewayPort, drafters: DraftLinks | None, counters: Counters
+        self,
+        core: EngineCore,
+        hub: Hub,
+        gateways: GatewayPort,
+        drafters: DraftLinks | None,
+        counters: Counters,
+        files: FileRecorder | None = None,
     ) -> None:
         self._core = core
         self._scheduler: Any = core.scheduler
@@ -114,6 +123,7 @@ class EngineLoop:
         self._gateways = gateways
         self._drafters = drafters
         self._counters = counters
+        self._files = files
         self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._stopping = threading.Event()
         self._mark = time.monotonic()
@@ -199,6 +209,8 @@ class EngineLoop:
         self._scheduler.read_load(stats)
         if self._drafters is not None:
             self._drafters.read_counters(stats)
+        if self._files is not None:
+            stats.records_written, stats.records_dropped = self._files.counts()
         self._gateways.expire(now)
         self._gateways.send_stats(stats)
         self.published = msgspec.msgpack.encode(stats)

@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -28,11 +28,17 @@ from backend.verifier.loop import DraftLinks, EngineLoop
 from backend.verifier.recording import Recording
 from backend.verifier.warm_up import warm_up
 
+if TYPE_CHECKING:
+    from backend.records.writer import FileRecorder
+
 logger = logging.getLogger(__name__)
 
 
 class VerifierProcess:
-    """Start, assign drafters, read counters, stop."""
+    """Start, assign drafters, read counters, stop.
+
+    Rows go to `recorder` where one is given, else to files where the settings name a directory, else nowhere.
+    """
 
     def __init__(
         self,
@@ -99,21 +105,39 @@ class VerifierProcess:
         core = build_core(config)
         warm_up(core)
         hub = Hub(Wire(self._fleet_keys))
+        stats = VerifierStats(self.verifier_id, time.time(), self._settings.mode, self._settings.num_speculative_tokens)
+        files = self._record_files(stats)
         try:
-            self._loop = self._make_loop(config, core, hub)
+            self._loop = self._make_loop(config, core, hub, stats, files)
             self._built.set()
             self._loop.run()
         finally:
+            if files is not None:
+                files.close()
             core.shutdown()
             hub.close()
 
-    def _make_loop(self, config: Any, core: Any, hub: Hub) -> EngineLoop:
-        stats = VerifierStats(self.verifier_id, time.time(), self._settings.mode, self._settings.num_speculative_tokens)
+    def _record_files(self, stats: VerifierStats) -> FileRecorder | None:
+        if self._settings.records.dir is None or self._recorder is not None:
+            return None
+        # Only here: without records a verifier does without pyarrow.
+        from backend.records.schema import About
+        from backend.records.writer import FileRecorder
+
+        k = stats.num_speculative_tokens if stats.mode != "off" else 0
+        about = About(self.verifier_id, self._incarnation, stats.started_at, stats.mode, self._paths.name, k)
+        files = FileRecorder(about, self._settings.records)
+        files.start()
+        return files
+
+    def _make_loop(self, config: Any, core: Any, hub: Hub, stats: VerifierStats, files: FileRecorder | None) -> EngineLoop:
         counters = Counters(stats)
+        recorder = self._recorder or files
         core.scheduler.counters = counters
         core.scheduler.source_name = draft_source(self._settings, self._paths)
-        kept = KeptRows(self._settings.verifier.kept_rows, self._recorder) if self._settings.verifier.kept_rows else None
-        recorder = kept or self._recorder
+        most = self._settings.verifier.kept_rows
+        kept = KeptRows(most, recorder) if most else None
+        recorder = kept or recorder
         core.scheduler.records = Recording(recorder) if recorder is not None else None
         router = hub.router(self.address, self._server_keys)
         self.address = router.address
@@ -130,4 +154,4 @@ class VerifierProcess:
         gateways = GatewayPort(router, core, welcome, self._settings.verifier.gateway_lease_s, vllm_version(), kept)
         is_remote = self._settings.mode in REMOTE_MODES
         links = DraftLinks(hub, core, self.verifier_id, counters) if is_remote else None
-        return EngineLoop(core, hub, gateways, links, counters)
+        return EngineLoop(core, hub, gateways, links, counters, files)

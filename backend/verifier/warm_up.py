@@ -34,6 +34,7 @@ def warm_up(core: EngineCore) -> None:
             if executed:
                 scheduler.note_step(time.monotonic() - began)
     core.reset_prefix_cache()
+    scheduler.take_verify_s()
 
 
 def _request(request_id: str, prompt: list[int]) -> EngineCoreRequest:
