@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from backend.rollout.run import Part, Round
+from backend.rollout.outcome import Part, Round
 from backend.rollout.tables import ratio
 
 LIVE, FORCED = "live", "teacher_forced"

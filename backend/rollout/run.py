@@ -9,11 +9,12 @@ from __future__ import annotations
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from backend.records.kept import RowBatch
 from backend.rollout.bar import Bar
 from backend.rollout.dispatch import Dispatcher
+from backend.rollout.outcome import Death, Part, Round
 from backend.rollout.requests import Request
 from backend.rollout.workers import Worker, Workers
 from backend.verifier.client import fixed_sampling, free_sampling
@@ -37,44 +38,6 @@ class Sampling:
     stops: list[int]
     seed: int | None
     """None: free responses at a temperature are not reproducible."""
-
-
-@dataclass(frozen=True)
-class Death:
-    """A worker lost during a round."""
-
-    worker: int
-    reason: str
-    at_s: float
-    """Seconds into the round."""
-    restarted: int
-    """Requests that started again."""
-
-
-@dataclass(eq=False)
-class Part:
-    """What one worker had of a round."""
-
-    number: int
-    rows: RowBatch
-    numbers: dict[str, int] = field(default_factory=dict)
-    """The requests it completed: their id in the rows, and their number."""
-    finished_s: float = 0.0
-    """When its last token came, in seconds into the round."""
-
-
-@dataclass
-class Round:
-    """What came out of one round."""
-
-    number: int
-    wall_s: float = 0.0
-    """From the first request's start to the last token."""
-    parts: list[Part] = field(default_factory=list)
-    """One number may occur twice: a verifier that died and came back."""
-    responses: dict[int, list[int]] = field(default_factory=dict)
-    """By request number: its tokens."""
-    deaths: list[Death] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from backend.rollout.outcome import Round
 from backend.rollout.report import markdown, merged
-from backend.rollout.run import Round
 from backend.rollout.tables import (
     MARKOV_COLUMNS,
     PERF_COLUMNS,
