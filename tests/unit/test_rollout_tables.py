@@ -18,7 +18,8 @@ from backend.rollout.outcome import Death, Part, Round
 from backend.rollout.report import markdown, merged, round_report
 
 CONTRACT = {
-    "perf": "step_tgs,step_tokens,cur_acc_len,step_batchsize,step_ts,step_interval,draft_nstep,draft_time,verify_time,idle_time",
+    "perf": "step_tgs,step_tokens,cur_acc_len,step_batchsize,step_ts,step_interval,draft_nstep,"
+    "draft_time,verify_time,idle_time",
     "request": "req_id,rollout_time,rollout_step,prompt_length,response_length,spec_accept_rate,spec_matched_total,"
     "spec_draft_total,spec_accepted_total",
     "markov": "acc_token_num,draft_token_num,verify_token_num,cur_step,req_id",
