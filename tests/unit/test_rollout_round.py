@@ -15,7 +15,7 @@ from vllm.v1.engine import FinishReason
 from backend.coordinator import CoordinatorUnavailable
 from backend.engine_wire import FIXED_RESPONSE
 from backend.fleet import FleetSnapshot, MemberView
-from backend.records.rows import RequestRow, VerificationRow
+from backend.records.rows import RequestRow, StepRow, VerificationRow
 from backend.rollout import run as run_module
 from backend.rollout.bar import Bar
 from backend.rollout.outcome import Round
@@ -97,6 +97,7 @@ async def respond(verifier: FakeVerifier, sequence: Sequence, upto: int | None =
         sequence.emit(chunk, FinishReason.LENGTH if begin + 2 >= len(tokens) else None)
         verifications += 1
         verifier.rows.verifications.append(VerificationRow(step, name, 3, 1, len(chunk) - 1, len(chunk), "d", False, True))
+        verifier.rows.steps.append(StepRow(step, 1.0, 1.0, 1, 0, len(chunk), 1, len(chunk), 4, 1, 0, 1.0, 1.0, 2.0, {}))
         await asyncio.sleep(0)
     if upto is None and with_row:
         row = RequestRow(name, 0.0, 0.0, 1.0, 3, len(tokens), verifications, verifications, 0, "length", True)
@@ -161,7 +162,7 @@ def test_the_only_worker_comes_back(fleet: Fleet) -> None:
     doomed = fleet.start("verifier-0", stall)
 
     def restart_once_busy() -> None:
-        if fleet.verifiers["verifier-0"] is doomed and doomed.sequences:
+        if fleet.verifiers["verifier-0"] is doomed and doomed.rows_taken:
             fleet.kill("verifier-0")
             fleet.start("verifier-0", respond)
 
@@ -169,7 +170,11 @@ def test_the_only_worker_comes_back(fleet: Fleet) -> None:
     finished = play(fleet)
     check(finished)
     assert len(finished.deaths) == 1
-    assert [part.number for part in finished.parts] == [0, 0]
+    first, second = finished.parts
+    assert (first.number, second.number) == (0, 0)
+    last = max(row.step for row in first.rows.steps)
+    assert last < min(row.step for row in second.rows.steps), "steps of one worker never go back"
+    assert last < min(row.step for row in second.rows.verifications)
 
 
 def test_an_answer_without_its_row_is_not_complete(fleet: Fleet) -> None:
