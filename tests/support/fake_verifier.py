@@ -63,7 +63,6 @@ class FakeVerifier:
         self.utilities: list[tuple[str, list[Any]]] = []
         self.clients: set[bytes] = set()
         self.rows = RowBatch()
-        self.rows_taken = 0
         self.incarnation = uuid.uuid4().hex
         self.address = f"ipc://{directory}/{name}-{self.incarnation[:8]}"
         self._context = zmq.asyncio.Context()
@@ -128,7 +127,6 @@ class FakeVerifier:
                 self.send(client, wire.WELCOME, msgspec.msgpack.encode(welcome))
             elif kind == wire.ROWS:
                 taken, self.rows = self.rows, RowBatch()
-                self.rows_taken += len(taken)
                 self.send(client, wire.ROWS, msgspec.msgpack.encode(taken))
             elif kind == wire.PING:
                 self.send(client, wire.PING)

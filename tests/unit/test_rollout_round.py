@@ -43,6 +43,7 @@ class Fleet:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.verifiers: dict[str, FakeVerifier] = {}
+        self.workers: Workers | None = None
         self._all: list[FakeVerifier] = []
         self.on_look: Callable[[], None] = lambda: None
         self._loop = asyncio.new_event_loop()
@@ -110,7 +111,7 @@ async def stall(verifier: FakeVerifier, sequence: Sequence) -> None:
 
 
 def play(fleet: Fleet, window: int = 3) -> Round:
-    workers = Workers(fleet, None)  # type: ignore[arg-type]
+    workers = fleet.workers = Workers(fleet, None)  # type: ignore[arg-type]
     try:
         workers.look()
         bar = Bar(io.StringIO(), "round 0", len(LENGTHS))
@@ -162,7 +163,9 @@ def test_the_only_worker_comes_back(fleet: Fleet) -> None:
     doomed = fleet.start("verifier-0", stall)
 
     def restart_once_busy() -> None:
-        if fleet.verifiers["verifier-0"] is doomed and doomed.rows_taken:
+        assert fleet.workers is not None
+        known = fleet.workers.present.get("verifier-0")
+        if known is not None and known.rows.steps and fleet.verifiers["verifier-0"] is doomed:
             fleet.kill("verifier-0")
             fleet.start("verifier-0", respond)
 
