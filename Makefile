@@ -7,7 +7,7 @@ ARGS ?=
 MAKEFLAGS += --no-print-directory
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev serve status test lint bench rollout-demo format clean
+.PHONY: help setup setup-dev setup-load serve status test lint bench load rollout-demo format clean
 
 help: ## list these tasks
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|' 2>/dev/null \
@@ -18,6 +18,9 @@ setup: ## install into .venv (does nothing when up to date)
 
 setup-dev:
 	@$(PYTHON) scripts/setup.py --dev
+
+setup-load:
+	@$(PYTHON) scripts/setup.py --load
 
 serve: setup ## start a fleet with the built-in demo model and its gateway
 	@exec $(BIN)/outrider serve $(ARGS)
@@ -43,6 +46,9 @@ rollout-demo: setup ## replay 128 responses on two verifiers, natively and disag
 	  --impl native --out rollouts/native $(ARGS)
 	@$(BIN)/outrider rollout --trace rollouts/train.0.parquet --fixed-responses --verifiers 2 --drafters 2 \
 	  --impl disaggregated --out rollouts/disaggregated $(ARGS)
+
+load: setup-load ## load a fleet and judge what its clients see (ARGS="--scenario mixed --users 8")
+	@exec $(BIN)/python -m loadtest $(ARGS)
 
 format: setup-dev ## format the code
 	@$(BIN)/ruff check --fix --quiet . ; $(BIN)/ruff format .

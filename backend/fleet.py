@@ -55,10 +55,22 @@ class VerifierStats(msgspec.Struct):
     steps: int = 0
     verify_s: float = 0.0
     """Target forward and sampling, summed over steps."""
+    decode_steps: int = 0
+    """Steps without prefill; the two below belong to them."""
+    decode_s: float = 0.0
+    """Whole steps, bookkeeping and sending included."""
+    decode_requests: int = 0
+    """Requests in them, summed over steps."""
+    prefill_tokens: int = 0
+    """Tokens computed beyond one per request and its drafts: prompts, and what moved requests bring along."""
+    prefill_s: float = 0.0
+    """Steps with prefill."""
     prompt_tokens: int = 0
     tokens: int = 0
     """Tokens emitted."""
     verifications: int = 0
+    resumed: int = 0
+    """Requests that came with tokens emitted elsewhere."""
     requests_finished: dict[str, int] = msgspec.field(default_factory=dict)
     """By vLLM's finish reason: `stop`, `length`, `abort`, `error`, ..."""
     preemptions: int = 0
@@ -84,6 +96,10 @@ class VerifierStats(msgspec.Struct):
     records_written: dict[str, int] = msgspec.field(default_factory=dict)
     """Rows by kind; empty where nothing is recorded."""
     records_dropped: dict[str, int] = msgspec.field(default_factory=dict)
+    plain_step_s: float = 0.0
+    """What a step over the running requests takes without drafts, by the verifier's own measurements; 0: not known."""
+    drafted_step_s: float = 0.0
+    """The same with `num_speculative_tokens` draft tokens each."""
 
 
 class DrafterStats(msgspec.Struct):
@@ -94,6 +110,12 @@ class DrafterStats(msgspec.Struct):
     rounds: int = 0
     rows: int = 0
     """Feature rows the cache was extended by."""
+    batches: int = 0
+    """Rounds are answered in batches; one that drafts nothing (prefill) is not counted."""
+    drafts: int = 0
+    """Requests drafted for in them."""
+    draft_s: float = 0.0
+    """Time those batches took."""
     draft_tokens: int = 0
     busy_s: float = 0.0
     sequences: int = 0
@@ -170,4 +192,5 @@ class FleetSnapshot(msgspec.Struct, frozen=True):
     members: list[MemberView]
     assignments: list[Assignment]
     counters: dict[str, int]
-    """`registrations`, `restarts`, `leases_expired`, `assignments_made`, `assignments_dropped`."""
+    """`registrations`, `restarts`, `leases_expired`, `assignments_made`, `assignments_dropped`, and of the latter
+    `reassignments`: those whose both ends were fit to go on; `decisions`."""

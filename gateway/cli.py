@@ -186,7 +186,8 @@ def check_config(arguments: list[str]) -> int:
 
 def records(arguments: list[str]) -> int:
     """Reads records; the command has its own options."""
-    from backend.records.main import RecordsError, main
+    from backend.records.main import main
+    from backend.records.reading import RecordsError
 
     try:
         main(arguments, print, lambda line: print(f"outrider: {line}", file=sys.stderr))
@@ -197,7 +198,8 @@ def records(arguments: list[str]) -> int:
 
 def report(arguments: list[str]) -> int:
     """Draws records or a rollout; the command has its own options."""
-    from backend.records.report import RecordsError, main
+    from backend.records.reading import RecordsError
+    from backend.records.report import main
 
     try:
         main(arguments, present.Progress().say)

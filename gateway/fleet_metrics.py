@@ -38,6 +38,9 @@ _VERIFIER_COUNTERS = {
     "outrider_verifier_verifications_total": "verifications",
     "outrider_verifier_prompt_tokens_total": "prompt_tokens",
     "outrider_verifier_tokens_total": "tokens",
+    "outrider_verifier_prefill_tokens_total": "prefill_tokens",
+    "outrider_verifier_prefill_seconds_total": "prefill_s",
+    "outrider_verifier_resumed_total": "resumed",
     "outrider_verifier_preemptions_total": "preemptions",
     "outrider_verifier_plan_changes_total": "plan_changes",
 }
@@ -126,6 +129,9 @@ class FleetCollector(Collector):
         connected = _family("outrider_verifiers_connected")
         connected.add_metric([], len(self._core.ready_links))
         yield connected
+        without = _family("outrider_sequences_without_verifier")
+        without.add_metric([], self._core.waiting)
+        yield without
 
     def _vllm_names(self) -> Iterator[Metric]:
         sums = self._totals.sums()

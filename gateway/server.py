@@ -44,7 +44,14 @@ def build_gateway(
     """
     metrics = GatewayMetrics()
     vllm_config = build_vllm_config(settings, model_dir)
-    core = FleetCore(directory, wire or Wire(), metrics, silence_limit_s=settings.verifier.gateway_lease_s)
+    core = FleetCore(
+        directory,
+        wire or Wire(),
+        metrics,
+        silence_limit_s=settings.verifier.gateway_lease_s,
+        failover_wait_s=settings.gateway.failover_wait_s,
+        poison_after=settings.gateway.poison_after,
+    )
     client = FleetClient(vllm_config, core)
     served_name = settings.gateway.served_model_name or model_name or Path(model_dir).name
     services = build_services(client, settings, served_name)

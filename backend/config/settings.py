@@ -34,6 +34,17 @@ class GatewaySettings(Section):
     max_n: int = Field(64, ge=1, description="largest `n` of one request")
     keep_alive_s: float = Field(15.0, gt=0, description="seconds between SSE comments on an otherwise silent stream")
     drain_s: float = Field(30.0, ge=0, description="seconds that open requests may go on after SIGINT or SIGTERM")
+    failover_wait_s: float = Field(
+        60.0, ge=0, description="seconds that a request whose verifier was lost waits for another one to be ready"
+    )
+    poison_after: int = Field(
+        2, ge=1, description="a request under which so many verifiers were lost is refused instead of tried again"
+    )
+    balance_interval_s: float = Field(
+        2.0, ge=0, description="seconds between two looks at which requests to move to a faster verifier; 0: none are moved"
+    )
+    balance_moves: int = Field(4, ge=1, description="requests moved at one look at most")
+    balance_dwell_s: float = Field(10.0, ge=0, description="seconds that a request stays where it is before it may be moved")
     tool_call_parser: str | None = Field(None, description="vLLM's tool call parser for this model; none: tools are refused")
     chat_template: str | None = Field(None, description="chat template file or text; default: the model's own")
 
@@ -53,6 +64,11 @@ class VerifierSettings(Section):
         250.0, gt=0, description="longest wait for drafts, whatever the measured round trip suggests"
     )
     ahead_outcomes: int = Field(8, ge=1, le=64, description="mode ahead: outcomes drafted per request and step")
+    fallback: bool = Field(
+        True,
+        description="remote modes: draft by prompt lookup on the verifier where no remote draft comes in time, "
+        "or where a request repeats itself so much that it does better",
+    )
     gateway_lease_s: float = Field(10.0, gt=0, description="requests of a gateway silent for so long are aborted")
     kept_rows: int = Field(
         0, ge=0, description="rows of steps and verifications kept until a client takes them, at most; rollouts set it"
@@ -76,10 +92,29 @@ class DraftingSettings(Section):
 
 
 class CoordinatorSettings(Section):
-    """Membership."""
+    """Membership, and which drafter serves which verifier."""
 
     report_interval_s: float = Field(0.25, gt=0, description="time between two reports of a member")
     lease_s: float = Field(2.0, gt=0, description="a member silent for so long is lost")
+    policy: Literal["goodput", "least-drafters"] = Field(
+        "goodput",
+        description="who drafts for whom: goodput: where a drafter brings the most tokens per second, by what is measured; "
+        "least-drafters: the verifier with the fewest drafters first, then the one with the most requests",
+    )
+    decide_interval_s: float = Field(
+        0.5, gt=0, description="time between two looks at the assignment while nobody comes or goes"
+    )
+    smoothing_s: float = Field(2.0, gt=0, description="goodput: time over which reported loads and times are averaged")
+    min_gain: float = Field(
+        0.05, ge=0, le=1, description="goodput: a reassignment must promise this share of its verifiers' tokens per second more"
+    )
+    min_dwell_s: float = Field(5.0, ge=0, description="goodput: a drafter is not taken from a verifier before so long")
+    straggler_weight: float = Field(
+        0.25,
+        ge=0,
+        le=1,
+        description="goodput: how far verifiers with few tokens per second and request go first; 0: no",
+    )
 
 
 class TransportSettings(Section):
@@ -113,6 +148,7 @@ class RaySettings(Section):
 
     address: str | None = Field(None, description="a running Ray cluster; default: a local one, started and stopped with us")
     namespace: str = Field("outrider", description="Ray namespace: two fleets on one cluster need two")
+    wait_s: float = Field(0.0, ge=0, description="seconds to wait until a joined cluster has the room that the fleet needs")
 
 
 class Settings(Section):

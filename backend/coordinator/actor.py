@@ -17,6 +17,7 @@ import msgspec
 import ray
 import ray.exceptions
 
+from backend.config import Settings
 from backend.coordinator.messages import CoordinatorUnavailable, Credentials, FleetInfo, Report
 from backend.coordinator.policy import Coordinator
 from backend.fleet import DrafterStats, FleetSnapshot, Member, MemberState, Orders, VerifierStats
@@ -32,9 +33,11 @@ class CoordinatorActor:
 
     def __init__(self, lease_s: float, info: bytes) -> None:
         self._info = info
-        self._fleet_keys = msgspec.msgpack.decode(info, type=FleetInfo).fleet_keys
+        known = msgspec.msgpack.decode(info, type=FleetInfo)
+        self._fleet_keys = known.fleet_keys
+        settings = Settings.model_validate_json(known.settings_json).coordinator
         # Milliseconds of the wall clock: generations go on growing when Ray restarts this actor.
-        self._policy = Coordinator(lease_s, first_version=time.time_ns() // 1_000_000)
+        self._policy = Coordinator(lease_s, time.time_ns() // 1_000_000, settings)
 
     def register(self, payload: bytes) -> bytes:
         self._policy.register(msgspec.msgpack.decode(payload, type=Member), time.monotonic())

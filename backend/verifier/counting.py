@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from backend.fleet import DraftCounters, VerifierStats
 from backend.records.recorder import name_for_records
+from backend.verifier.costs import Plan
 from backend.verifier.fixed import fixed_response
-from backend.verifier.planner import Plan
 from backend.verifier.recording import Recording
 
 
@@ -78,10 +78,26 @@ class CountingScheduler:
     _scheduled_at: float = 0.0
     _verify_s: float = 0.0
     _updating: bool = False
+    _requests_in_step: int = 0
+    _prefill_tokens: int = 0
+    _resumed: int = 0
 
     def schedule(self, throttle_prefills: bool = False) -> Any:
         """vLLM's method of the same name; between its end and the outcome lies the target's own work."""
         output = super().schedule(throttle_prefills)  # type: ignore[misc]
+        # A request that another verifier has begun enters the batch with output; see `runner.ResumedOutputs`.
+        requests: Any = self.requests  # type: ignore[attr-defined]
+        output.resumed_outputs = {
+            new.req_id: list(requests[new.req_id].output_token_ids)
+            for new in output.scheduled_new_reqs
+            if requests[new.req_id].num_output_tokens
+        }
+        self._resumed = len(output.resumed_outputs)
+        self._requests_in_step = len(output.num_scheduled_tokens)
+        drafts = output.scheduled_spec_decode_tokens
+        self._prefill_tokens = sum(
+            max(0, tokens - 1 - len(drafts.get(request_id, ()))) for request_id, tokens in output.num_scheduled_tokens.items()
+        )
         self._scheduled_at = time.monotonic()
         return output
 
@@ -107,10 +123,13 @@ class CountingScheduler:
         """vLLM's method of the same name."""
         if self.records is not None and request.request_id not in self.requests:  # type: ignore[attr-defined]
             params = request.sampling_params
-            name = name_for_records(request.request_id, params.extra_args if params is not None else None)
-            is_fixed = fixed_response(params) is not None
             self.records.began(
-                request.request_id, name, request.arrival_time, request.num_prompt_tokens, teacher_forced=is_fixed
+                request.request_id,
+                name_for_records(request.request_id, params.extra_args if params is not None else None),
+                request.arrival_time,
+                request.num_prompt_tokens,
+                brought_tokens=request.num_output_tokens,
+                teacher_forced=fixed_response(params) is not None,
             )
         super().add_request(request)  # type: ignore[misc]
 
@@ -123,7 +142,9 @@ class CountingScheduler:
         return ended
 
     def note_verification(self, counters: Counters, request_id: str, drafted: int, accepted: int) -> Drafted | None:
-        """One drafted verification of this step; None where the draft is nobody's."""
+        """One verification of this step, `drafted` is 0 where it had no draft; returns whose the draft was."""
+        if not drafted:
+            return None
         counters.verification(self.source_name, drafted, accepted, self.is_teacher_forced(request_id))
         return Drafted(self.source_name)
 
@@ -141,8 +162,20 @@ class CountingScheduler:
         if self.records is not None and self.counters is not None:
             self.records.stepped(self.counters.stats, seconds, verify_s, self.plan_in_force())
 
-    def note_step(self, seconds: float) -> None:
-        """The step that just ended took so long, bookkeeping and sending included."""
+    def note_step(self, seconds: float, cycle_s: float | None) -> None:
+        """The step that just ended took `seconds`, bookkeeping and sending included, and ended `cycle_s` after the one before;
+        None: there was nothing to do in between."""
+        if self.counters is None:
+            return
+        stats = self.counters.stats
+        stats.resumed += self._resumed
+        if self._prefill_tokens:
+            stats.prefill_tokens += self._prefill_tokens
+            stats.prefill_s += seconds
+        else:
+            stats.decode_steps += 1
+            stats.decode_s += seconds
+            stats.decode_requests += self._requests_in_step
 
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
         if self.counters is not None:
@@ -166,7 +199,7 @@ class CountingScheduler:
                 continue
             stats.verifications += 1
             drafted = sum(token >= 0 for token in drafts)
-            by = self.note_verification(counters, request_id, drafted, len(tokens) - 1) if drafted else None
+            by = self.note_verification(counters, request_id, drafted, len(tokens) - 1)
             if records is None:
                 continue
             if by is None:

@@ -141,4 +141,5 @@ def _worker_options(settings: Settings, paths: ResolvedModels, verifier_id: str)
         "ahead_outcomes": settings.verifier.ahead_outcomes,
         "draft_deadline_ms": settings.verifier.draft_deadline_ms,
         "fixed_responses": settings.verifier.fixed_responses,
+        "fallback": settings.verifier.fallback,
     }

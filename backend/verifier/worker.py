@@ -10,14 +10,15 @@ from typing import Any
 
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 
 from backend.fleet import DrafterRef
 from backend.transport import ServerKeys, Wire
 from backend.verifier.cpu_kernels import repair_cpu_kernels
-from backend.verifier.features import FeatureShipper
+from backend.verifier.features import FeatureShipper, Shipped
 from backend.verifier.fixed import FixedResponses
-from backend.verifier.runner import RemoteDrafting, SeededPrefill
+from backend.verifier.runner import RemoteDrafting, ResumedOutputs, SeededPrefill
 
 
 class _Mixed:
@@ -32,10 +33,10 @@ class _Mixed:
         super().init_device()  # type: ignore[misc]
         options = self.vllm_config.additional_config["outrider"]
         runner_type = type(self.model_runner)
-        mixins: tuple[type, ...] = ()
+        mixins: tuple[type, ...] = (ResumedOutputs,) if issubclass(runner_type, GPUModelRunner) else ()
         if isinstance(self, CPUWorker):
             repair_cpu_kernels()
-            mixins = (SeededPrefill,)
+            mixins = (SeededPrefill, *mixins)
         if options["fixed_responses"]:
             mixins = (FixedResponses, *mixins)
         if options["remote"]:
@@ -65,10 +66,10 @@ class _Mixed:
             self.wire = Wire(fleet_keys)
         shipper.set_drafters(self.wire, refs, epoch)
 
-    def take_drafting_counters(self) -> tuple[dict[str, int], dict[str, int]]:
+    def take_drafting_counters(self) -> Shipped:
         """`FeatureShipper.take_counters` of the sending rank, empty on the others."""
         shipper = self.model_runner.shipper
-        return shipper.take_counters() if shipper is not None else ({}, {})
+        return shipper.take_counters() if shipper is not None else Shipped()
 
 
 class OutriderCpuWorker(_Mixed, CPUWorker):
