@@ -102,6 +102,7 @@ def serve(arguments: list[str]) -> int:
     with signals() as forced:
         models = _resolved(settings, progress)
         _check_port(settings)
+        _check_tracing(settings)
         from backend.launch.cluster import ClusterError
         from backend.launch.fleet import Fleet, LaunchError
         from backend.launch.plan import PlanError
@@ -283,6 +284,16 @@ def _check_port(settings: Settings) -> None:
             probe.bind((host, port))
     except OSError as error:
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error} (--port 0 takes a free one)") from error
+
+
+def _check_tracing(settings: Settings) -> None:
+    """Finds out now that tracing was asked for and its packages are missing."""
+    from backend import tracing
+
+    try:
+        tracing.check(settings.tracing)
+    except tracing.TracingError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _prepare_vllm() -> None:

@@ -176,6 +176,11 @@ class FleetCore(EngineCoreClient):
         self.first_ready.set()
         self._place_waiting()
 
+    def on_taken(self, link: VerifierLink, place_id: str) -> None:
+        record = self._sequences.running_as(place_id)
+        if record is not None and record.link is link:
+            record.taken = True
+
     def on_outputs(self, link: VerifierLink, outputs: EngineCoreOutputs) -> None:
         now = time.monotonic()
         kept = [output for output in outputs.outputs if self._take(link, output, now)]
@@ -241,7 +246,8 @@ class FleetCore(EngineCoreClient):
     def _fail_over(self, records: Sequence[InFlight], cause: str, died: bool = False) -> None:
         """These have lost their verifier.  They go on at another, wait for one, or are refused as the likely reason."""
         for record in records:
-            record.deaths += died
+            # One that had not come as far as the engine has nothing to do with it: verifiers also die together.
+            record.deaths += died and record.taken
         poisoned = [record for record in records if record.deaths >= self._poison_after]
         if poisoned:
             logger.error("%d sequences refused: %d verifiers were lost under each", len(poisoned), self._poison_after)
@@ -307,6 +313,7 @@ class FleetCore(EngineCoreClient):
             record.context = link.welcome.max_model_len
         record.places += 1
         record.placed_at = time.monotonic()
+        record.taken = False
         link.add(record.request, record.place_id, record.emitted)
         self._sequences.put(record, link)
         self._routed[link.member.id] = self._routed.get(link.member.id, 0) + 1
