@@ -13,6 +13,7 @@ from backend.models import ModelError, ResolvedModels, resolve
 from backend.rollout.options import RolloutOptions, fleet_settings, rollout_options, trace_options
 
 if TYPE_CHECKING:
+    from backend.launch.fleet import Fleet
     from backend.rollout.requests import Request, Tokenizer
     from backend.rollout.run import Sampling
     from backend.rollout.trace import Case
@@ -152,7 +153,7 @@ def _run(
 
 def _rounds(
     options: RolloutOptions,
-    fleet: Any,
+    fleet: Fleet,
     step: int,
     requests: Sequence[Request],
     tokenizer: Tokenizer,

@@ -70,6 +70,7 @@ class RoundRunner:
 
     def run(self) -> Round:
         """Returns when every request is complete.  Raises `RolloutError`."""
+        self._workers.forget_rows()
         self._began = self._busy_at = time.monotonic()
         for worker in self._workers.present.values():
             self._welcome(worker)

@@ -6,6 +6,7 @@ rows stay.  A verifier that Ray starts again is another worker under the same nu
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Sequence
@@ -24,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 SILENCE_LIMIT_S = 60.0
 """A verifier publishes counters four times a second: one silent for so long hangs."""
+
+ANSWER_S = 5.0
 
 
 @dataclass(eq=False)
@@ -89,6 +92,13 @@ class Workers:
         for worker in self.present.values():
             worker.client.ping()
         self.ask_rows()
+
+    def forget_rows(self) -> None:
+        """What verifiers did before now belongs to no round; one that does not answer will be found to be gone."""
+        for worker in self.present.values():
+            with contextlib.suppress(TimeoutError):
+                worker.client.fetch_rows(ANSWER_S)
+            worker.client.rows = RowBatch()
 
     def ask_rows(self) -> None:
         """Asks those who have answered the last time."""

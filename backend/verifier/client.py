@@ -157,6 +157,14 @@ class EngineClient:
         self.dealer.send(ROWS)
         self.rows_awaited += 1
 
+    def fetch_rows(self, timeout_s: float = 120.0) -> RowBatch:
+        """All rows up to now.  Raises `TimeoutError`."""
+        if not self.rows_awaited:
+            self.ask_rows()
+        self.run_until(lambda: not self.rows_awaited, timeout_s)
+        taken, self.rows = self.rows, RowBatch()
+        return taken
+
     def run_until(self, condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
         """Receives until `condition()`.  Raises `TimeoutError` after `timeout_s`, and what `watch` raises."""
         deadline = time.monotonic() + timeout_s

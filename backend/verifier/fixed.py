@@ -70,7 +70,9 @@ class FixedResponses:
         runner: Any = self
         sampled = output.sampled_token_ids
         drafts = spec_decode_metadata.draft_token_ids.tolist() if spec_decode_metadata is not None else []
-        begin = 0
+        begin, width = 0, sampled.shape[1]
+        rows: list[int] = []
+        outcomes: list[list[int]] = []
         for row, request_id in enumerate(runner.input_batch.req_ids):
             drafted = spec_decode_metadata.num_draft_tokens[row] if spec_decode_metadata is not None else 0
             draft, begin = drafts[begin : begin + drafted], begin + drafted
@@ -79,6 +81,8 @@ class FixedResponses:
             if fixed is None or runner.discard_request_mask.np[row]:
                 continue
             tokens = forced_row(fixed, len(state.output_token_ids), draft)
-            sampled[row] = -1
-            sampled[row, : len(tokens)] = sampled.new_tensor(tokens)
+            rows.append(row)
+            outcomes.append(tokens + [-1] * (width - len(tokens)))
+        if rows:
+            sampled[rows] = sampled.new_tensor(outcomes)
         return output
