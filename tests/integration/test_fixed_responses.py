@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -42,24 +43,29 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("x")
 
 
-def start(directory: Path, mode: str, kind: str = "eagle") -> Verifier:
+ENGINES = {"off": "none", "native": "ngram", "sync": "eagle", "auto": "eagle"}
+"""Mode and kind of drafter."""
+
+
+def start(directory: Path, mode: str) -> Verifier:
     engine = {"fixed_responses": True, "max_num_batched_tokens": 128, "draft_deadline_ms": 2000}
     settings = {"mode": mode, "num_speculative_tokens": K, "verifier": engine}
-    return Verifier(directory, settings, demo_models(kind))
+    return Verifier(directory, settings, demo_models(ENGINES[mode]))
 
 
 @pytest.fixture(scope="module")
-def drafter(directory: Path) -> Iterator[Drafter]:
-    drafter = Drafter(directory)
-    yield drafter
-    drafter.close()
+def engines(directory: Path) -> Iterator[dict[str, Verifier]]:
+    """A verifier of each mode; two load at a time."""
+    with ThreadPoolExecutor(2) as pool:
+        started = dict(zip(ENGINES, pool.map(lambda mode: start(directory, mode), ENGINES), strict=True))
+    yield started
+    for verifier in started.values():
+        verifier.close()
 
 
-@pytest.fixture(scope="module")
-def sync(directory: Path) -> Iterator[Verifier]:
-    verifier = start(directory, "sync")
-    yield verifier
-    verifier.close()
+@pytest.fixture
+def sync(engines: dict[str, Verifier]) -> Verifier:
+    return engines["sync"]
 
 
 def check(verifier: Verifier, drafts: bool) -> VerifierStats:
@@ -81,22 +87,19 @@ def check(verifier: Verifier, drafts: bool) -> VerifierStats:
     return stats
 
 
-@pytest.mark.parametrize(("mode", "kind"), [("off", "none"), ("native", "ngram")])
-def test_without_remote_drafters(directory: Path, mode: str, kind: str) -> None:
-    verifier = start(directory, mode, kind)
-    try:
-        check(verifier, drafts=mode != "off")
-    finally:
-        verifier.close()
+@pytest.mark.parametrize("mode", ["off", "native"])
+def test_without_remote_drafters(engines: dict[str, Verifier], mode: str) -> None:
+    check(engines[mode], drafts=mode != "off")
 
 
-def test_with_a_real_drafter_in_mode_auto(directory: Path, drafter: Drafter) -> None:
-    verifier = start(directory, "auto")
+def test_with_a_real_drafter_in_mode_auto(directory: Path, engines: dict[str, Verifier]) -> None:
+    drafter = Drafter(directory)
     try:
-        verifier.set_drafters(drafter.ref)
-        check(verifier, drafts=True)
+        engines["auto"].set_drafters(drafter.ref)
+        check(engines["auto"], drafts=True)
     finally:
-        verifier.close()
+        engines["auto"].set_drafters()
+        drafter.close()
 
 
 @pytest.mark.parametrize("wrong_from", [0, 2, K])
