@@ -69,7 +69,7 @@ def sync(engines: dict[str, Verifier]) -> Verifier:
 
 
 def check(verifier: Verifier, drafts: bool) -> VerifierStats:
-    """All responses at once, each with a free request beside it; returns the counters."""
+    """All responses at once; returns the counters."""
     params = [forced(tokens, temperature=i % 2, seed=i) for i, tokens in enumerate(RESPONSES)]
     ids = [verifier.client.add(prompt, each) for prompt, each in zip(PROMPTS, params, strict=True)]
     verifier.client.finish_all()
@@ -90,6 +90,21 @@ def check(verifier: Verifier, drafts: bool) -> VerifierStats:
 @pytest.mark.parametrize("mode", ["off", "native"])
 def test_without_remote_drafters(engines: dict[str, Verifier], mode: str) -> None:
     check(engines[mode], drafts=mode != "off")
+
+
+def test_a_free_request_among_fixed_ones_is_as_free_and_counted_as_ever(engines: dict[str, Verifier]) -> None:
+    client = engines["native"].client
+    free = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
+    stats = [client.fresh_stats()]
+    (alone,) = client.generate(PROMPTS[3:4], free)
+    stats.append(client.fresh_stats())
+    beside, *_ = client.generate([PROMPTS[3], *PROMPTS], [free, *map(forced, RESPONSES)])
+    stats.append(client.fresh_stats())
+    assert beside.tokens == alone.tokens
+    live = [sum(each.draft_tokens for each in at.drafters.values()) for at in stats]
+    assert live[1] - live[0] == live[2] - live[1] > 0
+    forced_drafts = [at.teacher_forced.drafts for at in stats]
+    assert forced_drafts[0] == forced_drafts[1] < forced_drafts[2]
 
 
 def test_with_a_real_drafter_in_mode_auto(directory: Path, engines: dict[str, Verifier]) -> None:
