@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from typing import TextIO
 
 WIDTH = 24
 REDRAW_S = 0.2
 LINE_S = 15.0
+CLEAR_TO_END = "\x1b[K"
 
 
 class Bar:
@@ -30,13 +32,13 @@ class Bar:
         """`done` requests are complete, `tokens` have come."""
         if self.is_due:
             self._next = time.monotonic() + (REDRAW_S if self._redraws else LINE_S)
-            self._draw(done, tokens, "\r" if self._redraws else "", "" if self._redraws else "\n")
+            self._draw(done, tokens, "" if self._redraws else "\n")
 
     def end(self, done: int, tokens: int) -> None:
         """Draws once more, and leaves it there."""
-        self._draw(done, tokens, "\r" if self._redraws else "", "\n")
+        self._draw(done, tokens, "\n")
 
-    def _draw(self, done: int, tokens: int, before: str, after: str) -> None:
+    def _draw(self, done: int, tokens: int, after: str) -> None:
         seconds = time.monotonic() - self._began
         filled = WIDTH * done // self._total
         clock = f"{int(seconds) // 60}:{int(seconds) % 60:02}"
@@ -44,5 +46,8 @@ class Bar:
             f"{self._title} [{'#' * filled}{'.' * (WIDTH - filled)}] {done}/{self._total} requests, "
             f"{tokens} tokens, {tokens / max(seconds, 1e-9):.0f} tok/s, {clock}"
         )
-        self._stream.write(before + line + after)
+        if self._redraws:
+            # A line that wraps could not be drawn over.
+            line = "\r" + line[: shutil.get_terminal_size().columns - 1] + CLEAR_TO_END
+        self._stream.write(line + after)
         self._stream.flush()

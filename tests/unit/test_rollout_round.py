@@ -261,3 +261,18 @@ def test_the_bar_draws_lines_where_there_is_no_terminal() -> None:
     bar.end(8, 44)
     assert "round 1 [########################] 8/8 requests, 44 tokens" in stream.getvalue()
     assert stream.getvalue().endswith("\n")
+
+
+def test_the_bar_draws_over_itself_on_a_terminal() -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    stream = Terminal()
+    bar = Bar(stream, "round 1", 8)
+    bar.show(2, 10)
+    bar.end(8, 44)
+    first, second = stream.getvalue().split("\r")[1:]
+    assert "2/8 requests" in first
+    assert "\n" not in first
+    assert "8/8 requests" in second
