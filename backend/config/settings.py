@@ -75,6 +75,12 @@ class VerifierSettings(Section):
         "or where a request repeats itself so much that it does better",
     )
     gateway_lease_s: float = Field(10.0, gt=0, description="requests of a gateway silent for so long are aborted")
+    kept_rows: int = Field(
+        0, ge=0, description="rows of steps and verifications kept until a client takes them, at most; rollouts set it"
+    )
+    fixed_responses: bool = Field(
+        False, description="take requests that bring the response they must emit; rollouts from traces set it"
+    )
     engine_args: dict[str, Any] = Field(default_factory=dict, description="further vLLM engine arguments, by their names")
 
 

@@ -17,6 +17,7 @@ from backend.fleet import DrafterRef
 from backend.transport import ServerKeys, Wire
 from backend.verifier.cpu_kernels import repair_cpu_kernels
 from backend.verifier.features import FeatureShipper, Shipped
+from backend.verifier.fixed import FixedResponses
 from backend.verifier.runner import RemoteDrafting, ResumedOutputs, SeededPrefill
 
 
@@ -36,6 +37,8 @@ class _Mixed:
         if isinstance(self, CPUWorker):
             repair_cpu_kernels()
             mixins = (SeededPrefill, *mixins)
+        if options["fixed_responses"]:
+            mixins = (FixedResponses, *mixins)
         if options["remote"]:
             mixins = (RemoteDrafting, *mixins)
         if mixins:
