@@ -114,7 +114,7 @@ events = st.lists(st.tuples(st.floats(0.01, 0.6), st.sampled_from(["restart", "h
 
 @pytest.mark.parametrize("mode", MODES)
 @settings(
-    max_examples=12,
+    max_examples=8,
     deadline=None,
     derandomize=True,
     phases=[Phase.explicit, Phase.generate],
