@@ -130,7 +130,7 @@ class DraftingScheduler(CountingScheduler, Scheduler):
         """One verification of this step."""
         draft = self._verifying.pop(request_id, None)
         if draft is not None:
-            counters.verification(draft.drafter_id, drafted, accepted)
+            counters.verification(draft.drafter_id, drafted, accepted, self.is_teacher_forced(request_id))
         elif request_id not in self._step.decoding or self.book.down():
             return None
         own = draft is not None and draft.drafter_id == FALLBACK
