@@ -7,7 +7,7 @@ ARGS ?=
 MAKEFLAGS += --no-print-directory
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev setup-load serve status test campaign lint bench load chaos dashboards dashboards-check format clean
+.PHONY: help setup setup-dev setup-load serve status test campaign lint bench bench-fleet load chaos dashboards dashboards-check format clean
 
 help: ## list these tasks
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|' 2>/dev/null \
@@ -42,6 +42,9 @@ lint: setup-dev ## ruff, mypy and the import contracts
 
 bench: setup-dev ## measure every mode on this machine (ARGS=--quick: under ten minutes)
 	@exec $(BIN)/outrider bench $(ARGS)
+
+bench-fleet: setup-dev ## measure assignment by goodput against a fixed split, on real engines (a few minutes)
+	@exec $(BIN)/python -m backend.bench.assign $(ARGS)
 
 load: setup-load ## load a fleet and judge what its clients see (ARGS="--scenario mixed --users 8")
 	@exec $(BIN)/python -m loadtest $(ARGS)

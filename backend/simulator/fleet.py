@@ -177,6 +177,10 @@ class FleetSimulation:
         if not verifier.alive or verifier.incarnation != incarnation:
             return
         n = len(verifier.running)
+        if not n:
+            # Balancing has moved the last one meanwhile.
+            self._step(verifier)
+            return
         share = n / max(len(drafted), 1)
         tokens, ready = 1.0, self._now
         for name in drafted:
