@@ -75,6 +75,12 @@ class VerifierSettings(Section):
         "or where a request repeats itself so much that it does better",
     )
     gateway_lease_s: float = Field(10.0, gt=0, description="requests of a gateway silent for so long are aborted")
+    kept_rows: int = Field(
+        0, ge=0, description="rows of steps and verifications kept until a client takes them, at most; rollouts set it"
+    )
+    fixed_responses: bool = Field(
+        False, description="take requests that bring the response they must emit; rollouts from traces set it"
+    )
     engine_args: dict[str, Any] = Field(default_factory=dict, description="further vLLM engine arguments, by their names")
 
 
@@ -120,6 +126,9 @@ class TransportSettings(Section):
     """The data plane."""
 
     kind: Literal["auto", "ipc", "tcp"] = Field("auto", description="auto: ipc on one host, tcp with several Ray nodes")
+    ring_mib: int = Field(
+        64, ge=0, description="shared memory per verifier and drafter on one host for large features, in MiB; 0: sockets alone"
+    )
     host: str | None = Field(None, description="address tcp sockets bind to; default: the node's own Ray address")
 
 

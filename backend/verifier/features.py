@@ -35,10 +35,11 @@ from backend.protocol import (
     Refused,
     Round,
     Unknown,
+    Welcome,
     decode_to_verifier,
     encode,
 )
-from backend.transport import Dealer, Wire, connect_dealer
+from backend.transport import Dealer, RingWriter, Wire, connect_dealer
 from backend.verifier.feature_store import FeatureStore
 from backend.verifier.pairing import drafter_for
 
@@ -47,6 +48,8 @@ logger = logging.getLogger(__name__)
 QUEUED_ROUNDS = 64
 """Rounds that may wait for a drafter that does not read; further ones are dropped."""
 
+RING_FROM_BYTES = 65536
+"""Smaller frames go with the message: up to here the socket is as quick."""
 HANDOVER_ROWS = 8192
 """Rows handed over to one drafter per step, so that the others' drafts are not kept waiting; also per message."""
 
@@ -109,17 +112,31 @@ class _Rows:
 class _Link:
     """One drafter: its socket, and how far each request's features have been shipped to it."""
 
-    def __init__(self, wire: Wire, ref: DrafterRef, verifier_id: str, epoch: int) -> None:
+    def __init__(self, wire: Wire, ref: DrafterRef, verifier_id: str, epoch: int, ring_bytes: int) -> None:
         self.ref = ref
+        self._verifier_id, self._epoch = verifier_id, epoch
+        # Only on one host, which an ipc address says.
+        self._ring_bytes = ring_bytes if ref.address.startswith("ipc://") else 0
+        self._ring: RingWriter | None = None
+        self._ring_is_read = False
         identity = f"{verifier_id}/features/{epoch}".encode()
         self.socket = Dealer(connect_dealer(wire, ref.address, identity, ref.server_key, QUEUED_ROUNDS))
         self.next_row: dict[str, int] = {}
         self.cold: set[str] = set()
         """Requests whose earlier rows are to be handed over yet."""
         self.closed: list[Close] = []
-        self._hello = encode(Hello(PROTOCOL_VERSION, verifier_id, "features", epoch))
-        self._greeted_at = time.monotonic()
-        self.socket.send(self._hello)
+        self._greet(time.monotonic())
+
+    def leave(self, frame: bytes) -> int | None:
+        """Puts a large frame into the ring; None where it has to travel in the message."""
+        if self._ring is None or not self._ring_is_read or len(frame) < RING_FROM_BYTES:
+            return None
+        return self._ring.write(frame)
+
+    def close(self) -> None:
+        """Ends the connection."""
+        self.socket.close()
+        self._drop_ring()
 
     def listen(self) -> bool:
         """Reads what the drafter says to this socket; True when it was greeted again."""
@@ -132,6 +149,10 @@ class _Link:
             if isinstance(message, Unknown):
                 for request_id in message.request_ids:
                     self.next_row.pop(request_id, None)
+            elif isinstance(message, Welcome):
+                self._ring_is_read = message.ring
+                if not message.ring:
+                    self._drop_ring()
             elif isinstance(message, Refused) and message.reason == HELLO_FIRST:
                 greeted |= self._greet_again(time.monotonic())
         return greeted
@@ -139,12 +160,29 @@ class _Link:
     def _greet_again(self, now: float) -> bool:
         if now - self._greeted_at < GREET_EVERY_S:
             return False
-        self._greeted_at = now
         self.next_row.clear()
         self.cold.clear()
         self.closed.clear()
-        self.socket.send(self._hello)
+        self._greet(now)
         return True
+
+    def _greet(self, now: float) -> None:
+        """Offers a new ring each time: how much of an old one was read is not known."""
+        self._greeted_at = now
+        self._drop_ring()
+        if self._ring_bytes:
+            try:
+                self._ring = RingWriter(self._ring_bytes)
+            except OSError as error:
+                logger.warning("no shared memory for features, sockets serve: %s", error)
+        ring = None if self._ring is None else self._ring.ref
+        self.socket.send(encode(Hello(PROTOCOL_VERSION, self._verifier_id, "features", self._epoch, ring)))
+
+    def _drop_ring(self) -> None:
+        self._ring_is_read = False
+        if self._ring is not None:
+            self._ring.close()
+            self._ring = None
 
 
 class FeatureShipper:
@@ -156,9 +194,14 @@ class FeatureShipper:
     """The trace context of a request; asked once, when it is opened on a drafter."""
 
     def __init__(
-        self, verifier_id: str, project: Callable[[torch.Tensor], torch.Tensor] | None, handover_bytes: int = 0
+        self,
+        verifier_id: str,
+        project: Callable[[torch.Tensor], torch.Tensor] | None,
+        ring_bytes: int = 0,
+        handover_bytes: int = 0,
     ) -> None:
         self._verifier_id = verifier_id
+        self._ring_bytes = ring_bytes
         self._project = project
         self._store = FeatureStore(handover_bytes)
         self._links: dict[str, _Link] = {}
@@ -175,12 +218,12 @@ class FeatureShipper:
         wanted = {ref.id: ref for ref in refs}
         for drafter_id, link in list(self._links.items()):
             if wanted.get(drafter_id) != link.ref:
-                link.socket.close()
+                link.close()
                 del self._links[drafter_id]
         self._epoch = epoch
         for ref in refs:
             if ref.id not in self._links:
-                self._links[ref.id] = _Link(wire, ref, self._verifier_id, epoch)
+                self._links[ref.id] = _Link(wire, ref, self._verifier_id, epoch, self._ring_bytes)
         drafter_ids = sorted(self._links)
         for drafter_id, link in self._links.items():
             # Should such a request come back, it is opened anew: what it did elsewhere is unknown here.
@@ -243,9 +286,10 @@ class FeatureShipper:
     def _send(self, link: _Link, items: list[Open | Commit | Close], frame: bytes, rows: _Rows) -> bool:
         """One round, what is closed first; False when the drafter's queue is full."""
         self._seq += 1
-        header = encode(Round(self._epoch, self._seq, rows.dtype, rows.width, [*link.closed, *items]))
+        at = link.leave(frame)
+        header = encode(Round(self._epoch, self._seq, rows.dtype, rows.width, [*link.closed, *items], at))
         drafter_id = link.ref.id
-        if link.socket.send(header, frame):
+        if link.socket.send(header, frame if at is None else b""):
             link.closed.clear()
             self.bytes_sent[drafter_id] = self.bytes_sent.get(drafter_id, 0) + len(header) + len(frame)
             return True
@@ -271,7 +315,7 @@ class FeatureShipper:
             upto = min(at + HANDOVER_ROWS, end)
             k = self.k if upto == end and span.wants_draft else 0
             if at == start:
-                item = Open(request_id, upto + 1, span.tokens(0, upto + 1), upto - at, k)
+                item = Open(request_id, upto + 1, span.tokens(0, upto + 1), upto - at, k, self.trace_of(request_id))
             else:
                 item = Commit(request_id, upto + 1, span.tokens(at + 1, upto + 1), upto - at, k)
             frame = self._store.rows(request_id, at, upto, rows.row_bytes)

@@ -80,7 +80,7 @@ class Bench:
         for name in ("d0", "d1"):
             service = DrafterService(name, make_proposer(directory / name, HEAD), 60.0)
             self.lines[name] = Line(service)
-        self.shipper = FeatureShipper("v", None, handover_bytes)
+        self.shipper = FeatureShipper("v", None, handover_bytes=handover_bytes)
         self.shipper.k = K
         self.epoch = 0
         generator = torch.Generator().manual_seed(3)
