@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from backend.config import sources
 from backend.config.sources import ConfigError, Loaded
@@ -28,9 +28,7 @@ if TYPE_CHECKING:
     from backend.config import Settings
     from backend.coordinator.actor import CoordinatorHandle
     from backend.models import ResolvedModels
-    from backend.simulator.fleet import Place, Route
     from backend.transport import ServerKeys
-    from gateway.routing import Candidate
 
 USAGE = """usage: outrider COMMAND [--name value ...]
 
@@ -232,16 +230,7 @@ def simulate(arguments: list[str]) -> int:
     """Simulates a fleet; the simulator has its own options."""
     from backend.simulator.main import main
     from backend.simulator.traces import TraceError
-    from gateway.routing import LeastLoaded
-
-    def make_route() -> Route:
-        router = LeastLoaded()
-
-        def route(tokens: int, places: Sequence[Place]) -> str | None:
-            # A place has all that a candidate has.
-            return router.choose(tokens, cast("Sequence[Candidate]", places))
-
-        return route
+    from gateway.simulated_routing import make_route
 
     try:
         main(arguments, print, make_route)
