@@ -15,6 +15,9 @@ MemberKind = Literal["verifier", "drafter", "gateway"]
 MemberState = Literal["starting", "ready", "draining", "lost"]
 IDLE_CAUSES = ("no_work", "awaiting_draft", "transfer", "swap")
 
+FALLBACK = "fallback"
+"""Stands among the drafters of a verifier's counters for its own prompt lookup (`verifier/fallback.py`)."""
+
 
 class DraftCounters(msgspec.Struct):
     """What one verifier saw of one drafter ("native" and "ngram" stand for vLLM's own co-located proposers)."""

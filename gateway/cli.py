@@ -146,6 +146,7 @@ def gateway(arguments: list[str]) -> int:
         info = coordinator.info()
         theirs = type(loaded.settings).model_validate_json(info.settings_json)
         settings = theirs.model_copy(update={"gateway": loaded.settings.gateway})
+        _check_tracing(settings)
 
         def announce(url: str) -> None:
             progress.say(present.ready(url, settings, info.models))

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+import logging
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from backend.fleet import FleetSnapshot, Member, MemberView
 
 if TYPE_CHECKING:
     from backend.coordinator.actor import CoordinatorHandle
+
+logger = logging.getLogger(__name__)
+
+POLL_INTERVAL_S = 0.5
 
 
 class Directory(Protocol):
@@ -18,6 +23,33 @@ class Directory(Protocol):
     async def snapshot(self) -> FleetSnapshot:
         """The fleet now."""
         ...
+
+
+async def follow(directory: Directory, look: Callable[[FleetSnapshot], None]) -> NoReturn:
+    """Calls `look` with the last answer, old or new, all the time.
+
+    A directory that fails or hangs must not keep anyone from coming back to members that were lost sight of.
+    """
+    asking: asyncio.Future[FleetSnapshot] | None = None
+    last: FleetSnapshot | None = None
+    failing = False
+    try:
+        while True:
+            asking = asking or asyncio.ensure_future(directory.snapshot())
+            await asyncio.wait({asking}, timeout=POLL_INTERVAL_S)
+            if asking.done():
+                error = asking.exception()
+                if error is None:
+                    last = asking.result()
+                elif not failing:
+                    logger.warning("the fleet directory does not answer: %s", type(error).__name__)
+                asking, failing = None, error is not None
+            if last is not None:
+                look(last)
+            await asyncio.sleep(POLL_INTERVAL_S)
+    finally:
+        if asking is not None:
+            asking.cancel()
 
 
 class StaticDirectory:

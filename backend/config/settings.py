@@ -121,6 +121,9 @@ class TransportSettings(Section):
     """The data plane."""
 
     kind: Literal["auto", "ipc", "tcp"] = Field("auto", description="auto: ipc on one host, tcp with several Ray nodes")
+    ring_mib: int = Field(
+        64, ge=0, description="shared memory per verifier and drafter on one host for large features, in MiB; 0: sockets alone"
+    )
     host: str | None = Field(None, description="address tcp sockets bind to; default: the node's own Ray address")
 
 

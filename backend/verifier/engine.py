@@ -142,4 +142,5 @@ def _worker_options(settings: Settings, paths: ResolvedModels, verifier_id: str)
         "draft_deadline_ms": settings.verifier.draft_deadline_ms,
         "fixed_responses": settings.verifier.fixed_responses,
         "fallback": settings.verifier.fallback,
+        "ring_bytes": settings.transport.ring_mib * 2**20,
     }

@@ -31,16 +31,20 @@ from backend.protocol import (
     Refused,
     Round,
     Unknown,
+    Welcome,
     decode_to_verifier,
     encode,
 )
-from backend.transport import Dealer, Wire, connect_dealer
+from backend.transport import Buffer, Dealer, RingWriter, Wire, connect_dealer
 from backend.verifier.pairing import drafter_for
 
 logger = logging.getLogger(__name__)
 
 QUEUED_ROUNDS = 64
 """Rounds that may wait for a drafter that does not read; further ones are dropped."""
+
+RING_FROM_BYTES = 65536
+"""Smaller frames go with the message: up to here the socket is as quick."""
 
 GREET_EVERY_S = 0.5
 """A drafter that refuses every round until it is greeted is greeted this often at most."""
@@ -80,15 +84,29 @@ class Shipped:
 class _Link:
     """One drafter: its socket, and how far each request's features have been shipped to it."""
 
-    def __init__(self, wire: Wire, ref: DrafterRef, verifier_id: str, epoch: int) -> None:
+    def __init__(self, wire: Wire, ref: DrafterRef, verifier_id: str, epoch: int, ring_bytes: int) -> None:
         self.ref = ref
+        self._verifier_id, self._epoch = verifier_id, epoch
+        # Only on one host, which an ipc address says.
+        self._ring_bytes = ring_bytes if ref.address.startswith("ipc://") else 0
+        self._ring: RingWriter | None = None
+        self._ring_is_read = False
         identity = f"{verifier_id}/features/{epoch}".encode()
         self.socket = Dealer(connect_dealer(wire, ref.address, identity, ref.server_key, QUEUED_ROUNDS))
         self.next_row: dict[str, int] = {}
         self.closed: list[Close] = []
-        self._hello = encode(Hello(PROTOCOL_VERSION, verifier_id, "features", epoch))
-        self._greeted_at = time.monotonic()
-        self.socket.send(self._hello)
+        self._greet(time.monotonic())
+
+    def leave(self, frame: Buffer) -> int | None:
+        """Puts a large frame into the ring; None where it has to travel in the message."""
+        if self._ring is None or not self._ring_is_read or len(frame) < RING_FROM_BYTES:
+            return None
+        return self._ring.write(frame)
+
+    def close(self) -> None:
+        """Ends the connection."""
+        self.socket.close()
+        self._drop_ring()
 
     def listen(self) -> bool:
         """Reads what the drafter says to this socket; True when it was greeted again."""
@@ -101,6 +119,10 @@ class _Link:
             if isinstance(message, Unknown):
                 for request_id in message.request_ids:
                     self.next_row.pop(request_id, None)
+            elif isinstance(message, Welcome):
+                self._ring_is_read = message.ring
+                if not message.ring:
+                    self._drop_ring()
             elif isinstance(message, Refused) and message.reason == HELLO_FIRST:
                 greeted |= self._greet_again(time.monotonic())
         return greeted
@@ -108,11 +130,28 @@ class _Link:
     def _greet_again(self, now: float) -> bool:
         if now - self._greeted_at < GREET_EVERY_S:
             return False
-        self._greeted_at = now
         self.next_row.clear()
         self.closed.clear()
-        self.socket.send(self._hello)
+        self._greet(now)
         return True
+
+    def _greet(self, now: float) -> None:
+        """Offers a new ring each time: how much of an old one was read is not known."""
+        self._greeted_at = now
+        self._drop_ring()
+        if self._ring_bytes:
+            try:
+                self._ring = RingWriter(self._ring_bytes)
+            except OSError as error:
+                logger.warning("no shared memory for features, sockets serve: %s", error)
+        ring = None if self._ring is None else self._ring.ref
+        self.socket.send(encode(Hello(PROTOCOL_VERSION, self._verifier_id, "features", self._epoch, ring)))
+
+    def _drop_ring(self) -> None:
+        self._ring_is_read = False
+        if self._ring is not None:
+            self._ring.close()
+            self._ring = None
 
 
 class FeatureShipper:
@@ -123,8 +162,9 @@ class FeatureShipper:
     trace_of: Callable[[str], str] = staticmethod(lambda request_id: "")
     """The trace context of a request; asked once, when it is opened on a drafter."""
 
-    def __init__(self, verifier_id: str, project: Callable[[torch.Tensor], torch.Tensor] | None) -> None:
+    def __init__(self, verifier_id: str, project: Callable[[torch.Tensor], torch.Tensor] | None, ring_bytes: int = 0) -> None:
         self._verifier_id = verifier_id
+        self._ring_bytes = ring_bytes
         self._project = project
         self._links: dict[str, _Link] = {}
         self._epoch = 0
@@ -139,12 +179,12 @@ class FeatureShipper:
         wanted = {ref.id: ref for ref in refs}
         for drafter_id, link in list(self._links.items()):
             if wanted.get(drafter_id) != link.ref:
-                link.socket.close()
+                link.close()
                 del self._links[drafter_id]
         self._epoch = epoch
         for ref in refs:
             if ref.id not in self._links:
-                self._links[ref.id] = _Link(wire, ref, self._verifier_id, epoch)
+                self._links[ref.id] = _Link(wire, ref, self._verifier_id, epoch, self._ring_bytes)
 
     def finish(self, request_ids: Iterable[str]) -> None:
         """These requests are over; drafters are told with the next round."""
@@ -178,9 +218,10 @@ class FeatureShipper:
             rows.extend(range(span.offset + first, span.offset + span.rows))
         frame, dtype, width = self._features(hidden, rows)
         self._seq += 1
-        header = encode(Round(self._epoch, self._seq, dtype, width, items))
+        at = link.leave(frame)
+        header = encode(Round(self._epoch, self._seq, dtype, width, items, at))
         drafter_id = link.ref.id
-        if link.socket.send(header, frame):
+        if link.socket.send(header, frame if at is None else b""):
             self.bytes_sent[drafter_id] = self.bytes_sent.get(drafter_id, 0) + len(header) + len(frame)
             return
         self.overflows[drafter_id] = self.overflows.get(drafter_id, 0) + 1
@@ -203,14 +244,14 @@ class FeatureShipper:
         tokens = span.tokens(span.start + first + 1, base_len)
         return Commit(span.request_id, base_len, tokens, len(tokens) if with_features else 0, k), first
 
-    def _features(self, hidden: torch.Tensor | None, rows: list[int]) -> tuple[bytes, FeatureDtype, int]:
+    def _features(self, hidden: torch.Tensor | None, rows: list[int]) -> tuple[Buffer, FeatureDtype, int]:
         if hidden is None:
             return b"", "float32", 0
         picked = hidden[torch.tensor(rows, device=hidden.device, dtype=torch.long)]
         projected = picked if self._project is None else self._project(picked)
         # The step's own read-back of the sampled tokens has already synchronised the stream: this copy waits for `fc` alone.
         raw = projected.contiguous().cpu()
-        return raw.view(torch.uint8).numpy().tobytes(), DTYPE_NAMES[raw.dtype], projected.shape[-1]
+        return raw.view(torch.uint8).view(-1).numpy().data, DTYPE_NAMES[raw.dtype], projected.shape[-1]
 
     def take_counters(self) -> Shipped:
         """What happened since the last call."""
