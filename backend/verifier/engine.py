@@ -140,6 +140,7 @@ def _worker_options(settings: Settings, paths: ResolvedModels, verifier_id: str)
         "features": head_dir is not None,
         "ahead_outcomes": settings.verifier.ahead_outcomes,
         "draft_deadline_ms": settings.verifier.draft_deadline_ms,
+        "handover_mib": settings.verifier.handover_mib,
         "fixed_responses": settings.verifier.fixed_responses,
         "fallback": settings.verifier.fallback,
         "ring_bytes": settings.transport.ring_mib * 2**20,
