@@ -34,6 +34,11 @@ class DraftCounters(msgspec.Struct):
     the threads' turns.
     """
     bytes_sent: int = 0
+    handovers: int = 0
+    """Requests it was given together with features computed before it knew them."""
+    handover_rows: int = 0
+    handover_bytes: int = 0
+    """Of `bytes_sent`, those features."""
     ahead_hits: int = 0
     """Verifications whose outcome had been drafted ahead of time."""
     ahead_misses: int = 0

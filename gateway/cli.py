@@ -1,4 +1,5 @@
-"""The command line: `outrider serve | gateway | status | check-config | records | report | bench | train-demo`.
+"""The command line: `outrider serve | gateway | status | check-config | records | report | bench | simulate |
+train-demo`.
 
 `serve` is the launcher and the gateway in one process: it starts the fleet (Ray actors), imports vLLM while the engines load,
 serves HTTP from this process's main thread, and ends everything it started.  The heavy imports are inside the commands, so that
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from backend.config import Settings
     from backend.coordinator.actor import CoordinatorHandle
     from backend.models import ResolvedModels
+    from backend.simulator.fleet import Place, Route
     from backend.transport import ServerKeys
 
 USAGE = """usage: outrider COMMAND [--name value ...]
@@ -40,6 +42,7 @@ commands:
   records       sum up, join or export what verifiers wrote down
   report        draw a recorded period, or a rollout, as one HTML page
   bench         measure every mode on this machine (it has options of its own)
+  simulate      simulate a large fleet under the coordinator's policy (it has options of its own)
   train-demo    train the built-in demo models again
 
 `outrider COMMAND --help` lists the settings; each is also a variable (OUTRIDER_GATEWAY__PORT) and a key
@@ -65,6 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "records": records,
         "report": report,
         "bench": bench,
+        "simulate": simulate,
         "train-demo": train_demo,
     }
     if not given or given[0] in ("-h", "--help", "help"):
@@ -220,6 +224,27 @@ def bench(arguments: list[str]) -> int:
             return _fail(str(error), FAILED)
         finally:
             forced.armed = True
+    return OK
+
+
+def simulate(arguments: list[str]) -> int:
+    """Simulates a fleet; the simulator has its own options."""
+    from backend.simulator.main import main
+    from backend.simulator.traces import TraceError
+    from gateway.routing import Candidate, LeastLoaded
+
+    def make_route() -> Route:
+        router = LeastLoaded()
+
+        def route(tokens: int, places: Sequence[Place]) -> str | None:
+            return router.choose(tokens, [Candidate(each.id, each.tokens, each.requests, each.routed) for each in places])
+
+        return route
+
+    try:
+        main(arguments, print, make_route)
+    except (TraceError, ValueError) as error:
+        return _fail(str(error).splitlines()[0], MISUSED)
     return OK
 
 

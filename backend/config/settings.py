@@ -63,6 +63,11 @@ class VerifierSettings(Section):
     draft_deadline_ms: float = Field(
         250.0, gt=0, description="longest wait for drafts, whatever the measured round trip suggests"
     )
+    handover_mib: int = Field(
+        256,
+        ge=0,
+        description="host memory for the features of running requests, in MiB: drafters that take over start warm; 0: off",
+    )
     ahead_outcomes: int = Field(8, ge=1, le=64, description="mode ahead: outcomes drafted per request and step")
     fallback: bool = Field(
         True,

@@ -52,7 +52,7 @@ class _Mixed:
             from backend.drafter.checkpoint import load_fc
 
             project = load_fc(options["head_dir"]).to(self.model_runner.device, self.model_runner.dtype)
-        return FeatureShipper(options["verifier_id"], project)
+        return FeatureShipper(options["verifier_id"], project, options["handover_mib"] * 2**20)
 
     def set_drafters(self, refs: list[DrafterRef], epoch: int, fleet_keys: ServerKeys | None) -> None:
         """The assignment changed; called by the engine's thread between two steps, on every rank."""
