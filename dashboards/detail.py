@@ -254,7 +254,7 @@ ASSIGNMENT = Dashboard(
             [
                 Panel(
                     "Requests handed over",
-                    "Running requests given to a drafter with their earlier features, per minute: what follows a new assignment.",
+                    "Running requests given to a drafter with their earlier features, per minute: after a new assignment.",
                     [Query(f"60 * {pair_rate('outrider_handovers_total')}", "{{verifier}} > {{drafter}}")],
                     empty=NO_DRAFTS,
                 ),
