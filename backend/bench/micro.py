@@ -20,7 +20,7 @@ from backend.bench.plan import CoreSplit
 from backend.config import DraftingSettings, Settings
 from backend.models import Say, resolve
 from backend.protocol import Commit, Draft, Drafts, Round, decode_to_drafter, decode_to_verifier, encode
-from backend.transport import Buffer, Dealer, Hub, Wire
+from backend.transport import Buffer, Dealer, Hub, RingReader, RingWriter, Wire
 
 BATCHES = (1, 4, 16)
 CONTEXTS = (64, 512, 2048)
@@ -163,19 +163,29 @@ def _transport(split: CoreSplit, directory: Path, say: Say) -> tuple[list[dict[s
 
 
 def _rounds(hub: Hub, dealer: Dealer, say: Say) -> list[dict[str, Any]]:
-    """What the wire adds to a drafting round, and what is left of that where the features do not travel."""
+    """What a round costs beside the drafter's compute: all through the socket, and with the features in a ring.
+
+    The ring is written and read here, around a message and its answer: the same work, in the same order, as by two processes.
+    """
     answer = bytes(ANSWER_BYTES)
-    small = _median_us(lambda: _there_and_back(hub, dealer, answer), REPEATS)
+    writer = RingWriter(2 * max(ROUNDS.values()))
+    reader = RingReader(writer.ref)
+
+    def by_ring(features: memoryview) -> None:
+        at = writer.write(features)
+        _there_and_back(hub, dealer, answer)
+        assert at is not None
+        reader.read(at, len(features))
+
     rows: list[dict[str, Any]] = []
     for name, size in ROUNDS.items():
         features = memoryview(bytearray(size))
-        target = bytearray(size)
-        wire_us = _median_us(lambda features=features: _there_and_back(hub, dealer, answer, features), REPEATS)  # type: ignore[misc]
-        copy_us = _median_us(lambda a=target, b=features: a.__setitem__(slice(None), b), REPEATS)  # type: ignore[misc]
-        rows.append({"round": name, "bytes": size, "wire_us": wire_us, "without_features_us": small, "one_copy_us": copy_us})
-        say(
-            f"round of {name}: {wire_us:.0f} us on the wire, {small:.0f} us without its features, {copy_us:.0f} us to copy them"
-        )
+        socket_us = _median_us(lambda features=features: _there_and_back(hub, dealer, answer, features), REPEATS)  # type: ignore[misc]
+        ring_us = _median_us(lambda features=features: by_ring(features), REPEATS)  # type: ignore[misc]
+        rows.append({"round": name, "bytes": size, "socket_us": socket_us, "ring_us": ring_us})
+        say(f"round of {name}: {socket_us:.0f} us by socket, {ring_us:.0f} us by ring")
+    reader.close()
+    writer.close()
     return rows
 
 
