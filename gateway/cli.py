@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from backend.config import Settings
     from backend.coordinator.actor import CoordinatorHandle
     from backend.models import ResolvedModels
-    from backend.simulator.fleet import Place, Route
     from backend.transport import ServerKeys
 
 USAGE = """usage: outrider COMMAND [--name value ...]
@@ -229,22 +228,9 @@ def bench(arguments: list[str]) -> int:
 
 def simulate(arguments: list[str]) -> int:
     """Simulates a fleet; the simulator has its own options."""
-    from backend.simulator.main import main
-    from backend.simulator.traces import TraceError
-    from gateway.routing import Candidate, LeastLoaded
+    from gateway.simulated_routing import simulate
 
-    def make_route() -> Route:
-        router = LeastLoaded()
-
-        def route(tokens: int, places: Sequence[Place]) -> str | None:
-            return router.choose(tokens, [Candidate(each.id, each.tokens, each.requests, each.routed) for each in places])
-
-        return route
-
-    try:
-        main(arguments, print, make_route)
-    except (TraceError, ValueError) as error:
-        return _fail(str(error).splitlines()[0], MISUSED)
+    simulate(arguments, print)
     return OK
 
 
