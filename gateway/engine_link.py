@@ -53,6 +53,8 @@ class LinkListener(Protocol):
 
     def on_outputs(self, link: VerifierLink, outputs: EngineCoreOutputs) -> None: ...
 
+    def on_stats(self, link: VerifierLink, stats: VerifierStats) -> None: ...
+
     def on_lost(self, link: VerifierLink, reason: str) -> None: ...
 
 
@@ -136,6 +138,7 @@ class VerifierLink:
                 self._listener.on_outputs(self, outputs)
         elif kind == STATS:
             self.stats = msgspec.msgpack.decode(frames[0], type=VerifierStats)
+            self._listener.on_stats(self, self.stats)
         elif kind == WELCOME:
             self._welcomed(msgspec.msgpack.decode(frames[0], type=EngineWelcome))
         elif kind == REFUSED:

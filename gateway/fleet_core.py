@@ -21,11 +21,13 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreReques
 from vllm.v1.engine.core_client import EngineCoreClient
 
 from backend.fleet import FleetSnapshot, Member, VerifierStats
+from backend.routing import Ask, Candidate, LeastLoaded, Router
+from backend.speeds import SpeedBook
 from backend.transport.sockets import Wire
 from gateway.directory import Directory
 from gateway.engine_link import VerifierLink
 from gateway.errors import NoVerifier, Unavailable, VerifierLost
-from gateway.routing import Candidate, LeastLoaded, Router
+from gateway.session import current_session
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +92,7 @@ class FleetCore(EngineCoreClient):
         self._wire = wire
         self._observer = observer
         self._router: Router = router or LeastLoaded()
+        self._speeds = SpeedBook()
         self._silence_limit_s = silence_limit_s
         self._in_flight: dict[str, InFlight] = {}
         self._routed: dict[str, int] = {}
@@ -176,9 +179,16 @@ class FleetCore(EngineCoreClient):
             outputs.outputs = kept
             self._outputs.put_nowait(outputs)
 
+    def on_stats(self, link: VerifierLink, stats: VerifierStats) -> None:
+        welcome = link.welcome
+        if welcome is not None:
+            self._speeds.observe(stats, welcome.num_kv_blocks * welcome.block_size)
+
     def on_lost(self, link: VerifierLink, reason: str) -> None:
         if self.links.get(link.member.id) is link:
             del self.links[link.member.id]
+            self._speeds.forget(link.member.id)
+            self._router.forget(link.member.id)
         orphans = [request_id for request_id, record in self._in_flight.items() if record.link is link]
         level = logging.WARNING if orphans else logging.INFO
         logger.log(level, "verifier %s gone (%s) with %d sequences", link.member.id, reason, len(orphans))
@@ -234,7 +244,7 @@ class FleetCore(EngineCoreClient):
     async def add_request_async(self, request: EngineCoreRequest) -> None:
         """Routes and submits; raises `NoVerifier` when nobody can take it, `VLLMValidationError` when it does not encode."""
         routable = {link.member.id: link for link in self.routable()}
-        chosen = self._router.choose(len(request.prompt_token_ids or ()), self._candidates(routable))
+        chosen = self._router.choose(self._ask(request), self._candidates(routable))
         if chosen is None:
             raise NoVerifier
         link = routable[chosen]
@@ -246,6 +256,11 @@ class FleetCore(EngineCoreClient):
         self._in_flight[request.request_id] = InFlight(request, link, arrived)
         self._routed[chosen] = self._routed.get(chosen, 0) + 1
 
+    def _ask(self, request: EngineCoreRequest) -> Ask:
+        prompt = request.prompt_token_ids or ()
+        adapter = request.lora_request.lora_name if request.lora_request is not None else ""
+        return Ask(len(prompt), prompt, f"{adapter}/{request.cache_salt or ''}", current_session())
+
     def _candidates(self, routable: Iterable[str]) -> list[Candidate]:
         tokens = dict.fromkeys(routable, 0)
         requests = dict.fromkeys(tokens, 0)
@@ -254,7 +269,8 @@ class FleetCore(EngineCoreClient):
             if verifier_id in tokens:
                 tokens[verifier_id] += record.tokens
                 requests[verifier_id] += 1
-        return [Candidate(each, tokens[each], requests[each], self._routed.get(each, 0)) for each in tokens]
+        measured = self._speeds.measured
+        return [Candidate(each, tokens[each], requests[each], self._routed.get(each, 0), measured(each)) for each in tokens]
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
         """Never suspends, so that it also works in a task that is being cancelled."""

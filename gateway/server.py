@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import secrets
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from pathlib import Path
 import uvicorn
 
 from backend.config import Settings
+from backend.routing import make_router
 from backend.transport.sockets import Wire
 from gateway.app import build_app
 from gateway.directory import Directory
@@ -44,7 +46,16 @@ def build_gateway(
     """
     metrics = GatewayMetrics()
     vllm_config = build_vllm_config(settings, model_dir)
-    core = FleetCore(directory, wire or Wire(), metrics, silence_limit_s=settings.verifier.gateway_lease_s)
+    asked = settings.gateway
+    router = make_router(
+        asked.routing,
+        asked.affinity,
+        seed=secrets.randbits(32),
+        slots=settings.verifier.max_num_seqs,
+        slack=asked.affinity_slack,
+        entries=asked.affinity_entries,
+    )
+    core = FleetCore(directory, wire or Wire(), metrics, router=router, silence_limit_s=settings.verifier.gateway_lease_s)
     client = FleetClient(vllm_config, core)
     served_name = settings.gateway.served_model_name or model_name or Path(model_dir).name
     services = build_services(client, settings, served_name)

@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from backend.routing import Affinity, Policy
+
 Mode = Literal["off", "native", "sync", "pipelined", "ahead", "auto"]
 REMOTE_MODES: frozenset[Mode] = frozenset({"sync", "pipelined", "ahead", "auto"})
 """Modes that draft on drafters of their own."""
@@ -22,7 +24,7 @@ class Section(BaseModel):
 
 
 class GatewaySettings(Section):
-    """The HTTP side."""
+    """The HTTP side, and which verifier takes a request."""
 
     host: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 takes a free one")
@@ -35,6 +37,18 @@ class GatewaySettings(Section):
     drain_s: float = Field(30.0, ge=0, description="seconds that open requests may go on after SIGINT or SIGTERM")
     tool_call_parser: str | None = Field(None, description="vLLM's tool call parser for this model; none: tools are refused")
     chat_template: str | None = Field(None, description="chat template file or text; default: the model's own")
+    routing: Policy = Field(
+        "least-loaded",
+        description="who takes a request. least-loaded: fewest tokens in flight; power-of-two: the less loaded of two drawn at "
+        "random, for many verifiers and several gateways; predicted-tgs: most tokens per second by measured step times",
+    )
+    affinity: Affinity = Field(
+        "none",
+        description="before routing, prefer the verifier that served the same session (header x-session-id, else `user`), the "
+        "same beginning of a prompt, or both",
+    )
+    affinity_slack: int = Field(8, ge=0, description="requests a preferred verifier may have more than the least loaded one")
+    affinity_entries: int = Field(65536, ge=1, description="sessions, and prompt blocks of 16 tokens, remembered at most")
 
 
 class VerifierSettings(Section):
