@@ -147,6 +147,13 @@ class Assignment(msgspec.Struct, frozen=True):
     generation: int
 
 
+class Draining(msgspec.Struct, frozen=True):
+    """A member takes no new work; what it has may finish."""
+
+    migrate: bool
+    """Gateways move its requests elsewhere now: that was asked for, or the time to finish is over."""
+
+
 class MemberView(msgspec.Struct, frozen=True):
     """A member in the fleet snapshot."""
 
@@ -155,6 +162,34 @@ class MemberView(msgspec.Struct, frozen=True):
     """Seconds since its last report."""
     verifier: VerifierStats | None = None
     drafter: DrafterStats | None = None
+    drain: Draining | None = None
+    seen_version: int = 0
+    """The last snapshot a gateway has acted upon; 0 for other members."""
+
+
+OperationKind = Literal["add", "remove", "restart", "swap-drafter"]
+OperationState = Literal["waiting", "running", "done", "failed"]
+
+
+class Operation(msgspec.Struct, frozen=True):
+    """A change of the fleet that the launcher carries out, one at a time."""
+
+    id: int
+    kind: OperationKind
+    members: list[str]
+    """The members it is about, in the order they are dealt with; of `add`, those that it has started."""
+    state: OperationState = "waiting"
+    note: str = ""
+    """What is being done, was done, or went wrong."""
+    add: MemberKind | None = None
+    """What `add` is to start."""
+    path: str = ""
+    """The head that `swap-drafter` is to load."""
+    migrate: bool = False
+    """Requests are moved at once; else only after `deadline_s`."""
+    deadline_s: float = 0.0
+    force: bool = False
+    """`remove` and `restart` go on although requests are left after the deadline; they end with an error."""
 
 
 class FleetSnapshot(msgspec.Struct, frozen=True):
@@ -166,3 +201,7 @@ class FleetSnapshot(msgspec.Struct, frozen=True):
     assignments: list[Assignment]
     counters: dict[str, int]
     """`registrations`, `restarts`, `leases_expired`, `assignments_made`, `assignments_dropped`."""
+    pins: dict[str, list[str]] = {}
+    """Drafters that an administrator has bound, and to which verifiers."""
+    operations: list[Operation] = []
+    """Changes that take time, the newest last; those that ended are kept for a while."""

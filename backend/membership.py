@@ -74,6 +74,12 @@ class Membership:
             self._member, state=state, address=self._member.address if address is None else address
         )
 
+    def drain(self, ordered: bool) -> None:
+        """Between `ready` and `draining`, as ordered; a member that starts goes on starting."""
+        state = self._member.state
+        if state in ("ready", "draining"):
+            self.become("draining" if ordered else "ready")
+
     def _run(self) -> None:
         while not self._leave.wait(self._interval_s):
             try:

@@ -99,8 +99,9 @@ def serve(arguments: list[str]) -> int:
         models = _resolved(settings, progress)
         _check_port(settings)
         from backend.launch.cluster import ClusterError
-        from backend.launch.fleet import Fleet, LaunchError
+        from backend.launch.fleet import Fleet
         from backend.launch.plan import PlanError
+        from backend.launch.processes import LaunchError
         from backend.launch.state import StateError
 
         fleet: Fleet | None = None
@@ -109,6 +110,7 @@ def serve(arguments: list[str]) -> int:
             _prepare_vllm()
             preparing = _import_in_background("gateway.server")
             fleet.wait_ready(progress.say)
+            fleet.operate(progress.say)
             preparing.join()
 
             def announce(url: str) -> None:

@@ -15,6 +15,7 @@ from backend.fleet import (
     Assignment,
     DrafterRef,
     DrafterStats,
+    Draining,
     FleetSnapshot,
     Member,
     MemberKind,
@@ -40,6 +41,9 @@ class _Entry:
     heard: float
     state: MemberState
     drain: bool = False
+    migrate_at: float | None = None
+    """When the requests of a draining verifier are to be moved; None: never."""
+    seen_version: int = 0
     idle_since: float | None = None
     verifier: VerifierStats | None = None
     drafter: DrafterStats | None = None
@@ -60,9 +64,16 @@ class _Entry:
             node=member.node,
             pid=member.pid,
             model=member.model,
-            state=self.state,
+            state="draining" if self.drain and self.state == "ready" else self.state,
         )
-        return MemberView(shown, max(0.0, now - self.heard), self.verifier, self.drafter)
+        heard = max(0.0, now - self.heard)
+        return MemberView(shown, heard, self.verifier, self.drafter, self._drain(now), self.seen_version)
+
+    def _drain(self, now: float) -> Draining | None:
+        if self.drain:
+            return Draining(self.migrate_at is not None and now >= self.migrate_at)
+        # A member that drains of itself is about to be ended by somebody else.
+        return Draining(True) if self.state == "draining" else None
 
 
 def _route(member: Member) -> tuple[str, str, str]:
@@ -110,6 +121,8 @@ class Coordinator:
             self._version += 1
         entry = _Entry(member, now, member.state)
         if known is not None:
+            # A drain is about the place in the fleet: it holds for the next process there, until it is ended.
+            entry.drain, entry.migrate_at = known.drain, known.migrate_at
             if known.member.incarnation != member.incarnation:
                 self._counters.restarts += 1
             else:
@@ -127,6 +140,7 @@ class Coordinator:
         now: float,
         verifier: VerifierStats | None = None,
         drafter: DrafterStats | None = None,
+        seen_version: int = 0,
     ) -> Orders:
         """Renews a lease and answers with the member's orders; `known=False` asks it to register again."""
         self.tick(now)
@@ -134,6 +148,7 @@ class Coordinator:
         if entry is None or entry.state == "lost":
             return UNKNOWN
         entry.heard = now
+        entry.seen_version = max(entry.seen_version, seen_version)
         if entry.state != state:
             entry.state = state
             self._version += 1
@@ -154,16 +169,36 @@ class Coordinator:
         self._version += 1
         self.tick(now)
 
-    def drain(self, member_id: str, now: float) -> bool:
-        """Orders a member to take no new work; False when there is no such member."""
+    def drain(self, member_id: str, now: float, migrate_after_s: float | None = None) -> bool:
+        """Orders a member to take no new work; False when there is no such member.
+
+        A verifier's requests are moved elsewhere after `migrate_after_s`, never with None.  Asked again, the latest word holds.
+        """
         entry = self._entries.get(member_id)
         if entry is None:
             return False
-        if not entry.drain:
-            entry.drain = True
+        migrate_at = None if migrate_after_s is None else now + migrate_after_s
+        if not entry.drain or migrate_at != entry.migrate_at:
+            entry.drain, entry.migrate_at = True, migrate_at
             self._version += 1
         self.tick(now)
         return True
+
+    def resume(self, member_id: str, now: float) -> bool:
+        """Ends a drain; False when there is no such member."""
+        entry = self._entries.get(member_id)
+        if entry is None:
+            return False
+        if entry.drain:
+            entry.drain, entry.migrate_at = False, None
+            self._version += 1
+        self.tick(now)
+        return True
+
+    def changed(self) -> int:
+        """Something about the fleet changed that is kept elsewhere; returns the version from here on."""
+        self._version += 1
+        return self._version
 
     def tick(self, now: float) -> None:
         """Brings leases and assignments up to date."""

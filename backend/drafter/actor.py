@@ -82,9 +82,8 @@ class DrafterActor:
         self._process.stop()
 
     def _obey(self, orders: Orders) -> None:
-        if orders.drain:
-            # Verifiers take their requests elsewhere; what they still send is answered.
-            self._membership.become("draining")
+        # Verifiers take their requests elsewhere; what they still send is answered.
+        self._membership.drain(orders.drain)
 
 
 def _exit() -> None:

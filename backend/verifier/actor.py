@@ -72,3 +72,4 @@ class VerifierActor:
 
     def _obey(self, orders: Orders) -> None:
         self._process.set_drafters(orders.drafters)
+        self._membership.drain(orders.drain)
