@@ -3,19 +3,24 @@
 A gateway's DEALER talks to the verifier's ROUTER.  The first frame says what follows.  Requests and outputs are vLLM's own
 `EngineCoreRequest` and `EngineCoreOutputs`, encoded by vLLM's `MsgpackEncoder` (which may add raw frames for tensors).
 
-gateway -> verifier   HELLO EngineHello | ADD EngineCoreRequest... | ABORT list of request ids | UTILITY (call id, method,
-                      args) | PING
-verifier -> gateway   WELCOME EngineWelcome | OUTPUTS EngineCoreOutputs... | STATS VerifierStats | REFUSED text | PING
+gateway -> verifier   HELLO EngineHello | ADD Addition EngineCoreRequest... | ABORT list of request ids | UTILITY (call id,
+                      method, args) | PING
+verifier -> gateway   WELCOME EngineWelcome | OUTPUTS EngineCoreOutputs... | STATS VerifierStats | REFUSED Refusal | PING
 
 A gateway pings every second and the verifier echoes it; a verifier aborts the requests of a gateway it has not heard of for
-`gateway_lease_s`.
+`gateway_lease_s`, and asks that gateway to greet it again (`Refusal.reason == "unknown"`).
+
+A message the verifier cannot read costs its own request at most: ADD names the request in a frame of its own, so that even
+one whose body is unreadable is answered by outputs with the finish reason `error`.
 """
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
-ENGINE_WIRE_VERSION = 1
+ENGINE_WIRE_VERSION = 2
 
 HELLO, ADD, ABORT, UTILITY, PING = b"h", b"a", b"x", b"u", b"p"
 WELCOME, OUTPUTS, STATS, REFUSED = b"w", b"o", b"s", b"r"
@@ -27,6 +32,25 @@ class EngineHello(msgspec.Struct, frozen=True):
     version: int
     vllm_version: str
     gateway_id: str
+
+
+class Addition(msgspec.Struct, frozen=True):
+    """Comes before the request itself."""
+
+    request_id: str
+    """The id it runs under at this verifier and that its outputs carry; it replaces the one in the request.  Each time a
+    request is moved it gets another, so that what an earlier place still emits is not taken for what the present one does."""
+    emitted: list[int] = []
+    """Tokens the client already has: output, not prompt.  The verifier goes on after them, as if it had sampled them."""
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """Why a verifier does not do what a gateway asked."""
+
+    reason: Literal["unknown", "incompatible", "unreadable"]
+    """`unknown`: say hello (again), nothing of yours is here; `incompatible`: another wire or vLLM, in vain for ever;
+    `unreadable`: one message was not understood and nothing else is affected."""
+    message: str
 
 
 class EngineWelcome(msgspec.Struct, frozen=True):

@@ -11,6 +11,7 @@ import logging
 import time
 import uuid
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import msgspec
@@ -29,8 +30,10 @@ from backend.engine_wire import (
     STATS,
     UTILITY,
     WELCOME,
+    Addition,
     EngineHello,
     EngineWelcome,
+    Refusal,
 )
 from backend.fleet import Member, VerifierStats
 from backend.transport.aio import AsyncDealer
@@ -39,7 +42,27 @@ from backend.transport.sockets import Wire
 logger = logging.getLogger(__name__)
 
 PING_INTERVAL_S = 1.0
+STALL_S = 2 * PING_INTERVAL_S
+"""When our own loop comes back later than this, this process was stopped or starved."""
+EXCUSE_S = 5 * PING_INTERVAL_S
+"""For so long after a stall, what goes wrong says nothing about the verifier."""
 LinkState = Literal["connecting", "ready", "lost"]
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Why a link has ended."""
+
+    cause: str
+    """One word for metrics: `disconnected`, `silent`, `declared_lost`, `restarted`, `incompatible` or `closed`."""
+    blames_verifier: bool
+    """Whether the verifier has died or hangs, as far as one can tell from here."""
+
+
+CLOSED = Loss("closed", False)
+INCOMPATIBLE = Loss("incompatible", False)
+DECLARED_LOST = Loss("declared_lost", True)
+RESTARTED = Loss("restarted", True)
 
 
 class UtilityError(Exception):
@@ -55,7 +78,11 @@ class LinkListener(Protocol):
 
     def on_stats(self, link: VerifierLink, stats: VerifierStats) -> None: ...
 
-    def on_lost(self, link: VerifierLink, reason: str) -> None: ...
+    def on_forgotten(self, link: VerifierLink) -> None:
+        """The verifier lives and knows nothing of us any more: what ran there for us has ended."""
+        ...
+
+    def on_lost(self, link: VerifierLink, loss: Loss) -> None: ...
 
 
 class VerifierLink:
@@ -74,7 +101,8 @@ class VerifierLink:
         self._dealer = AsyncDealer(wire, member.address, identity, member.server_key)
         self._encoder = MsgpackEncoder()
         self._decoder = MsgpackDecoder(EngineCoreOutputs)
-        self._heard_at = time.monotonic()
+        self._heard_at = self._awake_at = time.monotonic()
+        self._excused_until = 0.0
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._next_call = 0
         self._tasks: list[asyncio.Task[None]] = []
@@ -84,13 +112,15 @@ class VerifierLink:
         loops = (self._receive_loop(), self._ping_loop(), self._watch())
         self._tasks = [asyncio.create_task(loop, name=f"link-{self.member.id}") for loop in loops]
 
-    def add(self, request: EngineCoreRequest) -> None:
-        """Submits a request; its outputs come to the listener."""
-        self._dealer.send([ADD, *self._encoder.encode(request)])
+    def add(self, request: EngineCoreRequest, place_id: str, emitted: Sequence[int] = ()) -> None:
+        """Submits a request to be continued after its `emitted` tokens; outputs come to the listener under `place_id`."""
+        addition = msgspec.msgpack.encode(Addition(place_id, list(emitted)))
+        self._dealer.send([ADD, addition, *self._encoder.encode(request)])
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """Ends requests without further outputs.  Never waits."""
-        self._dealer.send([ABORT, msgspec.msgpack.encode(list(request_ids))])
+        if request_ids:
+            self._dealer.send([ABORT, msgspec.msgpack.encode(list(request_ids))])
 
     async def call(self, method: str, *args: Any) -> Any:
         """Calls a method of the verifier's engine core; raises `UtilityError` when it fails."""
@@ -104,7 +134,11 @@ class VerifierLink:
         finally:
             self._calls.pop(call_id, None)
 
-    def close(self, reason: str) -> None:
+    def answers(self, within_s: float) -> bool:
+        """Whether it is ready and was heard of in the last `within_s` seconds."""
+        return self.state == "ready" and time.monotonic() - self._heard_at <= within_s
+
+    def close(self, loss: Loss = CLOSED) -> None:
         """Ends the connection, telling the listener why; does nothing the second time."""
         if self.state == "lost":
             return
@@ -114,10 +148,13 @@ class VerifierLink:
             if task is not current:
                 task.cancel()
         self._dealer.close()
+        self._drop_calls()
+        self._listener.on_lost(self, loss)
+
+    def _drop_calls(self) -> None:
         for future in self._calls.values():
             if not future.done():
                 future.set_exception(UtilityError(f"verifier {self.member.id} went away"))
-        self._listener.on_lost(self, reason)
 
     async def _receive_loop(self) -> None:
         while self.state != "lost":
@@ -127,7 +164,7 @@ class VerifierLink:
                 self._handle(bytes(kind), frames)
             except (msgspec.DecodeError, msgspec.ValidationError, IndexError) as error:
                 logger.warning("verifier %s sent what we cannot read: %s", self.member.id, type(error).__name__)
-                self.close("spoke another language")
+                self.close(INCOMPATIBLE)
 
     def _handle(self, kind: bytes, frames: list[memoryview]) -> None:
         if kind == OUTPUTS:
@@ -142,18 +179,31 @@ class VerifierLink:
         elif kind == WELCOME:
             self._welcomed(msgspec.msgpack.decode(frames[0], type=EngineWelcome))
         elif kind == REFUSED:
-            logger.error("verifier %s refused us: %s", self.member.id, bytes(frames[0]).decode(errors="replace"))
-            self.close("refused")
+            self._refused(msgspec.msgpack.decode(frames[0], type=Refusal))
         elif kind != PING:
             logger.warning("verifier %s sent an unknown frame kind", self.member.id)
 
     def _welcomed(self, welcome: EngineWelcome) -> None:
         if welcome.version != ENGINE_WIRE_VERSION or welcome.incarnation != self.member.incarnation:
-            self.close("another incarnation or version answered")
-        elif self.welcome is None:
+            self.close(INCOMPATIBLE)
+        elif self.state == "connecting":
             self.welcome = welcome
             self.state = "ready"
             self._listener.on_ready(self)
+
+    def _refused(self, refusal: Refusal) -> None:
+        if refusal.reason == "unreadable":
+            # One message of ours is lost, and with it at most its own request.
+            logger.error("verifier %s could not read a message", self.member.id)
+        elif refusal.reason == "incompatible":
+            logger.error("verifier %s refused us: %s", self.member.id, refusal.message)
+            self.close(INCOMPATIBLE)
+        elif self.state == "ready":
+            # It has given up on us, or was started anew behind the same address.  Further refusals may be under way.
+            self.state = "connecting"
+            self._drop_calls()
+            self._greet()
+            self._listener.on_forgotten(self)
 
     def _answer(self, outputs: EngineCoreOutputs) -> None:
         answer = outputs.utility_output
@@ -165,20 +215,37 @@ class VerifierLink:
         else:
             future.set_result(answer.result.result if answer.result is not None else None)
 
+    def _greet(self) -> None:
+        hello = EngineHello(ENGINE_WIRE_VERSION, vllm.__version__, self._gateway_id)
+        self._dealer.send([HELLO, msgspec.msgpack.encode(hello)])
+
     async def _ping_loop(self) -> None:
-        hello = msgspec.msgpack.encode(EngineHello(ENGINE_WIRE_VERSION, vllm.__version__, self._gateway_id))
         beats = 0
         while self.state != "lost":
-            beats += 1
             if self.state == "ready":
+                beats = 0
                 self._dealer.send([PING])
-            elif beats & (beats - 1) == 0:
-                # Repeated, should the verifier have missed the first; ever more rarely, for they pile up while nobody listens.
-                self._dealer.send([HELLO, hello])
+            else:
+                beats += 1
+                if beats & (beats - 1) == 0:
+                    # Repeated, should the verifier have missed the first; ever more rarely, for they pile up while nobody
+                    # listens.
+                    self._greet()
             await asyncio.sleep(PING_INTERVAL_S)
-            if self.state == "ready" and time.monotonic() - self._heard_at > self._silence_limit_s:
-                self.close(f"silent for {self._silence_limit_s:g} s")
+            now = time.monotonic()
+            if self._stalled(now):
+                # What they sent meanwhile is still to be read.
+                self._heard_at = now
+            self._awake_at = now
+            if self.state == "ready" and now - self._heard_at > self._silence_limit_s:
+                self.close(Loss("silent", True))
+
+    def _stalled(self, now: float) -> bool:
+        """Whether this process was stopped or starved until just now."""
+        if now - self._awake_at > STALL_S:
+            self._excused_until = now + EXCUSE_S
+        return now < self._excused_until
 
     async def _watch(self) -> None:
         await self._dealer.disconnected()
-        self.close("disconnected")
+        self.close(Loss("disconnected", not self._stalled(time.monotonic())))

@@ -13,10 +13,11 @@
     |-- InternalError       500  says nothing of what went wrong; the log does
     `-- Unavailable         503  with Retry-After
         |-- NoVerifier           none is ready
-        |-- VerifierLost         the one that served this request went away
+        |-- VerifierLost         the one that served this request went away, and no other came in time
+        |-- Poisoned        500  several verifiers were lost while they served this request
         `-- ShuttingDown         this gateway is going away
 
-The last three are also raised inside vLLM's request pipeline, which lets through what derives from `GracefulHTTPError`.
+The last four are also raised inside vLLM's request pipeline, which lets through what derives from `GracefulHTTPError`.
 Messages carry no paths, addresses, tracebacks or values of the request beyond field names.
 """
 
@@ -143,12 +144,12 @@ class Unavailable(ApiError, GracefulHTTPError):
     status = 503
     type = "server_error"
     code = "unavailable"
-    retry_after_s = 1
+    retry_after_s: ClassVar[int | None] = 1
     text: ClassVar[str] = "The service is busy or starting. Try again."
 
     def __init__(self) -> None:
         ApiError.__init__(self, self.text)
-        self.http_status = HTTPStatus.SERVICE_UNAVAILABLE
+        self.http_status = HTTPStatus(self.status)
 
 
 class NoVerifier(Unavailable):
@@ -158,7 +159,18 @@ class NoVerifier(Unavailable):
 
 class VerifierLost(Unavailable):
     code = "verifier_lost"
-    text = "The verifier serving this request was lost. Try again."
+    text = "The verifier serving this request was lost, and no other was ready in time. Try again."
+
+
+class Poisoned(Unavailable):
+    status = 500
+    code = "request_poisoned"
+    retry_after_s = None
+    text = "Verifiers were lost one after the other while serving this request. It will not be tried again."
+
+    def headers(self) -> dict[str, str]:
+        # OpenAI's clients would send it again: an error 500 looks temporary to them.
+        return {"x-should-retry": "false"}
 
 
 class ShuttingDown(Unavailable):
@@ -201,9 +213,9 @@ def from_vllm(error: dict[str, Any]) -> ApiError:
     message, status, param = str(error.get("message", "")), error.get("code"), error.get("param")
     if status == 404:
         return ModelNotFound(message, param="model")
-    if status == 503:
-        known = {each.text: each for each in (NoVerifier, VerifierLost, ShuttingDown)}
-        return known.get(message, Unavailable)()
+    if status in (500, 503):
+        known = {each.text: each for each in (NoVerifier, VerifierLost, Poisoned, ShuttingDown)}
+        return known.get(message, Unavailable if status == 503 else InternalError)()
     if (isinstance(status, int) and 400 <= status < 500) or status == 501:
         return bad_request(message, param)
     return InternalError()

@@ -1,7 +1,8 @@
 """vLLM's `EngineCoreClient` over the fleet: requests go to the verifier that routing chose, outputs come back merged.
 
-Owns the links to the verifiers, the directory's last answer, and a record of every request in flight with all its tokens,
-so that a request can be moved to another verifier.  Runs in the gateway's event loop; no threads, no locks.
+Owns the links to the verifiers, the directory's last answer, and a record of every request in flight with all its tokens.
+With that, failover and migration are one operation: cut the sequence off from one verifier, give it with its tokens to
+another, go on with the same stream.  Runs in the gateway's event loop; no threads, no locks.
 """
 
 from __future__ import annotations
@@ -11,9 +12,8 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 import vllm  # noqa: F401  (first: its submodules do not import alone)
 from vllm.exceptions import VLLMValidationError
@@ -21,46 +21,20 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreReques
 from vllm.v1.engine.core_client import EngineCoreClient
 
 from backend.fleet import FleetSnapshot, Member, VerifierStats
-from backend.routing import Ask, Candidate, LeastLoaded, Router
+from backend.routing import Candidate, LeastLoaded, Router
 from backend.speeds import SpeedBook
 from backend.transport.sockets import Wire
 from gateway.directory import Directory
-from gateway.engine_link import VerifierLink
-from gateway.errors import NoVerifier, Unavailable, VerifierLost
+from gateway.engine_link import DECLARED_LOST, RESTARTED, Loss, VerifierLink
+from gateway.errors import NoVerifier, Poisoned, ShuttingDown, Unavailable, VerifierLost
+from gateway.in_flight import Cut, InFlight, Sequences, TrafficObserver
 from gateway.session import current_session
 
 logger = logging.getLogger(__name__)
 
 POLL_INTERVAL_S = 0.5
-
-
-@dataclass
-class InFlight:
-    """One sequence at a verifier: enough to continue it elsewhere, and to time it."""
-
-    request: EngineCoreRequest
-    link: VerifierLink
-    arrived: float
-    """Monotonic seconds, like the two below."""
-    first_token: float | None = None
-    last_token: float | None = None
-    emitted: list[int] = field(default_factory=list)
-
-    @property
-    def tokens(self) -> int:
-        return len(self.request.prompt_token_ids or ()) + len(self.emitted)
-
-
-class TrafficObserver(Protocol):
-    """Told of every sequence's progress; `gateway.metrics` implements it."""
-
-    def on_tokens(self, sequence: InFlight, count: int, now: float) -> None:
-        """`count` tokens arrived in one chunk; called before `sequence` takes them in."""
-        ...
-
-    def on_finished(self, sequence: InFlight, reason: str) -> None:
-        """The sequence ended: `stop`, `length`, ..., `aborted` by us, or `lost` with its verifier."""
-        ...
+FRESH_S = 1.5
+"""A verifier heard of so recently lives, whatever the directory says: counters come four times a second."""
 
 
 class FleetCore(EngineCoreClient):
@@ -78,6 +52,8 @@ class FleetCore(EngineCoreClient):
         *,
         router: Router | None = None,
         silence_limit_s: float = 10.0,
+        failover_wait_s: float = 60.0,
+        poison_after: int = 2,
         gateway_id: str | None = None,
     ) -> None:
         self.gateway_id = gateway_id or f"gateway-{uuid.uuid4().hex[:8]}"
@@ -94,7 +70,12 @@ class FleetCore(EngineCoreClient):
         self._router: Router = router or LeastLoaded()
         self._speeds = SpeedBook()
         self._silence_limit_s = silence_limit_s
-        self._in_flight: dict[str, InFlight] = {}
+        self._failover_wait_s = failover_wait_s
+        self._poison_after = poison_after
+        self._stopping = False
+        self._sequences = Sequences()
+        # What still runs at a verifier whose link was lost, should it come back: by its id and incarnation.
+        self._strays: dict[tuple[str, str], list[str]] = {}
         self._routed: dict[str, int] = {}
         self._outputs: asyncio.Queue[EngineCoreOutputs] = asyncio.Queue()
         self._poller: asyncio.Task[None] | None = None
@@ -113,8 +94,23 @@ class FleetCore(EngineCoreClient):
 
     @property
     def in_flight(self) -> int:
-        """Sequences at verifiers now."""
-        return len(self._in_flight)
+        """Sequences being served, those that wait for a verifier included."""
+        return len(self._sequences)
+
+    @property
+    def waiting(self) -> int:
+        """Sequences that have lost their verifier and wait for another."""
+        return len(self._sequences.waiting())
+
+    @property
+    def sequences(self) -> list[InFlight]:
+        """Every sequence being served."""
+        return list(self._sequences)
+
+    def requests_at(self, verifier_id: str) -> list[str]:
+        """The ids of this gateway's sequences at a verifier, as `migrate` takes them."""
+        link = self.links.get(verifier_id)
+        return [record.request.request_id for record in self._sequences.at(link)] if link is not None else []
 
     def stats(self) -> list[VerifierStats]:
         """The last counters of every connected verifier that has sent some."""
@@ -145,16 +141,23 @@ class FleetCore(EngineCoreClient):
         members = list(members)
         known = {member.id for member in members}
         for link in [each for each in self.links.values() if each.state != "ready" and each.member.id not in known]:
-            link.close("unknown to the directory")
+            link.close()
         for member in members:
             current = self.links.get(member.id)
-            if current is not None and (member.state == "lost" or member.incarnation != current.member.incarnation):
-                current.close("the directory says so")
+            if current is not None and member.incarnation != current.member.incarnation:
+                current.close(RESTARTED)
+                current = None
+            elif current is not None and member.state == "lost":
+                if current.answers(FRESH_S):
+                    # The coordinator has lost sight of it, or it of the coordinator.
+                    continue
+                current.close(DECLARED_LOST)
                 current = None
             if current is not None:
                 current.member = member
             elif member.state == "ready":
                 self._connect(member)
+        self._place_waiting()
 
     def _connect(self, member: Member) -> None:
         try:
@@ -169,8 +172,12 @@ class FleetCore(EngineCoreClient):
 
     def on_ready(self, link: VerifierLink) -> None:
         logger.info("verifier %s is ready", link.member.id)
+        strays = self._strays.pop((link.member.id, link.member.incarnation), [])
+        if strays:
+            link.abort(strays)
         self.on_welcome(link)
         self.first_ready.set()
+        self._place_waiting()
 
     def on_outputs(self, link: VerifierLink, outputs: EngineCoreOutputs) -> None:
         now = time.monotonic()
@@ -184,51 +191,137 @@ class FleetCore(EngineCoreClient):
         if welcome is not None:
             self._speeds.observe(stats, welcome.num_kv_blocks * welcome.block_size)
 
-    def on_lost(self, link: VerifierLink, reason: str) -> None:
+    def on_forgotten(self, link: VerifierLink) -> None:
+        self._fail_over(self._sequences.at(link), "forgotten")
+
+    def on_lost(self, link: VerifierLink, loss: Loss) -> None:
         if self.links.get(link.member.id) is link:
             del self.links[link.member.id]
             self._speeds.forget(link.member.id)
             self._router.forget(link.member.id)
-        orphans = [request_id for request_id, record in self._in_flight.items() if record.link is link]
+        orphans = self._sequences.at(link)
         level = logging.WARNING if orphans else logging.INFO
-        logger.log(level, "verifier %s gone (%s) with %d sequences", link.member.id, reason, len(orphans))
-        self._fail(orphans, VerifierLost)
+        logger.log(level, "verifier %s gone (%s) with %d sequences", link.member.id, loss.cause, len(orphans))
+        if self._stopping:
+            self._fail(orphans, ShuttingDown)
+            return
+        for gone in [key for key in self._strays if key[0] == link.member.id]:
+            del self._strays[gone]
+        if orphans:
+            self._strays[link.member.id, link.member.incarnation] = [record.place_id for record in orphans]
+        self._fail_over(orphans, loss.cause, died=loss.blames_verifier)
 
     def _take(self, link: VerifierLink, output: EngineCoreOutput, now: float) -> bool:
         """Books one output; False when nobody may see it."""
-        record = self._in_flight.get(output.request_id)
+        record = self._sequences.running_as(output.request_id)
         if record is None or record.link is not link:
             return False
         if output.finish_reason == FinishReason.ABORT:
-            # Not at our request, or the record would be gone: the verifier has given up on us.
-            self._fail([output.request_id], VerifierLost)
+            # Not at our request, or it would have no place: the verifier has given up on it.
+            self._fail_over([record], "given_up", died=True)
             return False
+        output.request_id = record.request.request_id
         if output.new_token_ids:
             self._observer.on_tokens(record, len(output.new_token_ids), now)
             record.first_token = record.first_token or now
             record.last_token = now
+            record.cut = None
             record.emitted.extend(output.new_token_ids)
         if output.finish_reason is not None:
-            del self._in_flight[output.request_id]
+            self._sequences.remove(record)
             self._observer.on_finished(record, str(output.finish_reason))
         return True
 
-    def _fail(self, request_ids: Sequence[str], error: type[Unavailable]) -> None:
-        if not request_ids:
+    def _fail(self, records: Sequence[InFlight], error: type[Unavailable]) -> None:
+        if not records:
             return
-        for request_id in request_ids:
-            self._observer.on_finished(self._in_flight.pop(request_id), "lost")
-        self.on_failed(list(request_ids), error())
+        for record in records:
+            self._sequences.remove(record)
+            self._observer.on_finished(record, "poisoned" if error is Poisoned else "lost")
+        self.on_failed([record.request.request_id for record in records], error())
 
     def fail_all(self, error: type[Unavailable]) -> None:
         """Ends every request, here and at the verifiers."""
-        by_link: dict[str, list[str]] = {}
-        for request_id, record in self._in_flight.items():
-            by_link.setdefault(record.link.member.id, []).append(request_id)
-        for verifier_id, request_ids in by_link.items():
-            if verifier_id in self.links:
-                self.links[verifier_id].abort(request_ids)
-            self._fail(request_ids, error)
+        for link in self.ready_links:
+            link.abort([record.place_id for record in self._sequences.at(link)])
+        self._fail(self.sequences, error)
+
+    # Moving sequences: cut, place
+
+    def _fail_over(self, records: Sequence[InFlight], cause: str, died: bool = False) -> None:
+        """These have lost their verifier.  They go on at another, wait for one, or are refused as the likely reason."""
+        for record in records:
+            record.deaths += died
+        poisoned = [record for record in records if record.deaths >= self._poison_after]
+        if poisoned:
+            logger.error("%d sequences refused: %d verifiers were lost under each", len(poisoned), self._poison_after)
+        self._fail(poisoned, Poisoned)
+        left = [record for record in records if record in self._sequences]
+        cut = Cut("failover", cause, time.monotonic())
+        for record in left:
+            self._sequences.cut(record, cut)
+        for record in left:
+            if not self._place(record):
+                loop = asyncio.get_running_loop()
+                record.giving_up = loop.call_later(self._failover_wait_s, self._fail, [record], VerifierLost)
+
+    def migrate(self, request_ids: Sequence[str], target: str | None, cause: str) -> int:
+        """Moves running sequences to the verifier `target`, or to whichever routing chooses; returns how many moved.
+
+        What they have emitted is kept, what the old verifier still emits is discarded.  A sequence that cannot be moved
+        (unknown, waiting, already there, no verifier that takes it) stays as it is.
+        """
+        moved = 0
+        for request_id in request_ids:
+            record = self._sequences.get(request_id)
+            if record is None or record.link is None:
+                continue
+            old = record.link
+            chosen = self._choose(record, without=old, target=target)
+            if chosen is None:
+                continue
+            old.abort([record.place_id])
+            self._sequences.cut(record, Cut("migration", cause, time.monotonic()))
+            self._give(record, chosen)
+            moved += 1
+        if moved:
+            logger.info("%d sequences migrated (%s)", moved, cause)
+        return moved
+
+    def _place_waiting(self) -> None:
+        for record in self._sequences.waiting():
+            self._place(record)
+
+    def _place(self, record: InFlight) -> bool:
+        """Gives a sequence without a verifier to one; False when none takes it."""
+        link = self._choose(record)
+        if link is None:
+            return False
+        self._give(record, link)
+        return True
+
+    def _choose(self, record: InFlight, without: VerifierLink | None = None, target: str | None = None) -> VerifierLink | None:
+        links = {
+            link.member.id: link
+            for link in self.routable()
+            if link is not without and target in (None, link.member.id) and _takes(link, record)
+        }
+        chosen = self._router.choose(record.ask, self._candidates(links))
+        return links.get(chosen) if chosen is not None else None
+
+    def _give(self, record: InFlight, link: VerifierLink) -> None:
+        if record.giving_up is not None:
+            record.giving_up.cancel()
+            record.giving_up = None
+        if link.welcome is not None and not record.places:
+            record.context = link.welcome.max_model_len
+        record.places += 1
+        record.placed_at = time.monotonic()
+        link.add(record.request, record.place_id, record.emitted)
+        self._sequences.put(record, link)
+        self._routed[link.member.id] = self._routed.get(link.member.id, 0) + 1
+        if record.cut is not None:
+            self._observer.on_moved(record, record.cut)
 
     # EngineCoreClient: requests
 
@@ -243,43 +336,30 @@ class FleetCore(EngineCoreClient):
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
         """Routes and submits; raises `NoVerifier` when nobody can take it, `VLLMValidationError` when it does not encode."""
-        routable = {link.member.id: link for link in self.routable()}
-        chosen = self._router.choose(self._ask(request), self._candidates(routable))
-        if chosen is None:
-            raise NoVerifier
-        link = routable[chosen]
         arrived = time.monotonic() - max(0.0, time.time() - request.arrival_time)
+        record = InFlight(request, None, arrived, session=current_session())
         try:
-            link.add(request)
+            if not self._place(record):
+                raise NoVerifier
         except OverflowError:
             raise VLLMValidationError("A number in the request is out of range.") from None
-        self._in_flight[request.request_id] = InFlight(request, link, arrived)
-        self._routed[chosen] = self._routed.get(chosen, 0) + 1
-
-    def _ask(self, request: EngineCoreRequest) -> Ask:
-        prompt = request.prompt_token_ids or ()
-        adapter = request.lora_request.lora_name if request.lora_request is not None else ""
-        return Ask(len(prompt), prompt, f"{adapter}/{request.cache_salt or ''}", current_session())
 
     def _candidates(self, routable: Iterable[str]) -> list[Candidate]:
-        tokens = dict.fromkeys(routable, 0)
-        requests = dict.fromkeys(tokens, 0)
-        for record in self._in_flight.values():
-            verifier_id = record.link.member.id
-            if verifier_id in tokens:
-                tokens[verifier_id] += record.tokens
-                requests[verifier_id] += 1
-        measured = self._speeds.measured
-        return [Candidate(each, tokens[each], requests[each], self._routed.get(each, 0), measured(each)) for each in tokens]
+        load, measured = self._sequences.load(routable), self._speeds.measured
+        routed = self._routed
+        return [Candidate(each, tokens, count, routed.get(each, 0), measured(each)) for each, (tokens, count) in load.items()]
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
         """Never suspends, so that it also works in a task that is being cancelled."""
         by_link: dict[int, tuple[VerifierLink, list[str]]] = {}
         for request_id in request_ids:
-            record = self._in_flight.pop(request_id, None)
-            if record is not None:
-                by_link.setdefault(id(record.link), (record.link, []))[1].append(request_id)
-                self._observer.on_finished(record, "aborted")
+            record = self._sequences.get(request_id)
+            if record is None:
+                continue
+            self._sequences.remove(record)
+            if record.link is not None:
+                by_link.setdefault(id(record.link), (record.link, []))[1].append(record.place_id)
+            self._observer.on_finished(record, "aborted")
         for link, ids in by_link.values():
             link.abort(ids)
 
@@ -299,12 +379,18 @@ class FleetCore(EngineCoreClient):
         return all(await self._everywhere("reset_prefix_cache", reset_running_requests, reset_connector))
 
     def dp_engines_running(self) -> bool:
-        return bool(self._in_flight)
+        return bool(self._sequences)
 
     def shutdown(self, timeout: float | None = None) -> None:
         del timeout
+        self._stopping = True
         if self._poller is not None:
             self._poller.cancel()
             self._poller = None
         for link in list(self.links.values()):
-            link.close("shutting down")
+            link.close()
+        self._fail(self.sequences, ShuttingDown)
+
+
+def _takes(link: VerifierLink, record: InFlight) -> bool:
+    return link.welcome is not None and record.fits(link.welcome.max_model_len)

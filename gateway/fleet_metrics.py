@@ -124,6 +124,9 @@ class FleetCollector(Collector):
         connected = _family("outrider_verifiers_connected")
         connected.add_metric([], len(self._core.ready_links))
         yield connected
+        without = _family("outrider_sequences_without_verifier")
+        without.add_metric([], self._core.waiting)
+        yield without
 
     def _vllm_names(self) -> Iterator[Metric]:
         sums = self._totals.sums()

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 
-from gateway.fleet_core import InFlight
+from gateway.in_flight import Cut, InFlight
 
 
 class Definition(NamedTuple):
@@ -35,7 +35,28 @@ DEFINITIONS: dict[str, Definition] = {
     "outrider_requests_in_flight": Definition("gauge", (), "generation requests being served"),
     "outrider_client_disconnects_total": Definition("counter", (), "generation requests whose client left early"),
     "outrider_sequences_finished_total": Definition(
-        "counter", ("reason",), "sequences by how they ended: vLLM's reasons, `aborted` by this gateway, or `lost`"
+        "counter", ("reason",), "sequences by how they ended: vLLM's reasons, `aborted` by this gateway, `lost` or `poisoned`"
+    ),
+    "outrider_failovers_total": Definition(
+        "counter",
+        ("cause",),
+        "sequences that went on at another verifier after theirs was lost: `disconnected`, `silent`, `declared_lost` by the "
+        "coordinator, `restarted`, `forgotten` there, `given_up` there, `incompatible`",
+    ),
+    "outrider_migrations_total": Definition(
+        "counter", ("cause",), "running sequences moved to another verifier on purpose, by what asked for it"
+    ),
+    "outrider_poisoned_total": Definition(
+        "counter", (), "sequences refused because verifiers were lost one after the other while serving them"
+    ),
+    "outrider_recovery_seconds": Definition(
+        "histogram",
+        ("kind",),
+        "time without tokens of a sequence that was moved: from its last token before (or from the cut, where there was none) "
+        "to its next one; kind is `failover` or `migration`",
+    ),
+    "outrider_sequences_without_verifier": Definition(
+        "gauge", (), "sequences that have lost their verifier and wait for another to be ready"
     ),
     "outrider_prompt_tokens_total": Definition("counter", (), "prompt tokens of sequences that got a first token"),
     "outrider_generated_tokens_total": Definition("counter", (), "tokens received from verifiers"),
@@ -126,6 +147,10 @@ class GatewayMetrics:
         self._requests = self._counter("outrider_requests_total")
         self._disconnects = self._counter("outrider_client_disconnects_total")
         self._finished = self._counter("outrider_sequences_finished_total")
+        self._failovers = self._counter("outrider_failovers_total")
+        self._migrations = self._counter("outrider_migrations_total")
+        self._poisoned = self._counter("outrider_poisoned_total")
+        self._recovery = self._histogram("outrider_recovery_seconds", _LATENCY_BUCKETS)
         self._prompt_tokens = self._counter("outrider_prompt_tokens_total")
         self._tokens = self._counter("outrider_generated_tokens_total")
         self._first_token = self._histogram("outrider_time_to_first_token_seconds", _LATENCY_BUCKETS)
@@ -141,7 +166,8 @@ class GatewayMetrics:
         return Counter(name.removesuffix("_total"), definition.help, definition.labels, registry=self.registry)
 
     def _histogram(self, name: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(name, DEFINITIONS[name].help, registry=self.registry, buckets=buckets)
+        definition = DEFINITIONS[name]
+        return Histogram(name, definition.help, definition.labels, registry=self.registry, buckets=buckets)
 
     @contextmanager
     def one_in_flight(self) -> Iterator[None]:
@@ -160,8 +186,15 @@ class GatewayMetrics:
         """A client closed its connection before its answer was complete."""
         self._disconnects.inc()
 
+    def on_moved(self, sequence: InFlight, cut: Cut) -> None:
+        del sequence
+        (self._failovers if cut.kind == "failover" else self._migrations).labels(cut.cause).inc()
+
     def on_tokens(self, sequence: InFlight, count: int, now: float) -> None:
         self._tokens.inc(count)
+        if sequence.cut is not None:
+            since = sequence.cut.at if sequence.last_token is None else sequence.last_token
+            self._recovery.labels(sequence.cut.kind).observe(now - since)
         if sequence.last_token is None:
             self._prompt_tokens.inc(len(sequence.request.prompt_token_ids or ()))
             self._first_token.observe(now - sequence.arrived)
@@ -170,8 +203,10 @@ class GatewayMetrics:
 
     def on_finished(self, sequence: InFlight, reason: str) -> None:
         self._finished.labels(reason).inc()
+        if reason == "poisoned":
+            self._poisoned.inc()
         first, last, tokens = sequence.first_token, sequence.last_token, len(sequence.emitted)
-        if first is None or last is None or reason in ("aborted", "lost"):
+        if first is None or last is None or reason in ("aborted", "lost", "poisoned"):
             return
         if last > first:
             self._tgs_decode.observe((tokens - 1) / (last - first))

@@ -55,7 +55,15 @@ def build_gateway(
         slack=asked.affinity_slack,
         entries=asked.affinity_entries,
     )
-    core = FleetCore(directory, wire or Wire(), metrics, router=router, silence_limit_s=settings.verifier.gateway_lease_s)
+    core = FleetCore(
+        directory,
+        wire or Wire(),
+        metrics,
+        router=router,
+        silence_limit_s=settings.verifier.gateway_lease_s,
+        failover_wait_s=settings.gateway.failover_wait_s,
+        poison_after=settings.gateway.poison_after,
+    )
     client = FleetClient(vllm_config, core)
     served_name = settings.gateway.served_model_name or model_name or Path(model_dir).name
     services = build_services(client, settings, served_name)

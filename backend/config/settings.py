@@ -35,6 +35,12 @@ class GatewaySettings(Section):
     max_n: int = Field(64, ge=1, description="largest `n` of one request")
     keep_alive_s: float = Field(15.0, gt=0, description="seconds between SSE comments on an otherwise silent stream")
     drain_s: float = Field(30.0, ge=0, description="seconds that open requests may go on after SIGINT or SIGTERM")
+    failover_wait_s: float = Field(
+        60.0, ge=0, description="seconds that a request whose verifier was lost waits for another one to be ready"
+    )
+    poison_after: int = Field(
+        2, ge=1, description="a request under which so many verifiers were lost is refused instead of tried again"
+    )
     tool_call_parser: str | None = Field(None, description="vLLM's tool call parser for this model; none: tools are refused")
     chat_template: str | None = Field(None, description="chat template file or text; default: the model's own")
     routing: Policy = Field(

@@ -26,8 +26,10 @@ from backend.engine_wire import (
     REFUSED,
     STATS,
     WELCOME,
+    Addition,
     EngineHello,
     EngineWelcome,
+    Refusal,
 )
 from backend.fleet import VerifierStats
 from backend.transport import Hub, Wire
@@ -85,8 +87,16 @@ class EngineClient:
             self.close()
             raise EngineRefused(self.refusals[0])
 
-    def add(self, prompt: list[int], params: SamplingParams, request_id: str | None = None, **fields: Any) -> str:
-        """Sends one request; `fields` replace further fields of vLLM's `EngineCoreRequest`.  Returns its id."""
+    def add(
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        request_id: str | None = None,
+        emitted: Sequence[int] = (),
+        **fields: Any,
+    ) -> str:
+        """Sends one request, to be continued after the `emitted` output tokens; `fields` replace further fields of vLLM's
+        `EngineCoreRequest`.  Returns its id."""
         request_id = request_id or f"req-{uuid.uuid4().hex[:8]}"
         values: dict[str, Any] = {
             "request_id": request_id,
@@ -101,7 +111,8 @@ class EngineClient:
         }
         request = EngineCoreRequest(**(values | fields))
         self.answers[request_id] = Answer(sent_at=time.monotonic())
-        self.dealer.send(ADD, *(bytes(frame) for frame in self.encoder.encode(request)))
+        addition = msgspec.msgpack.encode(Addition(request_id, list(emitted)))
+        self.dealer.send(ADD, addition, *(bytes(frame) for frame in self.encoder.encode(request)))
         return request_id
 
     def abort(self, request_id: str) -> None:
@@ -168,7 +179,7 @@ class EngineClient:
         elif kind == WELCOME:
             self.welcome = msgspec.msgpack.decode(payload[0], type=EngineWelcome)
         elif kind == REFUSED:
-            self.refusals.append(payload[0].decode())
+            self.refusals.append(msgspec.msgpack.decode(payload[0], type=Refusal).message)
 
     def _take_output(self, output: EngineCoreOutput, now: float) -> None:
         answer = self.answers.get(output.request_id)

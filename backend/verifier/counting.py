@@ -64,6 +64,13 @@ class CountingScheduler:
     def schedule(self, throttle_prefills: bool = False) -> Any:
         """vLLM's method of the same name; between its end and the outcome lies the target's own work."""
         output = super().schedule(throttle_prefills)  # type: ignore[misc]
+        # A request that another verifier has begun enters the batch with output; see `runner.ResumedOutputs`.
+        requests: Any = self.requests  # type: ignore[attr-defined]
+        output.resumed_outputs = {
+            new.req_id: list(requests[new.req_id].output_token_ids)
+            for new in output.scheduled_new_reqs
+            if requests[new.req_id].num_output_tokens
+        }
         self._scheduled_at = time.monotonic()
         return output
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason, UtilityOutput
@@ -27,11 +27,14 @@ from backend.engine_wire import (
     STATS,
     UTILITY,
     WELCOME,
+    Addition,
     EngineHello,
     EngineWelcome,
+    Refusal,
 )
 from backend.fleet import VerifierStats
 from backend.transport import Router
+from backend.verifier.resume import add_request
 
 logger = logging.getLogger(__name__)
 
@@ -85,14 +88,14 @@ class GatewayPort:
                 continue
             gateway = self._by_identity.get(identity)
             if gateway is None:
-                self._router.send(identity, REFUSED, b"say hello first")
+                self._refuse(identity, "unknown", "say hello first")
                 continue
             gateway.last_heard = now
             try:
                 self._dispatch(gateway, kind, payload)
             except (msgspec.DecodeError, ValueError, IndexError, TypeError) as error:
                 logger.warning("gateway message refused: %s", error)
-                self._router.send(identity, REFUSED, b"undecodable message")
+                self._refuse(identity, "unreadable", "a message could not be read")
 
     def send_outputs(self, outputs: dict[int, EngineCoreOutputs] | None) -> None:
         """Sends one step's outputs to the gateways they belong to."""
@@ -121,11 +124,10 @@ class GatewayPort:
         try:
             hello = msgspec.msgpack.decode(payload[0], type=EngineHello)
         except (msgspec.DecodeError, IndexError):
-            self._router.send(identity, REFUSED, b"undecodable hello")
+            self._refuse(identity, "incompatible", "the greeting could not be read")
             return
         if (hello.version, hello.vllm_version) != (ENGINE_WIRE_VERSION, self._vllm):
-            reason = f"this verifier speaks wire {ENGINE_WIRE_VERSION} of vLLM {self._vllm}"
-            self._router.send(identity, REFUSED, reason.encode())
+            self._refuse(identity, "incompatible", f"this verifier speaks wire {ENGINE_WIRE_VERSION} of vLLM {self._vllm}")
             return
         if identity not in self._by_identity:
             gateway = _Gateway(identity, self._next_index, now)
@@ -134,9 +136,12 @@ class GatewayPort:
         self._by_identity[identity].last_heard = now
         self._router.send(identity, WELCOME, self._welcome)
 
+    def _refuse(self, identity: bytes, reason: Literal["unknown", "incompatible", "unreadable"], message: str) -> None:
+        self._router.send(identity, REFUSED, msgspec.msgpack.encode(Refusal(reason, message)))
+
     def _dispatch(self, gateway: _Gateway, kind: bytes, payload: list[bytes]) -> None:
         if kind == ADD:
-            self._add(gateway, self._requests.decode(payload))
+            self._add(gateway, msgspec.msgpack.decode(payload[0], type=Addition), payload[1:])
         elif kind == ABORT:
             self._core.abort_requests(msgspec.msgpack.decode(payload[0], type=list[str]))
         elif kind == UTILITY:
@@ -147,14 +152,15 @@ class GatewayPort:
         else:
             raise ValueError("unknown kind of message")
 
-    def _add(self, gateway: _Gateway, request: EngineCoreRequest) -> None:
-        request.client_index = gateway.index
+    def _add(self, gateway: _Gateway, addition: Addition, frames: list[bytes]) -> None:
         try:
-            self._core.add_request(*self._core.preprocess_add_request(request))
+            request = self._requests.decode(frames)
+            request.request_id, request.client_index = addition.request_id, gateway.index
+            add_request(self._core, request, addition.emitted)
         except Exception as error:
-            # Whatever vLLM finds wrong with one request must not end the engine for the others.
+            # Whatever is wrong with one request, unreadable frames included, must not end the engine for the others.
             logger.warning("request refused: %s: %s", type(error).__name__, error)
-            output = EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ERROR)
+            output = EngineCoreOutput(addition.request_id, [], finish_reason=FinishReason.ERROR)
             self.send_outputs({gateway.index: EngineCoreOutputs(outputs=[output])})
 
     def _utility(self, gateway: _Gateway, call_id: int, method: str, arguments: list[Any]) -> None:

@@ -1,7 +1,8 @@
 """What we add to vLLM's V1 model runner.  Worker process, on the thread that runs the model.
 
 `RemoteDrafting` hands every step's final features to the `FeatureShipper`.  `SeededPrefill` repairs seeded requests whose
-prompt takes several chunks on the CPU.  Both are mixed into whichever runner class vLLM chose (see `worker.py`).
+prompt takes several chunks on the CPU.  `ResumedOutputs` takes in requests that another verifier has begun.  They are mixed
+into whichever runner class vLLM chose (see `worker.py`).
 """
 
 from __future__ import annotations
@@ -38,6 +39,34 @@ class SeededPrefill:
             yield
         finally:
             batch.generators.update(aside)
+
+
+class ResumedOutputs:
+    """Requests that arrive with output tokens.
+
+    vLLM's V1 runner gives a new request an empty output; `scheduler_output.resumed_outputs` (from `CountingScheduler`) names
+    the tokens of those that have some.  They must be there before the request enters the batch, where penalties, `min_tokens`
+    and the length of the prefill are read from them.  (vLLM 0.32, `v1/worker/gpu_model_runner.py`, `_update_states`; vLLM's
+    V2 runner is told by vLLM itself.)
+    """
+
+    def _update_states(self, scheduler_output: Any) -> Any:
+        resumed: dict[str, list[int]] = getattr(scheduler_output, "resumed_outputs", {})
+        if not resumed:
+            return super()._update_states(scheduler_output)  # type: ignore[misc]
+        batch: Any = self.input_batch  # type: ignore[attr-defined]
+        add = batch.add_request
+
+        def add_with_outputs(request: Any) -> Any:
+            if not request.output_token_ids:
+                request.output_token_ids.extend(resumed.get(request.req_id, ()))
+            return add(request)
+
+        batch.add_request = add_with_outputs
+        try:
+            return super()._update_states(scheduler_output)  # type: ignore[misc]
+        finally:
+            del batch.add_request
 
 
 class RemoteDrafting:

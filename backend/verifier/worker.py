@@ -10,13 +10,14 @@ from typing import Any
 
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 
 from backend.fleet import DrafterRef
 from backend.transport import ServerKeys, Wire
 from backend.verifier.cpu_kernels import repair_cpu_kernels
 from backend.verifier.features import FeatureShipper
-from backend.verifier.runner import RemoteDrafting, SeededPrefill
+from backend.verifier.runner import RemoteDrafting, ResumedOutputs, SeededPrefill
 
 
 class _Mixed:
@@ -31,10 +32,10 @@ class _Mixed:
         super().init_device()  # type: ignore[misc]
         options = self.vllm_config.additional_config["outrider"]
         runner_type = type(self.model_runner)
-        mixins: tuple[type, ...] = ()
+        mixins: tuple[type, ...] = (ResumedOutputs,) if issubclass(runner_type, GPUModelRunner) else ()
         if isinstance(self, CPUWorker):
             repair_cpu_kernels()
-            mixins = (SeededPrefill,)
+            mixins = (SeededPrefill, *mixins)
         if options["remote"]:
             mixins = (RemoteDrafting, *mixins)
         if mixins:

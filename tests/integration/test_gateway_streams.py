@@ -114,7 +114,8 @@ async def test_stop_strings_end_the_sequence_at_the_verifier():
         whole = (await running.http.post("/v1/completions", json=COMPLETION)).json()["choices"][0]["text"]
 
         async def endless(verifier, sequence):
-            await count_up(verifier, type("", (), {"max_tokens": 6, "emit": lambda self, t, f=None: sequence.emit(t)})())
+            fields = {"max_tokens": 6, "emitted": [], "emit": lambda self, tokens, finish=None: sequence.emit(tokens)}
+            await count_up(verifier, type("", (), fields)())
             await sequence.aborted.wait()
 
         running.verifier.behaviour = endless
@@ -169,7 +170,7 @@ async def test_a_client_that_leaves_aborts_at_the_verifier_within_a_second(path,
 
 
 def _emitted(running) -> list:
-    return [record for record in running.core._in_flight.values() if record.emitted]
+    return [record for record in running.core.sequences if record.emitted]
 
 
 async def _read_a_little(running, path, body) -> None:
@@ -179,8 +180,8 @@ async def _read_a_little(running, path, body) -> None:
 
 
 @pytest.mark.parametrize(("path", "body"), [("/v1/chat/completions", CHAT), ("/v1/completions", COMPLETION)])
-async def test_a_verifier_lost_mid_stream_is_one_error_event(path, body, caplog):
-    async with running_gateway() as running:
+async def test_a_verifier_lost_mid_stream_with_no_other_is_one_error_event(path, body, caplog):
+    async with running_gateway(failover_wait_s=0) as running:
         running.verifier.behaviour = stall
         request = asyncio.ensure_future(raw_stream(running, path, {**body, "n": 2}))
         await eventually(lambda: len(_emitted(running)) == 2)
@@ -193,8 +194,8 @@ async def test_a_verifier_lost_mid_stream_is_one_error_event(path, body, caplog)
     assert not [record for record in caplog.records if record.exc_info]
 
 
-async def test_a_verifier_lost_before_the_first_byte_is_a_503():
-    async with running_gateway() as running:
+async def test_a_verifier_lost_before_the_first_byte_with_no_other_is_a_503():
+    async with running_gateway(failover_wait_s=0) as running:
         running.verifier.behaviour = silence
         for stream in (True,):
             request = asyncio.ensure_future(running.http.post("/v1/completions", json={**COMPLETION, "stream": stream}))
@@ -221,7 +222,7 @@ async def test_an_internal_failure_mid_stream_says_nothing():
 
 
 async def test_the_official_client_sees_the_error_event():
-    async with running_gateway() as running:
+    async with running_gateway(failover_wait_s=0) as running:
         running.verifier.behaviour = stall
         async with openai.AsyncOpenAI(base_url=f"{running.server.url}/v1", api_key="x", max_retries=0) as client:
             stream = await client.chat.completions.create(**CHAT, stream=True)

@@ -26,8 +26,10 @@ Behaviour = Callable[["FakeVerifier", "Sequence"], Awaitable[None]]
 class Sequence:
     """One request as the fake sees it."""
 
-    def __init__(self, verifier: FakeVerifier, client: bytes, request: EngineCoreRequest) -> None:
+    def __init__(self, verifier: FakeVerifier, client: bytes, request: EngineCoreRequest, addition: wire.Addition) -> None:
         self.request = request
+        self.request_id = addition.request_id
+        self.emitted = addition.emitted
         self.client = client
         self.aborted = asyncio.Event()
         self._verifier = verifier
@@ -37,13 +39,13 @@ class Sequence:
         return self.request.sampling_params.max_tokens
 
     def emit(self, tokens: list[int], finish: FinishReason | None = None) -> None:
-        output = EngineCoreOutput(request_id=self.request.request_id, new_token_ids=tokens, finish_reason=finish)
+        output = EngineCoreOutput(request_id=self.request_id, new_token_ids=tokens, finish_reason=finish)
         self._verifier.send(self.client, wire.OUTPUTS, *MsgpackEncoder().encode(EngineCoreOutputs(outputs=[output])))
 
 
 async def count_up(verifier: FakeVerifier, sequence: Sequence) -> None:
-    """The default behaviour: `max_tokens` tokens from 300 upwards, two at a time."""
-    for start in range(0, sequence.max_tokens, 2):
+    """The default behaviour: `max_tokens` tokens from 300 upwards, two at a time; goes on after what was emitted."""
+    for start in range(len(sequence.emitted), sequence.max_tokens, 2):
         tokens = [300 + index for index in range(start, min(start + 2, sequence.max_tokens))]
         last = start + 2 >= sequence.max_tokens
         sequence.emit(tokens, FinishReason.LENGTH if last else None)
@@ -59,6 +61,8 @@ class FakeVerifier:
         self.behaviour: Behaviour = count_up
         self.sequences: list[Sequence] = []
         self.added = asyncio.Event()
+        self.hung = False
+        """Connected, and answers nothing."""
         self.utilities: list[tuple[str, list[Any]]] = []
         self.clients: set[bytes] = set()
         self.incarnation = uuid.uuid4().hex
@@ -90,6 +94,11 @@ class FakeVerifier:
     def send(self, client: bytes, *frames: Any) -> None:
         self._socket.send_multipart([client, *frames])
 
+    def refuse(self, reason: Any) -> None:
+        """Tells every gateway why it does not do something."""
+        for client in self.clients:
+            self.send(client, wire.REFUSED, msgspec.msgpack.encode(wire.Refusal(reason, "test")))
+
     def send_stats(self, drafts: int = 10, accepted: int = 15) -> None:
         counters = DraftCounters(
             drafts=drafts,
@@ -117,6 +126,8 @@ class FakeVerifier:
         decoder = MsgpackDecoder(EngineCoreRequest)
         while True:
             client, kind, *frames = await self._socket.recv_multipart()
+            if self.hung:
+                continue
             if kind == wire.HELLO:
                 self.clients.add(client)
                 welcome = wire.EngineWelcome(
@@ -126,14 +137,15 @@ class FakeVerifier:
             elif kind == wire.PING:
                 self.send(client, wire.PING)
             elif kind == wire.ADD:
-                sequence = Sequence(self, client, decoder.decode(frames))
+                addition = msgspec.msgpack.decode(frames[0], type=wire.Addition)
+                sequence = Sequence(self, client, decoder.decode(frames[1:]), addition)
                 self.sequences.append(sequence)
                 self.added.set()
                 self._spawn(self.behaviour(self, sequence))
             elif kind == wire.ABORT:
                 for request_id in msgspec.msgpack.decode(frames[0]):
                     for sequence in self.sequences:
-                        if sequence.request.request_id == request_id:
+                        if sequence.request_id == request_id:
                             sequence.aborted.set()
             elif kind == wire.UTILITY:
                 call_id, method, arguments = msgspec.msgpack.decode(frames[0])

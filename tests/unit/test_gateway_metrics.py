@@ -6,8 +6,8 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from backend.fleet import DraftCounters, FleetSnapshot, Member, MemberView, VerifierStats
-from gateway.fleet_core import InFlight
 from gateway.fleet_metrics import FleetCollector, FleetTotals, fleet_document
+from gateway.in_flight import Cut, InFlight
 from gateway.metrics import DEFINITIONS, GatewayMetrics, metrics_table
 
 
@@ -29,6 +29,7 @@ class Core:
     def __init__(self, *reports: VerifierStats) -> None:
         self.reports = list(reports)
         self.ready_links = [None]
+        self.waiting = 0
         self.links = {}
         member = Member("v0", "verifier", "i", "ipc://x", "", "node", 7, "m", "ready")
         drafter = Member("d0", "drafter", "i", "ipc://y", "", "node", 8, "m", "lost")
@@ -57,6 +58,11 @@ def metrics() -> GatewayMetrics:
 def test_every_metric_is_defined_with_its_kind_and_labels(metrics):
     metrics.request_done("/v1/completions", 200)
     metrics.on_finished(sequence(0.0, 0), "stop")
+    for kind in ("failover", "migration"):
+        moved = sequence(0.0, 1)
+        moved.cut = Cut(kind, "cause", 1.0)
+        metrics.on_moved(moved, moved.cut)
+        metrics.on_tokens(moved, 1, 2.0)
     families = exposed(metrics)
     by_name = {name.removesuffix("_total"): each for name, each in DEFINITIONS.items()}
     assert families.keys() == by_name.keys()
@@ -126,6 +132,18 @@ def test_timing_definitions():
     assert total("outrider_tgs_e2e") == pytest.approx(5 / 3.0)
     assert families["outrider_generated_tokens"].samples[0].value == 5
     assert families["outrider_prompt_tokens"].samples[0].value == 3
+
+
+def test_recovery_is_the_time_without_tokens():
+    metrics = GatewayMetrics()
+    begun, fresh = sequence(arrived=10.0, tokens=2), sequence(arrived=10.0, tokens=0)
+    begun.first_token, begun.last_token = 11.0, 12.0
+    for one in (begun, fresh):
+        one.cut = Cut("failover", "silent", 20.0)
+        metrics.on_tokens(one, 1, 21.5)
+    (family,) = [each for each in metrics.registry.collect() if each.name == "outrider_recovery_seconds"]
+    (total,) = [sample.value for sample in family.samples if sample.name.endswith("_sum")]
+    assert total == (21.5 - 12.0) + (21.5 - 20.0)
 
 
 def test_aborted_sequences_have_no_speed():

@@ -1,0 +1,153 @@
+"""The sequences between this gateway and its verifiers, and who is told of their progress.  Pure data; event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import vllm  # noqa: F401  (first: its submodules do not import alone)
+from vllm.v1.engine import EngineCoreRequest
+
+from backend.routing import Ask
+from gateway.engine_link import VerifierLink
+
+MoveKind = Literal["failover", "migration"]
+
+
+@dataclass
+class Cut:
+    """A sequence was taken from its verifier and has not emitted anything since."""
+
+    kind: MoveKind
+    cause: str
+    at: float
+    """Monotonic seconds."""
+
+
+@dataclass
+class InFlight:
+    """One sequence: enough to continue it elsewhere, and to time it."""
+
+    request: EngineCoreRequest
+    link: VerifierLink | None
+    """Where it runs; None while it waits for a verifier after it has lost one."""
+    arrived: float
+    """Monotonic seconds, like the two below."""
+    first_token: float | None = None
+    last_token: float | None = None
+    emitted: list[int] = field(default_factory=list)
+    places: int = 0
+    """How many verifiers it has been given to so far."""
+    placed_at: float = 0.0
+    """When it was given to the present one; monotonic seconds."""
+    deaths: int = 0
+    """How many verifiers were lost under it."""
+    context: int = 0
+    """Context length of the first verifier it was given to."""
+    session: str | None = None
+    """Which the client named, for affinity."""
+    cut: Cut | None = None
+    giving_up: asyncio.TimerHandle | None = None
+    """Runs while it waits for a verifier."""
+
+    @property
+    def tokens(self) -> int:
+        return len(self.request.prompt_token_ids or ()) + len(self.emitted)
+
+    @property
+    def ask(self) -> Ask:
+        """What routing may know of it."""
+        request = self.request
+        adapter = request.lora_request.lora_name if request.lora_request is not None else ""
+        scope = f"{adapter}/{request.cache_salt or ''}"
+        return Ask(self.tokens, request.prompt_token_ids or (), scope, self.session)
+
+    @property
+    def place_id(self) -> str:
+        """Its id at the present verifier: another at each, so that late outputs of an earlier one are known as such."""
+        return self.request.request_id if self.places <= 1 else f"{self.request.request_id}~{self.places}"
+
+    def fits(self, max_model_len: int) -> bool:
+        """Whether it can run to the same end within that context length as where it began."""
+        params = self.request.sampling_params
+        longest = len(self.request.prompt_token_ids or ()) + (params.max_tokens or 0 if params is not None else 0)
+        return min(longest, self.context) <= max_model_len
+
+
+class Sequences:
+    """Every sequence in flight: by its own id and, unless it waits for a verifier, by what its verifier calls it."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[str, InFlight] = {}
+        self._by_place: dict[str, InFlight] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def __iter__(self) -> Iterator[InFlight]:
+        return iter(list(self._by_id.values()))
+
+    def __contains__(self, record: InFlight) -> bool:
+        return self._by_id.get(record.request.request_id) is record
+
+    def get(self, request_id: str) -> InFlight | None:
+        """By its own id."""
+        return self._by_id.get(request_id)
+
+    def running_as(self, place_id: str) -> InFlight | None:
+        """By the id its present verifier knows."""
+        return self._by_place.get(place_id)
+
+    def at(self, link: VerifierLink) -> list[InFlight]:
+        """Those that run there."""
+        return [record for record in self._by_place.values() if record.link is link]
+
+    def waiting(self) -> list[InFlight]:
+        """Those that have lost their verifier and wait for another."""
+        return [record for record in self._by_id.values() if record.link is None]
+
+    def put(self, record: InFlight, link: VerifierLink) -> None:
+        """It runs at `link` now, under its `place_id`."""
+        record.link = link
+        self._by_id[record.request.request_id] = record
+        self._by_place[record.place_id] = record
+
+    def cut(self, record: InFlight, cut: Cut) -> None:
+        """It no longer runs anywhere."""
+        self._by_place.pop(record.place_id, None)
+        record.link, record.cut = None, cut
+
+    def remove(self, record: InFlight) -> None:
+        """It is over."""
+        self._by_id.pop(record.request.request_id, None)
+        self._by_place.pop(record.place_id, None)
+        if record.giving_up is not None:
+            record.giving_up.cancel()
+
+    def load(self, verifier_ids: Iterable[str]) -> dict[str, tuple[int, int]]:
+        """Tokens and sequences at each of these verifiers."""
+        load = dict.fromkeys(verifier_ids, (0, 0))
+        for record in self._by_place.values():
+            verifier_id = record.link.member.id if record.link is not None else ""
+            if verifier_id in load:
+                tokens, sequences = load[verifier_id]
+                load[verifier_id] = tokens + record.tokens, sequences + 1
+        return load
+
+
+class TrafficObserver(Protocol):
+    """Told of every sequence's progress; `gateway.metrics` implements it."""
+
+    def on_tokens(self, sequence: InFlight, count: int, now: float) -> None:
+        """`count` tokens arrived in one chunk; called before `sequence` takes them in."""
+        ...
+
+    def on_finished(self, sequence: InFlight, reason: str) -> None:
+        """The sequence ended: `stop`, `length`, ..., `aborted` by us, `lost` with its verifier, or `poisoned`."""
+        ...
+
+    def on_moved(self, sequence: InFlight, cut: Cut) -> None:
+        """The sequence goes on at another verifier (or, after a failover, at the same one)."""
+        ...

@@ -1,0 +1,286 @@
+"""What becomes of requests whose verifier is lost, hangs, forgets them, or is relieved of them: fake verifiers, real HTTP."""
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import pytest
+from vllm.v1.engine import FinishReason
+
+from tests.integration.test_gateway_streams import events, silence, stall
+from tests.support.fake_verifier import FakeVerifier, count_up, eventually
+from tests.support.running_gateway import CHAT, COMPLETION, running_gateway
+
+STREAM = {**COMPLETION, "stream": True, "max_tokens": 12, "stream_options": {"include_usage": True}}
+
+
+def text_of(chunks: list[dict]) -> str:
+    return "".join(choice.get("text", "") for chunk in chunks for choice in chunk.get("choices", []))
+
+
+def some_then_stall(count: int):
+    """`count` tokens after what was emitted, then nothing."""
+
+    async def behaviour(verifier, sequence):
+        first = 300 + len(sequence.emitted)
+        sequence.emit(list(range(first, first + count)))
+        await sequence.aborted.wait()
+
+    return behaviour
+
+
+@asynccontextmanager
+async def two_with_a_stream(body=STREAM, emitted=4, **gateway):
+    """Two verifiers, and a request that has emitted a few tokens at one of them; yields (running, its verifier, the other one,
+    the request)."""
+    async with running_gateway(verifiers=2, **gateway) as running:
+        for verifier in running.verifiers:
+            verifier.behaviour = some_then_stall(emitted)
+        request = asyncio.ensure_future(running.http.post("/v1/completions", json=body))
+        n = body.get("n", 1)
+        await eventually(lambda: sum(len(record.emitted) == emitted for record in running.core.sequences) == n)
+        first, second = sorted(running.verifiers, key=lambda each: len(each.sequences), reverse=True)
+        for verifier in running.verifiers:
+            verifier.behaviour = count_up
+        try:
+            yield running, first, second, request
+        finally:
+            request.cancel()
+            await asyncio.gather(request, return_exceptions=True)
+
+
+async def undisturbed(running, body=STREAM) -> list[dict]:
+    return events((await running.http.post("/v1/completions", json=body)).content)
+
+
+async def metric(running, line: str) -> bool:
+    return line in (await running.http.get("/metrics")).text
+
+
+async def test_a_killed_verifier_is_not_noticed():
+    async with two_with_a_stream() as (running, first, second, request):
+        first.kill()
+        chunks = events((await asyncio.wait_for(request, 5)).content)
+        (resumed,) = second.sequences
+        assert resumed.emitted == [300, 301, 302, 303]
+        assert resumed.request_id != resumed.request.request_id, "late outputs of the first place are told apart"
+        expected = await undisturbed(running)
+        assert text_of(chunks) == text_of(expected)
+        assert chunks[-1]["usage"] == expected[-1]["usage"]
+        assert await metric(running, 'outrider_failovers_total{cause="disconnected"} 1.0')
+        assert await metric(running, 'outrider_recovery_seconds_count{kind="failover"} 1.0')
+        assert running.idle
+
+
+async def test_all_sequences_of_a_request_survive():
+    async with two_with_a_stream({**STREAM, "n": 3}) as (_running, first, second, request):
+        first.kill()
+        await eventually(lambda: len(second.sequences) == 3)
+        for sequence in second.sequences:
+            if not sequence.emitted:
+                sequence.emit(list(range(304, 312)), FinishReason.LENGTH)
+        chunks = events((await asyncio.wait_for(request, 5)).content)
+        texts = ["", "", ""]
+        for choice in (choice for chunk in chunks for choice in chunk["choices"]):
+            texts[choice["index"]] += choice["text"]
+        assert len(set(texts)) == 1
+        assert chunks[-1]["usage"]["completion_tokens"] == 36
+
+
+async def test_a_hung_verifier_is_given_up(monkeypatch):
+    monkeypatch.setattr("gateway.engine_link.PING_INTERVAL_S", 0.05)
+    async with two_with_a_stream() as (running, first, _second, request):
+        for link in running.core.links.values():
+            link._silence_limit_s = 0.5
+        first.hung = True
+        chunks = events((await asyncio.wait_for(request, 10)).content)
+        assert chunks[-1]["usage"]["completion_tokens"] == 12
+        assert await metric(running, 'outrider_failovers_total{cause="silent"} 1.0')
+        # It wakes up again: what still runs there is ended, and what it still emits is nobody's.
+        first.hung = False
+        first.sequences[0].emit([1, 2, 3], FinishReason.LENGTH)
+        await asyncio.wait_for(first.sequences[0].aborted.wait(), 5)
+
+
+async def test_before_the_first_token_it_simply_starts_elsewhere():
+    async with running_gateway(verifiers=2) as running:
+        for verifier in running.verifiers:
+            verifier.behaviour = silence
+        request = asyncio.ensure_future(running.http.post("/v1/completions", json=STREAM))
+        await eventually(lambda: any(verifier.sequences for verifier in running.verifiers))
+        first, second = sorted(running.verifiers, key=lambda each: len(each.sequences), reverse=True)
+        second.behaviour = count_up
+        first.kill()
+        chunks = events((await asyncio.wait_for(request, 5)).content)
+        assert second.sequences[0].emitted == []
+        assert text_of(chunks) == text_of(await undisturbed(running))
+
+
+async def test_with_nowhere_to_go_it_waits_for_a_verifier_to_come(tmp_path):
+    async with running_gateway() as running:
+        running.verifier.behaviour = some_then_stall(4)
+        request = asyncio.ensure_future(running.http.post("/v1/completions", json=STREAM))
+        await eventually(lambda: any(record.emitted for record in running.core.sequences))
+        running.verifier.kill()
+        await eventually(lambda: running.core.waiting == 1)
+        assert await metric(running, "outrider_sequences_without_verifier 1.0")
+        restarted = FakeVerifier(tmp_path, "verifier-0").start()
+        running.directory.set_members([restarted.member])
+        chunks = events((await asyncio.wait_for(request, 10)).content)
+        assert text_of(chunks) == text_of(await undisturbed(running))
+        restarted.close()
+
+
+async def test_it_does_not_wait_for_ever_nor_after_the_client_has_gone():
+    async with running_gateway(failover_wait_s=0.3) as running:
+        running.verifier.behaviour = stall
+        requests = [asyncio.ensure_future(running.http.post("/v1/completions", json=STREAM)) for _ in range(2)]
+        await eventually(lambda: sum(bool(record.emitted) for record in running.core.sequences) == 2)
+        requests[0].cancel()
+        running.verifier.kill()
+        await eventually(lambda: running.core.waiting == 1)
+        chunks = events((await asyncio.wait_for(requests[1], 5)).content)
+        assert chunks[-1]["error"]["code"] == "verifier_lost"
+        assert running.idle
+        await asyncio.gather(*requests, return_exceptions=True)
+
+
+async def test_a_request_that_kills_verifiers_is_refused_and_spares_the_third():
+    async def die(verifier, sequence):
+        sequence.emit([300 + len(sequence.emitted)])
+        verifier.kill()
+
+    async with running_gateway(verifiers=3) as running:
+        for verifier in running.verifiers:
+            verifier.behaviour = die
+        response = await asyncio.wait_for(running.http.post("/v1/completions", json={**COMPLETION, "max_tokens": 9}), 10)
+        assert response.status_code == 500
+        assert response.json()["error"]["code"] == "request_poisoned"
+        assert response.headers["x-should-retry"] == "false"
+        assert sorted(len(verifier.sequences) for verifier in running.verifiers) == [0, 1, 1]
+        assert await metric(running, "outrider_poisoned_total 1.0")
+        assert running.idle
+
+
+async def test_how_many_verifiers_a_request_may_cost_is_a_setting():
+    async def die(verifier, sequence):
+        verifier.kill()
+
+    async with running_gateway(verifiers=3, poison_after=1) as running:
+        for verifier in running.verifiers:
+            verifier.behaviour = die
+        response = await asyncio.wait_for(running.http.post("/v1/completions", json=COMPLETION), 10)
+        assert response.json()["error"]["code"] == "request_poisoned"
+        assert sorted(len(verifier.sequences) for verifier in running.verifiers) == [0, 0, 1]
+
+
+async def test_a_verifier_that_gives_up_on_a_request_is_not_asked_for_ever():
+    async def give_up(verifier, sequence):
+        sequence.emit([], FinishReason.ABORT)
+
+    async with running_gateway() as running:
+        running.verifier.behaviour = give_up
+        response = await running.http.post("/v1/completions", json=COMPLETION)
+        assert response.json()["error"]["code"] == "request_poisoned"
+        assert len(running.verifier.sequences) == 2
+
+
+async def test_a_verifier_that_forgot_us_is_greeted_again_and_the_request_goes_on():
+    async with running_gateway() as running:
+        (link,) = running.core.ready_links
+        running.verifier.behaviour = some_then_stall(4)
+        request = asyncio.ensure_future(running.http.post("/v1/completions", json=STREAM))
+        await eventually(lambda: any(record.emitted for record in running.core.sequences))
+        running.verifier.behaviour = count_up
+        for _ in range(2):
+            running.verifier.refuse("unknown")
+        chunks = events((await asyncio.wait_for(request, 5)).content)
+        assert text_of(chunks) == text_of(await undisturbed(running))
+        assert running.core.ready_links == [link]
+        assert running.core.sequences == []
+        assert await metric(running, 'outrider_failovers_total{cause="forgotten"} 1.0')
+
+
+@pytest.mark.parametrize("named", [True, False])
+async def test_a_migrated_request_leaves_one_verifier_and_goes_on_at_the_other(named):
+    async with two_with_a_stream() as (running, first, second, request):
+        ids = running.core.requests_at(first.name)
+        assert running.core.migrate(ids, first.name, "test") == 0, "it is there already"
+        assert running.core.migrate(["unknown"], None, "test") == 0
+        assert running.core.migrate(ids, second.name if named else None, "test") == 1
+        # What the first one emits after the cut must not reach the client: not late, not twice.
+        first.sequences[0].emit([304, 305, 306])
+        chunks = events((await asyncio.wait_for(request, 5)).content)
+        assert text_of(chunks) == text_of(await undisturbed(running))
+        assert chunks[-1]["usage"]["completion_tokens"] == 12
+        await asyncio.wait_for(first.sequences[0].aborted.wait(), 5)
+        assert await metric(running, 'outrider_migrations_total{cause="test"} 1.0')
+        assert await metric(running, 'outrider_recovery_seconds_count{kind="migration"} 1.0')
+        assert running.idle
+
+
+async def test_there_and_back_again():
+    async with two_with_a_stream() as (running, first, second, request):
+        first.behaviour = second.behaviour = silence
+        (request_id,) = running.core.requests_at(first.name)
+        assert running.core.migrate([request_id], second.name, "test") == 1
+        assert running.core.migrate([request_id], first.name, "test") == 1
+        await eventually(lambda: len(first.sequences) == 2)
+        old, new = first.sequences
+        await asyncio.wait_for(old.aborted.wait(), 5)
+        old.emit([304, 305], FinishReason.LENGTH)
+        new.emit(list(range(304, 312)), FinishReason.LENGTH)
+        chunks = events((await asyncio.wait_for(request, 5)).content)
+        assert text_of(chunks) == text_of(await undisturbed_after(running))
+
+
+async def undisturbed_after(running) -> list[dict]:
+    for verifier in running.verifiers:
+        verifier.behaviour = count_up
+    return await undisturbed(running)
+
+
+async def test_a_migration_with_nowhere_to_go_leaves_the_request_alone():
+    async with running_gateway() as running:
+        running.verifier.behaviour = some_then_stall(4)
+        request = asyncio.ensure_future(running.http.post("/v1/completions", json=STREAM))
+        await eventually(lambda: any(record.emitted for record in running.core.sequences))
+        assert running.core.migrate(running.core.requests_at("verifier-0"), None, "test") == 0
+        running.verifier.sequences[0].emit(list(range(304, 312)), FinishReason.LENGTH)
+        assert events((await asyncio.wait_for(request, 5)).content)[-1]["usage"]["completion_tokens"] == 12
+
+
+async def test_a_verifier_with_a_shorter_context_takes_no_request_that_would_outgrow_it(tmp_path):
+    async with running_gateway() as running:
+        running.verifier.behaviour = some_then_stall(4)
+        request = asyncio.ensure_future(running.http.post("/v1/completions", json={**STREAM, "max_tokens": 40}))
+        await eventually(lambda: any(record.emitted for record in running.core.sequences))
+        small = FakeVerifier(tmp_path, "small", max_model_len=32).start()
+        running.directory.set_members([running.verifier.member, small.member])
+        await eventually(lambda: len(running.core.ready_links) == 2)
+        assert running.core.migrate(running.core.requests_at("verifier-0"), "small", "test") == 0
+        running.verifier.sequences[0].emit(list(range(304, 340)), FinishReason.LENGTH)
+        assert (await asyncio.wait_for(request, 5)).status_code == 200
+        small.close()
+
+
+async def test_stop_strings_and_chat_streams_span_the_cut():
+    """The stop-string checker is the gateway's own: a string that begins before the cut and ends after it is found."""
+    async with running_gateway(verifiers=2) as running:
+        whole = (await running.http.post("/v1/completions", json={**COMPLETION, "max_tokens": 8})).json()["choices"][0]["text"]
+        middle = len(whole) // 2
+        stop = whole[middle - 2 : middle + 2]
+        body = {**CHAT, "max_tokens": 40, "stop": [stop], "stream": True}
+        for verifier in running.verifiers:
+            verifier.sequences.clear()
+            verifier.behaviour = some_then_stall(4)
+        request = asyncio.ensure_future(running.http.post("/v1/chat/completions", json=body))
+        await eventually(lambda: any(record.emitted for record in running.core.sequences))
+        for verifier in running.verifiers:
+            verifier.behaviour = count_up
+        (record,) = running.core.sequences
+        assert running.core.migrate([record.request.request_id], None, "test") == 1
+        chunks = events((await asyncio.wait_for(request, 5)).content)
+        text = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks)
+        assert text == whole[: whole.index(stop)]
+        assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
+        await eventually(lambda: running.idle)
