@@ -79,6 +79,10 @@ class VerifierStats(msgspec.Struct):
     """Outcomes drafted ahead of time per request."""
     plan_changes: int = 0
     """Times mode `auto` has changed its mind."""
+    plain_step_s: float = 0.0
+    """What a step over the running requests takes without drafts, by the verifier's own measurements; 0: not known."""
+    drafted_step_s: float = 0.0
+    """The same with `num_speculative_tokens` draft tokens each."""
 
 
 class DrafterStats(msgspec.Struct):
@@ -89,6 +93,12 @@ class DrafterStats(msgspec.Struct):
     rounds: int = 0
     rows: int = 0
     """Feature rows the cache was extended by."""
+    batches: int = 0
+    """Rounds are answered in batches; one that drafts nothing (prefill) is not counted."""
+    drafts: int = 0
+    """Requests drafted for in them."""
+    draft_s: float = 0.0
+    """Time those batches took."""
     draft_tokens: int = 0
     busy_s: float = 0.0
     sequences: int = 0
@@ -200,7 +210,8 @@ class FleetSnapshot(msgspec.Struct, frozen=True):
     members: list[MemberView]
     assignments: list[Assignment]
     counters: dict[str, int]
-    """`registrations`, `restarts`, `leases_expired`, `assignments_made`, `assignments_dropped`."""
+    """`registrations`, `restarts`, `leases_expired`, `assignments_made`, `assignments_dropped`, and of the latter
+    `reassignments`: those whose both ends were fit to go on; `decisions`."""
     pins: dict[str, list[str]] = {}
     """Drafters that an administrator has bound, and to which verifiers."""
     operations: list[Operation] = []

@@ -1,4 +1,4 @@
-"""The command line: `outrider serve | gateway | status | check-config | bench | train-demo`.
+"""The command line: `outrider serve | gateway | status | check-config | bench | train-demo`, and the administrator's commands.
 
 `serve` is the launcher and the gateway in one process: it starts the fleet (Ray actors), imports vLLM while the engines load,
 serves HTTP from this process's main thread, and ends everything it started.  The heavy imports are inside the commands, so that
@@ -18,11 +18,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from backend.config import sources
 from backend.config.sources import ConfigError, Loaded
-from gateway import present
+from gateway import administer, present
 
 if TYPE_CHECKING:
     from backend.config import Settings
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
     from backend.models import ResolvedModels
     from backend.transport import ServerKeys
 
-USAGE = """usage: outrider COMMAND [--name value ...]
+ADMINISTRATION = "\n".join(f"  {name:<13} {summary}" for name, summary in administer.SUMMARIES.items())
+USAGE = f"""usage: outrider COMMAND [--name value ...]
 
 commands:
   serve         start a fleet and its gateway, until Ctrl-C
@@ -39,6 +41,9 @@ commands:
   check-config  show the settings in force and where each came from
   bench         measure every mode on this machine (it has options of its own)
   train-demo    train the built-in demo models again
+
+changing a running fleet:
+{ADMINISTRATION}
 
 `outrider COMMAND --help` lists the settings; each is also a variable (OUTRIDER_GATEWAY__PORT) and a key
 of the YAML file given with --config.  `outrider --version` prints the version.
@@ -62,6 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "check-config": check_config,
         "bench": bench,
         "train-demo": train_demo,
+        **{name: partial(administration, name) for name in administer.SUMMARIES},
     }
     if not given or given[0] in ("-h", "--help", "help"):
         print(USAGE, end="")
@@ -166,6 +172,22 @@ def status(arguments: list[str]) -> int:
     with _found_fleet(loaded, name) as coordinator:
         snapshot = coordinator.snapshot()
     print(present.snapshot_json(snapshot) if as_json else present.table(snapshot))
+    return OK
+
+
+def administration(name: str, arguments: list[str]) -> int:
+    """Changes a running fleet."""
+    command, given, rest = administer.parse(name, arguments)
+    loaded = sources.load(rest, f"outrider {name}")
+    from backend.coordinator import CoordinatorUnavailable
+
+    with _signals(), _found_fleet(loaded, given.fleet) as coordinator:
+        try:
+            administer.run(coordinator, command, not getattr(given, "no_wait", True), print)
+        except administer.AdministrationError as error:
+            return _fail(str(error), FAILED)
+        except CoordinatorUnavailable as error:
+            return _fail(f"{error}; `outrider status` shows what became of it", FAILED)
     return OK
 
 

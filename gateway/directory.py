@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from backend.coordinator import CoordinatorUnavailable
 from backend.coordinator.commands import Answer, AnyCommand, Refused
 from backend.fleet import FleetSnapshot, Member, MemberView
+from gateway.errors import NoCoordinator
 
 if TYPE_CHECKING:
     from backend.coordinator.actor import CoordinatorHandle
+
+T = TypeVar("T")
 
 
 class Directory(Protocol):
@@ -18,6 +22,10 @@ class Directory(Protocol):
 
     async def snapshot(self) -> FleetSnapshot:
         """The fleet now.  Asking says that the caller has acted upon the last answer."""
+        ...
+
+    async def look(self) -> FleetSnapshot:
+        """The fleet now, to be shown to somebody."""
         ...
 
     async def submit(self, command: AnyCommand) -> Answer:
@@ -42,6 +50,9 @@ class StaticDirectory:
         views = [MemberView(member, 0.0) for member in self._members]
         return FleetSnapshot(self._version, views, [], {})
 
+    async def look(self) -> FleetSnapshot:
+        return await self.snapshot()
+
     async def submit(self, command: AnyCommand) -> Answer:
         return Refused("invalid", "this fleet has no coordinator", self._version)
 
@@ -62,8 +73,11 @@ class CoordinatorDirectory:
         self._seen_version = answer.version
         return answer
 
+    async def look(self) -> FleetSnapshot:
+        return await _reached(self._handle.snapshot)
+
     async def submit(self, command: AnyCommand) -> Answer:
-        return await asyncio.to_thread(self._handle.submit, command)
+        return await _reached(self._handle.submit, command)
 
     def _ask(self) -> FleetSnapshot:
         if self._member is not None:
@@ -72,3 +86,11 @@ class CoordinatorDirectory:
             if not orders.known:
                 self._handle.register(member)
         return self._handle.snapshot()
+
+
+async def _reached(call: Callable[..., T], *arguments: Any) -> T:
+    """`call` in a thread; raises `NoCoordinator` for a client to see."""
+    try:
+        return await asyncio.to_thread(call, *arguments)
+    except CoordinatorUnavailable as error:
+        raise NoCoordinator from error

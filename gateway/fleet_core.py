@@ -64,7 +64,7 @@ class FleetCore(EngineCoreClient):
         self.first_ready = asyncio.Event()
         # AsyncLLM asks its engine core whether it is dead; a fleet never is.
         self.resources = SimpleNamespace(engine_dead=False)
-        self._directory = directory
+        self.directory = directory
         self._wire = wire
         self._observer = observer
         self._router: Router = router or LeastLoaded()
@@ -124,7 +124,7 @@ class FleetCore(EngineCoreClient):
         failing = False
         while True:
             try:
-                self.snapshot = await self._directory.snapshot()
+                self.snapshot = await self.directory.snapshot()
                 failing = False
             except Exception as error:
                 # Serving goes on with the last answer; this loop must outlive any directory.
@@ -132,8 +132,17 @@ class FleetCore(EngineCoreClient):
                     logger.warning("the fleet directory does not answer: %s", type(error).__name__)
                 failing = True
             else:
-                self._apply([view.member for view in self.snapshot.members if view.member.kind == "verifier"])
+                verifiers = [view for view in self.snapshot.members if view.member.kind == "verifier"]
+                self._apply([view.member for view in verifiers])
+                self._empty([view.member.id for view in verifiers if view.drain is not None and view.drain.migrate])
             await asyncio.sleep(POLL_INTERVAL_S)
+
+    def _empty(self, verifier_ids: Iterable[str]) -> None:
+        """Moves what still runs at these draining verifiers; what nobody else takes stays, and is tried again."""
+        for link in [self.links[each] for each in verifier_ids if each in self.links]:
+            records = self._sequences.at(link)
+            if records:
+                self.migrate([record.request.request_id for record in records], None, "drain")
 
     def _apply(self, members: Iterable[Member]) -> None:
         """Connects to new verifiers, drops lost ones.  One missing from the directory keeps its link while it answers:

@@ -29,6 +29,9 @@ class GatewaySettings(Section):
     host: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 takes a free one")
     api_key: str | None = Field(None, description="bearer key that clients must send; none: open to all who reach the port")
+    admin_key: str | None = Field(
+        None, description="bearer key for /admin, where the fleet is changed; none: only from the gateway's own machine"
+    )
     served_model_name: str | None = Field(None, description="model name in the API; default: the model's own name")
     max_in_flight: int = Field(256, ge=1, description="requests served at once; more are answered 429 with Retry-After")
     max_body_mib: int = Field(16, ge=1, description="largest request body in MiB")
@@ -89,12 +92,31 @@ class DraftingSettings(Section):
 
 
 class CoordinatorSettings(Section):
-    """Membership."""
+    """Membership, and which drafter serves which verifier."""
 
     report_interval_s: float = Field(0.25, gt=0, description="time between two reports of a member")
     lease_s: float = Field(2.0, gt=0, description="a member silent for so long is lost")
     drain_deadline_s: float = Field(
         30.0, ge=0, description="remove and restart: a verifier's requests that take longer are moved elsewhere"
+    )
+    policy: Literal["goodput", "least-drafters"] = Field(
+        "goodput",
+        description="who drafts for whom: goodput: where a drafter brings the most tokens per second, by what is measured; "
+        "least-drafters: the verifier with the fewest drafters first, then the one with the most requests",
+    )
+    decide_interval_s: float = Field(
+        0.5, gt=0, description="time between two looks at the assignment while nobody comes or goes"
+    )
+    smoothing_s: float = Field(2.0, gt=0, description="goodput: time over which reported loads and times are averaged")
+    min_gain: float = Field(
+        0.05, ge=0, le=1, description="goodput: a reassignment must promise this share of its verifiers' tokens per second more"
+    )
+    min_dwell_s: float = Field(5.0, ge=0, description="goodput: a drafter is not taken from a verifier before so long")
+    straggler_weight: float = Field(
+        0.25,
+        ge=0,
+        le=1,
+        description="goodput: how far verifiers with few tokens per second and request go first; 0: no",
     )
 
 

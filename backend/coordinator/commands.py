@@ -5,7 +5,7 @@ The command line sends these to the coordinator, and so does the gateway for its
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
@@ -79,6 +79,12 @@ class SwapDrafter(Command, frozen=True, tag="swap-drafter"):
 
 AnyCommand = Drain | Resume | Remove | Add | Assign | Restart | SwapDrafter
 """Told apart by `command`."""
+
+
+def names() -> list[str]:
+    """The commands, as `command` names them."""
+    return [str(each.__struct_config__.tag) for each in get_args(AnyCommand)]
+
 
 Reason = Literal["invalid", "unknown_member", "version_mismatch", "conflict", "last_verifier"]
 

@@ -1,16 +1,33 @@
 """Membership under leases, and the assignment of drafters to verifiers.  Pure: events and `now` in, answers out.
 
 Runs in the coordinator actor; tests and the simulator drive the same code with a clock of their own (`now` is seconds on any
-clock that never goes back).  `tick` is the whole policy: expire leases, drop the bindings of those who are gone, bind the
-drafters that are free, even out what is lopsided.  Every change takes the next value of one counter, which serves as the
-snapshot's version and as the generation of the assignments made at that moment; so generations only grow, and they go on
-growing over a restart of the coordinator when `first_version` comes from a clock.
+clock that never goes back).  `tick` is the whole policy: expire leases, and decide who drafts for whom, at once when a member
+came, left or was pinned, else every `decide_interval_s`.  The decision itself is a pure function of what is known
+(`assignment.py`; `goodput.py` and `least_drafters.py` are the rules to choose from); `propose` asks without doing.  Every
+change takes the next value of one counter, which serves as the snapshot's version and as the generation of the assignments made
+at that moment; so generations only grow, and they go on growing over a restart of the coordinator when `first_version` comes
+from a clock.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from backend.config.settings import CoordinatorSettings
+from backend.coordinator.assignment import (
+    AssignmentPolicy,
+    Bind,
+    Decision,
+    DrafterSpeed,
+    Pair,
+    Situation,
+    VerifierLoad,
+)
+from backend.coordinator.goodput import Goodput
+from backend.coordinator.least_drafters import LeastDrafters
+from backend.coordinator.rates import DrafterRates, VerifierRates
 from backend.fleet import (
     Assignment,
     DrafterRef,
@@ -18,7 +35,6 @@ from backend.fleet import (
     Draining,
     FleetSnapshot,
     Member,
-    MemberKind,
     MemberState,
     MemberView,
     Orders,
@@ -29,8 +45,8 @@ FORGET_LOST_S = 60.0
 """A lost member stays in the snapshot for so long, so that people see it."""
 START_LEASE_S = 120.0
 """A member that starts is not expected to report: loading a model may hold its interpreter for long."""
-LEND_AFTER_S = 5.0
-"""A verifier idle for so long, bound for so long, lends its drafter to one that has work and no drafter."""
+SPARE_SHARE_S = 5e-6
+"""Per member: while many come at once, decisions are at least so far apart, and take a part of the time only."""
 
 UNKNOWN = Orders(known=False)
 
@@ -44,14 +60,13 @@ class _Entry:
     migrate_at: float | None = None
     """When the requests of a draining verifier are to be moved; None: never."""
     seen_version: int = 0
-    idle_since: float | None = None
     verifier: VerifierStats | None = None
     drafter: DrafterStats | None = None
 
     @property
-    def load(self) -> int:
-        """Requests running and waiting on a verifier."""
-        return 0 if self.verifier is None else self.verifier.running + self.verifier.waiting
+    def is_fit(self) -> bool:
+        """Whether it may be assigned."""
+        return self.state == "ready" and not self.drain
 
     def view(self, now: float) -> MemberView:
         member = self.member
@@ -81,12 +96,6 @@ def _route(member: Member) -> tuple[str, str, str]:
     return member.incarnation, member.address, member.server_key
 
 
-@dataclass(frozen=True)
-class _Binding:
-    generation: int
-    since: float
-
-
 @dataclass
 class _Counters:
     registrations: int = 0
@@ -94,6 +103,15 @@ class _Counters:
     leases_expired: int = 0
     assignments_made: int = 0
     assignments_dropped: int = 0
+    reassignments: int = 0
+    decisions: int = 0
+
+
+def policy_of(settings: CoordinatorSettings) -> AssignmentPolicy:
+    """The rule that the settings ask for."""
+    if settings.policy == "least-drafters":
+        return LeastDrafters()
+    return Goodput(settings.min_gain, settings.min_dwell_s, settings.straggler_weight)
 
 
 @dataclass
@@ -102,34 +120,52 @@ class Coordinator:
 
     lease_s: float
     first_version: int = 0
+    settings: CoordinatorSettings = field(default_factory=CoordinatorSettings)
     _entries: dict[str, _Entry] = field(default_factory=dict)
-    _bindings: dict[tuple[str, str], _Binding] = field(default_factory=dict)
-    """By (verifier, drafter).  Today's rule binds a drafter to one verifier at most; the structure would hold more."""
+    _since: dict[Pair, float] = field(default_factory=dict)
+    """When each pair was bound."""
+    _generation: dict[Pair, int] = field(default_factory=dict)
+    _drafters: dict[str, set[str]] = field(default_factory=dict)
+    """Of each verifier that has any."""
+    _pins: dict[str, list[str]] = field(default_factory=dict)
+    _verifier_rates: dict[str, VerifierRates] = field(default_factory=dict)
+    _drafter_rates: dict[str, DrafterRates] = field(default_factory=dict)
     _counters: _Counters = field(default_factory=_Counters)
     _version: int = field(init=False)
+    _rule: AssignmentPolicy = field(init=False)
+    _next_expiry: float = math.inf
+    _decided_at: float = -math.inf
+    _is_dirty: bool = False
+    """Somebody came, left, became fit or unfit, or was pinned since the last decision."""
+    _fit: tuple[list[VerifierLoad], list[DrafterSpeed]] | None = None
+    """Kept while nobody comes or goes: sorting thousands takes longer than deciding."""
 
     def __post_init__(self) -> None:
         self._version = self.first_version
+        self._rule = policy_of(self.settings)
 
     # Events.
 
     def register(self, member: Member, now: float) -> None:
         """Takes a member in.  A known id with another incarnation is a restart: its bindings are dropped."""
+        self._expire(now)
         self._counters.registrations += 1
         known = self._entries.get(member.id)
         if known is None or known.member != member or known.state != member.state:
-            self._version += 1
+            self._changed()
         entry = _Entry(member, now, member.state)
         if known is not None:
             # A drain is about the place in the fleet: it holds for the next process there, until it is ended.
             entry.drain, entry.migrate_at = known.drain, known.migrate_at
             if known.member.incarnation != member.incarnation:
                 self._counters.restarts += 1
+                self._forget_rates(member.id)
             else:
                 entry = replace(known, member=member, heard=now, state=member.state)
             if _route(known.member) != _route(member):
                 self._unbind_member(member.id)
         self._entries[member.id] = entry
+        self._next_expiry = min(self._next_expiry, now + self._lease_of(entry))
         self.tick(now)
 
     def report(
@@ -143,20 +179,18 @@ class Coordinator:
         seen_version: int = 0,
     ) -> Orders:
         """Renews a lease and answers with the member's orders; `known=False` asks it to register again."""
-        self.tick(now)
+        self._expire(now)
         entry = self._current(member_id, incarnation)
         if entry is None or entry.state == "lost":
+            self.tick(now)
             return UNKNOWN
         entry.heard = now
         entry.seen_version = max(entry.seen_version, seen_version)
         if entry.state != state:
             entry.state = state
-            self._version += 1
-        entry.verifier, entry.drafter = verifier or entry.verifier, drafter or entry.drafter
-        if entry.load:
-            entry.idle_since = None
-        elif entry.idle_since is None:
-            entry.idle_since = now
+            self._changed()
+            self._next_expiry = min(self._next_expiry, now + self._lease_of(entry))
+        self._measure(entry, verifier, drafter, now)
         self.tick(now)
         return Orders(known=True, drafters=self._drafters_of(member_id), drain=entry.drain)
 
@@ -165,8 +199,7 @@ class Coordinator:
         if self._current(member_id, incarnation) is None:
             return
         self._unbind_member(member_id)
-        del self._entries[member_id]
-        self._version += 1
+        self._remove(member_id)
         self.tick(now)
 
     def drain(self, member_id: str, now: float, migrate_after_s: float | None = None) -> bool:
@@ -180,7 +213,24 @@ class Coordinator:
         migrate_at = None if migrate_after_s is None else now + migrate_after_s
         if not entry.drain or migrate_at != entry.migrate_at:
             entry.drain, entry.migrate_at = True, migrate_at
-            self._version += 1
+            self._changed()
+        self.tick(now)
+        return True
+
+    def pin(self, drafter_id: str, verifier_ids: Sequence[str], now: float) -> None:
+        """Has a drafter serve these verifiers, as far as they are fit, and nobody else; none: it stays out of service.
+
+        Members need not exist yet.  The order holds until `unpin`.
+        """
+        self._pins[drafter_id] = list(dict.fromkeys(verifier_ids))
+        self._is_dirty = True
+        self.tick(now)
+
+    def unpin(self, drafter_id: str, now: float) -> bool:
+        """Gives a drafter back to the automatic assignment; False when it was not pinned."""
+        if self._pins.pop(drafter_id, None) is None:
+            return False
+        self._is_dirty = True
         self.tick(now)
         return True
 
@@ -191,7 +241,7 @@ class Coordinator:
             return False
         if entry.drain:
             entry.drain, entry.migrate_at = False, None
-            self._version += 1
+            self._changed()
         self.tick(now)
         return True
 
@@ -203,20 +253,42 @@ class Coordinator:
     def tick(self, now: float) -> None:
         """Brings leases and assignments up to date."""
         self._expire(now)
-        self._drop_unfit()
-        self._bind_free(now)
-        self._even_out(now)
-        self._lend(now)
+        since = now - self._decided_at
+        if since >= self.settings.decide_interval_s or (self._is_dirty and since >= SPARE_SHARE_S * len(self._entries)):
+            self._decide(now)
+
+    # Questions.
+
+    @property
+    def pins(self) -> Mapping[str, Sequence[str]]:
+        """What `pin` was told and `unpin` has not taken back."""
+        return self._pins
+
+    def propose(self, now: float, pins: Mapping[str, Sequence[str]] | None = None) -> Decision:
+        """What would be decided at `now`, with other pins if given.  Changes nothing."""
+        return self._rule.decide(self.situation(now, pins))
+
+    def situation(self, now: float, pins: Mapping[str, Sequence[str]] | None = None) -> Situation:
+        """What a decision at `now` depends on."""
+        if self._fit is None:
+            fit = sorted(key for key, entry in self._entries.items() if entry.is_fit)
+            self._fit = (
+                [self._rates_of_verifier(key).load for key in fit if self._entries[key].member.kind == "verifier"],
+                [self._rates_of_drafter(key).speed for key in fit if self._entries[key].member.kind == "drafter"],
+            )
+        return Situation(now, *self._fit, self._since, self._pins if pins is None else pins)
 
     def snapshot(self, now: float) -> FleetSnapshot:
         """The fleet at `now`, members and assignments in the order of their ids."""
         self.tick(now)
+        if self._is_dirty:
+            self._decide(now)
         return FleetSnapshot(
             version=self._version,
             members=[self._entries[key].view(now) for key in sorted(self._entries)],
             assignments=[
-                Assignment(verifier, drafter, binding.generation)
-                for (verifier, drafter), binding in sorted(self._bindings.items())
+                Assignment(verifier, drafter, generation)
+                for (verifier, drafter), generation in sorted(self._generation.items())
             ],
             counters=dict(vars(self._counters)),
         )
@@ -224,100 +296,103 @@ class Coordinator:
     # The policy's verbs.
 
     def _expire(self, now: float) -> None:
+        if now <= self._next_expiry:
+            return
         for member_id, entry in list(self._entries.items()):
             silent = now - entry.heard
             if entry.state == "lost":
                 if silent > FORGET_LOST_S:
-                    del self._entries[member_id]
-                    self._version += 1
-            elif silent > (self.lease_s if entry.state != "starting" else max(self.lease_s, START_LEASE_S)):
+                    self._remove(member_id)
+            elif silent > self._lease_of(entry):
                 entry.state = "lost"
                 self._counters.leases_expired += 1
-                self._version += 1
+                self._changed()
+        # Reports only put an expiry off: until then there is nothing to look for.
+        self._next_expiry = min((e.heard + self._lease_of(e) for e in self._entries.values()), default=math.inf)
 
-    def _drop_unfit(self) -> None:
-        for verifier, drafter in list(self._bindings):
-            if not (self._fit(verifier) and self._fit(drafter)):
-                self._unbind(verifier, drafter)
-
-    def _bind_free(self, now: float) -> None:
-        """Each free drafter goes to the verifier with the fewest drafters; of those, to the most loaded."""
-        bound = {drafter for _, drafter in self._bindings}
-        for drafter in self._fit_ids("drafter"):
-            verifiers = self._fit_ids("verifier")
-            if drafter not in bound and verifiers:
-                self._bind(min(verifiers, key=self._need), drafter, now)
-
-    def _even_out(self, now: float) -> None:
-        """Moves drafters while one verifier has two more than another: a verifier came after they were given out."""
-        while verifiers := self._fit_ids("verifier"):
-            poorest, richest = min(verifiers, key=self._need), max(verifiers, key=self._need)
-            if len(self._bound_to(richest)) - len(self._bound_to(poorest)) < 2:
-                return
-            self._move(self._newest(richest), richest, poorest, now)
-
-    def _lend(self, now: float) -> None:
-        """A verifier without work gives its drafter to one that has work and none; dwell times keep this from flapping."""
-        starving = [v for v in self._fit_ids("verifier") if self._entries[v].load and not self._bound_to(v)]
-        for verifier in sorted(starving, key=self._need):
-            lenders = [v for v in self._fit_ids("verifier") if self._may_lend(v, now)]
-            if lenders:
-                lender = max(lenders, key=self._need)
-                self._move(self._newest(lender), lender, verifier, now)
+    def _decide(self, now: float) -> None:
+        self._decided_at, self._is_dirty = now, False
+        self._counters.decisions += 1
+        for action in self._rule.decide(self.situation(now)).actions:
+            pair = action.verifier, action.drafter
+            if isinstance(action, Bind):
+                self._bind(pair, now)
+            else:
+                self._counters.reassignments += all(self._is_fit(each) for each in pair)
+                self._unbind(pair)
 
     # Details.
 
-    def _may_lend(self, verifier: str, now: float) -> bool:
-        idle_since, held = self._entries[verifier].idle_since, self._bound_to(verifier)
-        if idle_since is None or not held:
-            return False
-        newest = self._bindings[verifier, self._newest(verifier)]
-        return now - idle_since >= LEND_AFTER_S and now - newest.since >= LEND_AFTER_S
+    def _changed(self) -> None:
+        """Membership is not what it was."""
+        self._version += 1
+        self._is_dirty, self._fit = True, None
+
+    def _measure(self, entry: _Entry, verifier: VerifierStats | None, drafter: DrafterStats | None, now: float) -> None:
+        if verifier is not None:
+            entry.verifier = verifier
+            self._rates_of_verifier(entry.member.id).observe(verifier, now, self._drafter_rates)
+        if drafter is not None:
+            entry.drafter = drafter
+            self._rates_of_drafter(entry.member.id).observe(drafter, now)
+
+    def _rates_of_verifier(self, member_id: str) -> VerifierRates:
+        rates = self._verifier_rates.get(member_id)
+        if rates is None:
+            rates = self._verifier_rates[member_id] = VerifierRates(member_id, self.settings.smoothing_s)
+        return rates
+
+    def _rates_of_drafter(self, member_id: str) -> DrafterRates:
+        rates = self._drafter_rates.get(member_id)
+        if rates is None:
+            rates = self._drafter_rates[member_id] = DrafterRates(member_id, self.settings.smoothing_s)
+        return rates
+
+    def _forget_rates(self, member_id: str) -> None:
+        self._verifier_rates.pop(member_id, None)
+        self._drafter_rates.pop(member_id, None)
+
+    def _remove(self, member_id: str) -> None:
+        del self._entries[member_id]
+        self._forget_rates(member_id)
+        self._changed()
 
     def _current(self, member_id: str, incarnation: str) -> _Entry | None:
         entry = self._entries.get(member_id)
         return entry if entry is not None and entry.member.incarnation == incarnation else None
 
-    def _fit(self, member_id: str) -> bool:
+    def _lease_of(self, entry: _Entry) -> float:
+        """How long it may be silent before something is done about it."""
+        if entry.state == "lost":
+            return FORGET_LOST_S
+        return self.lease_s if entry.state != "starting" else max(self.lease_s, START_LEASE_S)
+
+    def _is_fit(self, member_id: str) -> bool:
         entry = self._entries.get(member_id)
-        return entry is not None and entry.state == "ready" and not entry.drain
-
-    def _fit_ids(self, kind: MemberKind) -> list[str]:
-        return [key for key in sorted(self._entries) if self._entries[key].member.kind == kind and self._fit(key)]
-
-    def _need(self, verifier: str) -> tuple[int, int, str]:
-        """Sorts first who should be served first."""
-        return len(self._bound_to(verifier)), -self._entries[verifier].load, verifier
-
-    def _bound_to(self, verifier: str) -> list[str]:
-        return [drafter for holder, drafter in self._bindings if holder == verifier]
-
-    def _newest(self, verifier: str) -> str:
-        return max(self._bound_to(verifier), key=lambda drafter: self._bindings[verifier, drafter].generation)
+        return entry is not None and entry.is_fit
 
     def _drafters_of(self, verifier: str) -> list[DrafterRef]:
         refs = []
-        for drafter in sorted(self._bound_to(verifier)):
+        for drafter in sorted(self._drafters.get(verifier, ())):
             member = self._entries[drafter].member
-            generation = self._bindings[verifier, drafter].generation
+            generation = self._generation[verifier, drafter]
             refs.append(DrafterRef(drafter, member.incarnation, member.address, member.server_key, generation))
         return refs
 
-    def _bind(self, verifier: str, drafter: str, now: float) -> None:
+    def _bind(self, pair: Pair, now: float) -> None:
         self._version += 1
-        self._bindings[verifier, drafter] = _Binding(self._version, now)
+        self._generation[pair], self._since[pair] = self._version, now
+        self._drafters.setdefault(pair[0], set()).add(pair[1])
         self._counters.assignments_made += 1
 
-    def _unbind(self, verifier: str, drafter: str) -> None:
+    def _unbind(self, pair: Pair) -> None:
         self._version += 1
-        del self._bindings[verifier, drafter]
+        del self._generation[pair], self._since[pair]
+        self._drafters[pair[0]].discard(pair[1])
         self._counters.assignments_dropped += 1
 
-    def _move(self, drafter: str, old: str, new: str, now: float) -> None:
-        self._unbind(old, drafter)
-        self._bind(new, drafter, now)
-
     def _unbind_member(self, member_id: str) -> None:
-        for verifier, drafter in list(self._bindings):
-            if member_id in (verifier, drafter):
-                self._unbind(verifier, drafter)
+        gone: Iterable[Pair] = [pair for pair in self._since if member_id in pair]
+        for pair in gone:
+            self._unbind(pair)
+        self._changed()

@@ -344,5 +344,10 @@ class DrafterService:
         counters = self._counters
         counters.rounds += len(rounds)
         counters.rows += sum(ask.rows for ask in asks)
+        drafted = sum(1 for ask in asks if ask.k)
+        if drafted:
+            counters.batches += 1
+            counters.drafts += drafted
+            counters.draft_s += spent_s
         counters.draft_tokens += sum(len(tokens) for tokens in drafts)
         counters.busy_s += spent_s

@@ -130,6 +130,9 @@ class DraftingScheduler(CountingScheduler, Scheduler):
         stats.plan_k, stats.plan_groups = self._plan.k, self._plan.groups
         stats.plan_outcomes = self._plan.outcomes
         stats.plan_changes = self.planner.changes
+        requests, k = max(stats.running, 1), self.num_spec_tokens
+        stats.plain_step_s = self.costs.verify.at(requests) or 0.0
+        stats.drafted_step_s = self.costs.verify.at(requests * (1 + k)) or 0.0
 
     # -- waiting -------------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,9 @@ import hypothesis.strategies as st
 from hypothesis import settings as hypothesis_settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from backend.coordinator.policy import FORGET_LOST_S, LEND_AFTER_S, START_LEASE_S, Coordinator
+from backend.config.settings import CoordinatorSettings
+from backend.coordinator.assignment import Bind, Unbind
+from backend.coordinator.policy import FORGET_LOST_S, START_LEASE_S, Coordinator
 from backend.fleet import DrafterStats, Member, MemberKind, MemberState, VerifierStats
 
 LEASE_S = 2.0
@@ -22,8 +24,12 @@ def verifier_stats(member_id: str, running: int) -> VerifierStats:
     return VerifierStats(member_id, 0.0, "sync", 4, running=running)
 
 
-def fleet(verifiers: int, drafters: int, now: float = 0.0) -> Coordinator:
-    policy = Coordinator(LEASE_S)
+CLASSIC = CoordinatorSettings(policy="least-drafters")
+GOODPUT = CoordinatorSettings(policy="goodput")
+
+
+def fleet(verifiers: int, drafters: int, now: float = 0.0, settings: CoordinatorSettings = CLASSIC) -> Coordinator:
+    policy = Coordinator(LEASE_S, settings=settings)
     for i in range(verifiers):
         policy.register(member(f"v{i}", "verifier"), now)
     for i in range(drafters):
@@ -45,11 +51,11 @@ def test_drafters_go_to_the_verifier_with_the_fewest() -> None:
 
 
 def test_the_most_loaded_verifier_wins_a_tie() -> None:
-    policy = fleet(2, 0)
+    policy = fleet(2, 2)
     report(policy, "v0", 0.1, running=1)
     report(policy, "v1", 0.1, running=5)
-    policy.register(member("d0", "drafter"), 0.2)
-    assert pairs(policy, 0.2) == {("v1", "d0")}
+    policy.register(member("d2", "drafter"), 0.2)
+    assert ("v1", "d2") in pairs(policy, 0.2)
 
 
 def test_load_alone_moves_nothing_between_verifiers_that_have_drafters() -> None:
@@ -71,22 +77,70 @@ def test_a_verifier_that_comes_late_gets_its_share() -> None:
     assert max(a.generation for a in policy.snapshot(0.5).assignments) > generation
 
 
-def test_an_idle_verifier_lends_its_drafter_to_a_working_one() -> None:
+def test_where_drafters_are_few_each_serves_as_many_verifiers() -> None:
+    policy = fleet(4, 2)
+    shared = pairs(policy, 0.0)
+    assert {v for v, _ in shared} == {"v0", "v1", "v2", "v3"}
+    assert [sum(d == name for _, d in shared) for name in ("d0", "d1")] == [2, 2]
+    policy.register(member("d2", "drafter"), 1.0)
+    policy.register(member("d3", "drafter"), 1.0)
+    assert sorted(d for _, d in pairs(policy, 1.0)) == ["d0", "d1", "d2", "d3"]
+
+
+def test_with_the_default_rule_a_working_verifier_gets_what_an_idle_one_can_spare() -> None:
+    policy = fleet(2, 2, settings=GOODPUT)
+    assert len({v for v, _ in pairs(policy, 0.0)}) == 2
+    tokens, now = 0, 0.0
+    while now < 20:
+        now += 0.25
+        tokens += 40
+        busy = VerifierStats("v1", 0.0, "auto", 4, running=16, tokens=tokens, plain_step_s=0.04, drafted_step_s=0.05)
+        policy.report("v1", "i0", "ready", now, verifier=busy)
+        for name in ("v0", "d0", "d1"):
+            report(policy, name, now)
+    served = pairs(policy, now)
+    assert {d for v, d in served if v == "v1"} == {"d0", "d1"}
+    assert {v for v, _ in served} == {"v0", "v1"}, "the idle one is still served"
+    snapshot = policy.snapshot(now)
+    assert snapshot.counters["reassignments"] <= 2
+    assert snapshot.counters["decisions"] < 2 * now / GOODPUT.decide_interval_s
+
+
+def test_a_decision_is_made_at_once_when_somebody_comes_and_else_now_and_then() -> None:
+    policy = fleet(2, 2)
+    before = policy.snapshot(0.0).counters["decisions"]
+    for i in range(100):
+        policy.tick(0.001 * i)
+    assert policy.snapshot(0.1).counters["decisions"] == before
+    policy.register(member("d2", "drafter"), 0.11)
+    assert len(report(policy, "v0", 0.12).drafters) == 2
+    policy.tick(0.12 + CLASSIC.decide_interval_s)
+    assert policy.snapshot(0.7).counters["decisions"] == before + 2
+
+
+def test_a_pinned_drafter_serves_whom_it_is_told_to_until_it_is_given_back() -> None:
+    for settings in (CLASSIC, GOODPUT):
+        policy = fleet(2, 2, settings=settings)
+        policy.pin("d0", ["v0", "v1", "gone"], 0.1)
+        assert {v for v, d in pairs(policy, 0.1) if d == "d0"} == {"v0", "v1"}
+        policy.pin("d0", [], 0.2)
+        assert not [v for v, d in pairs(policy, 0.2) if d == "d0"]
+        assert {v for v, _ in pairs(policy, 0.2)} == {"v0", "v1"}, "the other one is shared"
+        assert policy.unpin("d0", 0.3)
+        assert not policy.unpin("d0", 0.3)
+        assert {d for _, d in pairs(policy, 0.3)} == {"d0", "d1"}
+
+
+def test_a_proposal_changes_nothing() -> None:
     policy = fleet(2, 1)
-    assert pairs(policy, 0.0) == {("v0", "d0")}
-    now = 0.0
-    while now < LEND_AFTER_S - 0.5:
-        now += 0.5
-        report(policy, "v0", now)
-        report(policy, "v1", now, running=3)
-        report(policy, "d0", now)
-        assert pairs(policy, now) == {("v0", "d0")}
-    for _ in range(3):
-        now += 0.5
-        report(policy, "v0", now)
-        report(policy, "v1", now, running=3)
-        report(policy, "d0", now)
-    assert pairs(policy, now) == {("v1", "d0")}
+    before = policy.snapshot(0.1)
+    found = policy.propose(0.1, {"d0": ["v1"]})
+    assert found.actions == [Unbind("v0", "d0")]
+    assert policy.propose(0.1, {"d0": []}).actions == [Unbind("v0", "d0"), Unbind("v1", "d0")]
+    assert policy.propose(0.1).actions == []
+    assert policy.snapshot(0.1) == before
+    policy.register(member("d1", "drafter"), 0.1)
+    assert Bind("v1", "d1") in policy.propose(0.1, {"d0": ["v0"]}).actions or pairs(policy, 0.1)
 
 
 def test_members_that_are_not_ready_are_not_assigned() -> None:
@@ -173,6 +227,7 @@ def test_draining_is_ordered_and_frees_the_drafter() -> None:
     assert policy.drain("v0", 0.1)
     assert report(policy, "v0", 0.2).drain
     assert pairs(policy, 0.2) == {("v1", "d0")}
+    assert report(policy, "v0", 0.2).drafters == []
     assert not policy.drain("nobody", 0.2)
 
 
@@ -196,11 +251,11 @@ NAMES = st.sampled_from([*(f"v{i}" for i in range(3)), *(f"d{i}" for i in range(
 
 
 class PolicyMachine(RuleBasedStateMachine):
-    """Random lives of a small fleet."""
+    """Random lives of a small fleet, under either rule."""
 
-    @initialize()
-    def start(self) -> None:
-        self.policy = Coordinator(LEASE_S, first_version=7)
+    @initialize(settings=st.sampled_from([CLASSIC, GOODPUT]))
+    def start(self, settings: CoordinatorSettings) -> None:
+        self.policy = Coordinator(LEASE_S, first_version=7, settings=settings)
         self.world = World()
         self.now = 0.0
         self.version = 7
@@ -236,21 +291,27 @@ class PolicyMachine(RuleBasedStateMachine):
     @invariant()
     def assignments_are_sound(self) -> None:
         snapshot = self.policy.snapshot(self.now)
-        drafters = [a.drafter_id for a in snapshot.assignments]
-        assert len(drafters) == len(set(drafters)), "a drafter has two verifiers"
+        bound = [(a.verifier_id, a.drafter_id) for a in snapshot.assignments]
+        assert len(bound) == len(set(bound))
         for a in snapshot.assignments:
             assert self.world.alive(a.verifier_id, self.now)
             assert self.world.alive(a.drafter_id, self.now)
 
     @invariant()
-    def no_live_drafter_is_left_out_and_shares_are_even(self) -> None:
+    def nobody_is_left_out(self) -> None:
         live = {n for n in self.world.heard if self.world.alive(n, self.now)}
-        verifiers = [n for n in live if n.startswith("v")]
+        verifiers, drafters = ({n for n in live if n.startswith(letter)} for letter in "vd")
         assignments = self.policy.snapshot(self.now).assignments
-        if verifiers:
-            assert {a.drafter_id for a in assignments} == {n for n in live if n.startswith("d")}
-            shares = [sum(a.verifier_id == v for a in assignments) for v in verifiers]
-            assert max(shares) - min(shares) <= 1
+        if not (verifiers and drafters):
+            assert not assignments
+            return
+        assert {a.drafter_id for a in assignments} == drafters
+        assert {a.verifier_id for a in assignments} == verifiers
+        if self.policy.settings == CLASSIC:
+            assert len(assignments) == max(len(verifiers), len(drafters))
+            for side in ([a.verifier_id for a in assignments], [a.drafter_id for a in assignments]):
+                shares = [side.count(name) for name in set(side)]
+                assert max(shares) - min(shares) <= 1
 
     @invariant()
     def generations_and_version_only_grow(self) -> None:

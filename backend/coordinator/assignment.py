@@ -1,0 +1,161 @@
+"""What every assignment policy is asked and answers: a `Situation` in, changes of bindings out.  Pure.
+
+A binding says that a drafter serves a verifier.  Both ends may have several: a verifier's requests are split evenly over its
+drafters (`backend/verifier/pairing.py`), a drafter takes the rounds of all its verifiers in turn.  Policies differ in what they
+bind; pins, members that left, and the rule that nobody stays without a partner are the same for all and live here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+Pair = tuple[str, str]
+"""(verifier, drafter)."""
+
+
+@dataclass
+class VerifierLoad:
+    """One verifier as a policy sees it.  None: not measured yet."""
+
+    id: str
+    requests: float = 0.0
+    """Running and waiting, averaged over a moment; what matters is how many a step holds."""
+    plain_s: float | None = None
+    """A step over the present requests without drafts."""
+    drafted_s: float | None = None
+    """The same with K draft tokens each."""
+    length: float | None = None
+    """Acceptance length with K draft tokens."""
+    overlap: float = 0.0
+    """Share of drafting that goes on while the verifier computes: 0 draft, then verify; 1 both at once."""
+    may_skip: bool = True
+    """Drafts nothing where that is faster (mode `auto`)."""
+    tgs: float | None = None
+    """Tokens per second and request, as measured."""
+
+
+@dataclass
+class DrafterSpeed:
+    """One drafter as a policy sees it.  None: not measured yet."""
+
+    id: str
+    fixed_s: float | None = None
+    """Time of a round whatever its size."""
+    per_request_s: float | None = None
+    """Further time per request in it."""
+    quality: float = 1.0
+    """Tokens its drafts have accepted, relative to the other drafters of the same verifiers."""
+    down_for: frozenset[str] = frozenset()
+    """Verifiers whose circuit breaker for it is open: they do not wait for it."""
+
+
+@dataclass(frozen=True)
+class Situation:
+    """All that a decision depends on.  `verifiers` and `drafters` are those fit to work, in the order of their ids."""
+
+    now: float
+    verifiers: Sequence[VerifierLoad]
+    drafters: Sequence[DrafterSpeed]
+    bindings: Mapping[Pair, float] = field(default_factory=dict)
+    """Since when, by pair; the ends need not be fit any more."""
+    pins: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """By drafter: it serves those of these verifiers that are fit, and nobody else.  An empty list keeps it out of service."""
+
+
+@dataclass(frozen=True)
+class Bind:
+    """`drafter` begins to serve `verifier`."""
+
+    verifier: str
+    drafter: str
+
+
+@dataclass(frozen=True)
+class Unbind:
+    """`drafter` ceases to serve `verifier`."""
+
+    verifier: str
+    drafter: str
+
+
+Action = Bind | Unbind
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What to change (`Unbind`s first), and the tokens per second of the fleet as the policy predicts them.
+
+    None where a policy predicts nothing.
+    """
+
+    actions: list[Action]
+    before: float | None = None
+    after: float | None = None
+
+
+class AssignmentPolicy(Protocol):
+    """A rule for who drafts for whom.  A function of the situation alone: deciding changes nothing."""
+
+    def decide(self, situation: Situation) -> Decision:
+        """Pairs that are not fit or contradict a pin go, free drafters are bound, and what is uneven may be evened out."""
+        ...
+
+
+class Bindings:
+    """A draft of the assignment: starts as it is now, without what cannot stay, and ends as the decision.
+
+    `since` of a pair bound here is None: it was not there before.
+    """
+
+    def __init__(self, situation: Situation) -> None:
+        verifiers = {each.id for each in situation.verifiers}
+        drafters = {each.id for each in situation.drafters}
+        self._before = situation.bindings
+        self.pins = situation.pins
+        self.of_verifier: dict[str, set[str]] = {each: set() for each in verifiers}
+        self.of_drafter: dict[str, set[str]] = {each: set() for each in drafters}
+        for verifier, drafter in situation.bindings:
+            pinned = situation.pins.get(drafter)
+            if verifier in verifiers and drafter in drafters and (pinned is None or verifier in pinned):
+                self.bind(verifier, drafter)
+        for drafter, wanted in situation.pins.items():
+            if drafter in drafters:
+                for verifier in wanted:
+                    if verifier in verifiers:
+                        self.bind(verifier, drafter)
+
+    def bind(self, verifier: str, drafter: str) -> None:
+        """Adds a pair."""
+        self.of_verifier[verifier].add(drafter)
+        self.of_drafter[drafter].add(verifier)
+
+    def unbind(self, verifier: str, drafter: str) -> None:
+        """Takes a pair away."""
+        self.of_verifier[verifier].discard(drafter)
+        self.of_drafter[drafter].discard(verifier)
+
+    def since(self, verifier: str, drafter: str) -> float | None:
+        """Since when a pair is bound; None: only in this draft."""
+        return self._before.get((verifier, drafter))
+
+    def free(self) -> list[str]:
+        """Drafters that serve nobody and are not told to, by id."""
+        return sorted(each for each, serves in self.of_drafter.items() if not serves and each not in self.pins)
+
+    def bare(self) -> list[str]:
+        """Verifiers that nobody drafts for, by id."""
+        return sorted(each for each, served in self.of_verifier.items() if not served)
+
+    def actions(self) -> list[Action]:
+        """What leads from the situation to this draft."""
+        after = {(verifier, drafter) for verifier, served in self.of_verifier.items() for drafter in served}
+        return actions_between(self._before, after)
+
+
+def actions_between(before: Collection[Pair], after: Collection[Pair]) -> list[Action]:
+    """The changes from one assignment to another, in a stable order."""
+    gone: Iterable[Pair] = sorted(pair for pair in before if pair not in after)
+    new: Iterable[Pair] = sorted(pair for pair in after if pair not in before)
+    return [*(Unbind(*pair) for pair in gone), *(Bind(*pair) for pair in new)]

@@ -1,0 +1,211 @@
+"""Assigns drafters where they bring the most tokens per second.  Pure.
+
+    place     a free drafter goes where one more is worth the most
+    share     a verifier without any gets a share of the least busy drafter
+    improve   drafters move, are shared, or change places, where the gain is worth a change
+
+A change must promise `min_gain` of what the verifiers it touches have now, and takes nothing away that is younger than
+`min_dwell_s`: measurements are noisy, and a new drafter costs each request one opening.  What was placed in this very decision
+may still be changed freely, so that the fleet starts well.  Where the fleet is large only the most promising pairs are looked
+at exactly; a decision then costs O(verifiers + drafters + pairs), a few milliseconds for thousands.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from backend.coordinator.assignment import Decision, Situation
+from backend.coordinator.model import Array, Edge, FleetModel
+
+SMALL = 96
+"""With so many possible pairs at most, every change is looked at."""
+PROMISING = 4
+"""In a larger fleet, so many verifiers, drafters and pairs of each kind are."""
+ROUNDS, ROUNDS_AT_START = 4, 48
+"""Times that changes are looked for in one decision; the more where something was placed."""
+FREE_GAIN = 0.002
+"""What a change must promise that undoes nothing but this decision's own placing."""
+HARMLESS = -1e-4
+"""A pair that brings less than this share of its verifier's tokens is given up, if both ends have another."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """One possible step."""
+
+    remove: tuple[Edge, ...] = ()
+    add: tuple[Edge, ...] = ()
+
+
+@dataclass
+class _Search:
+    """One decision on its way."""
+
+    model: FleetModel
+    now: float
+    min_gain: float
+    min_dwell_s: float
+    placed: bool = False
+
+    def may_remove(self, edge: Edge) -> bool:
+        """Whether a pair is neither pinned nor too young."""
+        since = self.model.since.get(edge)
+        return edge[1] not in self.model.pinned and (since is None or self.now - since >= self.min_dwell_s)
+
+    def may_add(self, edge: Edge) -> bool:
+        """Whether a pair is possible and not there yet."""
+        return edge[1] not in self.model.pinned and edge[1] not in self.model.of_verifier[edge[0]]
+
+    def apply(self, change: Change) -> None:
+        """Makes a change."""
+        self.model.apply(change.remove, change.add)
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """See the module's text."""
+
+    min_gain: float = 0.05
+    min_dwell_s: float = 5.0
+    straggler_weight: float = 0.25
+    """Exponent of (mean TGS / a verifier's TGS): 0 looks at the fleet's tokens per second alone."""
+
+    def decide(self, situation: Situation) -> Decision:
+        """Places, shares, improves."""
+        model = FleetModel(situation, self.straggler_weight)
+        search = _Search(model, situation.now, self.min_gain, self.min_dwell_s)
+        before = model.total()
+        if situation.verifiers and situation.drafters:
+            _place(search)
+            _share(search)
+            _improve(search)
+        return Decision(model.actions(), before, model.total() if model.is_changed else before)
+
+
+def _place(search: _Search) -> None:
+    """Each free drafter, the fastest first, goes where one more is worth the most."""
+    model = search.model
+    free = [d for d, serves in enumerate(model.of_drafter) if not serves and d not in model.pinned]
+    if not free:
+        return
+    search.placed = True
+    free.sort(key=model.slowness)
+    needs = [(-model.gain((), ((v, free[0]),)), len(served), v) for v, served in enumerate(model.of_verifier)]
+    heapq.heapify(needs)
+    for d, after in pairwise((*free, free[-1])):
+        _, _, v = needs[0]
+        search.apply(Change(add=((v, d),)))
+        if after != d:
+            heapq.heapreplace(needs, (-model.gain((), ((v, after),)), len(model.of_verifier[v]), v))
+
+
+def _share(search: _Search) -> None:
+    """Each verifier without a drafter, the one with the most requests first, joins the least busy one."""
+    model = search.model
+    bare = sorted((v for v, served in enumerate(model.of_verifier) if not served), key=model.requests, reverse=True)
+    if not bare:
+        return
+    shared = [(model.work[d], d) for d in range(len(model.of_drafter)) if d not in model.pinned]
+    heapq.heapify(shared)
+    for v in bare:
+        if not shared:
+            return
+        search.placed = True
+        _, d = shared[0]
+        search.apply(Change(add=((v, d),)))
+        heapq.heapreplace(shared, (model.work[d], d))
+
+
+def _improve(search: _Search) -> None:
+    """Looks for changes until none is worth it; in one round, those that have nothing to do with each other are all made."""
+    for _ in range(ROUNDS_AT_START if search.placed else ROUNDS):
+        found = sorted(
+            ((gain, change) for change in _candidates(search) if (gain := _worth(search, change)) is not None),
+            key=lambda each: -each[0],
+        )
+        if not found:
+            return
+        touched: set[int] = set()
+        for _, change in found:
+            drafters = {d for v, _ in (*change.remove, *change.add) for d in search.model.of_verifier[v]}
+            drafters.update(d for _, d in change.add)
+            if not drafters & touched:
+                search.apply(change)
+                touched |= drafters
+
+
+def _worth(search: _Search, change: Change) -> float | None:
+    """The gain of a change that pays; None of any other."""
+    gain = search.model.gain(change.remove, change.add)
+    present = sum(search.model.weighted(v) for v in {v for v, _ in (*change.remove, *change.add)})
+    if not change.add:
+        return gain if gain > HARMLESS * present else None
+    is_free = bool(change.remove) and not any(edge in search.model.since for edge in change.remove)
+    return gain if gain > (FREE_GAIN if is_free else search.min_gain) * present else None
+
+
+def _candidates(search: _Search) -> Iterator[Change]:
+    """Changes that keep everybody served and every drafter used."""
+    model = search.model
+    v, d = model.edges()
+    if not len(v):
+        return
+    takers, pairs, idle, slow = _where_to_look(search, v, d)
+    for edge in pairs:
+        yield from _changes_of(search, edge, takers, idle)
+    for a in takers:
+        yield from (Change(add=((a, other),)) for other in idle if search.may_add((a, other)))
+    yield from _exchanges(search, slow, pairs)
+
+
+def _where_to_look(search: _Search, v: Array, d: Array) -> tuple[list[int], list[Edge], list[int], list[Edge]]:
+    """Verifiers that gain most, pairs that lose least, drafters with the least work, pairs to exchange."""
+    model = search.model
+    count = len(model.of_verifier), len(model.of_drafter)
+    if count[0] * count[1] <= SMALL:
+        every = [edge for edge in zip(v.tolist(), d.tolist(), strict=True) if search.may_remove(edge)]
+        return list(range(count[0])), every, list(range(count[1])), every
+    gains, losses, present = model.gains_and_losses(v, d)
+    work = np.array(model.work)
+    # Half of what is asked of a change, as these are estimates: in a steady state little or nothing is left to look at.
+    takers = [a for a in _best(-gains, PROMISING) if gains[a] > 0.5 * search.min_gain * present[a]]
+    wanted = _best(losses, 4 * PROMISING) if takers else []
+    crowded = [i for i in _best(-work[d], 2 * PROMISING) if len(model.of_drafter[d[i]]) > 1]
+    edges = [(int(v[i]), int(d[i])) for i in dict.fromkeys((*wanted, *crowded))]
+    pairs = [edge for edge in edges if search.may_remove(edge)][: 3 * PROMISING]
+    slow = [(a, max(model.of_verifier[a], key=model.slowness)) for a in takers if model.of_verifier[a]]
+    return takers, pairs, _best(work, PROMISING), [edge for edge in slow if search.may_remove(edge)]
+
+
+def _changes_of(search: _Search, edge: Edge, takers: list[int], idle: list[int]) -> Iterator[Change]:
+    """What can be done with one pair: its drafter moves, its verifier moves, it ends."""
+    model, (v, d) = search.model, edge
+    if len(model.of_verifier[v]) > 1:
+        yield from (Change((edge,), ((a, d),)) for a in takers if search.may_add((a, d)))
+    if len(model.of_drafter[d]) > 1:
+        yield from (Change((edge,), ((v, other),)) for other in idle if search.may_add((v, other)))
+        if len(model.of_verifier[v]) > 1:
+            yield Change((edge,))
+
+
+def _exchanges(search: _Search, slow: list[Edge], pairs: list[Edge]) -> Iterator[Change]:
+    """Two verifiers exchange drafters; pointless where these are alike."""
+    model = search.model
+    for edge in slow:
+        for other in pairs:
+            new = (edge[0], other[1]), (other[0], edge[1])
+            faster = model.slowness(other[1]) < model.slowness(edge[1])
+            if faster and all(search.may_add(each) for each in new):
+                yield Change((edge, other), new)
+
+
+def _best(values: Array, count: int) -> list[int]:
+    """Places of the smallest values, smallest first."""
+    chosen = np.argpartition(values, count)[:count] if len(values) > count else np.arange(len(values))
+    places: list[int] = chosen[np.argsort(values[chosen], kind="stable")].tolist()
+    return places
