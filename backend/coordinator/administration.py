@@ -112,7 +112,8 @@ class Administration:
             _check_others_serve(fleet, [command.member])
         after_s = 0.0 if command.migrate else command.deadline_s
         effects = [] if view.drain is not None else [f"{command.member} takes no new work"]
-        if view.member.kind == "verifier" and after_s is not None:
+        moving = view.drain is not None and view.drain.migrate
+        if view.member.kind == "verifier" and after_s is not None and not moving:
             effects.append(f"its requests are moved {'now' if not after_s else f'after {after_s:g} s'}")
         if not command.dry_run and effects:
             self._policy.drain(command.member, now, after_s)
