@@ -7,7 +7,7 @@ ARGS ?=
 MAKEFLAGS += --no-print-directory
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev serve status test lint bench format clean
+.PHONY: help setup setup-dev serve status test campaign lint bench format clean
 
 help: ## list these tasks
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|' 2>/dev/null \
@@ -27,6 +27,9 @@ status: setup ## show the running fleet
 
 test: setup-dev ## run all tests
 	@$(BIN)/python -m pytest $(ARGS)
+
+campaign: setup-dev ## run the long campaigns that `make test` leaves out
+	@$(BIN)/python -m pytest -m campaign tests/campaign $(ARGS)
 
 lint: setup-dev ## ruff, mypy and the import contracts
 	@$(BIN)/ruff check .
