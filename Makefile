@@ -7,7 +7,7 @@ ARGS ?=
 MAKEFLAGS += --no-print-directory
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev serve status test campaign lint bench format clean
+.PHONY: help setup setup-dev setup-load serve status test campaign lint bench load format clean
 
 help: ## list these tasks
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|' 2>/dev/null \
@@ -18,6 +18,9 @@ setup: ## install into .venv (does nothing when up to date)
 
 setup-dev:
 	@$(PYTHON) scripts/setup.py --dev
+
+setup-load:
+	@$(PYTHON) scripts/setup.py --load
 
 serve: setup ## start a fleet with the built-in demo model and its gateway
 	@exec $(BIN)/outrider serve $(ARGS)
@@ -39,6 +42,9 @@ lint: setup-dev ## ruff, mypy and the import contracts
 
 bench: setup-dev ## measure every mode on this machine (ARGS=--quick: under ten minutes)
 	@exec $(BIN)/outrider bench $(ARGS)
+
+load: setup-load ## load a fleet and judge what its clients see (ARGS="--scenario mixed --users 8")
+	@exec $(BIN)/python -m loadtest $(ARGS)
 
 format: setup-dev ## format the code
 	@$(BIN)/ruff check --fix --quiet . ; $(BIN)/ruff format .

@@ -55,10 +55,22 @@ class VerifierStats(msgspec.Struct):
     steps: int = 0
     verify_s: float = 0.0
     """Target forward and sampling, summed over steps."""
+    decode_steps: int = 0
+    """Steps without prefill; the two below belong to them."""
+    decode_s: float = 0.0
+    """Whole steps, bookkeeping and sending included."""
+    decode_requests: int = 0
+    """Requests in them, summed over steps."""
+    prefill_tokens: int = 0
+    """Tokens computed beyond one per request and its drafts: prompts, and what moved requests bring along."""
+    prefill_s: float = 0.0
+    """Steps with prefill."""
     prompt_tokens: int = 0
     tokens: int = 0
     """Tokens emitted."""
     verifications: int = 0
+    resumed: int = 0
+    """Requests that came with tokens emitted elsewhere."""
     requests_finished: dict[str, int] = msgspec.field(default_factory=dict)
     """By vLLM's finish reason: `stop`, `length`, `abort`, `error`, ..."""
     preemptions: int = 0
@@ -79,6 +91,9 @@ class VerifierStats(msgspec.Struct):
     """Outcomes drafted ahead of time per request."""
     plan_changes: int = 0
     """Times mode `auto` has changed its mind."""
+    records_written: dict[str, int] = msgspec.field(default_factory=dict)
+    """Rows by kind; empty where nothing is recorded."""
+    records_dropped: dict[str, int] = msgspec.field(default_factory=dict)
     plain_step_s: float = 0.0
     """What a step over the running requests takes without drafts, by the verifier's own measurements; 0: not known."""
     drafted_step_s: float = 0.0

@@ -21,7 +21,10 @@ from typing import Literal
 
 import msgspec
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
+
+HELLO_FIRST = "hello first"
+"""The reason of a refusal that greeting again, and opening all requests again, will cure."""
 
 FeatureDtype = Literal["float32", "bfloat16", "float16"]
 Role = Literal["features", "drafts"]
@@ -159,8 +162,17 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
     reason: str
 
 
+class Unknown(msgspec.Struct, frozen=True, tag="unknown"):
+    """Answer on the `features` socket to commits about requests the drafter does not hold: it wants them opened again.
+
+    Their `Open` was lost, or they were silent for longer than the drafter remembers.
+    """
+
+    request_ids: list[str]
+
+
 ToDrafter = Hello | Round | Next
-ToVerifier = Welcome | Drafts | Ahead | Refused
+ToVerifier = Welcome | Drafts | Ahead | Refused | Unknown
 
 _encoder = msgspec.msgpack.Encoder()
 _to_drafter: msgspec.msgpack.Decoder[ToDrafter] = msgspec.msgpack.Decoder(ToDrafter)

@@ -8,9 +8,10 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from backend.config.sources import ConfigError
+from backend.config.sources import ConfigError, Loaded, load
 from backend.coordinator.commands import Add, AnyCommand, Assign, Drain, Refused, Remove, Restart, Resume, SwapDrafter
 
 if TYPE_CHECKING:
@@ -40,6 +41,21 @@ class AdministrationError(Exception):
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message)
+
+
+def main(
+    name: str, arguments: Sequence[str], found_fleet: Callable[[Loaded, str | None], AbstractContextManager[CoordinatorHandle]]
+) -> None:
+    """One command, on the fleet that `found_fleet` connects to.  Raises `AdministrationError` and `ConfigError`."""
+    command, given, rest = parse(name, arguments)
+    loaded = load(rest, f"outrider {name}")
+    from backend.coordinator import CoordinatorUnavailable
+
+    with found_fleet(loaded, given.fleet) as coordinator:
+        try:
+            run(coordinator, command, not getattr(given, "no_wait", True), print)
+        except CoordinatorUnavailable as error:
+            raise AdministrationError(f"{error}; `outrider status` shows what became of it") from error
 
 
 def parse(name: str, arguments: Sequence[str]) -> tuple[AnyCommand, argparse.Namespace, list[str]]:

@@ -10,6 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from gateway.balancing import Balancer
 from gateway.errors import translate
 from gateway.middleware import Admission, Envelope
 from gateway.routes import admin, generate, models, operations
@@ -21,11 +22,14 @@ def build_app(gateway: Gateway) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        balancer = Balancer(gateway.client.core, gateway.settings)
         gateway.client.start()
+        balancer.start()
         await gateway.services.models.init_static_loras()
         try:
             yield
         finally:
+            balancer.stop()
             gateway.client.shutdown()
 
     app = FastAPI(title="Outrider", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)

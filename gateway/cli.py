@@ -1,4 +1,4 @@
-"""The command line: `outrider serve | gateway | status | check-config | bench | train-demo`, and the administrator's commands.
+"""The command line: `outrider serve | gateway | status | ...`, see `USAGE`.
 
 `serve` is the launcher and the gateway in one process: it starts the fleet (Ray actors), imports vLLM while the engines load,
 serves HTTP from this process's main thread, and ends everything it started.  The heavy imports are inside the commands, so that
@@ -39,6 +39,8 @@ commands:
   gateway       start a further gateway for a running fleet
   status        show a running fleet
   check-config  show the settings in force and where each came from
+  records       sum up, join or export what verifiers wrote down
+  report        draw a recorded period, or a rollout, as one HTML page
   bench         measure every mode on this machine (it has options of its own)
   train-demo    train the built-in demo models again
 
@@ -65,6 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "gateway": gateway,
         "status": status,
         "check-config": check_config,
+        "records": records,
+        "report": report,
         "bench": bench,
         "train-demo": train_demo,
         **{name: partial(administration, name) for name in administer.SUMMARIES},
@@ -177,17 +181,11 @@ def status(arguments: list[str]) -> int:
 
 def administration(name: str, arguments: list[str]) -> int:
     """Changes a running fleet."""
-    command, given, rest = administer.parse(name, arguments)
-    loaded = sources.load(rest, f"outrider {name}")
-    from backend.coordinator import CoordinatorUnavailable
-
-    with _signals(), _found_fleet(loaded, given.fleet) as coordinator:
+    with _signals():
         try:
-            administer.run(coordinator, command, not getattr(given, "no_wait", True), print)
+            administer.main(name, arguments, _found_fleet)
         except administer.AdministrationError as error:
             return _fail(str(error), FAILED)
-        except CoordinatorUnavailable as error:
-            return _fail(f"{error}; `outrider status` shows what became of it", FAILED)
     return OK
 
 
@@ -201,6 +199,28 @@ def check_config(arguments: list[str]) -> int:
         check_without_download(loaded.settings, lambda line: print(line, file=sys.stderr))
     except ModelError as error:
         raise ConfigError(str(error)) from error
+    return OK
+
+
+def records(arguments: list[str]) -> int:
+    """Reads records; the command has its own options."""
+    from backend.records.main import RecordsError, main
+
+    try:
+        main(arguments, print, lambda line: print(f"outrider: {line}", file=sys.stderr))
+    except RecordsError as error:
+        return _fail(str(error), FAILED)
+    return OK
+
+
+def report(arguments: list[str]) -> int:
+    """Draws records or a rollout; the command has its own options."""
+    from backend.records.report import RecordsError, main
+
+    try:
+        main(arguments, present.Progress().say)
+    except RecordsError as error:
+        return _fail(str(error), FAILED)
     return OK
 
 

@@ -132,17 +132,12 @@ class FleetCore(EngineCoreClient):
                     logger.warning("the fleet directory does not answer: %s", type(error).__name__)
                 failing = True
             else:
-                verifiers = [view for view in self.snapshot.members if view.member.kind == "verifier"]
-                self._apply([view.member for view in verifiers])
-                self._empty([view.member.id for view in verifiers if view.drain is not None and view.drain.migrate])
+                self._apply([view.member for view in self.snapshot.members if view.member.kind == "verifier"])
+                for view in self.snapshot.members:
+                    # What nobody else takes stays, and is tried again.
+                    if view.drain is not None and view.drain.migrate:
+                        self.migrate(self.requests_at(view.member.id), None, "drain")
             await asyncio.sleep(POLL_INTERVAL_S)
-
-    def _empty(self, verifier_ids: Iterable[str]) -> None:
-        """Moves what still runs at these draining verifiers; what nobody else takes stays, and is tried again."""
-        for link in [self.links[each] for each in verifier_ids if each in self.links]:
-            records = self._sequences.at(link)
-            if records:
-                self.migrate([record.request.request_id for record in records], None, "drain")
 
     def _apply(self, members: Iterable[Member]) -> None:
         """Connects to new verifiers, drops lost ones.  One missing from the directory keeps its link while it answers:

@@ -38,6 +38,9 @@ _VERIFIER_COUNTERS = {
     "outrider_verifier_verifications_total": "verifications",
     "outrider_verifier_prompt_tokens_total": "prompt_tokens",
     "outrider_verifier_tokens_total": "tokens",
+    "outrider_verifier_prefill_tokens_total": "prefill_tokens",
+    "outrider_verifier_prefill_seconds_total": "prefill_s",
+    "outrider_verifier_resumed_total": "resumed",
     "outrider_verifier_preemptions_total": "preemptions",
     "outrider_verifier_plan_changes_total": "plan_changes",
 }
@@ -53,6 +56,8 @@ _VERIFIER_GAUGES = {
 _LABELLED_COUNTERS = {
     "outrider_verifier_idle_seconds_total": "idle_s",
     "outrider_verifier_requests_finished_total": "requests_finished",
+    "outrider_records_written_total": "records_written",
+    "outrider_records_dropped_total": "records_dropped",
 }
 _FLEET_TOTALS = {
     "vllm:spec_decode_num_drafts_total": "drafts",

@@ -101,9 +101,22 @@ DEFINITIONS: dict[str, Definition] = {
     "outrider_verifier_steps_total": Definition("counter", _VERIFIER, "engine steps"),
     "outrider_verifier_verifications_total": Definition("counter", _VERIFIER, "sequences verified, summed over steps"),
     "outrider_verifier_prompt_tokens_total": Definition("counter", _VERIFIER, "prompt tokens of sequences that began decoding"),
+    "outrider_verifier_prefill_tokens_total": Definition(
+        "counter", _VERIFIER, "tokens of prompts, and of what moved sequences bring along, that were computed"
+    ),
+    "outrider_verifier_prefill_seconds_total": Definition("counter", _VERIFIER, "time in steps with prefill"),
+    "outrider_verifier_resumed_total": Definition(
+        "counter", _VERIFIER, "sequences that went on here with tokens emitted elsewhere"
+    ),
     "outrider_verifier_tokens_total": Definition("counter", _VERIFIER, "tokens emitted"),
     "outrider_verifier_requests_finished_total": Definition(
         "counter", (*_VERIFIER, "reason"), "sequences finished, by vLLM's finish reason"
+    ),
+    "outrider_records_written_total": Definition(
+        "counter", (*_VERIFIER, "kind"), "rows of records written to disk: `step`, `verification`, `request`, `decision`"
+    ),
+    "outrider_records_dropped_total": Definition(
+        "counter", (*_VERIFIER, "kind"), "rows of records lost: the queue was full, or the disk took no more"
     ),
     "outrider_verifier_preemptions_total": Definition("counter", _VERIFIER, "sequences preempted for KV cache space"),
     "outrider_verifier_running": Definition("gauge", _VERIFIER, "sequences in the batch"),

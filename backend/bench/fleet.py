@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from backend.bench.children import ENVIRONMENT, Child, close_all
-from backend.bench.load import Load, run_load
+from backend.bench.load import Load, run_load, run_phases
 from backend.bench.measure import Snapshot, drafting_between
 from backend.bench.plan import Configuration, CoreSplit
 from backend.fleet import DrafterRef, DrafterStats
@@ -83,25 +83,32 @@ class TargetFleet:
         close_all(self._children)
         self._children.clear()
 
-    def warm_up(self, configuration: Configuration, prompts: Sequence[list[int]], tokens: int) -> None:
-        """Runs once what will be measured, and takes the first readings."""
+    def warm_up(
+        self, configuration: Configuration, prompts: Sequence[list[int]], tokens: int, concurrencies: Sequence[int]
+    ) -> None:
+        """Runs every load that will be measured, and takes the first readings."""
         verifier = self._verifiers[configuration]
         before = verifier.client.fresh_stats()
-        for each in (prompts[:1], prompts):
-            run_load(verifier.client, each, tokens, 0.0, len(each))
+        for concurrency in concurrencies:
+            run_load(verifier.client, prompts[:concurrency], tokens, 0.0, concurrency)
         verifier.last = self._read(configuration)
         drafts = drafting_between(before, verifier.last.verifier).drafts
         if configuration.mode != "off" and not drafts:
             self._say(f"warning: {configuration.label} drafted nothing while warming up")
 
     def measure(
-        self, configuration: Configuration, prompts: Sequence[list[int]], tokens: int, temperature: float, concurrency: int
+        self,
+        configuration: Configuration,
+        prompts: Sequence[Sequence[list[int]]],
+        tokens: int,
+        temperature: float,
+        concurrencies: Sequence[int],
     ) -> tuple[Load, Snapshot, Snapshot]:
-        """One closed loop, and the counters before and after."""
+        """Closed loops one after the other, and the counters before and after."""
         verifier = self._verifiers[configuration]
         # Nothing was asked of it since, and every turn ends with a reading of the drafter too.
         before = replace(verifier.last, drafter=self._drafter_last) if verifier.last else self._read(configuration)
-        load = run_load(verifier.client, prompts, tokens, temperature, concurrency)
+        load = run_phases(verifier.client, prompts, tokens, temperature, concurrencies)
         verifier.last = self._read(configuration)
         return load, before, verifier.last
 

@@ -45,6 +45,14 @@ def run_load(client: EngineClient, prompts: Sequence[list[int]], tokens: int, te
     return Load(max(answer.last_at for answer in answers) - began, answers)
 
 
+def run_phases(
+    client: EngineClient, prompts: Sequence[Sequence[list[int]]], tokens: int, temperature: float, concurrencies: Sequence[int]
+) -> Load:
+    """Closed loops one after the other, each with its own prompts; one ends before the next begins."""
+    loads = [run_load(client, each, tokens, temperature, n) for each, n in zip(prompts, concurrencies, strict=True)]
+    return Load(sum(load.wall_s for load in loads), [answer for load in loads for answer in load.answers])
+
+
 def wait_for_one(client: EngineClient, request_ids: Collection[str]) -> None:
     """Returns when one of the requests has ended."""
     client.run_until(lambda: any(client.answers[i].finish_reason is not None for i in request_ids), TIMEOUT_S)

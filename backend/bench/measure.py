@@ -86,6 +86,8 @@ class Row(msgspec.Struct, frozen=True):
     concurrency: int
     temperature: float
     domain: str
+    ramp_from: int
+    """The load went from here to `concurrency` and back; 0: it was steady."""
     cores: int
     rounds: int
     tokens_per_s: float
@@ -109,7 +111,7 @@ class Row(msgspec.Struct, frozen=True):
     @property
     def point(self) -> Point:
         """What was asked."""
-        return Point(self.domain, self.concurrency, self.temperature)
+        return Point(self.domain, self.concurrency, self.temperature, self.ramp_from)
 
     @property
     def label(self) -> str:
@@ -187,6 +189,7 @@ def row(target: str, configuration: Configuration, point: Point, samples: Sequen
         concurrency=point.concurrency,
         temperature=point.temperature,
         domain=point.domain,
+        ramp_from=point.ramp_from,
         cores=len(configuration.cores),
         rounds=len(samples),
         idle={cause: statistics.median(s.idle.get(cause, 0.0) for s in samples) for cause in causes},

@@ -38,6 +38,8 @@ class Options:
     rounds: int
     requests: int
     """Requests of one measurement at least; never fewer than are in flight."""
+    ramp: bool
+    """Also a load that goes from the smallest concurrency to the greatest and back."""
     full: bool
     micro: bool
     model: str | None
@@ -70,6 +72,7 @@ def parse(arguments: Sequence[str]) -> Options:
         prompt_tokens=given.prompt_tokens,
         rounds=given.rounds or 3,
         requests=given.requests or (2 if quick else 4),
+        ramp=given.ramp,
         full=given.full,
         micro=given.micro,
         model=given.model,
@@ -87,6 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     say = parser.add_argument
     say("--output", type=Path, metavar="DIR", help="where to write (default: benchmarks/results/DATE-COMMIT)")
     say("--quick", action="store_true", help="one target and fewer points: under ten minutes on two cores")
+    say("--ramp", action="store_true", help="also a load that goes from the smallest concurrency to the greatest and back")
     say("--full", action="store_true", help="every domain at every concurrency and temperature")
     say("--micro", action="store_true", help="measure the drafter, the codec and the transport alone instead")
     say("--targets", type=_names(TARGETS), metavar="LIST", help=f"of {', '.join(TARGETS)} (default: all)")

@@ -61,11 +61,19 @@ class Point:
     domain: str
     concurrency: int
     temperature: float
+    ramp_from: int = 0
+    """Of a load that goes from this concurrency to `concurrency` and back; 0: steady."""
 
     @property
     def name(self) -> str:
         """For people."""
-        return f"{self.domain} c{self.concurrency} t{self.temperature:g}"
+        load = f"{self.ramp_from}-{self.concurrency}-{self.ramp_from}" if self.ramp_from else f"{self.concurrency}"
+        return f"{self.domain} c{load} t{self.temperature:g}"
+
+    @property
+    def phases(self) -> tuple[int, ...]:
+        """Concurrencies, one after the other."""
+        return (self.ramp_from, self.concurrency, self.ramp_from) if self.ramp_from else (self.concurrency,)
 
 
 @dataclass(frozen=True)
@@ -108,6 +116,8 @@ def points(options: Options) -> list[Point]:
     for place, domain in enumerate(options.domains):
         sweep = options.concurrency if options.full or place == 0 else options.concurrency[:1]
         found += [Point(domain, c, t) for c in sweep for t in options.temperatures]
+        if options.ramp and place == 0:
+            found += [Point(domain, max(sweep), t, ramp_from=min(sweep)) for t in options.temperatures]
     return found
 
 

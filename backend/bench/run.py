@@ -22,7 +22,7 @@ from backend.bench.widen import PRESETS, widen_pair
 from backend.config import Settings
 from backend.models import ResolvedModels, Say, read_json, resolve
 
-WARM_UP_TOKENS = 16
+WARM_UP_TOKENS = 64
 SPARE_POSITIONS = 64
 """Room behind the longest answer, for drafts that reach past its end."""
 
@@ -96,7 +96,7 @@ def _measure_target(target: str, bench: Bench, options: Options, results: Result
         say(f"{target}: warming up")
         for configuration in configured:
             first = [prompts.make(options.domains[0], f"warm/{i}") for i in range(bench.most)]
-            fleet.warm_up(configuration, first, WARM_UP_TOKENS)
+            fleet.warm_up(configuration, first, min(WARM_UP_TOKENS, options.tokens), options.concurrency)
         began = time.monotonic()
         for number, cell in enumerate(schedule, 1):
             measured = _measure_cell(target, fleet, cell, _prompts_of(cell, prompts, options), options.tokens, results, bench)
@@ -108,23 +108,26 @@ def _measure_cell(
     target: str,
     fleet: TargetFleet,
     cell: Cell,
-    prompts: Sequence[list[int]],
+    prompts: Sequence[Sequence[list[int]]],
     tokens: int,
     results: Results,
     bench: Bench,
 ) -> Sample:
     configuration, point = cell.configuration, cell.point
-    load, before, after = fleet.measure(configuration, prompts, tokens, point.temperature, point.concurrency)
+    load, before, after = fleet.measure(configuration, prompts, tokens, point.temperature, point.phases)
     measured = sample(cell.round, configuration, load, before, after, len(bench.split.drafter))
     results.samples.setdefault((target, configuration, point), []).append(measured)
     results.greedy.add(target, configuration, point, cell.round, [answer.tokens for answer in load.answers])
     return measured
 
 
-def _prompts_of(cell: Cell, prompts: Prompts, options: Options) -> list[list[int]]:
-    """The same for all configurations, others in every round and at every point."""
-    wanted = max(options.requests, cell.point.concurrency)
-    return [prompts.make(cell.point.domain, f"{cell.round}/{cell.point.name}/{i}") for i in range(wanted)]
+def _prompts_of(cell: Cell, prompts: Prompts, options: Options) -> list[list[list[int]]]:
+    """By phase.  The same for all configurations, others in every round and at every point."""
+    place = f"{cell.round}/{cell.point.name}"
+    return [
+        [prompts.make(cell.point.domain, f"{place}/{phase}/{i}") for i in range(max(options.requests, concurrency))]
+        for phase, concurrency in enumerate(cell.point.phases)
+    ]
 
 
 def _progress(target: str, cell: Cell, measured: Sample, place: str, left_s: float) -> str:

@@ -9,6 +9,7 @@ counts are set before anything that reads them is imported.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 import threading
@@ -25,6 +26,7 @@ FRESH_POLL_S = 0.01
 
 def main() -> None:
     """Runs the role the first argument describes."""
+    logging.basicConfig(level="INFO")
     job: Job = json.loads(sys.argv[1])
     roles: dict[str, Callable[[Job], None]] = {"verifier": _verifier, "drafter": _drafter, "echo": _echo, "micro": _micro}
     os.sched_setaffinity(0, job["cores"])

@@ -6,9 +6,10 @@ Every key is a command-line flag, an environment variable and a YAML key: `verif
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from backend.routing import Affinity, Policy
 
@@ -44,6 +45,11 @@ class GatewaySettings(Section):
     poison_after: int = Field(
         2, ge=1, description="a request under which so many verifiers were lost is refused instead of tried again"
     )
+    balance_interval_s: float = Field(
+        2.0, ge=0, description="seconds between two looks at which requests to move to a faster verifier; 0: none are moved"
+    )
+    balance_moves: int = Field(4, ge=1, description="requests moved at one look at most")
+    balance_dwell_s: float = Field(10.0, ge=0, description="seconds that a request stays where it is before it may be moved")
     tool_call_parser: str | None = Field(None, description="vLLM's tool call parser for this model; none: tools are refused")
     chat_template: str | None = Field(None, description="chat template file or text; default: the model's own")
     routing: Policy = Field(
@@ -75,6 +81,11 @@ class VerifierSettings(Section):
         250.0, gt=0, description="longest wait for drafts, whatever the measured round trip suggests"
     )
     ahead_outcomes: int = Field(8, ge=1, le=64, description="mode ahead: outcomes drafted per request and step")
+    fallback: bool = Field(
+        True,
+        description="remote modes: draft by prompt lookup on the verifier where no remote draft comes in time, "
+        "or where a request repeats itself so much that it does better",
+    )
     gateway_lease_s: float = Field(10.0, gt=0, description="requests of a gateway silent for so long are aborted")
     engine_args: dict[str, Any] = Field(default_factory=dict, description="further vLLM engine arguments, by their names")
 
@@ -127,11 +138,31 @@ class TransportSettings(Section):
     host: str | None = Field(None, description="address tcp sockets bind to; default: the node's own Ray address")
 
 
+class RecordsSettings(Section):
+    """What verifiers write down while they serve."""
+
+    dir: str | None = Field(
+        None, description="directory for records of steps, verifications, requests and decisions (parquet); default: none"
+    )
+    max_mib: int = Field(1024, ge=1, description="MiB of records kept per verifier; the oldest files are deleted")
+    rotate_s: float = Field(30.0, gt=0, description="a file is written after so many seconds at the latest")
+    rotate_rows: int = Field(200_000, ge=1, description="or once there are so many rows for it")
+    rotate_mib: int = Field(16, ge=1, description="or so many MiB, before compression")
+    queue_rows: int = Field(200_000, ge=1, description="rows that wait for the writer at most; more are dropped and counted")
+
+    @field_validator("dir")
+    @classmethod
+    def _absolute(cls, value: str | None) -> str | None:
+        """Verifiers run in directories of their own."""
+        return str(Path(value).expanduser().absolute()) if value else None
+
+
 class RaySettings(Section):
     """The control plane."""
 
     address: str | None = Field(None, description="a running Ray cluster; default: a local one, started and stopped with us")
     namespace: str = Field("outrider", description="Ray namespace: two fleets on one cluster need two")
+    wait_s: float = Field(0.0, ge=0, description="seconds to wait until a joined cluster has the room that the fleet needs")
 
 
 class Settings(Section):
@@ -157,4 +188,5 @@ class Settings(Section):
     drafting: DraftingSettings = Field(default_factory=DraftingSettings)
     coordinator: CoordinatorSettings = Field(default_factory=CoordinatorSettings)
     transport: TransportSettings = Field(default_factory=TransportSettings)
+    records: RecordsSettings = Field(default_factory=RecordsSettings)
     ray: RaySettings = Field(default_factory=RaySettings)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import cycle
 
 import numpy as np
 
@@ -30,6 +30,8 @@ ROUNDS, ROUNDS_AT_START = 4, 48
 """Times that changes are looked for in one decision; the more where something was placed."""
 FREE_GAIN = 0.002
 """What a change must promise that undoes nothing but this decision's own placing."""
+MOST_AT_ONCE = 32
+"""Drafters more for one verifier that are looked at when free ones are placed."""
 HARMLESS = -1e-4
 """A pair that brings less than this share of its verifier's tokens is given up, if both ends have another."""
 
@@ -88,37 +90,63 @@ class Goodput:
 
 
 def _place(search: _Search) -> None:
-    """Each free drafter, the fastest first, goes where one more is worth the most."""
+    """Free drafters, the fastest first, go where one more is worth the most.
+
+    One more may be worth nothing where two more are worth much: a verifier's worth over the number of its drafters is replaced
+    by its concave envelope, the best that any number of further drafters gives per drafter.
+    """
     model = search.model
     free = [d for d, serves in enumerate(model.of_drafter) if not serves and d not in model.pinned]
     if not free:
         return
     search.placed = True
     free.sort(key=model.slowness)
-    needs = [(-model.gain((), ((v, free[0]),)), len(served), v) for v, served in enumerate(model.of_verifier)]
-    heapq.heapify(needs)
-    for d, after in pairwise((*free, free[-1])):
-        _, _, v = needs[0]
-        search.apply(Change(add=((v, d),)))
-        if after != d:
-            heapq.heapreplace(needs, (-model.gain((), ((v, after),)), len(model.of_verifier[v]), v))
+    slopes = _envelope(model.by_count(min(len(free), MOST_AT_ONCE)))
+    order = np.argsort(-slopes, axis=None, kind="stable")[: len(free)]
+    # With more drafters than anybody was looked at for, the rest goes round.
+    takers = [v for v, _ in zip(cycle((order // slopes.shape[1]).tolist()), free, strict=False)]
+    # A verifier waits for the slowest of its drafters.  The fast ones may be best where they are worth the most one by one, or
+    # together, so that a slow one keeps none of them waiting.
+    first = {v: rank for rank, v in reversed(list(enumerate(takers)))}
+    layouts = [list(zip(each, free, strict=True)) for each in (takers, sorted(takers, key=lambda v: first[v]))]
+    worth = []
+    for layout in layouts:
+        model.apply((), layout)
+        worth.append(model.total())
+        model.apply(layout, ())
+    model.apply((), layouts[0] if worth[0] >= worth[1] else layouts[1])
+
+
+def _envelope(worth: Array) -> Array:
+    """Slopes of the least concave functions above each row; they never grow along a row."""
+    slopes = np.diff(worth, axis=1)
+    for row in slopes:
+        runs: list[tuple[float, int]] = []
+        for slope in row.tolist():
+            total, count = slope, 1
+            while runs and runs[-1][0] < total / count * runs[-1][1]:
+                more = runs.pop()
+                total, count = total + more[0], count + more[1]
+            runs.append((total, count))
+        row[:] = [total / count for total, count in runs for _ in range(count)]
+    return slopes
 
 
 def _share(search: _Search) -> None:
-    """Each verifier without a drafter, the one with the most requests first, joins the least busy one."""
+    """Each verifier without a drafter, the one with the most requests first, joins the least busy one where that helps."""
     model = search.model
     bare = sorted((v for v, served in enumerate(model.of_verifier) if not served), key=model.requests, reverse=True)
-    if not bare:
-        return
-    shared = [(model.work[d], d) for d in range(len(model.of_drafter)) if d not in model.pinned]
+    shared = [(model.work[d], d) for d in range(len(model.of_drafter)) if bare and d not in model.pinned]
     heapq.heapify(shared)
     for v in bare:
         if not shared:
             return
-        search.placed = True
         _, d = shared[0]
-        search.apply(Change(add=((v, d),)))
-        heapq.heapreplace(shared, (model.work[d], d))
+        change = Change(add=((v, d),))
+        if _worth(search, change) is not None:
+            search.placed = True
+            search.apply(change)
+            heapq.heapreplace(shared, (model.work[d], d))
 
 
 def _improve(search: _Search) -> None:
@@ -143,7 +171,7 @@ def _worth(search: _Search, change: Change) -> float | None:
     """The gain of a change that pays; None of any other."""
     gain = search.model.gain(change.remove, change.add)
     present = sum(search.model.weighted(v) for v in {v for v, _ in (*change.remove, *change.add)})
-    if not change.add:
+    if not change.add and all(len(search.model.of_verifier[v]) > 1 for v, _ in change.remove):
         return gain if gain > HARMLESS * present else None
     is_free = bool(change.remove) and not any(edge in search.model.since for edge in change.remove)
     return gain if gain > (FREE_GAIN if is_free else search.min_gain) * present else None
@@ -187,10 +215,21 @@ def _changes_of(search: _Search, edge: Edge, takers: list[int], idle: list[int])
     model, (v, d) = search.model, edge
     if len(model.of_verifier[v]) > 1:
         yield from (Change((edge,), ((a, d),)) for a in takers if search.may_add((a, d)))
+        yield from _moves_of_the_slow(search, edge, takers)
     if len(model.of_drafter[d]) > 1:
         yield from (Change((edge,), ((v, other),)) for other in idle if search.may_add((v, other)))
-        if len(model.of_verifier[v]) > 1:
-            yield Change((edge,))
+        yield Change((edge,))
+
+
+def _moves_of_the_slow(search: _Search, edge: Edge, takers: list[int]) -> Iterator[Change]:
+    """A drafter moves with all that are as slow: as long as one stays, its verifier has gained nothing."""
+    model, (v, d) = search.model, edge
+    limit = model.slowness(d)
+    slow = [other for other in model.of_verifier[v] if model.slowness(other) >= limit]
+    if 1 < len(slow) < len(model.of_verifier[v]) and all(search.may_remove((v, other)) for other in slow):
+        for a in takers:
+            if all(search.may_add((a, other)) for other in slow):
+                yield Change(tuple((v, other) for other in slow), tuple((a, other) for other in slow))
 
 
 def _exchanges(search: _Search, slow: list[Edge], pairs: list[Edge]) -> Iterator[Change]:

@@ -11,6 +11,8 @@ import math
 
 from backend.coordinator.assignment import Bindings, Decision, Situation
 
+ROUNDING = 1e-6
+
 
 class LeastDrafters:
     """See the module's text."""
@@ -46,7 +48,8 @@ def _even_out_verifiers(draft: Bindings, load: dict[str, float]) -> None:
     while True:
         poorest, richest = min(draft.of_verifier, key=need), max(draft.of_verifier, key=need)
         movable = _movable(draft, richest)
-        if _held(draft, richest) - _held(draft, poorest) <= 1 or len(movable) < 2:
+        # Shares are fractions: a difference of exactly one must not look like more, or a drafter would go to and fro for ever.
+        if _held(draft, richest) - _held(draft, poorest) < 1 + ROUNDING or len(movable) < 2:
             return
         drafter = max(movable, key=lambda each: (_age(draft, richest, each), each))
         draft.unbind(richest, drafter)

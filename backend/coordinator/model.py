@@ -57,17 +57,17 @@ class FleetModel:
         self.work: list[float] = []
         """Per drafter: seconds of drafting in a cycle of its verifiers."""
         self._rest: list[float] = []
-        self._arrays = _Arrays(self)
+        self.arrays = Arrays(self)
         self._sum_up()
 
     # What it is worth.
 
-    def value(self, v: int) -> float:
-        """Predicted tokens per second of a verifier, by the assignment as it is now."""
+    def goodput(self, v: int) -> tuple[float, float]:
+        """Predicted tokens per second of a verifier with its drafters and without any, by the assignment as it is now."""
         n, served = self._requests[v], self.of_verifier[v]
         plain = n / self._plain_s[v]
         if not served:
-            return plain
+            return plain, plain
         share, verify_s = n / len(served), self._drafted_s[v]
         tokens = delay = longest = 0.0
         for d in served:
@@ -79,19 +79,25 @@ class FleetModel:
             delay = max(delay, draft_s + self._rest[d] - own)
             longest = max(longest, self.work[d])
             tokens += share * (1 + (self._length[v] - 1) * self._quality[d])
-        cycle = max(verify_s + delay - self._overlap[v] * min(verify_s, delay), longest)
-        drafted = tokens / cycle
-        if not self._may_skip[v]:
-            return drafted
-        return max(drafted, plain) + UNFLOORED * drafted
+        return tokens / max(verify_s + delay - self._overlap[v] * min(verify_s, delay), longest), plain
+
+    def best(self, v: int) -> float:
+        """Its goodput, without drafts where that is better and it may choose."""
+        drafted, plain = self.goodput(v)
+        return max(drafted, plain) if self._may_skip[v] else drafted
+
+    def value(self, v: int) -> float:
+        """What a verifier's goodput is worth to the search."""
+        drafted, plain = self.goodput(v)
+        return (max(drafted, plain) if self._may_skip[v] else drafted) + UNFLOORED * drafted
 
     def weighted(self, v: int) -> float:
         """`value` times the verifier's priority."""
         return self.weight[v] * self.value(v)
 
     def total(self) -> float:
-        """Predicted tokens per second of the fleet: the sum of all values."""
-        known = self._arrays
+        """Predicted tokens per second of the fleet."""
+        known = self.arrays
         n = known.requests
         v, d = self.edges()
         result: Array = n / known.plain_s
@@ -109,8 +115,7 @@ class FleetModel:
         tokens = np.add.reduceat(share * (1 + gained), first)
         verify_s = verify_s[first]
         drafted = tokens / np.maximum(verify_s + delay - known.overlap[at] * np.minimum(verify_s, delay), longest)
-        skipped = np.maximum(drafted, result[at]) + UNFLOORED * drafted
-        result[at] = np.where(known.may_skip[at], skipped, drafted)
+        result[at] = np.where(known.may_skip[at], np.maximum(drafted, result[at]), drafted)
         return float(result.sum())
 
     def requests(self, v: int) -> float:
@@ -163,12 +168,25 @@ class FleetModel:
             self._edges = v, d
         return self._edges
 
+    def by_count(self, most: int) -> Array:
+        """What each verifier would be worth with 0, 1, ... `most` average drafters beyond its own, weighted and unshared."""
+        known = self.arrays
+        n, verify_s = known.requests[:, None], known.drafted_s[:, None]
+        held = np.array([len(served) for served in self.of_verifier])[:, None] + np.arange(most + 1)
+        draft_s = float(known.fixed_s.mean()) + float(known.per_request_s.mean()) * n / np.maximum(held, 1)
+        cycle = verify_s + draft_s - known.overlap[:, None] * np.minimum(verify_s, draft_s)
+        plain = n / known.plain_s[:, None]
+        drafted = np.where(held > 0, n * (1 + known.extra[:, None] * float(known.quality.mean())) / cycle, plain)
+        best = np.where(known.may_skip[:, None], np.maximum(drafted, plain), drafted)
+        result: Array = np.array(self.weight)[:, None] * (best + UNFLOORED * drafted)
+        return result
+
     def gains_and_losses(self, v: Array, d: Array) -> tuple[Array, Array, Array]:
         """Roughly what one drafter more is worth to each verifier, the loss of each pair to its verifier, and what each has.
 
         Weighted, and as if drafters were not shared and the others like the average; `gain` is exact.
         """
-        known = self._arrays
+        known = self.arrays
         n, verify_s, plain_s, extra, overlap = known.requests, known.drafted_s, known.plain_s, known.extra, known.overlap
         fixed_s, per_request_s, quality = known.fixed_s, known.per_request_s, known.quality
         weight, floor = np.array(self.weight), np.where(known.may_skip, n / plain_s, 0.0)
@@ -200,7 +218,7 @@ class FleetModel:
         )
         self._requests = [max(each.requests, IDLE_REQUESTS) for each in loads]
         self._mean_share = _mean(self._requests, 1.0)
-        self._active = [min(request, 1.0) for request in self._requests]
+        self._active = [min(each.requests, 1.0) for each in loads]
         self._plain_s = plain
         self._drafted_s = [each.drafted_s or extra * s for each, s in zip(loads, plain, strict=True)]
         self._length = _known((each.length for each in loads), PRIOR_LENGTH)
@@ -264,7 +282,7 @@ class FleetModel:
             self._refresh(range(len(self.of_drafter)))
             return
         v, d = self.edges()
-        known = self._arrays
+        known = self.arrays
         held = np.bincount(v, minlength=len(self.of_verifier))
         draft_s = known.fixed_s[d] + known.per_request_s[d] * known.requests[v] / held[v]
         active, verify_s = known.active[v], known.drafted_s[v]
@@ -274,7 +292,7 @@ class FleetModel:
         self._rest = np.bincount(d, weights=rest, minlength=count).tolist()
 
 
-class _Arrays:
+class Arrays:
     """What a model has read, for computing with all of it at once."""
 
     def __init__(self, model: FleetModel) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from backend.drafter.extents import Extents
-from backend.drafter.tokens import common_prefix, splice
+from backend.tokens import common_prefix, splice
 
 if TYPE_CHECKING:
     from torch import Tensor

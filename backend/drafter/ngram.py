@@ -1,8 +1,4 @@
-"""Proposes without weights: prompt lookup over a request's own tokens (Saxena 2023; vLLM's `ngram`).  Drafter thread.
-
-The longest suffix of `shortest..longest` tokens that occurred before is looked up; what followed its latest occurrence is the
-draft.  Where that runs into the request's end it goes on with what it has drafted, so that a period of two repeats for K.
-"""
+"""Proposes without weights: prompt lookup over a request's own tokens (`backend/lookup.py`).  Drafter thread."""
 
 from __future__ import annotations
 
@@ -10,59 +6,8 @@ from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 
 from backend.drafter.proposer import MAX_DRAFT, Ask, Premise, Usage
-from backend.drafter.tokens import UNKNOWN, splice
+from backend.lookup import Lookup
 from backend.protocol import Outcome
-
-
-class Lookup:
-    """One request's tokens, and for every n-gram in them the position after its latest occurrence but the last."""
-
-    def __init__(self, tokens: list[int], shortest: int, longest: int) -> None:
-        self.tokens = tokens
-        self.last_used = 0.0
-        self._sizes = range(shortest, longest + 1)
-        self._after: dict[tuple[int, ...], int] = {}
-        self._indexed = 0
-
-    def update(self, base_len: int, tokens: list[int]) -> None:
-        """The newest tokens; taking some back costs an index over all."""
-        if splice(self.tokens, base_len, tokens) < self._indexed:
-            self._after.clear()
-            self._indexed = 0
-
-    def draft(self, k: int) -> list[int]:
-        """At most `k` tokens."""
-        return self.draft_after([], k)
-
-    def draft_after(self, assumed: list[int], k: int) -> list[int]:
-        """At most `k` tokens, were `assumed` appended.  What these tokens end is looked up, not what they begin."""
-        self._index()
-        ending = self.tokens[-self._sizes[-1] :] + assumed
-        for size in reversed(self._sizes):
-            follows = self._after.get(tuple(ending[-size:])) if len(ending) >= size else None
-            if follows is not None:
-                return self._continue(follows, k, assumed)
-        return []
-
-    def _continue(self, follows: int, k: int, assumed: list[int]) -> list[int]:
-        drafted = list(assumed)
-        count = len(self.tokens)
-        for at in range(follows, follows + k):
-            token = self.tokens[at] if at < count else drafted[at - count]
-            if token == UNKNOWN:
-                break
-            drafted.append(token)
-        return drafted[len(assumed) :]
-
-    def _index(self) -> None:
-        tokens = self.tokens
-        for after in range(max(self._indexed, 1), len(tokens)):
-            for size in self._sizes:
-                if after >= size:
-                    gram = tuple(tokens[after - size : after])
-                    if UNKNOWN not in gram:
-                        self._after[gram] = after
-        self._indexed = len(tokens)
 
 
 class NgramProposer:

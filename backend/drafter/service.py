@@ -5,8 +5,8 @@ of whatever verifiers, as can share a batch, has the proposer extend and draft, 
 `Next` asks for are part of such a batch; outcomes are enumerated only when neither rounds nor fresh drafts wait (`nexts.py`).
 
 A verifier has two sockets: `features`, which sends rounds, and `drafts`, which sends `Next` and gets all answers.  Both greet
-with the same verifier and epoch; a message's own epoch is only echoed.  Refusals of rounds go to `drafts` too, where somebody
-listens.
+with the same verifier and epoch; a message's own epoch is only echoed.  Refusals of rounds go to `drafts` too, unless nobody
+has greeted; which requests must be opened again is said to `features`, whose owner opens them.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from backend.drafter.nexts import Key, Nexts, Wanted
 from backend.drafter.proposer import Ask, Premise, Proposer
 from backend.fleet import DrafterStats
 from backend.protocol import (
+    HELLO_FIRST,
     PROTOCOL_VERSION,
     Ahead,
     Block,
@@ -36,6 +37,7 @@ from backend.protocol import (
     Refused,
     Role,
     Round,
+    Unknown,
     Welcome,
     decode_to_drafter,
     encode,
@@ -48,8 +50,6 @@ _Part = tuple[str, int, int | None]
 """A request, its base length, and its place among the batch's questions; None: an empty draft."""
 
 MAX_BATCH_ROUNDS = 64
-HELLO_FIRST = "hello first"
-"""The reason of a refusal that a greeting, and opening all requests again, will cure."""
 
 
 @dataclass
@@ -91,6 +91,8 @@ class DrafterService:
         self._peers: dict[bytes, tuple[_Session, Role]] = {}
         self._waiting: deque[_Waiting] = deque()
         self._nexts = Nexts()
+        self._unknown: dict[bytes, list[str]] = {}
+        """By features socket: requests of the batch at hand that are to be opened again."""
         self._counters = DrafterStats(drafter_id, 0.0)
 
     @property
@@ -133,6 +135,8 @@ class DrafterService:
         started = self._clock()
         asks: list[Ask] = []
         rounds, answers = self._take_rounds(asks, started)
+        unknown = [(listener, encode(Unknown(requests))) for listener, requests in self._unknown.items()]
+        self._unknown.clear()
         fresh = self._join_fresh(asks)
         if not rounds and not fresh:
             return self._imagine(started)
@@ -140,7 +144,7 @@ class DrafterService:
         finished = self._clock()
         self._count(rounds, asks, drafts, finished - started)
         replies = self._answer_fresh(fresh, drafts, started, finished)
-        return replies + self._answer(rounds, answers, drafts, started, finished)
+        return replies + self._answer(rounds, answers, drafts, started, finished) + unknown
 
     def sweep(self) -> None:
         """Forgets requests unheard of for the configured time."""
@@ -291,6 +295,8 @@ class DrafterService:
                 known = True
             else:
                 known = proposer.commit(key, item.base_len, item.tokens, item.rows, now)
+                if not known and waiting.session.features is not None:
+                    self._unknown.setdefault(waiting.session.features, []).append(item.request_id)
             if not known:
                 self._nexts.unknown(key, item.base_len, now)
                 if item.k:

@@ -26,7 +26,7 @@ from backend.fleet import Member, MemberKind
 from backend.launch import state
 from backend.launch.cluster import RayCluster
 from backend.launch.operator import Operator
-from backend.launch.plan import FleetPlan, Hardware, MemberPlan, plan, plan_further
+from backend.launch.plan import FleetPlan, Hardware, MemberPlan, PlanError, plan, plan_further
 from backend.launch.processes import STARTS_ALLOWED, LaunchError, Started, start, stop
 from backend.models import ResolvedModels
 from backend.transport import new_server_keys
@@ -82,8 +82,7 @@ class Fleet:
             )
             where = f"joined {cluster.address}" if not cluster.ours else "up"
             say(f"Ray {where} in {time.monotonic() - began:.1f} s")
-            decided = plan(settings, models, _hardware(cluster), runtime_dir)
-            _check_room(decided, cluster)
+            decided = _plan_when_there_is_room(settings, models, cluster, runtime_dir, say)
             for note in decided.notes:
                 say(note)
             fleet = cls(cluster, _start_coordinator(cluster, decided, models), decided, models, runtime_dir)
@@ -206,6 +205,26 @@ def _token(ray_address: str | None) -> str | None:
 def _hardware(cluster: RayCluster) -> Hardware:
     nodes = cluster.nodes
     return Hardware(sorted(os.sched_getaffinity(0)), cluster.gpus, nodes, cluster.host, local=cluster.ours)
+
+
+def _plan_when_there_is_room(
+    settings: Settings, models: ResolvedModels, cluster: RayCluster, runtime_dir: Path, say: Say
+) -> FleetPlan:
+    """The plan; a cluster that others are still joining gets `ray.wait_s` to become large enough for it."""
+    deadline = time.monotonic() + (0.0 if cluster.ours else settings.ray.wait_s)
+    waiting = False
+    while True:
+        try:
+            decided = plan(settings, models, _hardware(cluster), runtime_dir)
+            _check_room(decided, cluster)
+            return decided
+        except (PlanError, LaunchError) as error:
+            if time.monotonic() >= deadline:
+                raise
+            if not waiting:
+                say(f"waiting for the cluster to grow: {error}")
+            waiting = True
+        time.sleep(POLL_S)
 
 
 def _check_room(decided: FleetPlan, cluster: RayCluster) -> None:

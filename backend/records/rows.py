@@ -20,7 +20,7 @@ class StepRow(msgspec.Struct, frozen=True):
     requests: int
     """Requests that emitted tokens in it (the batch size)."""
     prefill_tokens: int
-    """Prompt tokens computed in it."""
+    """Prompt tokens computed in it, and tokens computed once more after a preemption."""
     tokens: int
     """Tokens emitted: accepted plus bonus or recovered, after stop truncation."""
     drafted: int
@@ -31,16 +31,19 @@ class StepRow(msgspec.Struct, frozen=True):
     plan_groups: int
     plan_outcomes: int
     draft_ms: float
-    """Drafter compute of the longest round whose drafts this step verified."""
+    """Drafter compute of the longest round whose drafts this step verified; 0 for drafts that vLLM makes itself."""
     verify_ms: float
     """Target forward and sampling."""
     busy_ms: float
-    """All of the step, scheduling and sending included."""
+    """All of the step, scheduling and sending included, and the messages handled since the step before.
+
+    Busy and idle time of all rows add up to the wall time from the verifier's start to the end of the last step.
+    """
     idle_ms: dict[str, float]
     """Idle time since the step before, by cause."""
 
 
-class VerificationRow(msgspec.Struct, frozen=True):
+class VerificationRow(msgspec.Struct, frozen=True, gc=False):
     """One request's outcome in one step; the first token of a request, sampled by its prefill, is one without a draft."""
 
     step: int
@@ -60,7 +63,7 @@ class VerificationRow(msgspec.Struct, frozen=True):
     """The response was fixed: acceptance measures agreement with a trace, not with the target."""
 
 
-class RequestRow(msgspec.Struct, frozen=True):
+class RequestRow(msgspec.Struct, frozen=True, gc=False):
     """One sequence, written when it ends."""
 
     request_id: str
@@ -76,7 +79,7 @@ class RequestRow(msgspec.Struct, frozen=True):
     teacher_forced: bool
 
 
-class DecisionRow(msgspec.Struct, frozen=True):
+class DecisionRow(msgspec.Struct, frozen=True, gc=False):
     """One change of plan of mode `auto`, with the inputs it was made from."""
 
     step: int

@@ -1,6 +1,7 @@
 """What steps, drafts and acceptance cost and bring, learned from what was measured.  Pure; engine thread.
 
-Two curves of measured points, and one acceptance probability per draft position.
+Acceptance probabilities per draft position, the time a verification takes under each plan, and, for plans that were never in
+force, two curves of measured points (steps, drafts) to estimate it from.
 """
 
 from __future__ import annotations
@@ -8,12 +9,20 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-FORGET = 0.99
-"""Weight of a verification after one newer one: about the last hundred count."""
+FORGET = 0.995
+"""Weight of a verification after one newer one: about the last two hundred count."""
 PRIOR_CHANCE, PRIOR_WEIGHT = 0.7, 8.0
 """What a new drafter is believed to have achieved: a few bad verifications at the start must not end drafting."""
 NEWEST = 0.1
 """Share of the newest measurement in a point of a curve."""
+SLOWEST = 0.05
+"""The same for a plan's cycle, once there are enough of them for a mean."""
+FEW = 4
+"""Measurements of a plan below which they say nothing."""
+STALE_STEPS = 1024
+"""Steps after which a measurement is due to be repeated."""
+HICCUP = 1.5
+"""Times the usual that one measurement counts for at most."""
 
 
 @dataclass
@@ -73,43 +82,154 @@ class Acceptance:
         return expected
 
 
+@dataclass(frozen=True)
+class Plan:
+    """`k` draft tokens per request, verified in `groups` micro-batches, `outcomes` enumerated ahead per request."""
+
+    k: int
+    groups: int = 1
+    outcomes: int = 0
+
+    @property
+    def structure(self) -> tuple[int, bool]:
+        """Plans of one structure differ in `k` only."""
+        return self.groups if self.k else 0, bool(self.outcomes)
+
+
+OFF = Plan(0)
+
+
+def place_of(requests: float) -> int:
+    """Loads that count as one: half octaves."""
+    return round(2 * math.log2(max(requests, 1)))
+
+
+@dataclass
+class Measured:
+    """Seconds per verification of one plan at one load, decayed."""
+
+    seconds: float
+    seen: int
+    at: int
+    """The planner's clock, in steps, when last measured."""
+
+
+@dataclass
+class Cycles:
+    """What a plan was measured to take at a load: seconds from the end of a step to the end of the next, waiting included,
+    divided by the verifications in it.
+
+    Measured whole, because its parts do not add up: a drafter that enumerates outcomes answers others later, and answers
+    that lie unread while others are verified cost nothing.
+    """
+
+    measured: dict[tuple[Plan, int], Measured] = field(default_factory=dict)
+
+    def observe(self, plan: Plan, requests: int, seconds: float, clock: int) -> None:
+        """One step under `plan` with `requests` requests decoding."""
+        known = self.measured.get((plan, place_of(requests)))
+        if known is None:
+            self.measured[plan, place_of(requests)] = Measured(seconds, 1, clock)
+            return
+        # What was measured long ago gives way to what is measured now: the machine may not be the same.
+        known.seen = FEW if clock - known.at > STALE_STEPS else known.seen + 1
+        known.at = clock
+        # One hiccup of the machine must not condemn a plan.
+        seconds = min(seconds, HICCUP * known.seconds) if known.seen > FEW else seconds
+        known.seconds += max(1 / known.seen, SLOWEST) * (seconds - known.seconds)
+
+    def at(self, plan: Plan, requests: float) -> float | None:
+        """Seconds per verification; None where it was never measured, or hardly."""
+        known = self.measured.get((plan, place_of(requests)))
+        return known.seconds if known is not None and known.seen >= FEW else None
+
+    def age(self, plan: Plan, requests: float, clock: int) -> float:
+        """Steps since this plan was measured at this load."""
+        known = self.measured.get((plan, place_of(requests)))
+        return clock - known.at if known is not None and known.seen >= FEW else math.inf
+
+    def nearest(self, plan: Plan, requests: float) -> tuple[Plan, int] | None:
+        """The measurement most like this plan at this load: of its own structure if there is one, then of a near load."""
+        place = place_of(requests)
+        known = [key for key, measured in self.measured.items() if measured.seen >= FEW]
+        return min(
+            known,
+            key=lambda key: (key[0].structure != plan.structure, abs(key[1] - place), abs(key[0].k - plan.k)),
+            default=None,
+        )
+
+
 @dataclass
 class Costs:
     """The model `planner.py` decides with.  Times in seconds."""
 
     verify: Curve = field(default_factory=Curve)
     """Step time over tokens in the step."""
-    draft_per_token: Curve = field(default_factory=Curve)
-    """Draft round trip divided by k, over requests in the round."""
-    acceptance: Acceptance = field(default_factory=Acceptance)
-    """Of drafts made from the target's features."""
-    ahead_acceptance: Acceptance = field(default_factory=Acceptance)
-    """Of drafts made ahead of time."""
+    draft: Curve = field(default_factory=Curve)
+    """Draft round trip divided by k + 1 (one pass takes in the new rows, k draft), over requests in the round."""
+    cycles: Cycles = field(default_factory=Cycles)
+    fresh: Acceptance = field(default_factory=Acceptance)
+    """Of drafts made from the target's features, where all are."""
+    ahead: Acceptance = field(default_factory=Acceptance)
+    """Of all verifications while outcomes are enumerated ahead, those that went without a draft included."""
+    after_miss: Acceptance = field(default_factory=Acceptance)
+    """Of drafts made afresh because what happened had not been enumerated: surprises go on surprising."""
     ahead_hit_rate: float = 0.5
     """Share of verifications whose outcome had been enumerated."""
     _overhead_s: float = 0.0
 
     def note_drafts(self, requests: int, k: int, drafter_s: float, waited_s: float | None) -> None:
-        """Drafts of `k` tokens for `requests` requests came; the drafter had them for `drafter_s`.
+        """Drafts of `k` tokens for `requests` requests came; the drafter computed for `drafter_s`.
 
         `waited_s` is the time since they were asked for where the verifier did nothing but wait, else None (an answer may lie
         unread while others are verified): then the way there and back takes as long as it did last.
         """
         if waited_s is not None:
             self._overhead_s += NEWEST * (max(waited_s - drafter_s, 0.0) - self._overhead_s)
-        self.draft_per_token.observe(requests, (drafter_s + self._overhead_s) / k)
+        self.draft.observe(requests, (drafter_s + self._overhead_s) / (k + 1))
+
+    def note_verification(self, plan: Plan, ahead: bool, drafted: int, accepted: int) -> None:
+        """One verification under `plan`; `ahead`: its draft was made ahead of time; `drafted` 0: it had none."""
+        if plan.outcomes:
+            self.ahead.observe(drafted or plan.k, accepted)
+            if drafted and not ahead:
+                self.after_miss.observe(drafted, accepted)
+        elif drafted:
+            self.fresh.observe(drafted, accepted)
 
     def verify_s(self, requests: float, k: int) -> float:
         """A step over `requests` requests with `k` draft tokens each."""
         return self.verify.at(requests * (1 + k)) or 1e-3
 
-    def length(self, k: int, ahead: bool) -> float:
-        """Expected tokens per verification; ahead of time, hits and misses by their shares."""
-        fresh = self.acceptance.length(k)
-        if not ahead or not self.ahead_acceptance.drafted:
-            return fresh
-        return self.ahead_hit_rate * self.ahead_acceptance.length(k) + (1 - self.ahead_hit_rate) * fresh
-
     def draft_s(self, requests: float, k: int) -> float:
         """From the end of a step to the arrival of its drafts."""
-        return k * (self.draft_per_token.at(requests) or 1e-3)
+        return (k + 1) * (self.draft.at(requests) or 1e-3)
+
+    def length(self, plan: Plan) -> float:
+        """Expected tokens per verification."""
+        return (self.ahead if plan.outcomes and self.ahead.drafted else self.fresh).length(plan.k)
+
+    def per_verification_s(self, plan: Plan, requests: int) -> float:
+        """Seconds per verification: measured, or what the two curves say, corrected by the nearest measurement."""
+        measured = self.cycles.at(plan, requests)
+        if measured is not None:
+            return measured
+        estimate = self._estimate(plan, requests)
+        nearest = self.cycles.nearest(plan, requests)
+        if nearest is None:
+            return estimate
+        at = 2 ** (nearest[1] / 2)
+        correction = self.cycles.measured[nearest].seconds / self._estimate(nearest[0], at)
+        return estimate * correction
+
+    def _estimate(self, plan: Plan, requests: float) -> float:
+        """With two groups one is verified while the other's drafts are made.  Ahead of time, a draft is waited for when its
+        outcome was not among those enumerated."""
+        k = plan.k
+        if k == 0:
+            return self.verify_s(requests, 0) / requests
+        if plan.groups == 2:
+            half = requests / 2
+            return 2 * max(self.verify_s(half, k), self.draft_s(half, k)) / requests
+        draft_s = self.draft_s(requests, k) * (1 - self.ahead_hit_rate if plan.outcomes else 1.0)
+        return (self.verify_s(requests, k) + draft_s) / requests

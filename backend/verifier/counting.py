@@ -7,9 +7,21 @@ outcome where vLLM itself decides it, so that plain, native and remote decoding 
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 from backend.fleet import DraftCounters, VerifierStats
+from backend.records.recorder import name_for_records
+from backend.verifier.costs import Plan
+from backend.verifier.recording import Recording
+
+
+class Drafted(NamedTuple):
+    """Where the draft of a verification came from."""
+
+    drafter_id: str
+    ahead: bool = False
+    draft_s: float = 0.0
+    """Its drafter's compute for the round."""
 
 
 class Counters:
@@ -38,9 +50,12 @@ class Counters:
         dropped = self.drafter(drafter_id).dropped
         dropped[reason] = dropped.get(reason, 0) + n
 
-    def step(self, busy_s: float, verify_s: float) -> None:
-        """One engine step took `busy_s`, of which the target's forward and sampling `verify_s`."""
-        self.stats.steps += 1
+    def step(self, busy_s: float, verify_s: float, *, ran: bool) -> None:
+        """One engine step took `busy_s`, of which the target's forward and sampling `verify_s`.
+
+        It counts as a step if it `ran` the target: vLLM also steps where it finds nothing that it may schedule.
+        """
+        self.stats.steps += ran
         self.stats.busy_s += busy_s
         self.stats.verify_s += verify_s
 
@@ -57,9 +72,14 @@ class CountingScheduler:
     """Mixin over a vLLM scheduler."""
 
     counters: Counters | None = None
+    records: Recording | None = None
     source_name: str = "native"
     _scheduled_at: float = 0.0
     _verify_s: float = 0.0
+    _updating: bool = False
+    _requests_in_step: int = 0
+    _prefill_tokens: int = 0
+    _resumed: int = 0
 
     def schedule(self, throttle_prefills: bool = False) -> Any:
         """vLLM's method of the same name; between its end and the outcome lies the target's own work."""
@@ -71,6 +91,12 @@ class CountingScheduler:
             for new in output.scheduled_new_reqs
             if requests[new.req_id].num_output_tokens
         }
+        self._resumed = len(output.resumed_outputs)
+        self._requests_in_step = len(output.num_scheduled_tokens)
+        drafts = output.scheduled_spec_decode_tokens
+        self._prefill_tokens = sum(
+            max(0, tokens - 1 - len(drafts.get(request_id, ()))) for request_id, tokens in output.num_scheduled_tokens.items()
+        )
         self._scheduled_at = time.monotonic()
         return output
 
@@ -85,17 +111,59 @@ class CountingScheduler:
         counters = self.counters
         if counters is not None:
             self._count_verifications(counters, scheduler_output, model_runner_output)
+        self._updating = True
         outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
+        self._updating = False
         if counters is not None:
             self._count_outputs(counters.stats, outputs)
         return outputs
 
-    def note_verification(self, counters: Counters, request_id: str, drafted: int, accepted: int) -> None:
-        """One drafted verification of this step."""
-        counters.verification(self.source_name, drafted, accepted)
+    def add_request(self, request: Any) -> None:
+        """vLLM's method of the same name."""
+        if self.records is not None and request.request_id not in self.requests:  # type: ignore[attr-defined]
+            arguments = request.sampling_params.extra_args if request.sampling_params is not None else None
+            name = name_for_records(request.request_id, arguments)
+            self.records.began(request.request_id, name, request.arrival_time, request.num_prompt_tokens)
+        super().add_request(request)  # type: ignore[misc]
 
-    def note_step(self, seconds: float) -> None:
-        """The step that just ended took so long, bookkeeping and sending included."""
+    def finish_requests(self, request_ids: Any, finished_status: Any) -> Any:
+        """vLLM's method of the same name: requests that end by someone's wish, and not by their own tokens."""
+        ended = super().finish_requests(request_ids, finished_status)  # type: ignore[misc]
+        if self.counters is not None and not self._updating:
+            for request in ended:
+                self._count_ended(self.counters.stats, request.request_id, str(request.get_finished_reason()))
+        return ended
+
+    def note_verification(self, counters: Counters, request_id: str, drafted: int, accepted: int) -> Drafted | None:
+        """One verification of this step, `drafted` is 0 where it had no draft; returns whose the draft was."""
+        if not drafted:
+            return None
+        counters.verification(self.source_name, drafted, accepted)
+        return Drafted(self.source_name)
+
+    def plan_in_force(self) -> Plan:
+        """How the present step drafts."""
+        return Plan(self.num_spec_tokens)  # type: ignore[attr-defined]
+
+    def record_step(self, seconds: float, verify_s: float) -> None:
+        """The loop has accounted for a step."""
+        if self.records is not None and self.counters is not None:
+            self.records.stepped(self.counters.stats, seconds, verify_s, self.plan_in_force())
+
+    def note_step(self, seconds: float, cycle_s: float | None) -> None:
+        """The step that just ended took `seconds`, bookkeeping and sending included, and ended `cycle_s` after the one before;
+        None: there was nothing to do in between."""
+        if self.counters is None:
+            return
+        stats = self.counters.stats
+        stats.resumed += self._resumed
+        if self._prefill_tokens:
+            stats.prefill_tokens += self._prefill_tokens
+            stats.prefill_s += seconds
+        else:
+            stats.decode_steps += 1
+            stats.decode_s += seconds
+            stats.decode_requests += self._requests_in_step
 
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
         if self.counters is not None:
@@ -105,27 +173,46 @@ class CountingScheduler:
     def _count_verifications(self, counters: Counters, scheduler_output: Any, model_runner_output: Any) -> None:
         sampled = model_runner_output.sampled_token_ids
         index = model_runner_output.req_id_to_index
-        stats = counters.stats
-        for request_id in scheduler_output.num_scheduled_tokens:
+        stats, records, prefilled = counters.stats, self.records, 0
+        for request_id, scheduled in scheduler_output.num_scheduled_tokens.items():
+            request = self.requests.get(request_id)  # type: ignore[attr-defined]
+            if request is None:
+                continue
+            base_len = request.num_tokens
+            drafts = scheduler_output.scheduled_spec_decode_tokens.get(request_id, ())
+            prefilled += scheduled if base_len == request.num_prompt_tokens else scheduled - 1 - len(drafts)
             row = index.get(request_id)
             tokens = sampled[row] if sampled and row is not None else []
-            if not tokens or request_id not in self.requests:  # type: ignore[attr-defined]
+            if not tokens:
                 continue
             stats.verifications += 1
-            drafts = scheduler_output.scheduled_spec_decode_tokens.get(request_id, ())
             drafted = sum(token >= 0 for token in drafts)
-            if drafted:
-                self.note_verification(counters, request_id, drafted, len(tokens) - 1)
+            by = self.note_verification(counters, request_id, drafted, len(tokens) - 1)
+            if records is None:
+                continue
+            if by is None:
+                records.verified(request_id, base_len, 0, 0, "", False)
+            else:
+                records.verified(request_id, base_len, drafted, len(tokens) - 1, by.drafter_id, by.ahead)
+                records.drafted(by.draft_s)
+        if records is not None and scheduler_output.num_scheduled_tokens:
+            records.prefilled(prefilled)
 
     def _count_outputs(self, stats: VerifierStats, outputs: Any) -> None:
         for client_outputs in outputs.values():
             for output in client_outputs.outputs:
                 stats.tokens += len(output.new_token_ids)
+                if self.records is not None and output.new_token_ids:
+                    self.records.emitted(output.request_id, len(output.new_token_ids))
                 if output.prefill_stats is not None:
                     stats.prompt_tokens += output.prefill_stats.num_prompt_tokens
                 if output.finish_reason is not None:
-                    reason = str(output.finish_reason)
-                    stats.requests_finished[reason] = stats.requests_finished.get(reason, 0) + 1
+                    self._count_ended(stats, output.request_id, str(output.finish_reason))
+
+    def _count_ended(self, stats: VerifierStats, request_id: str, reason: str) -> None:
+        stats.requests_finished[reason] = stats.requests_finished.get(reason, 0) + 1
+        if self.records is not None:
+            self.records.ended(request_id, reason)
 
     def read_load(self, stats: VerifierStats) -> None:
         """Puts the present load into `stats`."""

@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from backend.verifier.fallback import FALLBACK
+
 BREAKER_MISSES = 3
 """Rounds in a row without any answer after which a drafter is no longer waited for."""
 
@@ -138,8 +140,8 @@ class DraftBook:
         return True
 
     def give(self, draft: Usable) -> None:
-        """A draft that was made before it was needed."""
-        if draft.drafter_id in self._health:
+        """A draft that was made before it was needed, or on the spot."""
+        if draft.drafter_id in self._health or draft.drafter_id == FALLBACK:
             self._ready[draft.request_id] = draft
 
     def stop_waiting(self) -> None:

@@ -132,4 +132,5 @@ def _worker_options(settings: Settings, paths: ResolvedModels, verifier_id: str)
         "features": head_dir is not None,
         "ahead_outcomes": settings.verifier.ahead_outcomes,
         "draft_deadline_ms": settings.verifier.draft_deadline_ms,
+        "fallback": settings.verifier.fallback,
     }

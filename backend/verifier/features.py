@@ -4,18 +4,36 @@ Runs in the worker's process (tensor-parallel rank 0 alone) on the thread that r
 `Round` leaves: for each request the rows the target has just computed, projected by the EAGLE head's `fc` so that one hidden
 width and not three crosses the wire.  Sending never blocks: when a drafter's queue is full the round is dropped, the drafter
 keeps a gap, and the request loses acceptance, nothing else.
+
+What comes back on these sockets is read once per step: a drafter that does not know us any more is greeted again, and requests
+it does not know are opened again.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import msgspec
 import torch
 
 from backend.fleet import DrafterRef
-from backend.protocol import PROTOCOL_VERSION, Close, Commit, FeatureDtype, Hello, Open, Round, encode
+from backend.protocol import (
+    HELLO_FIRST,
+    PROTOCOL_VERSION,
+    Close,
+    Commit,
+    FeatureDtype,
+    Hello,
+    Open,
+    Refused,
+    Round,
+    Unknown,
+    decode_to_verifier,
+    encode,
+)
 from backend.transport import Dealer, Wire, connect_dealer
 from backend.verifier.pairing import drafter_for
 
@@ -23,6 +41,9 @@ logger = logging.getLogger(__name__)
 
 QUEUED_ROUNDS = 64
 """Rounds that may wait for a drafter that does not read; further ones are dropped."""
+
+GREET_EVERY_S = 0.5
+"""A drafter that refuses every round until it is greeted is greeted this often at most."""
 
 DTYPE_NAMES: dict[torch.dtype, FeatureDtype] = {
     torch.float32: "float32",
@@ -47,6 +68,15 @@ class Span:
     tokens: Callable[[int, int], list[int]]
 
 
+@dataclass(frozen=True)
+class Shipped:
+    """Bytes sent and rounds dropped at a full queue, per drafter, and the drafters that were greeted again."""
+
+    bytes_sent: dict[str, int] = field(default_factory=dict)
+    overflows: dict[str, int] = field(default_factory=dict)
+    greeted: list[str] = field(default_factory=list)
+
+
 class _Link:
     """One drafter: its socket, and how far each request's features have been shipped to it."""
 
@@ -56,7 +86,33 @@ class _Link:
         self.socket = Dealer(connect_dealer(wire, ref.address, identity, ref.server_key, QUEUED_ROUNDS))
         self.next_row: dict[str, int] = {}
         self.closed: list[Close] = []
-        self.socket.send(encode(Hello(PROTOCOL_VERSION, verifier_id, "features", epoch)))
+        self._hello = encode(Hello(PROTOCOL_VERSION, verifier_id, "features", epoch))
+        self._greeted_at = time.monotonic()
+        self.socket.send(self._hello)
+
+    def listen(self) -> bool:
+        """Reads what the drafter says to this socket; True when it was greeted again."""
+        greeted = False
+        while (frames := self.socket.receive()) is not None:
+            try:
+                message = decode_to_verifier(frames[0])
+            except msgspec.DecodeError:
+                continue
+            if isinstance(message, Unknown):
+                for request_id in message.request_ids:
+                    self.next_row.pop(request_id, None)
+            elif isinstance(message, Refused) and message.reason == HELLO_FIRST:
+                greeted |= self._greet_again(time.monotonic())
+        return greeted
+
+    def _greet_again(self, now: float) -> bool:
+        if now - self._greeted_at < GREET_EVERY_S:
+            return False
+        self._greeted_at = now
+        self.next_row.clear()
+        self.closed.clear()
+        self.socket.send(self._hello)
+        return True
 
 
 class FeatureShipper:
@@ -73,6 +129,8 @@ class FeatureShipper:
         self._seq = 0
         self.bytes_sent: dict[str, int] = {}
         self.overflows: dict[str, int] = {}
+        self.greeted: set[str] = set()
+        """Drafters that had to be greeted again."""
 
     def set_drafters(self, wire: Wire, refs: list[DrafterRef], epoch: int) -> None:
         """Connects to new drafters, leaves those no longer assigned.  `epoch` is shared with the scheduler's sockets."""
@@ -103,6 +161,8 @@ class FeatureShipper:
                 by_drafter[chosen].append(span)
         for drafter_id, its_spans in by_drafter.items():
             link = self._links[drafter_id]
+            if link.listen():
+                self.greeted.add(drafter_id)
             if its_spans or link.closed:
                 self._ship_to(link, its_spans, hidden)
 
@@ -150,8 +210,8 @@ class FeatureShipper:
         raw = projected.contiguous().cpu()
         return raw.view(torch.uint8).numpy().tobytes(), DTYPE_NAMES[raw.dtype], projected.shape[-1]
 
-    def take_counters(self) -> tuple[dict[str, int], dict[str, int]]:
-        """Bytes sent and rounds dropped at a full queue, per drafter, since the last call."""
-        taken = self.bytes_sent, self.overflows
-        self.bytes_sent, self.overflows = {}, {}
+    def take_counters(self) -> Shipped:
+        """What happened since the last call."""
+        taken = Shipped(self.bytes_sent, self.overflows, sorted(self.greeted))
+        self.bytes_sent, self.overflows, self.greeted = {}, {}, set()
         return taken

@@ -15,22 +15,43 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from vllm.v1.engine.core import EngineCore
 
 from backend.fleet import DrafterRef, VerifierStats
-from backend.protocol import PROTOCOL_VERSION, Ahead, Drafts, Hello, Next, Refused, decode_to_verifier, encode
+from backend.protocol import HELLO_FIRST, PROTOCOL_VERSION, Ahead, Drafts, Hello, Next, Refused, decode_to_verifier, encode
 from backend.transport import Dealer, Hub
 from backend.verifier.counting import Counters
+from backend.verifier.features import GREET_EVERY_S
 from backend.verifier.gateways import GatewayPort
 from backend.verifier.scheduler import DraftingScheduler
+
+if TYPE_CHECKING:
+    from backend.records.writer import FileRecorder
 
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.25
 """How often counters are published and leases looked at."""
+
+
+@dataclass
+class _Link:
+    """The receiving socket towards one drafter."""
+
+    ref: DrafterRef
+    dealer: Dealer
+    hello: bytes
+    greeted_at: float = float("-inf")
+
+    def greet(self, now: float) -> None:
+        """Says who we are, unless that was said a moment ago."""
+        if now - self.greeted_at >= GREET_EVERY_S:
+            self.greeted_at = now
+            self.dealer.send(self.hello)
 
 
 class DraftLinks:
@@ -42,34 +63,35 @@ class DraftLinks:
         self._scheduler: DraftingScheduler = core.scheduler
         self._verifier_id = verifier_id
         self._counters = counters
-        self._links: dict[str, tuple[DrafterRef, Dealer]] = {}
+        self._links: dict[str, _Link] = {}
         # Answers carry the epoch they were asked in: a process that restarts must not accept its predecessor's.
         self._epoch = time.time_ns() & 0xFFFF_FFFF_FFFF
 
     def set_drafters(self, refs: list[DrafterRef]) -> None:
         """Applies a new assignment between two steps, on the scheduler's side and on every worker."""
         wanted = {ref.id: ref for ref in refs}
-        if wanted == {drafter_id: ref for drafter_id, (ref, _) in self._links.items()}:
+        if wanted == {drafter_id: link.ref for drafter_id, link in self._links.items()}:
             return
         self._epoch += 1
-        for drafter_id, (ref, dealer) in list(self._links.items()):
-            if wanted.get(drafter_id) != ref:
-                self._hub.drop(dealer)
+        for drafter_id, link in list(self._links.items()):
+            if wanted.get(drafter_id) != link.ref:
+                self._hub.drop(link.dealer)
                 del self._links[drafter_id]
         for ref in refs:
             if ref.id not in self._links:
                 identity = f"{self._verifier_id}/drafts/{self._epoch}"
                 dealer = self._hub.dealer(ref.address, identity, ref.server_key)
-                dealer.send(encode(Hello(PROTOCOL_VERSION, self._verifier_id, "drafts", self._epoch)))
-                self._links[ref.id] = (ref, dealer)
+                hello = encode(Hello(PROTOCOL_VERSION, self._verifier_id, "drafts", self._epoch))
+                self._links[ref.id] = _Link(ref, dealer, hello)
+                self._links[ref.id].greet(time.monotonic())
         self._core.collective_rpc("set_drafters", args=(refs, self._epoch, self._hub.wire.fleet_keys))
         self._scheduler.set_drafters(refs)
         logger.info("drafters: %s", ", ".join(sorted(wanted)) or "none")
 
     def receive(self, now: float) -> None:
         """Takes every answer that has arrived."""
-        for drafter_id, (_, dealer) in self._links.items():
-            while (frames := dealer.receive()) is not None:
+        for drafter_id, link in self._links.items():
+            while (frames := link.dealer.receive()) is not None:
                 try:
                     message = decode_to_verifier(frames[0])
                 except msgspec.DecodeError:
@@ -79,6 +101,8 @@ class DraftLinks:
                     self._scheduler.take_drafts(drafter_id, message, now)
                 elif isinstance(message, Ahead):
                     self._scheduler.take_ahead(message)
+                elif isinstance(message, Refused) and message.reason == HELLO_FIRST:
+                    link.greet(now)
                 elif isinstance(message, Refused):
                     logger.warning("drafter %s refuses: %s", drafter_id, message.reason)
                     self._counters.dropped(drafter_id, "invalid")
@@ -90,15 +114,22 @@ class DraftLinks:
         for drafter_id, items in self._scheduler.settle(now).items():
             link = self._links.get(drafter_id)
             if link is not None:
-                link[1].send(encode(Next(self._epoch, items)))
+                link.dealer.send(encode(Next(self._epoch, items)))
 
     def read_counters(self, stats: VerifierStats) -> None:
-        """Adds what the sending worker counted since the last call."""
-        for sent, overflows in self._core.collective_rpc("take_drafting_counters"):
-            for drafter_id, n in sent.items():
+        """Adds what the sending worker counted since the last call.
+
+        A drafter that the worker had to greet again knows us no more: it is greeted here too, or its answers would go nowhere.
+        So is one that does not answer; to a drafter that knows us a greeting is nothing new.
+        """
+        for shipped in self._core.collective_rpc("take_drafting_counters"):
+            for drafter_id, n in shipped.bytes_sent.items():
                 self._counters.drafter(drafter_id).bytes_sent += n
-            for drafter_id, n in overflows.items():
+            for drafter_id, n in shipped.overflows.items():
                 self._counters.dropped(drafter_id, "overflow", n)
+            for drafter_id in (*shipped.greeted, *self._scheduler.book.down()):
+                if drafter_id in self._links:
+                    self._links[drafter_id].greet(time.monotonic())
         self._scheduler.read_plan(stats)
 
 
@@ -106,7 +137,13 @@ class EngineLoop:
     """See the module's text."""
 
     def __init__(
-        self, core: EngineCore, hub: Hub, gateways: GatewayPort, drafters: DraftLinks | None, counters: Counters
+        self,
+        core: EngineCore,
+        hub: Hub,
+        gateways: GatewayPort,
+        drafters: DraftLinks | None,
+        counters: Counters,
+        files: FileRecorder | None = None,
     ) -> None:
         self._core = core
         self._scheduler: Any = core.scheduler
@@ -114,11 +151,13 @@ class EngineLoop:
         self._gateways = gateways
         self._drafters = drafters
         self._counters = counters
+        self._files = files
         self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._stopping = threading.Event()
         self._mark = time.monotonic()
         self._next_tick = 0.0
         self._stalled = False
+        self._stepped_at: float | None = None
         self.published = msgspec.msgpack.encode(counters.stats)
 
     # -- other threads -------------------------------------------------------------------------------------------------
@@ -181,16 +220,20 @@ class EngineLoop:
         self._counters.busy(self._lap())
         self._hub.poll(max(seconds, 0.0))
         self._counters.idle(cause, self._lap())
+        if cause == "no_work":
+            self._stepped_at = None
 
     def _step(self) -> None:
         outputs, executed = self._core.step_fn()
         self._gateways.send_outputs(outputs)
         self._core.post_step(executed)
         self._stalled = not executed and self._scheduler.has_requests()
-        lap = self._lap()
-        self._counters.step(lap, self._scheduler.take_verify_s())
+        lap, verify_s = self._lap(), self._scheduler.take_verify_s()
+        self._counters.step(lap, verify_s, ran=executed)
         if executed:
-            self._scheduler.note_step(lap)
+            self._scheduler.note_step(lap, None if self._stepped_at is None else self._mark - self._stepped_at)
+            self._stepped_at = self._mark
+        self._scheduler.record_step(lap, verify_s)
 
     def _tick(self, now: float) -> None:
         stats = self._counters.stats
@@ -198,6 +241,8 @@ class EngineLoop:
         self._scheduler.read_load(stats)
         if self._drafters is not None:
             self._drafters.read_counters(stats)
+        if self._files is not None:
+            stats.records_written, stats.records_dropped = self._files.counts()
         self._gateways.expire(now)
         self._gateways.send_stats(stats)
         self.published = msgspec.msgpack.encode(stats)

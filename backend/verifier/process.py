@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -18,18 +18,26 @@ from backend.config import REMOTE_MODES, Settings
 from backend.engine_wire import ENGINE_WIRE_VERSION, EngineWelcome
 from backend.fleet import DrafterRef, VerifierStats
 from backend.models import ResolvedModels
+from backend.records.recorder import Recorder
 from backend.transport import Hub, ServerKeys, Wire, unlink_ipc_on_exit
 from backend.verifier.counting import Counters
 from backend.verifier.engine import build_config, build_core, draft_source, vllm_version
 from backend.verifier.gateways import GatewayPort
 from backend.verifier.loop import DraftLinks, EngineLoop
+from backend.verifier.recording import Recording
 from backend.verifier.warm_up import warm_up
+
+if TYPE_CHECKING:
+    from backend.records.writer import FileRecorder
 
 logger = logging.getLogger(__name__)
 
 
 class VerifierProcess:
-    """Start, assign drafters, read counters, stop."""
+    """Start, assign drafters, read counters, stop.
+
+    Rows go to `recorder` where one is given, else to files where the settings name a directory, else nowhere.
+    """
 
     def __init__(
         self,
@@ -40,6 +48,7 @@ class VerifierProcess:
         address: str,
         fleet_keys: ServerKeys | None = None,
         server_keys: ServerKeys | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         self.verifier_id = verifier_id
         self.address = address
@@ -48,6 +57,7 @@ class VerifierProcess:
         self._paths = paths
         self._fleet_keys = fleet_keys
         self._server_keys = server_keys
+        self._recorder = recorder
         self._loop: EngineLoop | None = None
         self._failure: BaseException | None = None
         self._built = threading.Event()
@@ -94,19 +104,37 @@ class VerifierProcess:
         core = build_core(config)
         warm_up(core)
         hub = Hub(Wire(self._fleet_keys))
+        stats = VerifierStats(self.verifier_id, time.time(), self._settings.mode, self._settings.num_speculative_tokens)
+        files = self._record_files(stats)
         try:
-            self._loop = self._make_loop(config, core, hub)
+            self._loop = self._make_loop(config, core, hub, stats, files)
             self._built.set()
             self._loop.run()
         finally:
+            if files is not None:
+                files.close()
             core.shutdown()
             hub.close()
 
-    def _make_loop(self, config: Any, core: Any, hub: Hub) -> EngineLoop:
-        stats = VerifierStats(self.verifier_id, time.time(), self._settings.mode, self._settings.num_speculative_tokens)
+    def _record_files(self, stats: VerifierStats) -> FileRecorder | None:
+        if self._settings.records.dir is None or self._recorder is not None:
+            return None
+        # Only here: without records a verifier does without pyarrow.
+        from backend.records.schema import About
+        from backend.records.writer import FileRecorder
+
+        k = stats.num_speculative_tokens if stats.mode != "off" else 0
+        about = About(self.verifier_id, self._incarnation, stats.started_at, stats.mode, self._paths.name, k)
+        files = FileRecorder(about, self._settings.records)
+        files.start()
+        return files
+
+    def _make_loop(self, config: Any, core: Any, hub: Hub, stats: VerifierStats, files: FileRecorder | None) -> EngineLoop:
         counters = Counters(stats)
+        recorder = self._recorder or files
         core.scheduler.counters = counters
         core.scheduler.source_name = draft_source(self._settings, self._paths)
+        core.scheduler.records = Recording(recorder) if recorder is not None else None
         router = hub.router(self.address, self._server_keys)
         self.address = router.address
         welcome = EngineWelcome(
@@ -122,4 +150,4 @@ class VerifierProcess:
         gateways = GatewayPort(router, core, welcome, self._settings.verifier.gateway_lease_s, vllm_version())
         is_remote = self._settings.mode in REMOTE_MODES
         links = DraftLinks(hub, core, self.verifier_id, counters) if is_remote else None
-        return EngineLoop(core, hub, gateways, links, counters)
+        return EngineLoop(core, hub, gateways, links, counters, files)

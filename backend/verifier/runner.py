@@ -147,7 +147,7 @@ class RemoteDrafting:
                     start=int(batch.num_computed_tokens_cpu[i]),
                     offset=offset,
                     rows=rows,
-                    wants_draft=bool(sampled[i]),
+                    wants_draft=bool(sampled[i]) and request_id not in scheduler_output.undrafted,
                     tokens=lambda a, b, row=tokens: row[a:b].tolist(),  # type: ignore[misc]
                 )
             )

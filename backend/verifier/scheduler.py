@@ -2,7 +2,7 @@
 
 `DraftingScheduler` attaches drafts that arrived, holds back requests whose drafts are still out (they stay in `running` and
 keep their KV), and asks for the next drafts after every step.  How long to wait is decided by `drafts.DraftBook`; the waiting
-itself happens in `loop.py`, never in here.
+itself happens in `loop.py`, never in here.  Where no remote draft comes, `fallback.Fallback` may give one.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from vllm.v1.outputs import DraftTokenIds
 from backend.fleet import DrafterRef, VerifierStats
 from backend.protocol import Ahead, Drafts, NextItem
 from backend.verifier.ahead import AheadBook, Ended, worth_waiting
-from backend.verifier.costs import Costs
-from backend.verifier.counting import Counters, CountingScheduler
+from backend.verifier.costs import OFF, Costs, Plan
+from backend.verifier.counting import Counters, CountingScheduler, Drafted
 from backend.verifier.drafts import DraftBook, Usable
+from backend.verifier.fallback import FALLBACK, GAIN, Fallback
 from backend.verifier.groups import Groups
 from backend.verifier.pairing import drafter_for
-from backend.verifier.planner import OFF, Plan, make_planner
+from backend.verifier.planner import make_planner
 
 logger = logging.getLogger(__name__)
 
@@ -36,12 +37,16 @@ class StepShape:
     """What a step runs over."""
 
     tokens: int
+    decoding: frozenset[str]
+    """The requests past their prompt, scheduled or not."""
+    scheduled: int
     decodes_only: bool
 
     @classmethod
-    def of(cls, output: Any, decoding: set[str]) -> StepShape:
-        """The shape of a scheduled step; `decoding` are the requests past their prompt."""
-        return cls(output.total_num_scheduled_tokens, output.num_scheduled_tokens.keys() <= decoding)
+    def of(cls, output: Any, decoding: frozenset[str]) -> StepShape:
+        """The shape of a scheduled step."""
+        scheduled = output.num_scheduled_tokens.keys()
+        return cls(output.total_num_scheduled_tokens, decoding, len(scheduled), scheduled <= decoding)
 
 
 class PlainScheduler(CountingScheduler, Scheduler):
@@ -62,12 +67,16 @@ class DraftingScheduler(CountingScheduler, Scheduler):
         self.costs = Costs()
         self.planner = make_planner(options["mode"], self.costs, self.num_spec_tokens, options["ahead_outcomes"])
         self.ahead = AheadBook()
+        self.fallback = Fallback(self.num_spec_tokens if options["fallback"] else 0)
         self._groups = Groups()
         self._plan = OFF
-        self._step = StepShape(0, False)
+        self._step = StepShape(0, frozenset(), 0, False)
         self._drafter_ids: list[str] = []
         self._refs: dict[str, DrafterRef] = {}
         self._verifying: dict[str, Usable] = {}
+        self._draft_s: dict[str, float] = {}
+        self._untold: set[str] = set()
+        """Mode `ahead`: requests verified with drafts the drafter was not told of; what it enumerates is not theirs."""
         # A constant table stops vLLM from padding resumed requests with K rejected placeholders: with drafts of any length
         # there is no uniform batch to preserve, and the placeholders would count as drafted.
         self.dynamic_sd_lookup = [self.num_spec_tokens] * (self.max_num_running_reqs + 1)
@@ -93,36 +102,54 @@ class DraftingScheduler(CountingScheduler, Scheduler):
         counters.rounds += 1
         counters.draft_s += draft_s
         counters.queue_s += drafts.queue_us / 1e6
-        longest, k, idle = 0.0, 0, len(self._groups) == 1
+        longest, k, idle = 0.0, 0, len(self._groups) == 1 and not self._plan.outcomes
         for draft in drafts.items:
             verdict = self.book.arrived(drafter_id, draft.request_id, draft.base_len, draft.tokens, self.num_spec_tokens, now)
             longest, k = max(longest, verdict.waited_s or 0.0), max(k, len(draft.tokens))
             idle = idle and verdict.kind == "ready"
-            if verdict.kind != "ready":
+            if verdict.kind == "ready":
+                self._draft_s[draft.request_id] = draft_s
+            else:
                 over = draft.request_id not in self.requests
                 self.counters.dropped(drafter_id, "finished" if over else verdict.kind)
         counters.round_trip_s += longest
         if drafts.items and k:
-            drafter_s = draft_s + drafts.queue_us / 1e6
-            self.costs.note_drafts(len(drafts.items), k, drafter_s, longest if idle else None)
+            self.costs.note_drafts(len(drafts.items), k, draft_s, longest if idle else None)
 
     def take_ahead(self, message: Ahead) -> None:
         """Blocks of outcomes came in from a drafter."""
         for block in message.items:
             if block.request_id in self.requests:
                 self.ahead.take(block)
+                self._draft_s[block.request_id] = message.draft_us / 1e6
 
-    def note_verification(self, counters: Counters, request_id: str, drafted: int, accepted: int) -> None:
-        """One drafted verification of this step."""
+    def note_verification(self, counters: Counters, request_id: str, drafted: int, accepted: int) -> Drafted | None:
+        """One verification of this step."""
         draft = self._verifying.pop(request_id, None)
         if draft is not None:
             counters.verification(draft.drafter_id, drafted, accepted)
-            (self.costs.ahead_acceptance if draft.ahead else self.costs.acceptance).observe(drafted, accepted)
+        elif request_id not in self._step.decoding or self.book.down():
+            return None
+        own = draft is not None and draft.drafter_id == FALLBACK
+        if draft is not None and not own:
+            self.fallback.note_remote(request_id, drafted, accepted)
+        # Our own draft in place of a miss is a part of what drafting ahead brings; of true features it says nothing.
+        if self.planner.settled and (not own or self._plan.outcomes):
+            self.costs.note_verification(self._plan, draft is not None and (own or draft.ahead), drafted, accepted)
+        if draft is None:
+            return None
+        return Drafted(draft.drafter_id, draft.ahead, self._draft_s.pop(request_id, 0.0))
 
-    def note_step(self, seconds: float) -> None:
-        """The step that just ended took so long; prefill is another matter than verifying."""
+    def plan_in_force(self) -> Plan:
+        """The plan of the present step."""
+        return self._plan
+
+    def note_step(self, seconds: float, cycle_s: float | None) -> None:
+        """The step that just ended; prefill is another matter than verifying."""
+        super().note_step(seconds, cycle_s)
         if self._step.decodes_only:
             self.costs.verify.observe(self._step.tokens, seconds)
+            self.planner.stepped(len(self._step.decoding), self._step.scheduled, cycle_s)
 
     def read_plan(self, stats: VerifierStats) -> None:
         """Puts what is decided and who is down into `stats`."""
@@ -162,10 +189,13 @@ class DraftingScheduler(CountingScheduler, Scheduler):
             held = {*self.book.pending, *self._groups.others()}
         for request in self.running:
             request.next_decode_eligible_step = sys.maxsize if request.request_id in held else 0
+        verified = [request for request in decoding if request.request_id not in held]
+        self._fall_back(verified)
         output = super().schedule(throttle_prefills)
-        # The worker ships features before the outcome is known here: it has to know now how many tokens to ask for.
+        # The worker ships features before the outcome is known here: it has to know now for whom and how much to ask.
         output.draft_k = 0 if self._plan.outcomes else self._plan.k
-        self._step = StepShape.of(output, {request.request_id for request in decoding})
+        output.undrafted = self._needs_no_drafter(verified) if output.draft_k else frozenset()
+        self._step = StepShape.of(output, frozenset(request.request_id for request in decoding))
         return output
 
     def _next_plan(self, requests: int) -> Plan:
@@ -175,7 +205,35 @@ class DraftingScheduler(CountingScheduler, Scheduler):
         plan = self.planner.plan(requests)
         if self.planner.changes != changes:
             logger.info("%s", self.planner.decision)
+            if self.records is not None and self.planner.decision is not None:
+                self.records.decided(self.planner.decision)
         return plan
+
+    def _fall_back(self, requests: list[Any]) -> None:
+        """Gives those without a draft one of our own, where that is expected to pay."""
+        self.fallback.begin_step()
+        self._untold.clear()
+        k = self._plan.k if self._drafter_ids else self.num_spec_tokens
+        bare = [request for request in requests if not request.spec_token_ids]
+        if not (k and bare) or self.counters is None:
+            return
+        price = self.costs.verify_s(len(requests), k) / self.costs.verify_s(len(requests), 0)
+        for request in bare:
+            tokens = self.fallback.draft(request.request_id, request.num_tokens, k, price)
+            if tokens:
+                self._give(request, Usable(request.request_id, FALLBACK, request.num_tokens, tokens))
+                self._untold.add(request.request_id)
+
+    def _needs_no_drafter(self, requests: list[Any]) -> frozenset[str]:
+        """Those of the requests verified now whose own text is to draft for them next."""
+        n, k, costs = len(requests), self._plan.k, self.costs
+        step_s = costs.verify_s(n, k)
+        wait_s = costs.draft_s(n, k) if self._plan.groups == 1 else max(costs.draft_s(n, k) - step_s, 0.0)
+        return self.fallback.preferred([request.request_id for request in requests], k, step_s, wait_s)
+
+    def _give(self, request: Any, draft: Usable) -> None:
+        super().update_draft_token_ids(DraftTokenIds([draft.request_id], [draft.tokens]))
+        self._verifying[request.request_id] = draft
 
     def _attach(self) -> None:
         ready, expired = self.book.collect(time.monotonic())
@@ -184,8 +242,7 @@ class DraftingScheduler(CountingScheduler, Scheduler):
             if request is None or request.num_tokens != draft.base_len:
                 self._drop(draft.drafter_id, "stale")
                 continue
-            super().update_draft_token_ids(DraftTokenIds([draft.request_id], [draft.tokens]))
-            self._verifying[draft.request_id] = draft
+            self._give(request, draft)
         for request_id in expired:
             self._drop(drafter_for(request_id, self._drafter_ids) or "none", "lost")
 
@@ -204,20 +261,24 @@ class DraftingScheduler(CountingScheduler, Scheduler):
             if request is None or request.is_finished() or request.is_prefill_chunk:
                 continue
             self._groups.add(request_id)
+            self.fallback.advance(request_id, request.all_token_ids)
             chosen = drafter_for(request_id, self._drafter_ids)
-            if chosen is None:
+            if chosen is None or request_id in scheduler_output.undrafted:
                 continue
             if scheduler_output.draft_k:
                 self.book.expect(request_id, request.num_tokens, chosen, now)
             elif self._plan.outcomes:
                 began = lengths.get(request_id, request.num_tokens - 1)
+                if request_id in self._untold and request.num_tokens - began > 1:
+                    began = -1
                 self.ahead.ended(Ended(request_id, began, request.num_tokens, request.all_token_ids[-1]))
         return outputs
 
     def settle(self, now: float) -> dict[str, list[NextItem]]:
         """Mode `ahead`: decides the next draft of every verification that has ended; returns what to ask each drafter.
 
-        A hit is used at once.  A miss is drafted afresh, and waited for only where that pays.
+        A hit is used at once, and so is the request's own text where it does better.  A miss is drafted afresh, and waited for
+        only where that pays.
         """
         asks: dict[str, list[NextItem]] = {}
         hits = misses = 0
@@ -225,13 +286,17 @@ class DraftingScheduler(CountingScheduler, Scheduler):
             drafter_id = drafter_for(ended.request_id, self._drafter_ids)
             if drafter_id is None or self.counters is None:
                 continue
-            counters = self.counters.drafter(drafter_id)
-            tokens = tokens[: self._plan.k]
+            counters, k = self.counters.drafter(drafter_id), self._plan.k
+            tokens = tokens[:k]
+            counters.ahead_hits += bool(tokens)
+            counters.ahead_misses += not tokens
+            own = self.fallback.better(ended.request_id, ended.base_len, k, GAIN if tokens else 1.0)
+            source, tokens = (FALLBACK, own) if own else (drafter_id, tokens)
             if tokens:
-                hits, counters.ahead_hits = hits + 1, counters.ahead_hits + 1
-                self.book.give(Usable(ended.request_id, drafter_id, ended.base_len, tokens, ahead=True))
+                hits += 1
+                self.book.give(Usable(ended.request_id, source, ended.base_len, tokens, ahead=True))
             else:
-                misses, counters.ahead_misses = misses + 1, counters.ahead_misses + 1
+                misses += 1
                 self.book.expect(ended.request_id, ended.base_len, drafter_id, now)
             item = NextItem(ended.request_id, ended.base_len, self._plan.k, tokens, self._plan.outcomes)
             asks.setdefault(drafter_id, []).append(item)
@@ -243,7 +308,7 @@ class DraftingScheduler(CountingScheduler, Scheduler):
     def _waiting_pays(self, hits: int, misses: int) -> bool:
         k = self._plan.k
         step_s, draft_s = self.costs.verify_s(hits + misses, k), self.costs.draft_s(misses, k)
-        return worth_waiting(hits, misses, step_s, draft_s, self.costs.acceptance.length(k))
+        return worth_waiting(hits, misses, step_s, draft_s, self.costs.after_miss.length(k))
 
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
         self.book.forget(request.request_id)
@@ -255,8 +320,10 @@ class DraftingScheduler(CountingScheduler, Scheduler):
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         self.book.forget(request.request_id)
         self.ahead.forget(request.request_id)
+        self.fallback.forget(request.request_id)
         self._groups.remove(request.request_id)
         self._verifying.pop(request.request_id, None)
+        self._draft_s.pop(request.request_id, None)
         return super()._free_request(request, *args, **kwargs)
 
     def _drop(self, drafter_id: str, reason: str) -> None:

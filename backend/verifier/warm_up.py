@@ -32,8 +32,9 @@ def warm_up(core: EngineCore) -> None:
             _, executed = core.step_fn()
             core.post_step(executed)
             if executed:
-                scheduler.note_step(time.monotonic() - began)
+                scheduler.note_step(time.monotonic() - began, None)
     core.reset_prefix_cache()
+    scheduler.take_verify_s()
 
 
 def _request(request_id: str, prompt: list[int]) -> EngineCoreRequest:

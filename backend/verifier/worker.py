@@ -16,7 +16,7 @@ from vllm.v1.worker.gpu_worker import Worker
 from backend.fleet import DrafterRef
 from backend.transport import ServerKeys, Wire
 from backend.verifier.cpu_kernels import repair_cpu_kernels
-from backend.verifier.features import FeatureShipper
+from backend.verifier.features import FeatureShipper, Shipped
 from backend.verifier.runner import RemoteDrafting, ResumedOutputs, SeededPrefill
 
 
@@ -63,10 +63,10 @@ class _Mixed:
             self.wire = Wire(fleet_keys)
         shipper.set_drafters(self.wire, refs, epoch)
 
-    def take_drafting_counters(self) -> tuple[dict[str, int], dict[str, int]]:
+    def take_drafting_counters(self) -> Shipped:
         """`FeatureShipper.take_counters` of the sending rank, empty on the others."""
         shipper = self.model_runner.shipper
-        return shipper.take_counters() if shipper is not None else ({}, {})
+        return shipper.take_counters() if shipper is not None else Shipped()
 
 
 class OutriderCpuWorker(_Mixed, CPUWorker):

@@ -114,6 +114,10 @@ class FakeVerifier:
         stats = VerifierStats(
             self.name, 1000.0, "sync", 4, busy_s=2.0, steps=20, tokens=50, running=1, drafters={"drafter-0": counters}
         )
+        self.publish(stats)
+
+    def publish(self, stats: VerifierStats) -> None:
+        """These counters to every gateway."""
         for client in self.clients:
             self.send(client, wire.STATS, msgspec.msgpack.encode(stats))
 

@@ -94,3 +94,10 @@ def test_rounds_alternate_and_everyone_is_first_in_turn() -> None:
         turn = order[at : at + len(configured)]
         assert {c.configuration for c in turn} == set(configured)
         assert len({(c.round, c.point) for c in turn}) == 1
+
+
+def test_a_ramp_goes_up_and_back() -> None:
+    asked = points(parsed("--ramp", "--concurrency", "1,4,16", "--temperatures", "0", "--domains", "code"))
+    assert [point.phases for point in asked] == [(1,), (4,), (16,), (1, 16, 1)]
+    assert asked[-1].name == "code c1-16-1 t0"
+    assert not any(point.ramp_from for point in points(parsed()))

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from backend.drafter.eagle import EagleProposer
 from backend.drafter.ngram import NgramProposer
 from backend.drafter.proposer import Ask
-from backend.drafter.service import HELLO_FIRST, DrafterService, Reply
+from backend.drafter.service import DrafterService, Reply
 from backend.protocol import (
+    HELLO_FIRST,
     PROTOCOL_VERSION,
     Close,
     Commit,

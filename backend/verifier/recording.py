@@ -1,0 +1,187 @@
+"""Makes the rows of a verifier: what its steps, verifications and requests came to.  Engine process, engine thread.
+
+Told by `counting.CountingScheduler` what happens, in the order it happens: `began` (a request), then per step `verified` and
+`prefilled` as the outcome comes in, `emitted` once vLLM has decided what the client gets, `stepped` when the loop has accounted
+for the step's time.  Times are differences of `VerifierStats`, so rows add up to the counters.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from backend.fleet import VerifierStats
+from backend.records.recorder import Recorder
+from backend.records.rows import DecisionRow, RequestRow, StepRow, VerificationRow
+from backend.verifier.costs import Plan
+from backend.verifier.planner import Decision
+
+
+@dataclass(slots=True)
+class _Request:
+    """A request that has not ended."""
+
+    name: str
+    arrived_at: float
+    prompt_tokens: int
+    teacher_forced: bool
+    first_token_at: float = 0.0
+    tokens: int = 0
+    verifications: int = 0
+    draft_tokens: int = 0
+    accepted: int = 0
+
+
+@dataclass(slots=True)
+class _Outcome:
+    """A verification whose tokens are not cut to the request's stop yet."""
+
+    base_len: int
+    draft_tokens: int
+    accepted: int
+    drafter: str
+    ahead: bool
+
+
+class Recording:
+    """One incarnation's rows in the making."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._requests: dict[str, _Request] = {}
+        self._outcomes: dict[str, _Outcome] = {}
+        self._steps = 0
+        self._began_s = 0.0
+        self._busy_s = 0.0
+        self._idle_s: dict[str, float] = {}
+        self._reset()
+
+    def _reset(self) -> None:
+        self._ran = False
+        self._now = 0.0
+        self._emitting = self._tokens = self._prefill = self._drafted = self._drafted_tokens = 0
+        self._draft_s = 0.0
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    def began(self, request_id: str, name: str, arrived_at: float, prompt_tokens: int, *, teacher_forced: bool = False) -> None:
+        """A request came in; its rows are kept under `name`."""
+        self._requests[request_id] = _Request(name, arrived_at, prompt_tokens, teacher_forced)
+
+    def ended(self, request_id: str, reason: str) -> None:
+        """A request is over: finished, or aborted."""
+        request = self._requests.pop(request_id, None)
+        self._outcomes.pop(request_id, None)
+        if request is None:
+            return
+        row = RequestRow(
+            request_id=request.name,
+            arrived_at=request.arrived_at,
+            first_token_at=request.first_token_at,
+            ended_at=time.time(),
+            prompt_tokens=request.prompt_tokens,
+            tokens=request.tokens,
+            verifications=request.verifications,
+            draft_tokens=request.draft_tokens,
+            accepted=request.accepted,
+            finish_reason=reason,
+            teacher_forced=request.teacher_forced,
+        )
+        self._recorder.request(row)
+
+    # -- one step ------------------------------------------------------------------------------------------------------
+
+    def verified(self, request_id: str, base_len: int, draft_tokens: int, accepted: int, drafter: str, ahead: bool) -> None:
+        """The rejection sampler kept `accepted` of `draft_tokens` (0: there was no draft)."""
+        self._outcomes[request_id] = _Outcome(base_len, draft_tokens, accepted, drafter, ahead)
+
+    def prefilled(self, tokens: int) -> None:
+        """The step has run and computed so many prompt tokens."""
+        self._ran = True
+        self._prefill += tokens
+        self._now = time.time()
+
+    def drafted(self, seconds: float) -> None:
+        """A draft verified in this step took its drafter so long."""
+        self._draft_s = max(self._draft_s, seconds)
+
+    def emitted(self, request_id: str, tokens: int) -> None:
+        """So many tokens of a verification go to the client."""
+        request, outcome = self._requests.get(request_id), self._outcomes.pop(request_id, None)
+        if request is None or outcome is None:
+            return
+        if not request.tokens:
+            request.first_token_at = self._now
+        request.tokens += tokens
+        request.verifications += 1
+        self._emitting += 1
+        self._tokens += tokens
+        if outcome.draft_tokens:
+            request.draft_tokens += outcome.draft_tokens
+            request.accepted += outcome.accepted
+            self._drafted += 1
+            self._drafted_tokens += tokens
+        row = VerificationRow(
+            self._steps,
+            request.name,
+            outcome.base_len,
+            outcome.draft_tokens,
+            outcome.accepted,
+            tokens,
+            outcome.drafter,
+            outcome.ahead,
+            request.teacher_forced,
+        )
+        self._recorder.verification(row)
+
+    def stepped(self, stats: VerifierStats, seconds: float, verify_s: float, plan: Plan) -> None:
+        """The loop has accounted for a step of `seconds` that followed `plan`; nothing happens if the target did not run."""
+        if not self._ran:
+            return
+        began_s = stats.busy_s + sum(stats.idle_s.values()) - seconds
+        idle_ms = {
+            cause: 1e3 * (idle - self._idle_s.get(cause, 0.0))
+            for cause, idle in stats.idle_s.items()
+            if idle != self._idle_s.get(cause, 0.0)
+        }
+        row = StepRow(
+            step=self._steps,
+            began_at=time.time() - seconds,
+            interval_ms=1e3 * (began_s - self._began_s) if self._steps else 0.0,
+            requests=self._emitting,
+            prefill_tokens=self._prefill,
+            tokens=self._tokens,
+            drafted=self._drafted,
+            drafted_tokens=self._drafted_tokens,
+            plan_k=plan.k,
+            plan_groups=plan.groups,
+            plan_outcomes=plan.outcomes,
+            draft_ms=1e3 * self._draft_s,
+            verify_ms=1e3 * verify_s,
+            busy_ms=1e3 * (stats.busy_s - self._busy_s),
+            idle_ms=idle_ms,
+        )
+        self._recorder.step(row)
+        self._steps += 1
+        self._began_s, self._busy_s = began_s, stats.busy_s
+        self._idle_s = dict(stats.idle_s)
+        self._outcomes.clear()
+        self._reset()
+
+    def decided(self, decision: Decision) -> None:
+        """Mode `auto` changed its plan, for the step that comes."""
+        row = DecisionRow(
+            step=self._steps,
+            at=time.time(),
+            requests=decision.requests,
+            plan_k=decision.plan.k,
+            plan_groups=decision.plan.groups,
+            plan_outcomes=decision.plan.outcomes,
+            predicted_tokens_per_s=decision.predicted_tokens_per_s,
+            present_tokens_per_s=decision.present_tokens_per_s,
+            verify_s=decision.verify_s,
+            draft_s=decision.draft_s,
+            acceptance_length=decision.acceptance_length,
+            hit_rate=decision.hit_rate,
+        )
+        self._recorder.decision(row)

@@ -1,0 +1,132 @@
+"""From answers to figures: percentiles, rates, drift over time, and two runs of the same requests compared.  Pure."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import median
+
+from loadtest.slo import DISTRIBUTIONS, PERCENTILES
+from loadtest.timing import Answer
+
+Figures = dict[str, float | None]
+RESAMPLES = 1000
+
+
+def percentile(values: Sequence[float], percent: float) -> float | None:
+    """The smallest value that `percent` of all are not above; None of nothing."""
+    if not values:
+        return None
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(percent / 100 * len(ordered)) - 1)]
+
+
+def samples(answers: Iterable[Answer]) -> dict[str, list[float]]:
+    """By figure, in its unit: every sample of the answers that were complete."""
+    found: dict[str, list[float]] = {name: [] for name in DISTRIBUTIONS}
+    for answer in answers:
+        if answer.outcome != "ok":
+            continue
+        single = {
+            "ttft": answer.ttft_s,
+            "tpot": answer.tpot_s,
+            "e2e": answer.ended - answer.started,
+            "tgs": answer.tgs,
+            "tgs_e2e": answer.tgs_e2e,
+        }
+        for name, value in single.items():
+            if value is not None:
+                found[name].append(value * 1000 if DISTRIBUTIONS[name] else value)
+        found["inter_chunk"] += [gap * 1000 for gap in answer.gaps_s]
+    return found
+
+
+def summarize(answers: Sequence[Answer]) -> Figures:
+    """Every figure that answers alone can give.  Rates are over the time from the first start to the last end."""
+    outcomes = Counter(answer.outcome for answer in answers)
+    whole = [answer for answer in answers if answer.outcome == "ok"]
+    wall_s = max((a.ended for a in answers), default=0.0) - min((a.started for a in answers), default=0.0)
+    tokens = sum(answer.tokens for answer in whole)
+    figures: Figures = {
+        "requests": outcomes["ok"],
+        "aborted": outcomes["aborted"],
+        "rejected": outcomes["rejected"],
+        "failures": outcomes["failed"],
+        "prompt_tokens": sum(answer.prompt_tokens for answer in whole),
+        "tokens": tokens,
+        "wall_s": round(wall_s, 3),
+        "requests_per_s": outcomes["ok"] / wall_s if wall_s > 0 else None,
+        "tokens_per_s": tokens / wall_s if wall_s > 0 else None,
+        "tgs_drift": drift(answers),
+    }
+    for name, values in samples(answers).items():
+        unit = DISTRIBUTIONS[name]
+        for percent in PERCENTILES:
+            figures[f"{name}_p{percent}{'_' + unit if unit else ''}"] = percentile(values, percent)
+    return figures
+
+
+def reasons(answers: Iterable[Answer]) -> dict[str, int]:
+    """How often each kind of failure came, most frequent first."""
+    return dict(Counter(answer.reason for answer in answers if answer.outcome == "failed").most_common())
+
+
+def by_label(answers: Sequence[Answer]) -> dict[str, Figures]:
+    """The figures of each kind of request, in order of first appearance."""
+    labels = list(dict.fromkeys(answer.label for answer in answers))
+    return {label: summarize([answer for answer in answers if answer.label == label]) for label in labels}
+
+
+def drift(answers: Sequence[Answer]) -> float | None:
+    """Median TGS of the last third of the time over that of the first: below 1, it became slower as it went on."""
+    timed = [(answer.started, answer.tgs) for answer in answers if answer.outcome == "ok" and answer.tgs]
+    if len(timed) < 6:
+        return None
+    first, last = min(at for at, _ in timed), max(at for at, _ in timed)
+    third = (last - first) / 3
+    early = [tgs for at, tgs in timed if at <= first + third]
+    late = [tgs for at, tgs in timed if at >= last - third]
+    return median(late) / median(early) if early and late else None
+
+
+def compare(base: Sequence[Answer], other: Sequence[Answer], seed: int = 0) -> Figures:
+    """`other` against `base`, request by request: the same user's same request in both runs.
+
+    `speedup` is the ratio of decode TGS within a pair, `speedup_e2e` that of times to the end; the interval is the median's,
+    from resampled pairs (95 %).  `identical` is the share of pairs with the same text: greedy answers do not depend on
+    drafting.  Raises `ValueError` when there is no pair.
+    """
+    paired = [(one, two) for one, two in pairs(base, other) if one.tgs and two.tgs]
+    if not paired:
+        raise ValueError("the two runs have no request in common")
+    speed = [two.tgs / one.tgs for one, two in paired if one.tgs and two.tgs]
+    whole = [(one.ended - one.started) / (two.ended - two.started) for one, two in paired]
+    low, high = median_interval(speed, seed)
+    return {
+        "pairs": len(paired),
+        "speedup_p50": median(speed),
+        "speedup_low": low,
+        "speedup_high": high,
+        "speedup_e2e_p50": median(whole),
+        "identical": sum(one.text == two.text for one, two in paired) / len(paired),
+    }
+
+
+def pairs(base: Iterable[Answer], other: Iterable[Answer]) -> list[tuple[Answer, Answer]]:
+    """The complete answers of both runs that belong together."""
+    known: Mapping[tuple[int, int], Answer] = {(a.user, a.number): a for a in base if a.outcome == "ok"}
+    found = []
+    for answer in other:
+        partner = known.get((answer.user, answer.number))
+        if answer.outcome == "ok" and partner is not None and partner.label == answer.label:
+            found.append((partner, answer))
+    return found
+
+
+def median_interval(values: Sequence[float], seed: int) -> tuple[float, float]:
+    """95 % of the medians of resampled `values` lie between these."""
+    chance = random.Random(seed)
+    medians = sorted(median(chance.choices(values, k=len(values))) for _ in range(RESAMPLES))
+    return medians[int(0.025 * RESAMPLES)], medians[int(0.975 * RESAMPLES) - 1]

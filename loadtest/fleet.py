@@ -1,0 +1,153 @@
+"""A fleet of our own under test: `outrider serve` as a child, and what may be done to it.  The parent process.
+
+Only what this started is ever killed: a drafter's process id, as the fleet tells it, must also be a descendant of the child.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import requests
+
+ROOT = Path(__file__).resolve().parent.parent
+START_TIMEOUT_S = 600.0
+STOP_TIMEOUT_S = 60.0
+HTTP_TIMEOUT_S = 10.0
+
+
+class FleetError(RuntimeError):
+    """The fleet does not start or does not answer; the message is for a person."""
+
+
+class Gateway:
+    """Read-only questions to a running gateway."""
+
+    def __init__(self, url: str, api_key: str | None) -> None:
+        self.url = url.rstrip("/")
+        self._session = requests.Session()
+        self._session.trust_env = False
+        if api_key:
+            self._session.headers["authorization"] = f"Bearer {api_key}"
+
+    def get(self, path: str) -> requests.Response:
+        """Raises `FleetError` when it does not answer 200."""
+        try:
+            answer = self._session.get(self.url + path, timeout=HTTP_TIMEOUT_S)
+        except requests.RequestException as error:
+            raise FleetError(f"{self.url} does not answer: {type(error).__name__}") from error
+        if answer.status_code != 200:
+            raise FleetError(f"{self.url}{path} answers {answer.status_code}")
+        return answer
+
+    def model(self) -> str:
+        """The first model served."""
+        try:
+            return str(self.get("/v1/models").json()["data"][0]["id"])
+        except (ValueError, LookupError, TypeError) as error:
+            raise FleetError(f"{self.url}/v1/models lists no model") from error
+
+    def drafters(self) -> dict[int, str]:
+        """Drafters that live: id by process id."""
+        listed: list[dict[str, Any]] = self.get("/fleet").json()["drafters"]
+        return {int(each["pid"]): str(each["id"]) for each in listed if each["state"] == "ready"}
+
+
+class OwnFleet:
+    """Starts with the constructor, ends with `stop`."""
+
+    def __init__(self, settings: Sequence[str], log: Path) -> None:
+        self._log = log
+        self._output = log.open("w", encoding="utf-8")
+        command = [sys.executable, "-m", "gateway.cli", "serve", "--port", "0", *settings]
+        self.url = ""
+        self._told = threading.Event()
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        )
+        self._reader = threading.Thread(target=self._read, name="fleet-output", daemon=True)
+        self._reader.start()
+
+    def wait_ready(self) -> str:
+        """The gateway's URL.  Raises `FleetError` with the fleet's last words."""
+        self._told.wait(START_TIMEOUT_S)
+        if not self.url:
+            self.stop()
+            last = self._log.read_text(encoding="utf-8").strip().splitlines()[-3:]
+            raise FleetError("the fleet did not start:\n  " + "\n  ".join(last or ["it said nothing"]))
+        return self.url
+
+    def kill_a_drafter(self, gateway: Gateway) -> str:
+        """SIGKILL to one drafter of ours; its id.  Raises `FleetError` when there is none."""
+        ours = descendants(self.process.pid)
+        for pid, name in gateway.drafters().items():
+            if pid in ours:
+                os.kill(pid, signal.SIGKILL)
+                return f"{name} (pid {pid})"
+        raise FleetError("no drafter of this fleet is there to be killed (does its mode use any?)")
+
+    def memory_mib(self) -> float:
+        """Resident memory of all processes of the fleet; shared pages count in each."""
+        return sum(map(_resident_mib, [self.process.pid, *descendants(self.process.pid)]))
+
+    def stop(self) -> None:
+        """Ctrl-C, and the hard way when that does not do it.  May be called twice."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+        try:
+            self.process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            for pid in [*descendants(self.process.pid), self.process.pid]:
+                _kill(pid)
+            self.process.wait()
+        self._reader.join(HTTP_TIMEOUT_S)
+        self._output.close()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self._output.write(line)
+            self._output.flush()
+            if found := re.search(r"serving at (http://\S+?)/v1", line):
+                self.url = found.group(1)
+                self._told.set()
+        self._told.set()
+
+
+def descendants(pid: int) -> set[int]:
+    """Process ids below `pid`."""
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            except (OSError, ValueError, IndexError):
+                continue
+    found: set[int] = set()
+    grown = {pid}
+    while grown:
+        grown = {child for child, parent in parents.items() if parent in grown} - found
+        found |= grown
+    return found
+
+
+def _resident_mib(pid: int) -> float:
+    try:
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    except (OSError, ValueError, IndexError):
+        return 0.0
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def _kill(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass

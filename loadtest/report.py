@@ -1,0 +1,114 @@
+"""What a run leaves behind beside Locust's `report.html` and `locust_*.csv`: `requests.csv`, `summary.json`, `summary.md`."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from loadtest.figures import Figures, by_label, reasons, summarize
+from loadtest.slo import DISTRIBUTIONS, PERCENTILES, Miss, is_floor
+from loadtest.timing import Answer
+
+
+@dataclass
+class Result:
+    """One scenario's outcome."""
+
+    scenario: str
+    command: str
+    figures: Figures
+    labels: dict[str, Figures]
+    reasons: dict[str, int]
+    health: Mapping[str, float]
+    """How well the load generator kept up."""
+    notes: list[str] = field(default_factory=list)
+    slo: Mapping[str, float] = field(default_factory=dict)
+    missed: Sequence[Miss] = ()
+
+
+def evaluate(scenario: str, command: str, answers: Sequence[Answer], server: Figures, health: Mapping[str, float]) -> Result:
+    """The figures of a run: what clients saw, and what the server told of itself."""
+    return Result(scenario, command, {**summarize(answers), **server}, by_label(answers), reasons(answers), health)
+
+
+def write(result: Result, answers: Sequence[Answer], directory: Path) -> None:
+    """All our files of one run."""
+    write_requests(directory / "requests.csv", answers)
+    document = {
+        "scenario": result.scenario,
+        "command": result.command,
+        "passed": not result.missed,
+        "missed": [str(miss) for miss in result.missed],
+        "slo": dict(result.slo),
+        "figures": result.figures,
+        "by_label": result.labels,
+        "failures": result.reasons,
+        "load_generator": dict(result.health),
+        "notes": result.notes,
+    }
+    (directory / "summary.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    (directory / "summary.md").write_text(text(result) + "\n", encoding="utf-8")
+
+
+def write_requests(file: Path, answers: Sequence[Answer]) -> None:
+    """One row per request, times in ms, the first of them from the first request's start."""
+    columns = ["label", "user", "number", "outcome", "reason", "status", "start_ms", "ttft_ms", "e2e_ms", "tpot_ms", "tgs"]
+    columns += ["tgs_e2e", "chunks", "prompt_tokens", "tokens", "finish_reason"]
+    zero = min((answer.started for answer in answers), default=0.0)
+    with file.open("w", encoding="utf-8", newline="") as stream:
+        rows = csv.writer(stream)
+        rows.writerow(columns)
+        for answer in sorted(answers, key=lambda each: each.started):
+            times = (answer.started - zero, answer.ttft_s, answer.ended - answer.started, answer.tpot_s)
+            rows.writerow(
+                [answer.label, answer.user, answer.number, answer.outcome, answer.reason, answer.status]
+                + ["" if seconds is None else f"{seconds * 1000:.3f}" for seconds in times]
+                + ["" if rate is None else f"{rate:.3f}" for rate in (answer.tgs, answer.tgs_e2e)]
+                + [len(answer.chunks), answer.prompt_tokens, answer.tokens, answer.finish_reason]
+            )
+
+
+def text(result: Result) -> str:
+    """The summary, for a terminal and as Markdown."""
+    figures = result.figures
+    lines = [f"## {result.scenario}: {'passed' if not result.missed else 'MISSED'}", "", f"`{result.command}`", ""]
+    counts = ("requests", "failures", "aborted", "rejected", "leftover", "tokens", "requests_per_s", "tokens_per_s")
+    lines.append(", ".join(f"{name} {_show(figures[name])}" for name in counts if figures.get(name) is not None))
+    server = ("acceptance_length", "busy_share", "awaiting_draft_share", "tgs_drift", "preemptions", "memory_growth_mib")
+    lines.append(", ".join(f"{name} {_show(figures[name])}" for name in server if figures.get(name) is not None))
+    compared = ("pairs", "speedup_p50", "speedup_low", "speedup_high", "speedup_e2e_p50", "identical")
+    lines.append(", ".join(f"{name} {_show(figures[name])}" for name in compared if figures.get(name) is not None))
+    lines += ["", *_table(result), ""]
+    lines += [f"failure: {reason} ({count}x)" for reason, count in result.reasons.items()]
+    lines += result.notes
+    lines.append("load generator: " + ", ".join(f"{name} {_show(value)}" for name, value in result.health.items()))
+    limits = [f"{name} {'>=' if is_floor(name) else '<='} {limit:g}" for name, limit in result.slo.items()]
+    lines.append("objectives: " + (", ".join(limits) or "none"))
+    lines += [f"missed: {miss}" for miss in result.missed]
+    return "\n".join(line for number, line in enumerate(lines) if line or (number and lines[number - 1]))
+
+
+def _table(result: Result) -> list[str]:
+    """Percentiles of every figure, for all requests and for each kind where there are several."""
+    rows = {"all": result.figures} | (result.labels if len(result.labels) > 1 else {})
+    lines = [
+        "| requests | figure | " + " | ".join(f"p{p}" for p in PERCENTILES) + " |",
+        "|---|---|" + "---|" * len(PERCENTILES),
+    ]
+    for label, figures in rows.items():
+        for name, unit in DISTRIBUTIONS.items():
+            suffix = f"_{unit}" if unit else ""
+            values = [figures.get(f"{name}_p{p}{suffix}") for p in PERCENTILES]
+            if any(value is not None for value in values) and (label == "all" or name in ("ttft", "tgs", "e2e")):
+                shown = " | ".join(_show(value) for value in values)
+                lines.append(f"| {label} | {name}{' ' + unit if unit else ' tok/s'} | {shown} |")
+    return lines
+
+
+def _show(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:.0f}" if value == int(value) or abs(value) >= 1000 else f"{value:.3g}"

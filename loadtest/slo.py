@@ -1,0 +1,93 @@
+"""Service level objectives: which figures there are, how limits on them are written, and which ones a run misses.  Pure.
+
+`ttft_p95_ms=2000,failures=0,tgs_p50=20`: latencies, failures and leftovers are upper limits, rates are lower ones.  A limit on
+a figure that the run did not produce is missed: no answer is no success.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+DISTRIBUTIONS = {"ttft": "ms", "inter_chunk": "ms", "tpot": "ms", "e2e": "ms", "tgs": "", "tgs_e2e": ""}
+"""Figures that have percentiles, and their unit where it is part of the name."""
+
+PERCENTILES = (50, 90, 95, 99)
+
+COUNTS = ("failures", "rejected", "leftover")
+"""Upper limits on counts."""
+
+RATES = ("requests", "tokens_per_s", "requests_per_s", "tgs_drift", "acceptance_length", "identical", "speedup_p50")
+"""Lower limits on single figures."""
+
+DEFAULT: dict[str, float] = {"failures": 0, "rejected": 0, "leftover": 0, "requests": 1, "ttft_p95_ms": 5000, "tgs_p50": 5}
+"""Loose enough for two busy cores; what they catch is a server that hangs, loses or crawls."""
+
+
+class SloError(ValueError):
+    """The limits are not written as they should be; one line for a person."""
+
+
+@dataclass(frozen=True)
+class Miss:
+    """A limit that was not kept."""
+
+    name: str
+    limit: float
+    found: float | None
+
+    def __str__(self) -> str:
+        if self.found is None:
+            return f"{self.name}: nothing was measured (limit {self.limit:g})"
+        return f"{self.name}: {self.found:g} is {'below' if is_floor(self.name) else 'above'} the limit of {self.limit:g}"
+
+
+def names() -> list[str]:
+    """Every figure a limit can be put on."""
+    suffixed = [f"{name}_p{p}{'_' + unit if unit else ''}" for name, unit in DISTRIBUTIONS.items() for p in PERCENTILES]
+    return [*suffixed, *COUNTS, *RATES]
+
+
+def is_floor(name: str) -> bool:
+    """Whether more is better."""
+    return name in RATES or re.match(r"tgs(_e2e)?_p", name) is not None
+
+
+def parse(text: str) -> dict[str, float]:
+    """`name=limit,name=limit`.  Raises `SloError`."""
+    given: dict[str, float | str] = {}
+    for part in filter(None, (each.strip() for each in text.split(","))):
+        name, equals, value = part.partition("=")
+        if not equals:
+            raise SloError(f"{part!r}: objectives are written as name=limit, separated by commas")
+        given[name.strip()] = value.strip()
+    return check(given)
+
+
+def check(given: Mapping[str, object]) -> dict[str, float]:
+    """Limits as read from a file.  Raises `SloError` naming what is wrong, and the nearest name there is."""
+    known = names()
+    limits: dict[str, float] = {}
+    for name, value in given.items():
+        if name not in known:
+            nearest = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
+            hint = f"; did you mean {nearest[0]}?" if nearest else ""
+            raise SloError(f"there is no figure {name!r}{hint}")
+        try:
+            limits[name] = float(str(value))
+        except ValueError:
+            raise SloError(f"{name}: {value!r} is not a number") from None
+    return limits
+
+
+def misses(limits: Mapping[str, float], figures: Mapping[str, float | None]) -> list[Miss]:
+    """The limits that these figures do not keep."""
+    missed = []
+    for name, limit in limits.items():
+        found = figures.get(name)
+        kept = found is not None and (found >= limit if is_floor(name) else found <= limit)
+        if not kept:
+            missed.append(Miss(name, limit, found))
+    return missed

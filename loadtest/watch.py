@@ -1,0 +1,127 @@
+"""Follows a gateway's /metrics during a run, once a second, in a thread of the parent process.
+
+The samples become `fleet.csv` and the figures that only the server knows: acceptance length, how busy the verifiers were, and
+what was left when the load had ended.
+"""
+
+from __future__ import annotations
+
+import csv
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from loadtest.fleet import FleetError, Gateway
+
+INTERVAL_S = 1.0
+COLUMNS = {
+    "drafts": "vllm:spec_decode_num_drafts_total",
+    "draft_tokens": "vllm:spec_decode_num_draft_tokens_total",
+    "accepted_tokens": "vllm:spec_decode_num_accepted_tokens_total",
+    "tokens": "outrider_verifier_tokens_total",
+    "steps": "outrider_verifier_steps_total",
+    "preemptions": "outrider_verifier_preemptions_total",
+    "busy_s": "outrider_verifier_busy_seconds_total",
+    "awaiting_draft_s": 'outrider_verifier_idle_seconds_total{cause="awaiting_draft"}',
+    "no_work_s": 'outrider_verifier_idle_seconds_total{cause="no_work"}',
+    "in_flight": "outrider_requests_in_flight",
+    "running": "outrider_verifier_running",
+    "waiting": "outrider_verifier_waiting",
+}
+"""Column and metric, summed over its series; one label may be given."""
+
+Sample = dict[str, float]
+
+
+def read(text: str) -> Sample:
+    """The columns' values in Prometheus' text format.  A metric that is not there is 0."""
+    wanted = {metric: column for column, metric in COLUMNS.items()}
+    sample = dict.fromkeys(COLUMNS, 0.0)
+    for line in text.splitlines():
+        if line.startswith("#") or not line.strip():
+            continue
+        series, _, value = line.rpartition(" ")
+        name, _, labels = series.partition("{")
+        column = wanted.get(name)
+        if column is None and labels:
+            column = next(
+                (wanted[key] for label in labels.rstrip("}").split(",") if (key := f"{name}{{{label}}}") in wanted), None
+            )
+        if column is not None:
+            sample[column] += float(value)
+    return sample
+
+
+def figures(samples: Sequence[Sample]) -> dict[str, float | None]:
+    """From the first and the last sample: acceptance length, shares of the verifiers' time, preemptions, growth."""
+    if len(samples) < 2:
+        return {}
+    spent = {name: samples[-1][name] - samples[0][name] for name in COLUMNS}
+    drafts, wall = spent["drafts"], spent["busy_s"] + spent["awaiting_draft_s"] + spent["no_work_s"]
+    return {
+        "acceptance_length": 1 + spent["accepted_tokens"] / drafts if drafts > 0 else None,
+        "busy_share": spent["busy_s"] / wall if wall > 0 else None,
+        "awaiting_draft_share": spent["awaiting_draft_s"] / wall if wall > 0 else None,
+        "preemptions": spent["preemptions"],
+        "memory_growth_mib": samples[-1]["memory_mib"] - samples[0]["memory_mib"] if samples[0].get("memory_mib") else None,
+    }
+
+
+def left_over(sample: Mapping[str, float]) -> float:
+    """Requests that the gateway or a verifier still has."""
+    return sample["in_flight"] + sample["running"] + sample["waiting"]
+
+
+class Watch:
+    """Samples from `start` to `stop`."""
+
+    def __init__(self, gateway: Gateway, memory_mib: Callable[[], float] | None) -> None:
+        self.samples: list[Sample] = []
+        self._gateway = gateway
+        self._memory_mib = memory_mib
+        self._stopping = threading.Event()
+        self._began = time.monotonic()
+        self._thread = threading.Thread(target=self._follow, name="metrics", daemon=True)
+
+    def start(self) -> None:
+        """Takes the first sample now.  Raises `FleetError` when there is none to be had."""
+        self._sample()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Takes the last sample."""
+        self._stopping.set()
+        self._thread.join()
+        self._try()
+
+    def settle(self, timeout_s: float) -> float:
+        """Waits until nothing of the load is left; how many requests were, when patience ended."""
+        deadline = time.monotonic() + timeout_s
+        while (left := left_over(read(self._gateway.get("/metrics").text))) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        return left
+
+    def write(self, file: Path) -> None:
+        """One row per sample."""
+        with file.open("w", encoding="utf-8", newline="") as stream:
+            writer = csv.DictWriter(stream, ["at_s", *COLUMNS, "memory_mib"], restval="")
+            writer.writeheader()
+            writer.writerows({name: round(value, 3) for name, value in sample.items()} for sample in self.samples)
+
+    def _follow(self) -> None:
+        while not self._stopping.wait(INTERVAL_S):
+            self._try()
+
+    def _try(self) -> None:
+        try:
+            self._sample()
+        except FleetError:
+            pass  # a gateway too busy to be scraped is still under test; the gap shows in the file
+
+    def _sample(self) -> None:
+        sample = read(self._gateway.get("/metrics").text)
+        sample["at_s"] = time.monotonic() - self._began
+        if self._memory_mib is not None:
+            sample["memory_mib"] = self._memory_mib()
+        self.samples.append(sample)

@@ -1,0 +1,73 @@
+"""The gateway moves running requests to a faster verifier, if it may: fake verifiers that report what a test says."""
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import pytest
+
+from backend.fleet import VerifierStats
+from tests.integration.test_gateway_streams import stall
+from tests.support.fake_verifier import FakeVerifier, eventually
+from tests.support.running_gateway import COMPLETION, running_gateway
+
+REQUESTS = 6
+
+
+def report(verifier: FakeVerifier, running: int, looks: int) -> None:
+    """The counters of a verifier that has taken 50 ms for each step over so many requests."""
+    stats = VerifierStats(verifier.name, 1.0, "off", 4, running=running, prefill_tokens=1000, prefill_s=0.1)
+    stats.decode_steps, stats.decode_s = 10 * looks, 0.5 * looks
+    stats.decode_requests = stats.verifications = stats.tokens = 10 * looks * running
+    verifier.publish(stats)
+
+
+@asynccontextmanager
+async def crowded(tmp_path, **gateway):
+    """One verifier with all the requests, and one that has just come."""
+    body = {**COMPLETION, "stream": True, "max_tokens": 200}
+    async with running_gateway(**{"balance_dwell_s": 0, "balance_moves": 2, **gateway}) as running:
+        running.verifier.behaviour = stall
+        streams = [asyncio.ensure_future(running.http.post("/v1/completions", json=body)) for _ in range(REQUESTS)]
+        await eventually(lambda: sum(bool(record.emitted) for record in running.core.sequences) == REQUESTS)
+        idle = FakeVerifier(tmp_path, "idle").start()
+        idle.behaviour = stall
+        running.directory.set_members([running.verifier.member, idle.member])
+        await eventually(lambda: len(running.core.ready_links) == 2)
+        try:
+            yield running, idle
+        finally:
+            for stream in streams:
+                stream.cancel()
+            await asyncio.gather(*streams, return_exceptions=True)
+            idle.close()
+
+
+async def reports(running, idle, looks: int) -> None:
+    """Both verifiers tell of what they have, and the gateway has heard them."""
+    report(running.verifier, len(running.core.requests_at("verifier-0")), looks)
+    report(idle, len(running.core.requests_at("idle")), looks)
+    heard = [link for link in running.core.ready_links if link.stats and link.stats.decode_steps == 10 * looks]
+    while len(heard) < 2:
+        await asyncio.sleep(0.005)
+        heard = [link for link in running.core.ready_links if link.stats and link.stats.decode_steps == 10 * looks]
+
+
+async def test_requests_move_until_there_is_no_gap(tmp_path):
+    async with crowded(tmp_path, balance_interval_s=0.02) as (running, idle):
+        for looks in range(1, 30):
+            await reports(running, idle, looks)
+            await asyncio.sleep(0.02)
+        at_first, at_idle = (len(running.core.requests_at(name)) for name in ("verifier-0", "idle"))
+        assert at_first + at_idle == REQUESTS
+        assert 2 <= at_idle <= 3
+        metrics = (await running.http.get("/metrics")).text
+        assert f'outrider_migrations_total{{cause="balance"}} {at_idle}.0' in metrics
+
+
+@pytest.mark.parametrize("gateway", [{"balance_interval_s": 0}, {"balance_interval_s": 0.02, "balance_dwell_s": 1000}])
+async def test_nothing_moves_when_switched_off_or_just_placed(tmp_path, gateway):
+    async with crowded(tmp_path, **gateway) as (running, idle):
+        for looks in range(1, 10):
+            await reports(running, idle, looks)
+            await asyncio.sleep(0.02)
+        assert idle.sequences == []

@@ -1,0 +1,162 @@
+"""What real verifiers write down adds up: to what the client received, to their counters, and to wall time."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from vllm.sampling_params import SamplingParams
+
+from backend.fleet import VerifierStats
+from backend.records.recorder import REQUEST_ID_KEY
+from tests.support.processes import Verifier
+from tests.support.scripted_drafter import ScriptedDrafter
+
+pytestmark = pytest.mark.engine
+
+PROMPTS = [[5 + (7 * i + j) % 900 for j in range(8 + 30 * i)] for i in range(4)]
+
+
+class Run:
+    """What a verifier was asked, what came back, and what it wrote down."""
+
+    def __init__(self, directory: Path, mode: str) -> None:
+        self.directory = directory / mode
+        limits = {"max_num_batched_tokens": 64, "max_num_seqs": 8, "draft_deadline_ms": 2000}
+        settings = {"mode": mode, "num_speculative_tokens": 4, "verifier": limits, "records": {"dir": str(self.directory)}}
+        self.verifier = Verifier(directory, settings)
+        self.answers: dict[str, list[int]] = {}
+
+    def ask(self, stop_token_ids: list[int] | None = None) -> None:
+        """All prompts, and one request whose client leaves."""
+        client = self.verifier.client
+        for i, prompt in enumerate(PROMPTS):
+            params = SamplingParams(
+                temperature=0,
+                max_tokens=20 + i,
+                ignore_eos=True,
+                stop_token_ids=stop_token_ids if i == 3 else None,
+                extra_args={REQUEST_ID_KEY: f"case-{i}"},
+            )
+            client.add(prompt, params, f"case-{i}-suffix")
+        client.finish_all()
+        left = client.add(PROMPTS[0], SamplingParams(temperature=0, max_tokens=3000, ignore_eos=True), "left-early")
+        client.run_until(lambda: len(client.answers[left].tokens) > 5)
+        client.abort(left)
+        self.stats: VerifierStats = client.fresh_stats()
+        client.receive()
+        self.answers = {request_id.removesuffix("-suffix"): each.tokens for request_id, each in client.answers.items()}
+
+    def read(self, kind: str) -> list[dict[str, Any]]:
+        """Rows of one kind."""
+        files = sorted(self.directory.rglob(f"{kind}-*.parquet"))
+        return pa.concat_tables(pq.read_table(file) for file in files).to_pylist()
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    run = Run(tmp_path_factory.mktemp("r"), "off")
+    try:
+        run.ask()
+    finally:
+        run.verifier.close()
+    return run
+
+
+@pytest.fixture(scope="module")
+def remote(plain: Run, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """Drafts of four tokens of which the third is wrong; one request stops inside a draft."""
+    directory = tmp_path_factory.mktemp("r")
+    texts = [prompt + plain.answers[f"case-{i}"] for i, prompt in enumerate(PROMPTS)]
+
+    def oracle(request_id: str, tokens: list[int], k: int) -> list[int]:
+        text = next((text for text in texts if text[: len(tokens)] == tokens), [])
+        draft = text[len(tokens) : len(tokens) + k]
+        return [(token + (i == 2)) % 900 for i, token in enumerate(draft)]
+
+    drafter = ScriptedDrafter(f"ipc://{directory}/d{os.urandom(3).hex()}.sock", oracle)
+    run = Run(directory, "sync")
+    try:
+        run.verifier.set_drafters(drafter.ref)
+        run.verifier.client.run_until(lambda: bool(drafter._listeners))
+        stop = plain.answers["case-3"][10]
+        run.ask([stop])
+    finally:
+        run.verifier.close()
+        drafter.close()
+    return run
+
+
+@pytest.fixture(params=["plain", "remote"])
+def run(request: pytest.FixtureRequest) -> Run:
+    return request.getfixturevalue(request.param)
+
+
+def test_every_token_the_client_got_is_in_a_verification(run: Run) -> None:
+    tokens: Counter[str] = Counter()
+    lengths: dict[str, int] = {}
+    for row in run.read("verification"):
+        assert lengths.get(row["request_id"], row["base_len"]) == row["base_len"], "rows follow each other without a gap"
+        tokens[row["request_id"]] += row["tokens"]
+        lengths[row["request_id"]] = row["base_len"] + row["tokens"]
+    received = {name: len(answer) for name, answer in run.answers.items()}
+    assert {name: tokens[name] for name in received if name != "left-early"} == {
+        name: n for name, n in received.items() if name != "left-early"
+    }
+    assert tokens["left-early"] >= received["left-early"] > 5
+    requests = {row["request_id"]: row for row in run.read("request")}
+    assert {name: row["tokens"] for name, row in requests.items()} == tokens
+    assert requests["left-early"]["finish_reason"] == "abort"
+    assert requests["case-0"]["finish_reason"] == "length"
+    for i, prompt in enumerate(PROMPTS):
+        row = requests[f"case-{i}"]
+        assert row["prompt_tokens"] == len(prompt)
+        assert row["arrived_at"] < row["first_token_at"] < row["ended_at"]
+
+
+def test_rows_add_up_to_the_counters(run: Run) -> None:
+    stats, steps, verifications = run.stats, run.read("step"), run.read("verification")
+    requests = run.read("request")
+    assert [row["step"] for row in steps] == list(range(len(steps)))
+    assert len(steps) == stats.steps
+    assert sum(row["tokens"] for row in steps) == sum(row["tokens"] for row in verifications) == stats.tokens
+    assert sum(row["requests"] for row in steps) == len(verifications) == stats.verifications
+    assert sum(row["prefill_tokens"] for row in steps) == sum(map(len, PROMPTS)) + len(PROMPTS[0])
+    assert Counter(row["finish_reason"] for row in requests) == stats.requests_finished
+    drafted = [row for row in verifications if row["draft_tokens"]]
+    counters = stats.drafters.get("drafter-0")
+    assert len(drafted) == (counters.drafts if counters else 0) == sum(row["drafted"] for row in steps)
+    assert sum(row["accepted"] for row in drafted) == (counters.accepted_tokens if counters else 0)
+    assert sum(row["verifications"] for row in requests) == len(verifications)
+    by_step = Counter()
+    for row in verifications:
+        by_step[row["step"]] += row["tokens"]
+    assert {row["step"]: row["tokens"] for row in steps if row["tokens"]} == by_step
+
+
+def test_busy_and_idle_of_all_steps_are_the_wall_time(run: Run) -> None:
+    steps = run.read("step")
+    accounted = sum(row["busy_ms"] + sum(row["idle_ms"].values()) for row in steps)
+    last = steps[-1]
+    wall = 1e3 * (last["began_at"] - run.stats.started_at) + last["busy_ms"]
+    assert accounted == pytest.approx(wall, rel=0.01, abs=20)
+    assert sum(row["interval_ms"] for row in steps) == pytest.approx(1e3 * (last["began_at"] - steps[0]["began_at"]), abs=5)
+    assert all(0 <= row["verify_ms"] <= row["busy_ms"] for row in steps)
+
+
+def test_drafted_verifications_know_their_drafter(remote: Run) -> None:
+    drafted = [row for row in remote.read("verification") if row["draft_tokens"]]
+    assert {row["drafter"] for row in drafted} == {"drafter-0"}
+    assert {row["accepted"] for row in drafted if row["draft_tokens"] == 4} <= {0, 2}, "the third token was wrong"
+    stopped = next(row for row in remote.read("request") if row["request_id"] == "case-3")
+    assert stopped["finish_reason"] == "stop"
+    assert stopped["tokens"] == len(remote.answers["case-3"]) <= 11
+    plain_first = next(row for row in remote.read("verification") if row["request_id"] == "case-1")
+    assert (plain_first["base_len"], plain_first["draft_tokens"], plain_first["tokens"]) == (len(PROMPTS[1]), 0, 1)
+    assert any(row["draft_ms"] > 0 for row in remote.read("step"))

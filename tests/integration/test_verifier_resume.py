@@ -1,0 +1,153 @@
+"""A request that goes on at a verifier with tokens from elsewhere comes out as if it had never been cut: real vLLM."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+
+from backend.demo import TARGET_DIR
+from backend.engine_wire import ADD, Addition
+from tests.support.processes import Drafter, Verifier
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+
+PROMPTS = [[5 + (7 * i + j) % 900 for j in range(8 + 30 * i)] for i in range(4)]
+CUTS = (1, 7, 20)
+END_OF_TEXT = json.loads((TARGET_DIR / "config.json").read_text())["eos_token_id"]
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"enum": ["alpha", "beta"]},
+        "numbers": {"type": "array", "items": {"enum": [1, 22]}, "minItems": 6, "maxItems": 8},
+    },
+    "required": ["name", "numbers"],
+    "additionalProperties": False,
+}
+
+
+def constrained() -> SamplingParams:
+    structured = StructuredOutputsParams(json=json.dumps(SCHEMA), disable_any_whitespace=True)
+    structured._backend = "xgrammar"
+    params = SamplingParams(temperature=0, max_tokens=90, structured_outputs=structured)
+    params.update_from_generation_config({}, END_OF_TEXT)
+    return params
+
+
+def params(**fields: Any) -> SamplingParams:
+    return SamplingParams(temperature=0, **({"max_tokens": 36, "ignore_eos": True} | fields))
+
+
+@pytest.fixture(scope="module", params=["off", "auto"])
+def verifier(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Verifier]:
+    directory = tmp_path_factory.mktemp("r")
+    mode = request.param
+    # Prompt and emitted tokens take several prefill chunks.
+    settings = {"mode": mode, "verifier": {"max_num_batched_tokens": 64, "max_num_seqs": 16, "draft_deadline_ms": 2000}}
+    verifier = Verifier(directory, settings)
+    drafter = Drafter(directory) if mode not in ("off", "native") else None
+    if drafter is not None:
+        verifier.set_drafters(drafter.ref)
+    yield verifier
+    verifier.close()
+    if drafter is not None:
+        drafter.close()
+
+
+KINDS = {
+    "greedy": params(),
+    "penalties": params(presence_penalty=0.8, frequency_penalty=0.6, repetition_penalty=1.2),
+    "logprobs": params(logprobs=3),
+    "prompt_logprobs": params(prompt_logprobs=2, logprobs=0),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_resumed_equals_uninterrupted(verifier: Verifier, name: str) -> None:
+    compare(verifier, KINDS[name])
+
+
+def test_the_grammar_goes_on_where_it_was(verifier: Verifier) -> None:
+    for whole in compare(verifier, constrained()):
+        assert whole.finish_reason == "stop"
+
+
+def compare(verifier: Verifier, params: SamplingParams) -> list[Any]:
+    """All prompts whole, then all of them from every cut at once."""
+    client = verifier.client
+    wholes = client.generate(PROMPTS, params)
+    parts = {
+        client.add(prompt, params, emitted=whole.tokens[:cut]): (whole, cut)
+        for prompt, whole in zip(PROMPTS, wholes, strict=True)
+        for cut in CUTS
+        if cut < len(whole.tokens)
+    }
+    assert len(parts) >= len(PROMPTS)
+    client.finish_all()
+    for request_id, (whole, cut) in parts.items():
+        part = client.answers.pop(request_id)
+        assert part.tokens == whole.tokens[cut:]
+        assert part.finish_reason == whole.finish_reason
+        assert [o.new_prompt_logprobs_tensors for o in part.outputs if o.new_prompt_logprobs_tensors is not None] == []
+        for got, wanted in zip(logprobs(part), logprobs(whole)[cut:], strict=True):
+            assert got == pytest.approx(wanted, abs=1e-4)
+    return wholes
+
+
+def logprobs(answer: Any) -> list[list[float]]:
+    """Per token, the top log-probabilities."""
+    return [
+        [float(each) for each in row]
+        for output in answer.outputs
+        if output.new_logprobs is not None
+        for row in output.new_logprobs.logprobs
+    ]
+
+
+def test_limits_count_what_was_emitted(verifier: Verifier) -> None:
+    client = verifier.client
+    (whole,) = client.generate(PROMPTS[:1], params(max_tokens=24))
+    stop = next(token for i, token in enumerate(whole.tokens) if i >= 8 and token not in whole.tokens[:i])
+    # A stop token that min_tokens forbids until after the cut, and no longer soon after it.
+    stopping = params(max_tokens=24, stop_token_ids=[stop], min_tokens=4)
+    (stopped,) = client.generate(PROMPTS[:1], stopping)
+    assert (stopped.finish_reason, stopped.tokens[-1]) == ("stop", stop)
+    request_id = client.add(PROMPTS[0], stopping, emitted=stopped.tokens[:-1])
+    client.finish_all()
+    part = client.answers.pop(request_id)
+    assert (part.tokens, part.finish_reason) == ([stop], "stop")
+
+
+def test_a_seeded_request_draws_from_a_new_seed_after_the_cut(verifier: Verifier) -> None:
+    client = verifier.client
+    seeded = SamplingParams(temperature=1.0, seed=7, max_tokens=24, ignore_eos=True)
+    (whole,) = client.generate(PROMPTS[:1], seeded)
+    again = [client.add(PROMPTS[0], seeded, emitted=whole.tokens[:12]) for _ in range(2)]
+    client.finish_all()
+    one, other = (client.answers.pop(request_id).tokens for request_id in again)
+    assert one != whole.tokens[:12], "the first draws again"
+    assert len(one) == len(other) == 12
+
+
+def test_what_cannot_be_continued_ends_alone(verifier: Verifier) -> None:
+    client = verifier.client
+    bad = [
+        client.add(PROMPTS[0], params(), emitted=[10**9]),
+        client.add(PROMPTS[0], params(max_tokens=2), emitted=[5, 6]),
+        client.add(PROMPTS[0], params(max_tokens=9000), emitted=[5] * 8000),
+    ]
+    not_json = client.add(PROMPTS[0], constrained(), emitted=[5, 6, 7])
+    unreadable = Addition("unreadable")
+    client.answers[unreadable.request_id] = type(client.answers[bad[0]])()
+    client.dealer.send(ADD, msgspec.msgpack.encode(unreadable), b"\xc1nonsense")
+    good = client.add(PROMPTS[1], params())
+    client.finish_all()
+    for request_id in (*bad, not_json, unreadable.request_id):
+        assert client.answers.pop(request_id).finish_reason == "error"
+    assert client.answers.pop(good).finish_reason == "length"
+    stats = client.fresh_stats()
+    assert (stats.running, stats.waiting) == (0, 0)

@@ -1,0 +1,97 @@
+"""A verifier in the mode `ahead` as the drafter sees it: rounds on one socket, wishes on the other.  Tests only."""
+
+from __future__ import annotations
+
+import torch
+
+from backend.drafter.service import DrafterService, Reply
+from backend.protocol import (
+    PROTOCOL_VERSION,
+    Ahead,
+    Block,
+    Close,
+    Commit,
+    Draft,
+    Drafts,
+    Hello,
+    Next,
+    NextItem,
+    Open,
+    Round,
+    ToVerifier,
+    decode_to_verifier,
+    encode,
+)
+from tests.support.drafter_heads import TinyHead
+
+HEAD = TinyHead(hidden=16, heads=2, kv_heads=1)
+TOKENS = [1, 2, 3, 4, 5, 6]
+
+
+class Clock:
+    """A clock a test sets."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class AheadVerifier:
+    """A verifier in the mode `ahead`: rounds ask for nothing, wishes go to the other socket."""
+
+    def __init__(self, service: DrafterService, name: str = "v", epoch: int = 1) -> None:
+        self.service, self.epoch = service, epoch
+        self.features, self.drafts = f"{name}/f/{epoch}".encode(), f"{name}/d/{epoch}".encode()
+        service.handle(self.features, [encode(Hello(PROTOCOL_VERSION, name, "features", epoch))])
+        service.handle(self.drafts, [encode(Hello(PROTOCOL_VERSION, name, "drafts", epoch))])
+
+    def frames(self, *items: Open | Commit | Close, hidden: int = HEAD.hidden) -> list[bytes]:
+        rows = [item for item in items if not isinstance(item, Close)]
+        pieces = [torch.randn(i.rows, hidden, generator=torch.Generator().manual_seed(i.base_len)) for i in rows]
+        data = torch.cat(pieces).numpy().tobytes() if pieces else b""
+        return [encode(Round(self.epoch, 7, "float32", hidden, list(items))), data]
+
+    def receive_round(self, *items: Open | Commit | Close) -> None:
+        assert self.service.receive(self.features, self.frames(*items)) == []
+
+    def receive_next(self, *items: NextItem) -> None:
+        assert self.service.receive(self.drafts, [encode(Next(self.epoch, list(items)))]) == []
+
+    def round(self, *items: Open | Commit | Close) -> list[ToVerifier]:
+        self.receive_round(*items)
+        return self.work()
+
+    def next(self, *items: NextItem) -> list[ToVerifier]:
+        self.receive_next(*items)
+        return self.work()
+
+    def step(self) -> list[ToVerifier]:
+        return self.read(self.service.work())
+
+    def work(self) -> list[ToVerifier]:
+        found: list[ToVerifier] = []
+        while self.service.has_work:
+            found += self.step()
+        return found
+
+    def read(self, replies: list[Reply]) -> list[ToVerifier]:
+        messages = [decode_to_verifier(payload) for identity, payload in replies if identity == self.drafts]
+        for message in messages:
+            assert isinstance(message, Drafts | Ahead)
+            assert message.epoch == self.epoch
+        return messages
+
+
+def opening(request_id: str = "a", tokens: list[int] | None = None) -> Open:
+    tokens = TOKENS if tokens is None else tokens
+    return Open(request_id, len(tokens), list(tokens), len(tokens) - 1, 0)
+
+
+def drafts_of(messages: list[ToVerifier]) -> list[Draft]:
+    assert all(m.seq == 0 for m in messages if isinstance(m, Drafts))
+    return [draft for m in messages if isinstance(m, Drafts) for draft in m.items]
+
+
+def blocks_of(messages: list[ToVerifier]) -> list[Block]:
+    return [block for m in messages if isinstance(m, Ahead) for block in m.items]

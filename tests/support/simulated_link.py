@@ -1,0 +1,192 @@
+"""Virtual time, and a network in memory that delays, drops, duplicates and reorders.  Tests only.
+
+`SimulatedHub` and `SimulatedDealer` stand in for the transport's `Hub` and `Dealer`; `SimulatedDrafter` runs the real service
+behind them.  Nothing here sleeps: whoever waits moves the clock to the next event.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from backend.drafter.service import DrafterService
+from backend.protocol import Ahead, Drafts, decode_to_verifier
+from backend.transport import Wire
+
+
+class World:
+    """The clock (also a stand-in for the module `time`) and what will happen."""
+
+    def __init__(self, seed: int) -> None:
+        self.now = 1000.0
+        self.chance = random.Random(seed)
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._number = 0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def time(self) -> float:
+        return self.now
+
+    def time_ns(self) -> int:
+        return int(self.now * 1e9)
+
+    def at(self, when: float, action: Callable[[], None]) -> None:
+        """`action` happens then."""
+        self._number += 1
+        heapq.heappush(self._events, (max(when, self.now), self._number, action))
+
+    def advance(self, until: float, woken: Callable[[], bool] = lambda: False) -> None:
+        """Lets everything happen up to then, or until `woken()`."""
+        while not woken() and self._events and self._events[0][0] <= until:
+            self.now, _, action = heapq.heappop(self._events)
+            action()
+        if not woken():
+            self.now = max(self.now, until)
+
+
+@dataclass
+class Faults:
+    """How bad the network is."""
+
+    drop: float = 0.0
+    twice: float = 0.0
+    delay_s: float = 0.0
+    """Longest extra delay of a message."""
+    reorder: bool = False
+    """Messages of one socket may overtake each other; otherwise only those of different sockets may."""
+
+
+@dataclass
+class Network:
+    """Who listens where."""
+
+    world: World
+    faults: Faults = field(default_factory=Faults)
+    drafters: dict[str, SimulatedDrafter] = field(default_factory=dict)
+    dealers: dict[bytes, SimulatedDealer] = field(default_factory=dict)
+    _last: dict[Any, float] = field(default_factory=dict)
+
+    def carry(self, link: Any, deliver: Callable[[], None]) -> None:
+        """One message on its way, with all that may befall it."""
+        faults, chance, world = self.faults, self.world.chance, self.world
+        for _ in range(1 + (chance.random() < faults.twice)):
+            if chance.random() < faults.drop:
+                continue
+            when = world.now + 1e-4 + chance.random() * faults.delay_s
+            if not faults.reorder:
+                when = self._last[link] = max(when, self._last.get(link, 0.0))
+            world.at(when, deliver)
+
+
+class SimulatedDealer:
+    """A verifier's socket."""
+
+    def __init__(self, network: Network, address: str, identity: bytes) -> None:
+        self._network, self._address, self.identity = network, address, identity
+        self.inbox: deque[list[bytes]] = deque()
+        self.sent = 0
+        network.dealers[identity] = self
+
+    def send(self, *frames: bytes) -> bool:
+        self.sent += 1
+        self._network.carry((self.identity, "to"), lambda: self._deliver(list(frames)))
+        return True
+
+    def receive(self) -> list[bytes] | None:
+        return self.inbox.popleft() if self.inbox else None
+
+    def close(self) -> None:
+        self._network.dealers.pop(self.identity, None)
+
+    def _deliver(self, frames: list[bytes]) -> None:
+        drafter = self._network.drafters.get(self._address)
+        if drafter is not None:
+            drafter.take(self.identity, frames)
+
+
+class SimulatedHub:
+    """The engine thread's sockets."""
+
+    def __init__(self, network: Network) -> None:
+        self.wire = Wire()
+        self._network = network
+        self._dealers: list[SimulatedDealer] = []
+
+    def dealer(self, address: str, identity: str, server_key: str = "") -> SimulatedDealer:
+        self._dealers.append(SimulatedDealer(self._network, address, identity.encode()))
+        return self._dealers[-1]
+
+    def drop(self, dealer: SimulatedDealer) -> None:
+        self._dealers.remove(dealer)
+        dealer.close()
+
+    def poll(self, seconds: float) -> bool:
+        world = self._network.world
+        world.advance(world.now + seconds, lambda: any(dealer.inbox for dealer in self._dealers))
+        return True
+
+    def wake(self) -> None:
+        pass
+
+
+class SimulatedDrafter:
+    """The real service behind a simulated ROUTER; drafting takes virtual time."""
+
+    def __init__(self, network: Network, address: str, make: Callable[[], DrafterService], draft_s: float) -> None:
+        self._network, self._make, self.draft_s = network, make, draft_s
+        self.service = make()
+        self.drafted: set[tuple[str, int, tuple[int, ...]]] = set()
+        """All drafts sent: request, base length, tokens."""
+        self._busy = False
+        network.drafters[address] = self
+
+    def restart(self) -> None:
+        """The same address, and nothing remembered."""
+        self.service, self._busy = self._make(), False
+
+    def take(self, identity: bytes, frames: list[bytes]) -> None:
+        self._send(self.service.receive(identity, frames), 0.0)
+        self._work(self.service)
+
+    def _work(self, service: DrafterService) -> None:
+        if self._busy or service is not self.service or not service.has_work:
+            return
+        self._busy = True
+        self._send(service.work(), self.draft_s)
+        self._network.world.at(self._network.world.now + self.draft_s, lambda: self._done(service))
+
+    def _done(self, service: DrafterService) -> None:
+        if service is self.service:
+            self._busy = False
+            self._work(service)
+
+    def _send(self, replies: list[tuple[bytes, bytes]], after: float) -> None:
+        for identity, payload in replies:
+            self._note(payload)
+
+            def leave(identity: bytes = identity, payload: bytes = payload) -> None:
+                self._network.carry((identity, "from"), lambda: self._arrive(identity, payload))
+
+            self._network.world.at(self._network.world.now + after, leave)
+
+    def _arrive(self, identity: bytes, payload: bytes) -> None:
+        dealer = self._network.dealers.get(identity)
+        if dealer is not None:
+            dealer.inbox.append([payload])
+
+    def _note(self, payload: bytes) -> None:
+        message = decode_to_verifier(payload)
+        if isinstance(message, Drafts):
+            self.drafted |= {(d.request_id, d.base_len, tuple(d.tokens)) for d in message.items}
+        elif isinstance(message, Ahead):
+            for block in message.items:
+                for i in range(len(block.verifying)):
+                    self.drafted.add((block.request_id, block.base_len + i + 1, tuple(block.verifying[i + 1 :])))
+                for o in block.outcomes:
+                    self.drafted.add((block.request_id, block.base_len + o.accepted + 1, tuple(o.tokens)))

@@ -1,0 +1,119 @@
+"""A verifier's steps under a planner, simulated: what plans really cost differs from what the parts suggest, and is noisy."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from backend.verifier.costs import Costs, Plan
+from backend.verifier.planner import Planner
+
+HICCUP_MS = 20.0
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Times in ms.  A step costs `step + token * tokens`, a draft `draft + pass_ * (k + 1) + row * requests`."""
+
+    step: float = 6.0
+    token: float = 0.15
+    draft: float = 0.5
+    pass_: float = 0.3
+    row: float = 0.05
+    accept: float = 0.85
+    hits: float = 0.8
+    ahead_loss: float = 0.04
+    """What drafting ahead takes from each position's acceptance."""
+    enumeration: float = 1.0
+    """What a miss waits, on top of its draft, for the enumeration that goes on."""
+    noise: float = 0.1
+    hiccups: float = 0.01
+
+    def verify_ms(self, requests: float, k: int) -> float:
+        return self.step + self.token * requests * (k + 1)
+
+    def draft_ms(self, requests: float, k: int) -> float:
+        return self.draft + self.pass_ * (k + 1) + self.row * requests
+
+    def cycle_ms(self, plan: Plan, requests: int) -> float:
+        """From the end of a step to the end of the next."""
+        if plan.k == 0:
+            return self.verify_ms(requests, 0)
+        if plan.groups == 2:
+            half = requests / 2
+            return max(self.verify_ms(half, plan.k), self.draft_ms(half, plan.k)) + 0.3
+        if plan.outcomes:
+            waits = 1 - self.hits**requests if requests <= 2 else 0.3
+            return self.verify_ms(requests, plan.k) + waits * (self.draft_ms(requests, plan.k) + self.enumeration)
+        return self.verify_ms(requests, plan.k) + self.draft_ms(requests, plan.k)
+
+    def chance(self, plan: Plan) -> float:
+        return self.accept - self.ahead_loss if plan.outcomes else self.accept
+
+    def goodput(self, plan: Plan, requests: int) -> float:
+        """Tokens per ms that a plan really brings."""
+        length = sum(self.chance(plan) ** i for i in range(plan.k + 1))
+        share = requests / 2 if plan.groups == 2 else requests
+        return share * length / (self.cycle_ms(plan, requests) + HICCUP_MS * self.hiccups)
+
+    def best(self, plans: list[Plan], requests: int) -> float:
+        """Of all plans."""
+        return max(self.goodput(plan, requests) for plan in plans)
+
+
+def all_plans(requests: int, longest: int = 4, outcomes: int = 8) -> list[Plan]:
+    """Every plan of a fixed mode."""
+    plans = [Plan(0)]
+    for k in range(1, longest + 1):
+        plans += [Plan(k), Plan(k, outcomes=outcomes)]
+        plans += [Plan(k, groups=2)] if requests >= 4 else []
+    return plans
+
+
+def run(
+    machine: Machine,
+    planner: Planner,
+    costs: Costs,
+    requests: int,
+    steps: int,
+    dice: random.Random,
+    plans: list[Plan] | None = None,
+) -> float:
+    """Tokens per ms over `steps` steps; what happens is told to the planner and the costs as the scheduler does it.
+
+    `plans` gets what was in force in each.
+    """
+    tokens = spent = 0.0
+    before = Plan(0)
+    for number in range(steps):
+        plan = planner.plan(requests)
+        if plans is not None:
+            plans.append(plan)
+        verified = requests // 2 if plan.groups == 2 and requests >= 4 else requests
+        took = machine.cycle_ms(plan, requests) * max(dice.gauss(1.0, machine.noise), 0.5)
+        if dice.random() < machine.hiccups:
+            took += HICCUP_MS
+        for _ in range(verified):
+            accepted = 0
+            while accepted < before.k and dice.random() < machine.chance(before):
+                accepted += 1
+            tokens += accepted + 1
+            if before.k and planner.settled:
+                hit = bool(before.outcomes) and dice.random() < machine.hits
+                costs.note_verification(before, hit, before.k, accepted)
+        spent += took
+        verify_s = machine.verify_ms(verified, before.k) / 1000
+        costs.verify.observe(verified * (before.k + 1), verify_s)
+        if plan.k:
+            costs.note_drafts(verified, plan.k, machine.draft_ms(verified, plan.k) / 1000, None)
+        planner.stepped(requests, verified, None if number == 0 else took / 1000)
+        before = plan
+    return tokens / spent
+
+
+def profiled(machine: Machine) -> Costs:
+    """What a verifier knows after its warm-up: plain steps of a few sizes."""
+    costs = Costs()
+    for batch in (1, 4, 16, 64):
+        costs.verify.observe(batch, machine.verify_ms(batch, 0) / 1000)
+    return costs

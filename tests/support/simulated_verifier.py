@@ -1,0 +1,300 @@
+"""The real engine loop, drafting scheduler, runner mixin and feature shipper around a target that is a table.  Tests only.
+
+vLLM's own scheduler decides what runs; the model is replaced by texts known beforehand, so that the right answer of every step
+is known, rejections happen, and a draft made from wrong features or at a wrong length shows.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import vllm  # noqa: F401  (must be the first of vLLM's modules)
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
+
+from backend.config import Settings
+from backend.drafter.eagle import EagleProposer
+from backend.drafter.proposer import Ask
+from backend.fleet import DrafterRef, VerifierStats
+from backend.verifier.counting import Counters
+from backend.verifier.engine import build_config
+from backend.verifier.fallback import FALLBACK
+from backend.verifier.features import FeatureShipper
+from backend.verifier.loop import DraftLinks, EngineLoop
+from backend.verifier.runner import RemoteDrafting
+from backend.verifier.scheduler import DraftingScheduler
+from tests.support.processes import demo_models
+from tests.support.simulated_link import Network, SimulatedDealer, SimulatedHub, World
+
+BLOCK = 32
+FIXED_S, TOKEN_S = 5e-3, 1e-4
+"""What a step costs, and each token in it."""
+
+
+class Text:
+    """What the target says: all tokens, and the feature of every position `[len(tokens), hidden]`."""
+
+    def __init__(self, tokens: list[int], features: torch.Tensor, prompt: int) -> None:
+        self.tokens, self.features, self.prompt = tokens, features, prompt
+
+
+def write_text(proposer: EagleProposer, seed: int, prompt: int, length: int, agreement: float = 0.8) -> Text:
+    """Most tokens are what the head drafts from the true context, so that a spoilt context shows as lost acceptance."""
+    generator = torch.Generator().manual_seed(seed)
+    features = torch.randn(length, proposer.hidden, generator=generator)
+    tokens: list[int] = torch.randint(proposer.vocab_size, (prompt,), generator=generator).tolist()
+    key = ("text", seed)
+    proposer.open(key, list(tokens), prompt - 1, 0.0)
+    rows = prompt - 1
+    while len(tokens) < length:
+        n = len(tokens)
+        ((drafted,),) = proposer.draft([Ask(key, n, rows, 1, features[n - 1 - rows : n - 1])])
+        other = int(torch.randint(proposer.vocab_size, (1,), generator=generator))
+        agrees = float(torch.rand(1, generator=generator)) < agreement
+        tokens.append(drafted if agrees else other)
+        proposer.commit(key, n + 1, tokens[-1:], 1, 0.0)
+        rows = 1
+    proposer.close(key)
+    return Text(tokens, features, prompt)
+
+
+@functools.cache
+def _vllm(mode: str, k: int, fallback: bool) -> tuple[Any, StructuredOutputManager]:
+    settings = Settings.model_validate(
+        {
+            "mode": mode,
+            "num_speculative_tokens": k,
+            "verifier": {
+                "draft_deadline_ms": 100,
+                "max_num_seqs": 8,
+                "max_num_batched_tokens": 96,
+                "fallback": fallback,
+                "ahead_outcomes": 4,
+            },
+        }
+    )
+    config = build_config(settings, demo_models(), "v")
+    return config, StructuredOutputManager(config)
+
+
+class _Executes:
+    """The part of vLLM's runner that the mixin calls."""
+
+    def execute_model(self, scheduler_output: Any, intermediate_tensors: Any) -> None:
+        return None
+
+
+class _Runner(RemoteDrafting, _Executes):
+    input_batch: Any
+
+
+class SimulatedCore:
+    """Stands in for vLLM's `EngineCore`."""
+
+    def __init__(self, world: World, network: Network, mode: str, k: int, blocks: int, fallback: bool) -> None:
+        config, structured = _vllm(mode, k, fallback)
+        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
+        cache = KVCacheConfig(blocks, [], [KVCacheGroupSpec(["layer"], spec)])
+        config.cache_config.num_gpu_blocks = blocks
+        self.scheduler = DraftingScheduler(
+            vllm_config=config,
+            kv_cache_config=cache,
+            structured_output_manager=structured,
+            block_size=BLOCK,
+            hash_block_size=BLOCK,
+            log_stats=True,
+        )
+        init_none_hash(hash)
+        self._hasher = get_request_block_hasher(BLOCK, lambda value: hash(value).to_bytes(8, "big", signed=True))
+        self._world, self._network = world, network
+        self.texts: dict[str, Text] = {}
+        self.decided = 0
+        """Tokens the target has decided on."""
+        self.fresh_drafts = self.fresh_accepted = 0
+        """Verifications of remote drafts made from the target's features, and tokens kept in them."""
+        self.runner = _Runner()
+        self.runner.set_up_drafting(FeatureShipper("v", None), (), True)
+
+    def add(self, request_id: str, text: Text) -> None:
+        params = SamplingParams(temperature=0, max_tokens=len(text.tokens) - text.prompt - 8, ignore_eos=True)
+        params.update_from_generation_config({}, 1)
+        self.texts[request_id] = text
+        prompt = text.tokens[: text.prompt]
+        self.scheduler.add_request(Request(request_id, prompt, params, None, block_hasher=self._hasher))
+
+    def collective_rpc(self, name: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        shipper = self.runner.shipper
+        assert shipper is not None
+        if name == "take_drafting_counters":
+            return [shipper.take_counters()]
+        assert name == "set_drafters"
+        refs, epoch, _ = args
+        shipper.set_drafters(None, refs, epoch)  # type: ignore[arg-type]
+        return [None]
+
+    def post_step(self, executed: bool) -> None:
+        pass
+
+    def step_fn(self) -> tuple[Any, bool]:
+        scheduler = self.scheduler
+        if not scheduler.has_requests():
+            return {}, False
+        scheduled = scheduler.schedule()
+        self._check_drafts(scheduled)
+        total = scheduled.total_num_scheduled_tokens
+        self._world.advance(self._world.now + (FIXED_S + TOKEN_S * total if total else 0.0))
+        self.runner.execute_model(scheduled)
+        output = self._run(scheduled) if total else ModelRunnerOutput([], {})
+        return scheduler.update_from_output(scheduled, output), total > 0
+
+    def _check_drafts(self, scheduled: Any) -> None:
+        """Every draft that is verified was made for exactly this length, by whom it is booked on."""
+        for request_id, tokens in scheduled.scheduled_spec_decode_tokens.items():
+            if not any(token >= 0 for token in tokens):
+                continue
+            draft = self.scheduler._verifying[request_id]
+            assert draft.base_len == self.scheduler.requests[request_id].num_tokens
+            assert draft.tokens[: len(tokens)] == tokens
+            if draft.drafter_id == FALLBACK:
+                continue
+            key = request_id, draft.base_len
+            made = [d[2] for drafter in self._network.drafters.values() for d in drafter.drafted if d[:2] == key]
+            assert any(list(each)[: len(draft.tokens)] == draft.tokens for each in made)
+
+    def _run(self, scheduled: Any) -> ModelRunnerOutput:
+        ids, computed, rows, sampled, counts, hidden = list(scheduled.num_scheduled_tokens), [], [], [], [], []
+        for request_id in ids:
+            request, text = self.scheduler.requests[request_id], self.texts[request_id]
+            n = scheduled.num_scheduled_tokens[request_id]
+            drafts = scheduled.scheduled_spec_decode_tokens.get(request_id, [])
+            first, length = request.num_computed_tokens - n, request.num_tokens
+            emitted: list[int] = []
+            if first + n - len(drafts) >= length:
+                for at, drafted in enumerate([*drafts, -1]):
+                    emitted.append(text.tokens[length + at])
+                    if emitted[-1] != drafted:
+                        break
+            self.decided += len(emitted)
+            if drafts and not (draft := self.scheduler._verifying[request_id]).ahead and draft.drafter_id != FALLBACK:
+                self.fresh_drafts += 1
+                self.fresh_accepted += len(emitted) - 1
+            features = text.features[first : first + n].clone()
+            true = n - (len(drafts) - max(len(emitted) - 1, 0)) if emitted else n
+            features[true:] = float("nan")  # What a rejected position yields may never leave.
+            hidden.append(features)
+            known = text.tokens[: max(length, first + n + 1 - len(drafts)) + len(emitted)]
+            rows.append(np.array(known + [-1] * 8))
+            computed.append(first)
+            sampled.append(emitted)
+            counts.append(len(drafts))
+        self.runner.input_batch = SimpleNamespace(req_ids=ids, num_computed_tokens_cpu=computed, token_ids_cpu=rows)
+        joined = torch.cat(hidden)
+        metadata = SimpleNamespace(num_draft_tokens=counts)
+        self.runner.propose_draft_token_ids(scheduled, sampled, None, joined, joined, None, metadata, None, None)
+        return ModelRunnerOutput(ids, {r: i for i, r in enumerate(ids)}, sampled_token_ids=sampled)
+
+
+class SimulatedVerifier:
+    """Runs until every request is answered; plays the gateway, and checks the books on every turn of the loop."""
+
+    def __init__(self, world: World, network: Network, mode: str, k: int = 4, blocks: int = 200, fallback: bool = True) -> None:
+        self.world, self.network = world, network
+        self.core = SimulatedCore(world, network, mode, k, blocks, fallback)
+        self.stats = VerifierStats("v", 0.0, mode, k)
+        counters = Counters(self.stats)
+        self.core.scheduler.counters = counters
+        hub: Any = SimulatedHub(network)
+        core: Any = self.core
+        self.links = DraftLinks(hub, core, "v", counters)
+        self.loop = EngineLoop(core, hub, self, self.links, counters)  # type: ignore[arg-type]
+        self.answers: dict[str, list[int]] = {}
+        self.finished: set[str] = set()
+        self.heard: dict[str, float] = {}
+        self.longest_silence_s = 0.0
+
+    def generate(self, texts: dict[str, Text], limit_s: float = 60.0) -> None:
+        """All requests at once, to their ends."""
+        for request_id, text in texts.items():
+            self.core.add(request_id, text)
+            self.answers[request_id] = []
+        self._deadline = self.world.now + limit_s
+        self.loop._stopping.clear()
+        self.loop.run()
+        for request_id, text in texts.items():
+            expected = text.tokens[text.prompt : len(text.tokens) - 8]
+            assert self.answers[request_id] == expected, f"{request_id}: other tokens than the target's"
+
+    def drafters(self, *refs: DrafterRef) -> None:
+        self.links.set_drafters(list(refs))
+
+    # What the loop calls its gateways for.
+
+    def receive(self, now: float) -> None:
+        self.check()
+        if self.finished >= self.answers.keys() and not self.core.scheduler.has_requests():
+            self.loop.stop()
+        assert now < self._deadline, f"stuck: {sorted(self.answers.keys() - self.finished)}"
+
+    def send_outputs(self, outputs: Any) -> None:
+        now = self.world.now
+        for each in outputs.values():
+            for output in each.outputs:
+                tokens, name = output.new_token_ids, output.request_id
+                self.answers[name] += tokens
+                if name in self.heard:
+                    self.longest_silence_s = max(self.longest_silence_s, now - self.heard[name])
+                self.heard[name] = now
+                if output.finish_reason is not None:
+                    self.finished.add(name)
+
+    def send_stats(self, stats: VerifierStats) -> None:
+        pass
+
+    def expire(self, now: float) -> None:
+        pass
+
+    def check(self) -> None:
+        """The books agree with each other and with vLLM's."""
+        scheduler = self.core.scheduler
+        book, groups = scheduler.book, scheduler._groups._members
+        members = [request_id for group in groups for request_id in group]
+        assert len(members) == len(set(members)), "a request in two groups"
+        assert set(members) <= scheduler.requests.keys()
+        assert book.pending.keys() <= scheduler.requests.keys()
+        assert book._ready.keys() <= scheduler.requests.keys()
+        for request_id, pending in book.pending.items():
+            assert pending.base_len == scheduler.requests[request_id].num_tokens
+        assert not book.pending.keys() & book._ready.keys(), "a draft at hand and waited for"
+        assert len(scheduler.fallback) <= len(scheduler.requests)
+        accepted = sum(each.accepted_tokens for each in self.stats.drafters.values())
+        decided = self.core.decided
+        assert decided == self.stats.verifications + accepted, "tokens = verifications + accepted drafts"
+        assert 0 <= decided - self.stats.tokens <= self.stats.num_speculative_tokens * len(self.finished), (
+            "less what was cut off"
+        )
+
+
+@contextmanager
+def simulated(world: World, network: Network) -> Iterator[None]:
+    """Verifier code inside uses the world's clock and the network's sockets."""
+
+    def connect(wire: Any, address: str, identity: bytes, server_key: str, high_water_mark: int) -> SimulatedDealer:
+        return SimulatedDealer(network, address, identity)
+
+    with ExitStack() as stack:
+        for module in ("loop", "scheduler", "features", "counting"):
+            stack.enter_context(mock.patch(f"backend.verifier.{module}.time", world))
+        stack.enter_context(mock.patch("backend.verifier.features.connect_dealer", connect))
+        stack.enter_context(mock.patch("backend.verifier.features.Dealer", lambda socket: socket))
+        yield

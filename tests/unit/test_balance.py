@@ -1,0 +1,224 @@
+"""Level-two balancing moves few requests, from slow to fast, never in circles, and only where it pays."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from backend.balance import Limits, Load, Movable, Move, Speed, expected_remaining, plan_moves
+from backend.fleet import VerifierStats
+
+LIMITS = Limits(moves=4, dwell_s=10.0, gap=1.25, gain=2.0)
+NOW = 100.0
+
+
+def load(name: str, requests: int, **fields: object) -> Load:
+    usual = {
+        "step_fixed_s": 0.02,
+        "step_per_request_s": 0.01,
+        "tokens_per_step": 2.0,
+        "prefill_tokens_per_s": 2000.0,
+        "slots": 16,
+        "free_tokens": 10_000,
+    }
+    return Load(name, requests, **(usual | fields))  # type: ignore[arg-type]
+
+
+def requests_at(name: str, n: int, tokens: int = 100, remaining: float = 200, placed_at: float = 0.0) -> list[Movable]:
+    return [Movable(f"{name}-{i}", name, tokens, remaining, placed_at) for i in range(n)]
+
+
+def test_a_crowded_verifier_gives_to_an_idle_one() -> None:
+    moves = plan_moves([load("a", 12), load("b", 0)], requests_at("a", 12), LIMITS, NOW)
+    assert len(moves) == LIMITS.moves
+    assert {(move.source, move.target) for move in moves} == {("a", "b")}
+    assert all(move.gain_s > LIMITS.gain * move.cost_s for move in moves)
+
+
+def test_the_widest_gap_is_chosen() -> None:
+    loads = [load("a", 10), load("b", 6), load("c", 1), load("d", 4)]
+    movables = [each for one in loads for each in requests_at(one.id, one.requests)]
+    assert {(move.source, move.target) for move in plan_moves(loads, movables, LIMITS, NOW)} == {("a", "c")}
+
+
+@pytest.mark.parametrize(
+    ("loads", "movables"),
+    [
+        ([load("a", 12)], requests_at("a", 12)),
+        ([load("a", 5), load("b", 5)], requests_at("a", 5)),
+        ([load("a", 5), load("b", 4)], requests_at("a", 5)),
+        ([load("a", 12), load("b", 0, takes_requests=False)], requests_at("a", 12)),
+        ([load("a", 12), load("b", 0)], requests_at("a", 12, placed_at=NOW - 9)),
+        ([load("a", 12), load("b", 0)], requests_at("a", 12, tokens=2000, remaining=5)),
+        ([load("a", 12), load("b", 0, free_tokens=250)], requests_at("a", 12)),
+        ([load("a", 12, step_per_request_s=0.0), load("b", 0, step_per_request_s=0.0)], requests_at("a", 12)),
+        ([load("a", 12), load("b", 0)], []),
+    ],
+    ids=["alone", "level", "nearly", "draining", "dwell", "dear", "full", "free batching", "others' requests"],
+)
+def test_nothing_moves(loads: list[Load], movables: list[Movable]) -> None:
+    assert plan_moves(loads, movables, LIMITS, NOW) == []
+
+
+def test_requests_that_queue_for_a_slot_are_a_gap_even_where_batching_is_free() -> None:
+    loads = [load("a", 32, step_per_request_s=0.0), load("b", 2, step_per_request_s=0.0)]
+    assert len(plan_moves(loads, requests_at("a", 32), LIMITS, NOW)) == LIMITS.moves
+
+
+def test_the_cheapest_and_longest_lived_goes_first() -> None:
+    movables = [
+        Movable("heavy", "a", 900, 200, 0.0),
+        Movable("light", "a", 100, 200, 0.0),
+        Movable("nearly done", "a", 100, 10, 0.0),
+    ]
+    moves = plan_moves([load("a", 12), load("b", 0)], movables, dataclasses.replace(LIMITS, moves=1), NOW)
+    assert [move.request_id for move in moves] == ["light"]
+
+
+names = st.sampled_from(["a", "b", "c", "d"])
+loads_of = st.builds(
+    load,
+    names,
+    st.integers(0, 40),
+    step_fixed_s=st.floats(0.001, 0.1),
+    step_per_request_s=st.floats(0, 0.05),
+    tokens_per_step=st.floats(1, 5),
+    prefill_tokens_per_s=st.floats(100, 1e5),
+    slots=st.integers(1, 64),
+    free_tokens=st.integers(0, 20_000),
+    takes_requests=st.booleans(),
+)
+fleets = st.lists(loads_of, max_size=4, unique_by=lambda each: each.id)
+movable = st.builds(
+    Movable, st.uuids().map(str), names, st.integers(1, 4000), st.floats(0, 4000), st.floats(0, NOW, allow_nan=False)
+)
+
+
+def wait(loads: list[Load], moves: list[Move]) -> float:
+    """The slower of the pair after the moves."""
+    by_id = {each.id: each for each in loads}
+    slow, fast = by_id[moves[0].source], by_id[moves[0].target]
+    return max(
+        slow.seconds_per_token(slow.requests - len(moves)) if slow.requests > len(moves) else 0.0,
+        fast.seconds_per_token(fast.requests + len(moves)),
+    )
+
+
+@given(fleets, st.lists(movable, max_size=30, unique_by=lambda each: each.id), st.randoms(use_true_random=False))
+def test_what_always_holds(loads: list[Load], movables: list[Movable], rng: random.Random) -> None:
+    moves = plan_moves(loads, movables, LIMITS, NOW)
+    by_id = {each.id: each for each in movables}
+    fleet = {each.id: each for each in loads}
+    assert len(moves) <= LIMITS.moves
+    assert len({move.request_id for move in moves}) == len(moves)
+    assert len({(move.source, move.target) for move in moves}) <= 1
+    for move in moves:
+        request = by_id[move.request_id]
+        assert request.verifier_id == move.source != move.target
+        assert NOW - request.placed_at >= LIMITS.dwell_s
+        assert move.gain_s > LIMITS.gain * move.cost_s >= 0
+        assert fleet[move.target].takes_requests
+    if moves:
+        brought = sum(by_id[move.request_id].tokens for move in moves)
+        assert brought <= fleet[moves[0].target].free_tokens
+        slow = fleet[moves[0].source]
+        assert wait(loads, moves) <= slow.seconds_per_token(slow.requests)
+    rng.shuffle(loads)
+    rng.shuffle(movables)
+    assert plan_moves(loads, movables, LIMITS, NOW) == moves
+
+
+@given(st.integers(0, 40), st.integers(0, 40))
+def test_it_comes_to_rest(at_a: int, at_b: int) -> None:
+    """Even without dwell, moves never go in circles."""
+    limits = dataclasses.replace(LIMITS, dwell_s=0.0)
+    where = {f"r{i}": "a" if i < at_a else "b" for i in range(at_a + at_b)}
+    moved: set[str] = set()
+    for _ in range(40):
+        counts = {name: list(where.values()).count(name) for name in ("a", "b")}
+        movables = [Movable(request, name, 50, 500, 0.0) for request, name in where.items()]
+        moves = plan_moves([load("a", counts["a"]), load("b", counts["b"])], movables, limits, NOW)
+        if not moves:
+            break
+        for move in moves:
+            assert move.request_id not in moved
+            moved.add(move.request_id)
+            where[move.request_id] = move.target
+    assert not moves
+    assert abs(list(where.values()).count("a") - list(where.values()).count("b")) <= max(2, 0.35 * len(where))
+
+
+def counters(**fields: float) -> VerifierStats:
+    stats = VerifierStats("v", 1.0, "sync", 4)
+    for name, value in fields.items():
+        setattr(stats, name, value)
+    return stats
+
+
+def test_speed_finds_the_line_through_the_steps() -> None:
+    speed, total = Speed(), counters()
+    speed.observe(counters())
+    for n in [1, 2, 8, 4, 16, 3, 12, 1] * 8:
+        total.decode_steps += 10
+        total.decode_requests += 10 * n
+        total.decode_s += 10 * (0.02 + 0.003 * n)
+        total.verifications += 10 * n
+        total.tokens += 25 * n
+        speed.observe(dataclass_copy(total))
+    fixed, slope = speed.step_cost() or (0, 0)
+    assert (fixed, slope) == (pytest.approx(0.02), pytest.approx(0.003))
+    assert speed.tokens_per_step == pytest.approx(2.5)
+    assert speed.prefill_tokens_per_s is None
+    total.prefill_tokens, total.prefill_s = 1000, 0.5
+    speed.observe(dataclass_copy(total))
+    assert speed.prefill_tokens_per_s == pytest.approx(2000)
+
+
+def dataclass_copy(stats: VerifierStats) -> VerifierStats:
+    return counters(**{name: getattr(stats, name) for name in stats.__struct_fields__ if name not in ("verifier_id", "mode")})
+
+
+def test_speed_before_it_knows_and_after_a_restart() -> None:
+    speed = Speed()
+    speed.observe(counters())
+    assert speed.step_cost() is None
+    for times in (1, 2):
+        speed.observe(
+            counters(
+                decode_steps=5 * times,
+                decode_requests=20 * times,
+                decode_s=0.4 * times,
+                verifications=20 * times,
+                tokens=20 * times,
+            )
+        )
+        fixed, slope = speed.step_cost() or (0, 0)
+        assert fixed + 4 * slope == pytest.approx(0.08)
+        assert slope == pytest.approx(0.01), "half of it, as long as all steps were alike"
+    # Fewer steps than before: a new incarnation, whose first report counts from its start.
+    speed.observe(
+        counters(started_at=2.0, decode_steps=1, decode_requests=8, decode_s=0.12, verifications=8, tokens=8, prefill_s=0.1)
+    )
+    fixed, slope = speed.step_cost() or (0, 0)
+    assert fixed + 8 * slope == pytest.approx(0.12, rel=0.01)
+
+
+def test_waiting_for_drafts_is_part_of_a_step() -> None:
+    speed = Speed()
+    speed.observe(counters())
+    waited = counters(decode_steps=10, decode_requests=10, decode_s=0.1, verifications=10, tokens=10)
+    waited.idle_s["awaiting_draft"] = 0.2
+    speed.observe(waited)
+    fixed, slope = speed.step_cost() or (0, 0)
+    assert fixed + slope == pytest.approx(0.03)
+
+
+@pytest.mark.parametrize(
+    ("emitted", "limit", "expected"), [(0, 1000, 64), (300, 1000, 300), (900, 1000, 100), (10, 20, 10), (30, 20, 0)]
+)
+def test_expected_remaining(emitted: int, limit: int, expected: float) -> None:
+    assert expected_remaining(emitted, limit, 64) == expected

@@ -1,0 +1,63 @@
+"""A fleet that joins a cluster which is still growing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from backend.config import Settings
+from backend.launch import fleet
+from backend.launch.fleet import LaunchError, _plan_when_there_is_room
+from backend.models import ResolvedModels
+
+MODELS = ResolvedModels("/t", "/d", "eagle", "demo")
+
+
+class Growing:
+    """A cluster that has a CPU more, and more nodes, every time somebody looks."""
+
+    def __init__(self, ours: bool = False, gpus: float = 0.0) -> None:
+        self.ours, self.host, self.gpus = ours, "10.0.0.1", gpus
+        self.looks = 0
+
+    @property
+    def nodes(self) -> int:
+        self.looks += 1
+        return self.looks
+
+    @property
+    def cpus(self) -> float:
+        return float(self.looks - 1)
+
+
+def attempt(cluster: Any, wait_s: float, told: list[str], **changes: Any) -> Any:
+    settings = Settings.model_validate({"ray": {"wait_s": wait_s}, **changes})
+    return _plan_when_there_is_room(settings, MODELS, cluster, Path("/run/x"), told.append)
+
+
+@pytest.fixture(autouse=True)
+def no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter(range(1000))
+    monkeypatch.setattr(fleet, "time", SimpleNamespace(monotonic=lambda: float(next(now)), sleep=lambda seconds: None))
+
+
+def test_it_waits_until_there_is_room_and_plans_for_what_is_there_then() -> None:
+    told: list[str] = []
+    decided = attempt(Growing(), 60, told)
+    assert decided.encrypted, "planned for the single node of the beginning"
+    assert told == ["waiting for the cluster to grow: the fleet needs 2 CPUs and the Ray cluster has 0"]
+
+
+def test_without_patience_it_says_what_is_missing_at_once() -> None:
+    with pytest.raises(LaunchError, match="needs 2 CPUs"):
+        attempt(Growing(), 0, [])
+    with pytest.raises(LaunchError, match="needs 40 CPUs"):
+        attempt(Growing(), 5, [], verifiers=20, drafters=20)
+
+
+def test_missing_gpus_are_waited_for_too() -> None:
+    with pytest.raises(Exception, match="GPUs and the cluster has 0"):
+        attempt(Growing(), 5, [], verifier={"gpus": 2})

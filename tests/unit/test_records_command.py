@@ -1,0 +1,258 @@
+"""`outrider records`: sums, joins and exports of directories whose rows are known."""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pyarrow.parquet as pq
+import pytest
+
+from backend.records.reading import Records, Selection
+from backend.records.rows import DecisionRow
+from backend.records.schema import ABOUT
+from backend.records.summary import Summary, summarise
+from gateway import cli
+from tests.support.recorded import START, Rows, record, request, step, verification
+
+
+def small() -> Rows:
+    """Three steps of two requests, ten milliseconds each, 5 ms of waiting before the second, a second of nothing before all."""
+    return [
+        step(0, 1.0, tokens=2, no_work=1000.0),
+        verification(0, "a", 0, 0),
+        verification(0, "b", 0, 0),
+        step(1, 1.015, tokens=6, awaiting_draft=5.0),
+        verification(1, "a", 4, 3),
+        verification(1, "b", 4, 1, "drafter-1", ahead=True),
+        step(2, 1.025, tokens=4),
+        verification(2, "a", 2, 2),
+        verification(2, "b", 0, 0),
+        request("a", 0.9, 1.010, 1.035, 8),
+        request("b", 0.8, 1.010, 1.035, 4, "abort"),
+        DecisionRow(1, START + 1.01, 2, 4, 1, 0, 500.0, 400.0, 0.01, 0.005, 3.0, 0.5),
+    ]
+
+
+def summary(directory: Path, **selected: Any) -> Summary:
+    return summarise(Records(directory, Selection(**selected)))
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    status = cli.main(["records", *map(str, arguments)])
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def test_the_definitions(tmp_path: Path) -> None:
+    record(tmp_path, small())
+    found = summary(tmp_path)
+    assert (found.steps, found.tokens, found.verifications, found.mean_batch, found.decisions) == (3, 12, 6, 2.0, 1)
+    assert found.live.drafts == 3
+    assert found.live.acceptance_length == 1 + 6 / 3
+    assert found.live.acceptance_rate == 6 / 10
+    assert found.live.drafted_by_position == [3, 3, 2, 2]
+    assert found.live.accepted_by_position == [3, 2, 1, 0]
+    assert found.by_drafter["drafter-0"].acceptance_length == 1 + 5 / 2
+    assert found.by_drafter["drafter-1"].acceptance_length == 2
+    assert found.ahead.drafts == 1
+    assert found.idle_s == {"no_work": 1.0, "awaiting_draft": 0.005, "transfer": 0.0, "swap": 0.0}
+    assert found.busy_s == pytest.approx(0.030)
+    assert found.tgs_decode.median == pytest.approx(7 / 0.025, rel=1e-4), "an aborted request has no speed"
+    assert found.tgs_e2e.median == pytest.approx(8 / 0.135, rel=1e-4)
+    assert found.tgs_step.count == 3
+    assert found.tgs_step.median == pytest.approx(4 / 2 / 0.010), "steps of 2 / 2 / 10 ms, 6 / 2 / 15 ms, 4 / 2 / 10 ms"
+    assert found.requests == {"length": 1, "abort": 1}
+
+
+def test_fixed_responses_are_never_mixed_with_live_ones(tmp_path: Path) -> None:
+    record(tmp_path, [step(0, 0.0), verification(0, "a", 4, 4, teacher_forced=True), verification(0, "b", 4, 0)])
+    found = summary(tmp_path)
+    assert found.teacher_forced.acceptance_length == 5
+    assert found.live.acceptance_length == 1
+    assert found.by_drafter["drafter-0"].drafts == 1
+
+
+def test_ratios_of_sums_over_incarnations_and_verifiers(tmp_path: Path) -> None:
+    rows = [step(0, 0.0), verification(0, "a", 4, 4)]
+    record(tmp_path, rows)
+    record(tmp_path, [step(0, 5.0), *[verification(0, f"r{i}", 4, 0) for i in range(3)]], incarnation="bbbbbbbb")
+    record(tmp_path, rows, "verifier-1")
+    found = summary(tmp_path)
+    assert found.incarnations == 3
+    assert found.live.acceptance_length == 1 + 8 / 5
+    only = summary(tmp_path, verifiers=frozenset({"verifier-1"}))
+    assert (only.incarnations, only.live.acceptance_length) == (1, 5)
+
+
+def test_the_sums_of_many_rows(tmp_path: Path) -> None:
+    draw = random.Random(7)
+    rows: Rows = [step(n, n / 100) for n in range(300)]
+    outcomes = [(n, drafted, draw.randint(0, drafted)) for n in range(300) for drafted in (0, 2, 4)]
+    rows += [verification(n, f"r{drafted}", drafted, accepted) for n, drafted, accepted in outcomes]
+    record(tmp_path, rows)
+    found = summary(tmp_path, since=START + 1, until=START + 2).live
+    mine = [(drafted, accepted) for n, drafted, accepted in outcomes if 100 <= n < 200 and drafted]
+    assert found.drafts == len(mine) == 200
+    assert found.acceptance_length == 1 + sum(accepted for _, accepted in mine) / len(mine)
+    assert found.accepted_by_position == [sum(accepted > p for _, accepted in mine) for p in range(4)]
+
+
+def test_only_a_period(tmp_path: Path) -> None:
+    record(tmp_path, small())
+    found = summary(tmp_path, since=START + 1.012, until=START + 1.02)
+    assert (found.steps, found.verifications, found.live.drafts, found.decisions) == (1, 2, 2, 0)
+    assert found.requests == {}
+    assert summary(tmp_path, since=START + 100).steps == 0
+
+
+def test_summary_for_a_person_and_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record(tmp_path, small())
+    status, text, _ = run(capsys, tmp_path, "summary")
+    assert status == 0
+    assert "acceptance length 3" in text
+    assert "awaiting_draft 0.0 s" in text
+    assert "rows dropped    none" in text
+    status, text, _ = run(capsys, tmp_path, "summary", "--json", "--since", "2026-01-01T00:00:00")
+    assert status == 0
+    assert msgspec.json.decode(text, type=Summary).live.acceptance_length == 3
+    status, text, _ = run(capsys, tmp_path, "summary", "--until", "2000-01-01T00:00:00+02:00")
+    assert "nothing was recorded in this period" in text
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
+def test_join(tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str) -> None:
+    record(tmp_path / "r", small())
+    again = [step(0, 9.0), verification(0, "a", 4, 4), request("a", 8.0, 8.5, 9.0, 50), request("a", 8.0, 8.5, 9.5, 60)]
+    record(tmp_path / "r", again, incarnation="bbbbbbbb")
+    output = tmp_path / f"joined.{kind}"
+    status, _, err = run(capsys, tmp_path / "r", "join", "--output", output)
+    assert status == 0
+    assert "7 rows in" in err
+    if kind == "csv":
+        with output.open() as file:
+            rows = list(csv.DictReader(file))
+    elif kind == "jsonl":
+        rows = [json.loads(line) for line in output.read_text().splitlines()]
+    else:
+        rows = pq.read_table(output).to_pylist()
+    by_key = {(row["incarnation"], int(row["step"]), row["request_id"]): row for row in rows}
+    assert len(by_key) == 7
+    row = by_key["aaaaaaaa", 1, "b"]
+    assert (row["verifier"], int(row["accepted"]), int(row["request_tokens"])) == ("verifier-0", 1, 4)
+    assert float(row["step_idle_awaiting_draft_ms"]) == 5.0
+    assert int(by_key["bbbbbbbb", 0, "a"]["request_tokens"]) == 60, "the one that ended last; nothing of the other incarnation"
+
+
+def test_a_join_keeps_verifications_whose_step_or_request_is_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record(tmp_path, [verification(5, "a", 4, 2)])
+    record(tmp_path, [step(0, 0.0)], "verifier-1")
+    output = tmp_path / "joined.jsonl"
+    run(capsys, tmp_path, "join", "--output", output)
+    (row,) = [json.loads(line) for line in output.read_text().splitlines()]
+    assert (row["accepted"], row["step_busy_ms"], row["request_tokens"]) == (2, None, None)
+
+
+def test_join_to_standard_output(tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    record(tmp_path, small())
+    assert cli.main(["records", str(tmp_path), "join"]) == 0
+    lines = capfdbinary.readouterr().out.decode().splitlines()
+    assert len(lines) == 7
+    assert lines[0].startswith('"verifier","incarnation","step","request_id"')
+
+
+def test_export_of_every_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record(tmp_path / "r", small())
+    status, _, _ = run(capsys, tmp_path / "r", "export", "--output", tmp_path / "out", "--format", "jsonl")
+    assert status == 0
+    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == [
+        "decision.jsonl",
+        "request.jsonl",
+        "step.jsonl",
+        "verification.jsonl",
+    ]
+    steps = [json.loads(line) for line in (tmp_path / "out" / "step.jsonl").read_text().splitlines()]
+    assert [each["tokens"] for each in steps] == [2, 6, 4]
+    assert steps[1]["idle_awaiting_draft_ms"] == 5.0
+    run(capsys, tmp_path / "r", "export", "--output", tmp_path / "two", "--kind", "step", "--kind", "request")
+    assert sorted(file.name for file in (tmp_path / "two").iterdir()) == ["request.csv", "step.csv"]
+
+
+def foreign(directory: Path) -> None:
+    (directory / "data.parquet").write_bytes(b"PAR1")
+
+
+def newer(directory: Path) -> None:
+    file = record(directory, small()) / ABOUT
+    file.write_text(file.read_text().replace('"version": 1', '"version": 2'))
+
+
+def damaged(directory: Path) -> None:
+    (record(directory, small()) / ABOUT).write_text("{")
+
+
+def nothing(directory: Path) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments", "status", "line"),
+    [
+        (nothing, ["summary"], 1, "is empty: verifiers write there with --records-dir"),
+        (foreign, ["summary"], 1, "holds no records"),
+        (newer, ["summary"], 1, "records of version 2; this release reads version 1"),
+        (damaged, ["summary"], 1, "is not what a verifier writes"),
+        (nothing, ["fly"], 2, "invalid choice: 'fly'"),
+        (nothing, ["summary", "--since", "yesterday"], 2, "'yesterday' is no time"),
+        (nothing, ["summary", "--since", "5", "--until", "4"], 1, "--since must be before --until"),
+        (lambda d: record(d, small()), ["summary", "--verifier", "v9"], 1, "has no verifier v9; there are verifier-0"),
+        (lambda d: record(d, small()), ["export"], 1, "export needs --output"),
+        (lambda d: record(d, small()), ["join", "--output", "x.txt"], 1, "--format is needed"),
+        (lambda d: record(d, small()), ["join", "--format", "parquet"], 1, "parquet needs a file"),
+        (lambda d: record(d, small()), ["join", "--output", "/dev/null/x.csv"], 1, "/dev/null"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], make: Any, arguments: list[str], status: int, line: str
+) -> None:
+    make(tmp_path)
+    given, _, err = run(capsys, tmp_path, *arguments)
+    assert given == status
+    assert line in err
+    assert err.count("\n") == 1
+
+
+def test_no_such_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, _, err = run(capsys, tmp_path / "none", "summary")
+    assert status == 1
+    assert "no such directory" in err
+
+
+def test_an_unreadable_file_is_skipped_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = record(tmp_path, small())
+    (directory / "step-000099.parquet").write_bytes(b"PAR1 and nothing more")
+    status, text, err = run(capsys, tmp_path, "summary")
+    assert status == 0
+    assert "unreadable      1 files were skipped" in text
+    assert "step-000099.parquet cannot be read" in err
+
+
+def test_a_file_of_another_shape_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = record(tmp_path, small())
+    file = directory / "step-000099.parquet"
+    table = pq.read_table(next(directory.glob("request-*")))
+    pq.write_table(table, file)
+    status, _, err = run(capsys, tmp_path, "summary")
+    assert status == 1
+    assert "is not of version 1" in err
+
+
+def test_an_incarnations_own_directory_can_be_read_alone(tmp_path: Path) -> None:
+    directory = record(tmp_path, small())
+    assert summary(directory).steps == summary(directory.parent).steps == 3

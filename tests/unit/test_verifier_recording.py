@@ -1,0 +1,178 @@
+"""Rows made from what a scheduler reports: they add up to the counters, whatever happens in between."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from backend.fleet import VerifierStats
+from backend.records.recorder import LONGEST_REQUEST_ID, REQUEST_ID_KEY, NullRecorder, name_for_records
+from backend.records.rows import DecisionRow, RequestRow, StepRow, VerificationRow
+from backend.verifier.counting import Counters
+from backend.verifier.planner import Decision, Plan
+from backend.verifier.recording import Recording
+
+
+class Kept:
+    """A recorder that keeps all rows in order."""
+
+    def __init__(self) -> None:
+        self.rows: list[object] = []
+        self.step = self.verification = self.request = self.decision = self.rows.append
+
+    def of(self, kind: type) -> list:
+        return [row for row in self.rows if isinstance(row, kind)]
+
+
+def step(recording: Recording, counters: Counters, busy_s: float = 0.01, plan: Plan = Plan(4)) -> None:  # noqa: B008
+    counters.step(busy_s, busy_s / 2, ran=True)
+    recording.stepped(counters.stats, busy_s, busy_s / 2, plan)
+
+
+def made() -> tuple[Kept, Recording, Counters]:
+    kept = Kept()
+    return kept, Recording(kept), Counters(VerifierStats("v0", 0.0, "sync", 4))
+
+
+def test_a_request_from_prefill_to_its_end() -> None:
+    kept, recording, counters = made()
+    recording.began("r-suffix", "r", 5.0, prompt_tokens=7)
+    counters.idle("no_work", 1.5)
+    recording.prefilled(7)
+    recording.verified("r-suffix", 7, 0, 0, "", False)
+    recording.emitted("r-suffix", 1)
+    step(recording, counters)
+    counters.busy(0.002)
+    counters.idle("awaiting_draft", 0.25)
+    recording.prefilled(0)
+    recording.verified("r-suffix", 8, 4, 4, "d0", True)
+    recording.drafted(0.004)
+    recording.emitted("r-suffix", 3)
+    recording.ended("r-suffix", "stop")
+    step(recording, counters)
+
+    first, drafted = kept.of(VerificationRow)
+    assert (first.request_id, first.base_len, first.draft_tokens, first.tokens, first.drafter) == ("r", 7, 0, 1, "")
+    assert drafted == VerificationRow(1, "r", 8, 4, 4, 3, "d0", True, False)
+    (request,) = kept.of(RequestRow)
+    assert (request.tokens, request.verifications, request.draft_tokens, request.accepted) == (4, 2, 4, 4)
+    assert (request.prompt_tokens, request.finish_reason, request.arrived_at) == (7, "stop", 5.0)
+    assert request.arrived_at < request.first_token_at <= request.ended_at
+    prefill, decode = kept.of(StepRow)
+    assert (prefill.step, prefill.prefill_tokens, prefill.requests, prefill.tokens, prefill.drafted) == (0, 7, 1, 1, 0)
+    assert prefill.idle_ms == {"no_work": 1500.0}
+    assert prefill.interval_ms == 0
+    assert (decode.step, decode.prefill_tokens, decode.drafted, decode.drafted_tokens, decode.plan_k) == (1, 0, 1, 3, 4)
+    assert decode.draft_ms == pytest.approx(4)
+    assert decode.busy_ms == pytest.approx(12)
+    assert decode.interval_ms == pytest.approx(10 + 2 + 250)
+    assert list(decode.idle_ms) == ["awaiting_draft"]
+    assert kept.rows.index(request) < kept.rows.index(decode), "a step comes after what happened in it"
+
+
+def test_a_step_without_an_outcome_makes_no_row_and_loses_no_time() -> None:
+    kept, recording, counters = made()
+    counters.busy(0.5)
+    recording.stepped(counters.stats, 0.5, 0.0, Plan(0))
+    assert kept.rows == []
+    recording.prefilled(3)
+    step(recording, counters)
+    assert kept.of(StepRow)[0].busy_ms == pytest.approx(510)
+
+
+def test_a_request_aborted_before_its_first_token() -> None:
+    kept, recording, _ = made()
+    recording.began("r", "r", 1.0, 3)
+    recording.ended("r", "abort")
+    recording.ended("r", "abort")
+    recording.ended("unknown", "abort")
+    (row,) = kept.rows
+    assert (row.tokens, row.first_token_at, row.finish_reason) == (0, 0.0, "abort")
+
+
+def test_tokens_nobody_gets_are_not_carried_into_the_next_step() -> None:
+    kept, recording, counters = made()
+    recording.began("r", "r", 1.0, 3)
+    recording.prefilled(0)
+    recording.verified("r", 3, 4, 2, "d0", False)
+    step(recording, counters)
+    recording.emitted("r", 1)
+    assert kept.of(VerificationRow) == []
+
+
+def test_a_change_of_plan_belongs_to_the_step_that_comes() -> None:
+    kept, recording, counters = made()
+    recording.prefilled(1)
+    step(recording, counters)
+    recording.decided(Decision(Plan(2, outcomes=8), 3, 200.0, 100.0, 0.01, 0.002, 2.5, 0.75))
+    (row,) = kept.of(DecisionRow)
+    assert (row.step, row.requests, row.plan_k, row.plan_outcomes) == (1, 3, 2, 8)
+    assert (row.predicted_tokens_per_s, row.present_tokens_per_s, row.hit_rate) == (200.0, 100.0, 0.75)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        (None, "engine-id"),
+        ({}, "engine-id"),
+        ({REQUEST_ID_KEY: "mine"}, "mine"),
+        ({REQUEST_ID_KEY: ""}, "engine-id"),
+        ({REQUEST_ID_KEY: 7}, "engine-id"),
+        ({REQUEST_ID_KEY: "x" * 999}, "x" * LONGEST_REQUEST_ID),
+    ],
+)
+def test_rows_carry_the_clients_own_id(arguments: dict[str, object] | None, name: str) -> None:
+    assert name_for_records("engine-id", arguments) == name
+
+
+def test_the_null_recorder_takes_everything() -> None:
+    recording, counters = Recording(NullRecorder()), made()[2]
+    recording.began("r", "r", 1.0, 3)
+    recording.prefilled(3)
+    recording.verified("r", 3, 0, 0, "", False)
+    recording.emitted("r", 1)
+    recording.ended("r", "length")
+    step(recording, counters)
+
+
+verifications = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4), st.integers(0, 2)), min_size=1, max_size=6)
+
+
+@given(
+    st.lists(st.tuples(verifications, st.floats(0, 1), st.sampled_from(["no_work", "awaiting_draft"]), st.floats(0, 1))),
+)
+def test_rows_add_up(steps: list[tuple[list[tuple[int, int, int]], float, str, float]]) -> None:
+    kept, recording, counters = made()
+    for i in range(6):
+        recording.began(f"r{i}", f"r{i}", 0.0, 1)
+    emitted: Counter[str] = Counter()
+    for outcomes, idle, cause, busy in steps:
+        counters.idle(cause, idle)
+        recording.prefilled(0)
+        for i, (drafted, accepted, cut) in enumerate(outcomes):
+            accepted = min(drafted, accepted)
+            recording.verified(f"r{i}", 1, drafted, accepted, "d0" if drafted else "", False)
+            tokens = max(1, accepted + 1 - cut)
+            recording.emitted(f"r{i}", tokens)
+            emitted[f"r{i}"] += tokens
+        step(recording, counters, busy)
+    for i in range(6):
+        recording.ended(f"r{i}", "length")
+    rows, step_rows, requests = kept.of(VerificationRow), kept.of(StepRow), kept.of(RequestRow)
+    for row in requests:
+        mine = [each for each in rows if each.request_id == row.request_id]
+        assert row.tokens == sum(each.tokens for each in mine) == emitted[row.request_id]
+        assert row.verifications == len(mine)
+        assert row.accepted == sum(each.accepted for each in mine)
+    for row in step_rows:
+        mine = [each for each in rows if each.step == row.step]
+        assert row.tokens == sum(each.tokens for each in mine)
+        assert row.requests == len(mine)
+        assert row.drafted_tokens == sum(each.tokens for each in mine if each.draft_tokens)
+    stats = counters.stats
+    accounted = sum(row.busy_ms + sum(row.idle_ms.values()) for row in step_rows)
+    assert accounted == pytest.approx(1e3 * (stats.busy_s + sum(stats.idle_s.values())), abs=1e-6)
+    assert len(step_rows) == stats.steps
