@@ -76,6 +76,8 @@ class VerifierStats(msgspec.Struct):
     preemptions: int = 0
     running: int = 0
     waiting: int = 0
+    paused: bool = False
+    """It sleeps, or its weights are being exchanged: requests wait, and so do answers to pings."""
     tokens_in_flight: int = 0
     """Tokens held by running and waiting requests, prompts included."""
     kv_usage: float = 0.0
@@ -142,6 +144,8 @@ class Member(msgspec.Struct, frozen=True):
     pid: int
     model: str
     state: MemberState = "starting"
+    head: str = ""
+    """A drafter's: the directory of the head it was given while it ran; empty: the fleet's own."""
 
 
 class DrafterRef(msgspec.Struct, frozen=True):
@@ -153,6 +157,8 @@ class DrafterRef(msgspec.Struct, frozen=True):
     server_key: str
     generation: int
     """The assignment's generation; grows with every change of this pair."""
+    head: str = ""
+    """As in `Member`: the verifier applies the projection that belongs to it."""
 
 
 class Orders(msgspec.Struct, frozen=True):

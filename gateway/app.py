@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 from gateway.balancing import Balancer
 from gateway.errors import translate
 from gateway.middleware import Admission, Envelope
-from gateway.routes import admin, generate, models, operations
+from gateway.routes import admin, generate, models, operations, weights
 from gateway.state import Gateway
 
 
@@ -35,7 +35,7 @@ def build_app(gateway: Gateway) -> FastAPI:
     app = FastAPI(title="Outrider", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
     app.router.redirect_slashes = False
     app.state.gateway = gateway
-    for routes in (admin, generate, models, operations):
+    for routes in (weights, admin, generate, models, operations):
         app.include_router(routes.router)
     app.add_exception_handler(HTTPException, _http_error)
     settings = gateway.settings.gateway

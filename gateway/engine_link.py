@@ -237,7 +237,8 @@ class VerifierLink:
                 # What they sent meanwhile is still to be read.
                 self._heard_at = now
             self._awake_at = now
-            if self.state == "ready" and now - self._heard_at > self._silence_limit_s:
+            paused = self.stats is not None and self.stats.paused
+            if self.state == "ready" and not paused and now - self._heard_at > self._silence_limit_s:
                 self.close(Loss("silent", True))
 
     def _stalled(self, now: float) -> bool:

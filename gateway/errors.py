@@ -13,6 +13,7 @@
     |-- UnsupportedMedia    415
     |-- TooManyRequests     429  with Retry-After
     |-- NotSupported        501  this build of the engine cannot do that
+    |-- EngineFailed        500  a verifier could not do what an administrator asked of its engine
     |-- InternalError       500  says nothing of what went wrong; the log does
     `-- Unavailable         503  with Retry-After
         |-- NoVerifier           none is ready
@@ -167,6 +168,12 @@ class InternalError(ApiError):
 
     def __init__(self) -> None:
         super().__init__("The server had an error while processing your request.")
+
+
+class EngineFailed(ApiError):
+    status = 500
+    type = "server_error"
+    code = "engine_error"
 
 
 class Unavailable(ApiError, GracefulHTTPError):

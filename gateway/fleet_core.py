@@ -21,9 +21,9 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreReques
 from vllm.v1.engine.core_client import EngineCoreClient
 
 from backend.fleet import FleetSnapshot, Member, VerifierStats
-from backend.routing import Candidate, LeastLoaded, Router
-from backend.speeds import SpeedBook
+from backend.routing import LeastLoaded, Router
 from backend.transport.sockets import Wire
+from gateway.choosing import Choosing
 from gateway.directory import Directory
 from gateway.engine_link import DECLARED_LOST, RESTARTED, Loss, VerifierLink
 from gateway.errors import NoVerifier, Poisoned, ShuttingDown, Unavailable, VerifierLost
@@ -67,8 +67,7 @@ class FleetCore(EngineCoreClient):
         self.directory = directory
         self._wire = wire
         self._observer = observer
-        self._router: Router = router or LeastLoaded()
-        self._speeds = SpeedBook()
+        self._choosing = Choosing(router or LeastLoaded())
         self._silence_limit_s = silence_limit_s
         self._failover_wait_s = failover_wait_s
         self._poison_after = poison_after
@@ -76,7 +75,6 @@ class FleetCore(EngineCoreClient):
         self._sequences = Sequences()
         # What still runs at a verifier whose link was lost, should it come back: by its id and incarnation.
         self._strays: dict[tuple[str, str], list[str]] = {}
-        self._routed: dict[str, int] = {}
         self._outputs: asyncio.Queue[EngineCoreOutputs] = asyncio.Queue()
         self._poller: asyncio.Task[None] | None = None
 
@@ -117,8 +115,9 @@ class FleetCore(EngineCoreClient):
         return [link.stats for link in self.ready_links if link.stats is not None]
 
     def routable(self) -> list[VerifierLink]:
-        """The verifiers that take new requests."""
-        return [link for link in self.ready_links if link.member.state == "ready"]
+        """The verifiers that take new requests; those that sleep only while all do."""
+        ready = [link for link in self.ready_links if link.member.state == "ready"]
+        return [link for link in ready if link.stats is None or not link.stats.paused] or ready
 
     async def _follow_directory(self) -> None:
         failing = False
@@ -193,7 +192,7 @@ class FleetCore(EngineCoreClient):
     def on_stats(self, link: VerifierLink, stats: VerifierStats) -> None:
         welcome = link.welcome
         if welcome is not None:
-            self._speeds.observe(stats, welcome.num_kv_blocks * welcome.block_size)
+            self._choosing.observe(stats, welcome.num_kv_blocks * welcome.block_size)
 
     def on_forgotten(self, link: VerifierLink) -> None:
         self._fail_over(self._sequences.at(link), "forgotten")
@@ -201,8 +200,7 @@ class FleetCore(EngineCoreClient):
     def on_lost(self, link: VerifierLink, loss: Loss) -> None:
         if self.links.get(link.member.id) is link:
             del self.links[link.member.id]
-            self._speeds.forget(link.member.id)
-            self._router.forget(link.member.id)
+            self._choosing.gone(link.member.id)
         orphans = self._sequences.at(link)
         level = logging.WARNING if orphans else logging.INFO
         logger.log(level, "verifier %s gone (%s) with %d sequences", link.member.id, loss.cause, len(orphans))
@@ -310,7 +308,7 @@ class FleetCore(EngineCoreClient):
             for link in self.routable()
             if link is not without and target in (None, link.member.id) and _takes(link, record)
         }
-        chosen = self._router.choose(record.ask, self._candidates(links))
+        chosen = self._choosing.choose(record.ask, self._sequences.load(links))
         return links.get(chosen) if chosen is not None else None
 
     def _give(self, record: InFlight, link: VerifierLink) -> None:
@@ -323,7 +321,7 @@ class FleetCore(EngineCoreClient):
         record.placed_at = time.monotonic()
         link.add(record.request, record.place_id, record.emitted)
         self._sequences.put(record, link)
-        self._routed[link.member.id] = self._routed.get(link.member.id, 0) + 1
+        self._choosing.given(link.member.id)
         if record.cut is not None:
             self._observer.on_moved(record, record.cut)
 
@@ -347,11 +345,6 @@ class FleetCore(EngineCoreClient):
                 raise NoVerifier
         except OverflowError:
             raise VLLMValidationError("A number in the request is out of range.") from None
-
-    def _candidates(self, routable: Iterable[str]) -> list[Candidate]:
-        load, measured = self._sequences.load(routable), self._speeds.measured
-        routed = self._routed
-        return [Candidate(each, tokens, count, routed.get(each, 0), measured(each)) for each, (tokens, count) in load.items()]
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
         """Never suspends, so that it also works in a task that is being cancelled."""
@@ -379,7 +372,14 @@ class FleetCore(EngineCoreClient):
     async def remove_lora_async(self, lora_id: int) -> bool:
         return all(await self._everywhere("remove_lora", lora_id))
 
+    def forget_caches(self, verifier_id: str | None) -> None:
+        """That verifier's prefix cache, or everyone's, is empty: routing shall not count on it."""
+        for each in self.links:
+            if verifier_id in (None, each):
+                self._choosing.emptied(each)
+
     async def reset_prefix_cache_async(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        self.forget_caches(None)
         return all(await self._everywhere("reset_prefix_cache", reset_running_requests, reset_connector))
 
     def dp_engines_running(self) -> bool:

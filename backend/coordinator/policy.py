@@ -15,6 +15,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import msgspec
+
 from backend.config.settings import CoordinatorSettings
 from backend.coordinator.assignment import (
     AssignmentPolicy,
@@ -69,18 +71,8 @@ class _Entry:
         return self.state == "ready" and not self.drain
 
     def view(self, now: float) -> MemberView:
-        member = self.member
-        shown = Member(
-            id=member.id,
-            kind=member.kind,
-            incarnation=member.incarnation,
-            address=member.address,
-            server_key=member.server_key,
-            node=member.node,
-            pid=member.pid,
-            model=member.model,
-            state="draining" if self.drain and self.state == "ready" else self.state,
-        )
+        state: MemberState = "draining" if self.drain and self.state == "ready" else self.state
+        shown = msgspec.structs.replace(self.member, state=state)
         heard = max(0.0, now - self.heard)
         return MemberView(shown, heard, self.verifier, self.drafter, self._drain(now), self.seen_version)
 
@@ -91,9 +83,9 @@ class _Entry:
         return Draining(True) if self.state == "draining" else None
 
 
-def _route(member: Member) -> tuple[str, str, str]:
+def _route(member: Member) -> tuple[str, str, str, str]:
     """What the peers of a member connect to; another route needs another generation."""
-    return member.incarnation, member.address, member.server_key
+    return member.incarnation, member.address, member.server_key, member.head
 
 
 @dataclass
@@ -376,7 +368,7 @@ class Coordinator:
         for drafter in sorted(self._drafters.get(verifier, ())):
             member = self._entries[drafter].member
             generation = self._generation[verifier, drafter]
-            refs.append(DrafterRef(drafter, member.incarnation, member.address, member.server_key, generation))
+            refs.append(DrafterRef(drafter, member.incarnation, member.address, member.server_key, generation, member.head))
         return refs
 
     def _bind(self, pair: Pair, now: float) -> None:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 import msgspec
 import torch
 
+from backend.drafter.head_config import CheckpointError
 from backend.fleet import DrafterRef
 from backend.protocol import (
     HELLO_FIRST,
@@ -52,6 +53,9 @@ DTYPE_NAMES: dict[torch.dtype, FeatureDtype] = {
 }
 
 
+Projection = Callable[[torch.Tensor], torch.Tensor]
+
+
 @dataclass(frozen=True)
 class Span:
     """What one request computed in this step.
@@ -80,13 +84,16 @@ class Shipped:
 class _Link:
     """One drafter: its socket, and how far each request's features have been shipped to it."""
 
-    def __init__(self, wire: Wire, ref: DrafterRef, verifier_id: str, epoch: int) -> None:
+    def __init__(
+        self, wire: Wire, ref: DrafterRef, project: Projection | None, verifier_id: str, epoch: int, weights: int
+    ) -> None:
         self.ref = ref
+        self.project = project
         identity = f"{verifier_id}/features/{epoch}".encode()
         self.socket = Dealer(connect_dealer(wire, ref.address, identity, ref.server_key, QUEUED_ROUNDS))
         self.next_row: dict[str, int] = {}
         self.closed: list[Close] = []
-        self._hello = encode(Hello(PROTOCOL_VERSION, verifier_id, "features", epoch))
+        self._hello = encode(Hello(PROTOCOL_VERSION, verifier_id, "features", epoch, weights))
         self._greeted_at = time.monotonic()
         self.socket.send(self._hello)
 
@@ -121,10 +128,14 @@ class FeatureShipper:
     k: int = 0
     """Draft tokens to ask for in the next round."""
 
-    def __init__(self, verifier_id: str, project: Callable[[torch.Tensor], torch.Tensor] | None) -> None:
+    def __init__(self, verifier_id: str, projection: Callable[[str], Projection | None]) -> None:
+        """`projection(head)` is what is applied to features for drafters with that head; see `DrafterRef.head`."""
         self._verifier_id = verifier_id
-        self._project = project
+        self._projection = projection
+        self._weights = 0
         self._links: dict[str, _Link] = {}
+        self._assigned: list[str] = []
+        """As the scheduler has it, those without a link included: both must choose the same drafter for a request."""
         self._epoch = 0
         self._seq = 0
         self.bytes_sent: dict[str, int] = {}
@@ -132,17 +143,27 @@ class FeatureShipper:
         self.greeted: set[str] = set()
         """Drafters that had to be greeted again."""
 
-    def set_drafters(self, wire: Wire, refs: list[DrafterRef], epoch: int) -> None:
-        """Connects to new drafters, leaves those no longer assigned.  `epoch` is shared with the scheduler's sockets."""
+    def set_drafters(self, wire: Wire, refs: list[DrafterRef], epoch: int, weights: int = 0) -> None:
+        """Connects to new drafters, leaves those no longer assigned.  `epoch` is shared with the scheduler's sockets.
+
+        With other `weights` of the target every drafter is connected to anew.
+        """
         wanted = {ref.id: ref for ref in refs}
         for drafter_id, link in list(self._links.items()):
-            if wanted.get(drafter_id) != link.ref:
+            if wanted.get(drafter_id) != link.ref or weights != self._weights:
                 link.socket.close()
                 del self._links[drafter_id]
-        self._epoch = epoch
+        self._epoch, self._weights = epoch, weights
+        self._assigned = sorted(wanted)
         for ref in refs:
             if ref.id not in self._links:
-                self._links[ref.id] = _Link(wire, ref, self._verifier_id, epoch)
+                try:
+                    project = self._projection(ref.head)
+                except CheckpointError as error:
+                    # It would draft from what it takes for features: rather no drafts.
+                    logger.error("drafter %s is not used: %s", ref.id, error)
+                    continue
+                self._links[ref.id] = _Link(wire, ref, project, self._verifier_id, epoch, weights)
 
     def finish(self, request_ids: Iterable[str]) -> None:
         """These requests are over; drafters are told with the next round."""
@@ -153,14 +174,16 @@ class FeatureShipper:
 
     def ship(self, spans: list[Span], hidden: torch.Tensor | None) -> None:
         """Sends this step's rows.  `hidden`: `[num_tokens, width]` before `fc`, or None when drafters need no features."""
-        drafter_ids = sorted(self._links)
+        drafter_ids = self._assigned
         by_drafter: dict[str, list[Span]] = {drafter_id: [] for drafter_id in drafter_ids}
         for span in spans:
             chosen = drafter_for(span.request_id, drafter_ids)
             if chosen is not None:
                 by_drafter[chosen].append(span)
         for drafter_id, its_spans in by_drafter.items():
-            link = self._links[drafter_id]
+            link = self._links.get(drafter_id)
+            if link is None:
+                continue
             if link.listen():
                 self.greeted.add(drafter_id)
             if its_spans or link.closed:
@@ -174,7 +197,7 @@ class FeatureShipper:
             item, first = self._item(link, span, hidden is not None)
             items.append(item)
             rows.extend(range(span.offset + first, span.offset + span.rows))
-        frame, dtype, width = self._features(hidden, rows)
+        frame, dtype, width = _features(hidden, rows, link.project)
         self._seq += 1
         header = encode(Round(self._epoch, self._seq, dtype, width, items))
         drafter_id = link.ref.id
@@ -201,17 +224,18 @@ class FeatureShipper:
         tokens = span.tokens(span.start + first + 1, base_len)
         return Commit(span.request_id, base_len, tokens, len(tokens) if with_features else 0, k), first
 
-    def _features(self, hidden: torch.Tensor | None, rows: list[int]) -> tuple[bytes, FeatureDtype, int]:
-        if hidden is None:
-            return b"", "float32", 0
-        picked = hidden[torch.tensor(rows, device=hidden.device, dtype=torch.long)]
-        projected = picked if self._project is None else self._project(picked)
-        # The step's own read-back of the sampled tokens has already synchronised the stream: this copy waits for `fc` alone.
-        raw = projected.contiguous().cpu()
-        return raw.view(torch.uint8).numpy().tobytes(), DTYPE_NAMES[raw.dtype], projected.shape[-1]
-
     def take_counters(self) -> Shipped:
         """What happened since the last call."""
         taken = Shipped(self.bytes_sent, self.overflows, sorted(self.greeted))
         self.bytes_sent, self.overflows, self.greeted = {}, {}, set()
         return taken
+
+
+def _features(hidden: torch.Tensor | None, rows: list[int], project: Projection | None) -> tuple[bytes, FeatureDtype, int]:
+    if hidden is None:
+        return b"", "float32", 0
+    picked = hidden[torch.tensor(rows, device=hidden.device, dtype=torch.long)]
+    projected = picked if project is None else project(picked)
+    # The step's own read-back of the sampled tokens has already synchronised the stream: this copy waits for `fc` alone.
+    raw = projected.contiguous().cpu()
+    return raw.view(torch.uint8).numpy().tobytes(), DTYPE_NAMES[raw.dtype], projected.shape[-1]
