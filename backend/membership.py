@@ -52,6 +52,7 @@ class Membership:
         self._obey = obey
         self._registered = _place(member)
         self._away = False
+        self._retiring = False
         self._leave = threading.Event()
         self._thread = threading.Thread(target=self._run, name="membership", daemon=True)
 
@@ -82,7 +83,12 @@ class Membership:
         """Between `ready` and `draining`, as ordered; a member that starts goes on starting."""
         state = self._member.state
         if state in ("ready", "draining"):
-            self.become("draining" if ordered else "ready")
+            self.become("draining" if ordered or self._retiring else "ready")
+
+    def retire(self) -> None:
+        """Drains for good, whatever is ordered: this process is about to end."""
+        self._retiring = True
+        self.drain(ordered=True)
 
     def _run(self) -> None:
         while not self._leave.wait(self._interval_s):

@@ -108,7 +108,10 @@ class CoordinatorSettings(Section):
     report_interval_s: float = Field(0.25, gt=0, description="time between two reports of a member")
     lease_s: float = Field(2.0, gt=0, description="a member silent for so long is lost")
     drain_deadline_s: float = Field(
-        30.0, ge=0, description="remove and restart: a verifier's requests that take longer are moved elsewhere"
+        30.0,
+        ge=0,
+        description="remove and restart: a verifier's requests that take longer are moved elsewhere; SIGTERM: a member that "
+        "takes longer to move its requests ends all the same",
     )
     policy: Literal["goodput", "least-drafters"] = Field(
         "goodput",

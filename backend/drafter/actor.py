@@ -16,6 +16,7 @@ import ray
 
 from backend.config.settings import Settings
 from backend.coordinator.actor import CoordinatorHandle
+from backend.departure import Departure
 from backend.drafter.head_config import CheckpointError
 from backend.drafter.process import DrafterModel, DrafterProcess, pin_cores
 from backend.fleet import Member, Orders
@@ -72,6 +73,8 @@ class DrafterActor:
         )
         self._membership.become("ready", self._process.address)
         self._membership.join_fleet()
+        # Verifiers let go of it within a report or two, and need nothing from it.
+        Departure(self._membership, lambda: True, self.stop, parsed.coordinator.drain_deadline_s).on_sigterm()
 
     def ping(self) -> bool:
         """For liveness checks."""

@@ -1,9 +1,11 @@
-"""Every verifier and drafter of a fleet is restarted under load: no request fails, and every text is what it is undisturbed."""
+"""Every verifier and drafter of a fleet is restarted under load, and then one verifier is sent SIGTERM: no request fails, and
+every text is what it is undisturbed."""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -12,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from tests.support.fleet_process import ROOT, ServedFleet
+from tests.support.fleet_process import ROOT, ServedFleet, wait_for
 
 pytestmark = [pytest.mark.engine, pytest.mark.campaign, pytest.mark.timeout(900)]
 
@@ -38,11 +40,23 @@ def stream(fleet: ServedFleet, prompt: str) -> str:
     return text
 
 
-def test_a_rolling_restart_costs_no_request_and_no_token() -> None:
+def pids(fleet: ServedFleet) -> dict[str, int]:
+    shown = fleet.fleet()
+    return {each["id"]: each["pid"] for each in (*shown["verifiers"], *shown["drafters"]) if each["state"] == "ready"}
+
+
+def terminate(fleet: ServedFleet, member: str) -> None:
+    """SIGTERM; returns when Ray has started it again and it serves."""
+    pid = pids(fleet)[member]
+    os.kill(pid, signal.SIGTERM)
+    wait_for(lambda: pids(fleet).get(member, pid) != pid, 120, f"another {member}")
+
+
+def test_restarts_cost_no_request_and_no_token() -> None:
     fleet = ServedFleet("--mode", "auto", "--verifiers", "2", "--drafters", "2", "--ray-namespace", f"rolling-{os.getpid()}")
     try:
         expected = {prompt: stream(fleet, prompt) for prompt in PROMPTS}
-        before = {each["id"]: each["pid"] for each in (*fleet.fleet()["verifiers"], *fleet.fleet()["drafters"])}
+        before = pids(fleet)
         over = threading.Event()
 
         def client(number: int) -> list[str]:
@@ -58,6 +72,8 @@ def test_a_rolling_restart_costs_no_request_and_no_token() -> None:
             try:
                 command = [sys.executable, "-m", "gateway.cli", "restart", "--rolling", "--fleet", str(fleet.process.pid)]
                 done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+                after = pids(fleet)
+                terminate(fleet, "verifier-0")
             finally:
                 over.set()
             answers = [answer for each in clients for answer in each.result()]
@@ -65,10 +81,10 @@ def test_a_rolling_restart_costs_no_request_and_no_token() -> None:
         assert done.returncode == 0, done.stderr + done.stdout
         assert len(answers) > len(before) * CLIENTS
         assert not any(answers)
-        after = {each["id"]: each["pid"] for each in (*fleet.fleet()["verifiers"], *fleet.fleet()["drafters"])}
         assert after.keys() == before.keys()
         assert all(after[member] != before[member] for member in before)
         assert fleet.metric("outrider_migrations_total", cause="drain") > 0
         assert fleet.metric("outrider_sequences_finished_total", reason="lost") == 0
+        assert fleet.metric("outrider_failovers_total") == 0
     finally:
         fleet.stop()
