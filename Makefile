@@ -7,7 +7,7 @@ ARGS ?=
 MAKEFLAGS += --no-print-directory
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev setup-load serve status test campaign lint bench load format clean
+.PHONY: help setup setup-dev setup-load serve status test campaign lint bench load chaos dashboards dashboards-check format clean
 
 help: ## list these tasks
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|' 2>/dev/null \
@@ -45,6 +45,15 @@ bench: setup-dev ## measure every mode on this machine (ARGS=--quick: under ten 
 
 load: setup-load ## load a fleet and judge what its clients see (ARGS="--scenario mixed --users 8")
 	@exec $(BIN)/python -m loadtest $(ARGS)
+
+chaos: setup-dev ## kill, stop and restart every part under load (ARGS="--quick --output DIR")
+	@exec $(BIN)/python -m tests.chaos $(ARGS)
+
+dashboards: setup-dev ## write the Grafana dashboards from dashboards/*.py
+	@$(BIN)/python -m dashboards.build
+
+dashboards-check: setup-dev ## ask a real Prometheus for every panel of a fleet under load (needs prometheus on the PATH)
+	@exec $(BIN)/python -m dashboards.check $(ARGS)
 
 format: setup-dev ## format the code
 	@$(BIN)/ruff check --fix --quiet . ; $(BIN)/ruff format .

@@ -5,10 +5,13 @@ A gateway's DEALER talks to the verifier's ROUTER.  The first frame says what fo
 
 gateway -> verifier   HELLO EngineHello | ADD Addition EngineCoreRequest... | ABORT list of request ids | UTILITY (call id,
                       method, args) | PING
-verifier -> gateway   WELCOME EngineWelcome | OUTPUTS EngineCoreOutputs... | STATS VerifierStats | REFUSED Refusal | PING
+verifier -> gateway   WELCOME EngineWelcome | TAKEN request id | OUTPUTS EngineCoreOutputs... | STATS VerifierStats |
+                      REFUSED Refusal | PING
 
 A gateway pings every second and the verifier echoes it; a verifier aborts the requests of a gateway it has not heard of for
 `gateway_lease_s`, and asks that gateway to greet it again (`Refusal.reason == "unknown"`).
+
+TAKEN says, before anything is computed, that the engine has a request: should the verifier die now, the request may be why.
 
 A message the verifier cannot read costs its own request at most: ADD names the request in a frame of its own, so that even
 one whose body is unreadable is answered by outputs with the finish reason `error`.
@@ -23,7 +26,7 @@ import msgspec
 ENGINE_WIRE_VERSION = 2
 
 HELLO, ADD, ABORT, UTILITY, PING = b"h", b"a", b"x", b"u", b"p"
-WELCOME, OUTPUTS, STATS, REFUSED = b"w", b"o", b"s", b"r"
+WELCOME, TAKEN, OUTPUTS, STATS, REFUSED = b"w", b"t", b"o", b"s", b"r"
 
 
 class EngineHello(msgspec.Struct, frozen=True):

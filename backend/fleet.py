@@ -29,6 +29,10 @@ class DraftCounters(msgspec.Struct):
     round_trip_s: float = 0.0
     draft_s: float = 0.0
     queue_s: float = 0.0
+    transfer_s: float = 0.0
+    """What is left of the round trips that were waited for after the drafter's compute and queue: both ways on the wire, and
+    the threads' turns.
+    """
     bytes_sent: int = 0
     ahead_hits: int = 0
     """Verifications whose outcome had been drafted ahead of time."""

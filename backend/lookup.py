@@ -56,14 +56,15 @@ class Lookup:
 
     def index(self, most: int | None = None) -> int:
         """Makes the tokens that came since the last call findable, `most` of them at a time; returns how many."""
-        tokens, after_of, sizes, first = self.tokens, self._after, self._sizes, self._first
-        begin = self._indexed
+        tokens, after_of, first, begin = self.tokens, self._after, self._first, self._indexed
         end = len(tokens) if most is None else min(len(tokens), begin + most)
-        for after in range(max(begin, 1), end):
-            for size in sizes:
-                if after - size >= first:
-                    gram = tuple(tokens[after - size : after])
-                    if UNKNOWN not in gram:
-                        after_of[gram] = after
-        self._indexed = max(begin, end)
-        return self._indexed - begin
+        if end <= begin:
+            return 0
+        holes = UNKNOWN in tokens[max(begin - self._sizes[-1], 0) : end]
+        for size in self._sizes:
+            for after in range(max(begin, first + size), end):
+                gram = tuple(tokens[after - size : after])
+                if not (holes and UNKNOWN in gram):
+                    after_of[gram] = after
+        self._indexed = end
+        return end - begin

@@ -51,6 +51,8 @@ class Open(msgspec.Struct, frozen=True, tag="open"):
     rows: int
     k: int
     """Draft tokens wanted in answer; 0 extends the drafter's cache only (a prefill chunk that is not the last)."""
+    trace: str = ""
+    """The W3C `traceparent` below which the drafter's span belongs; empty: the request is not traced."""
 
 
 class Commit(msgspec.Struct, frozen=True, tag="commit"):

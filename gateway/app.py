@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -13,8 +14,9 @@ from starlette.responses import JSONResponse, Response
 from gateway.balancing import Balancer
 from gateway.errors import translate
 from gateway.middleware import Admission, Envelope
-from gateway.routes import admin, generate, models, operations, weights
+from gateway.routes import admin, generate, models, operations, page, weights
 from gateway.state import Gateway
+from gateway.traces import RequestSpans
 
 
 def build_app(gateway: Gateway) -> FastAPI:
@@ -24,18 +26,22 @@ def build_app(gateway: Gateway) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         balancer = Balancer(gateway.client.core, gateway.settings)
         gateway.client.start()
+        gateway.feed.start()
         balancer.start()
         await gateway.services.models.init_static_loras()
         try:
             yield
         finally:
+            gateway.feed.close()
             balancer.stop()
             gateway.client.shutdown()
+            if gateway.tracing is not None:
+                await asyncio.to_thread(gateway.tracing.close)
 
     app = FastAPI(title="Outrider", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
     app.router.redirect_slashes = False
     app.state.gateway = gateway
-    for routes in (weights, admin, generate, models, operations):
+    for routes in (weights, admin, generate, models, operations, page):
         app.include_router(routes.router)
     app.add_exception_handler(HTTPException, _http_error)
     settings = gateway.settings.gateway
@@ -48,6 +54,8 @@ def build_app(gateway: Gateway) -> FastAPI:
     )
     # Added last, so outermost.
     app.add_middleware(Envelope, metrics=gateway.metrics)
+    if gateway.tracing is not None:
+        app.add_middleware(RequestSpans, tracing=gateway.tracing)
     return app
 
 

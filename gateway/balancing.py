@@ -107,8 +107,8 @@ class Balancer:
         return sum(known) / len(known) if known else None
 
     def _typical(self, stats: list[VerifierStats]) -> float:
-        """Tokens that a request of this fleet has emitted on average."""
-        ended = sum(sum(each.requests_finished.values()) for each in stats)
+        """Tokens that a request of this fleet has emitted on average; one that moves away ends there as an abort."""
+        ended = sum(count for each in stats for reason, count in each.requests_finished.items() if reason != "abort")
         return sum(each.tokens for each in stats) / ended if ended else FIRST_GUESS_TOKENS
 
     def _carry_out(self, move: Move) -> int:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
+from backend.engine_wire import EngineWelcome
 from backend.fleet import VerifierStats
 from backend.routing import Ask, Candidate, Router
 from backend.speeds import SpeedBook
@@ -28,15 +29,17 @@ class Choosing:
         """A sequence was given to this one."""
         self._routed[verifier_id] += 1
 
-    def observe(self, stats: VerifierStats, kv_tokens: int) -> None:
-        """A verifier, whose KV cache holds `kv_tokens`, has reported."""
-        self._speeds.observe(stats, kv_tokens)
+    def observe(self, stats: VerifierStats, welcome: EngineWelcome | None) -> None:
+        """A verifier has reported."""
+        if welcome is not None:
+            self._speeds.observe(stats, welcome.num_kv_blocks * welcome.block_size)
 
     def gone(self, verifier_id: str) -> None:
         """A verifier was lost: with its process went its cache."""
         self._speeds.forget(verifier_id)
         self._router.forget(verifier_id)
 
-    def emptied(self, verifier_id: str) -> None:
-        """A verifier's prefix cache is empty."""
-        self._router.forget(verifier_id)
+    def emptied(self, verifier_ids: Iterable[str]) -> None:
+        """The prefix caches of these verifiers are empty."""
+        for verifier_id in verifier_ids:
+            self._router.forget(verifier_id)

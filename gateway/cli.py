@@ -1,4 +1,4 @@
-"""The command line: `outrider serve | gateway | status | ...`, see `USAGE`.
+"""The command line: `outrider serve | gateway | status | ...`, see `usage.py`.
 
 `serve` is the launcher and the gateway in one process: it starts the fleet (Ray actors), imports vLLM while the engines load,
 serves HTTP from this process's main thread, and ends everything it started.  The heavy imports are inside the commands, so that
@@ -24,32 +24,13 @@ from typing import TYPE_CHECKING, Any
 from backend.config import sources
 from backend.config.sources import ConfigError, Loaded
 from gateway import administer, present
+from gateway.usage import USAGE
 
 if TYPE_CHECKING:
     from backend.config import Settings
     from backend.coordinator.actor import CoordinatorHandle
     from backend.models import ResolvedModels
     from backend.transport import ServerKeys
-
-ADMINISTRATION = "\n".join(f"  {name:<13} {summary}" for name, summary in administer.SUMMARIES.items())
-USAGE = f"""usage: outrider COMMAND [--name value ...]
-
-commands:
-  serve         start a fleet and its gateway, until Ctrl-C
-  gateway       start a further gateway for a running fleet
-  status        show a running fleet
-  check-config  show the settings in force and where each came from
-  records       sum up, join or export what verifiers wrote down
-  report        draw a recorded period, or a rollout, as one HTML page
-  bench         measure every mode on this machine (it has options of its own)
-  train-demo    train the built-in demo models again
-
-changing a running fleet:
-{ADMINISTRATION}
-
-`outrider COMMAND --help` lists the settings; each is also a variable (OUTRIDER_GATEWAY__PORT) and a key
-of the YAML file given with --config.  `outrider --version` prints the version.
-"""
 
 OK, FAILED, MISUSED, INTERRUPTED = 0, 1, 2, 130
 FOUND_FLEET_TIMEOUT_S = 10.0
@@ -108,6 +89,7 @@ def serve(arguments: list[str]) -> int:
     with _signals() as forced:
         models = _resolved(settings, progress)
         _check_port(settings)
+        _check_tracing(settings)
         from backend.launch.cluster import ClusterError
         from backend.launch.fleet import Fleet
         from backend.launch.plan import PlanError
@@ -204,7 +186,8 @@ def check_config(arguments: list[str]) -> int:
 
 def records(arguments: list[str]) -> int:
     """Reads records; the command has its own options."""
-    from backend.records.main import RecordsError, main
+    from backend.records.main import main
+    from backend.records.reading import RecordsError
 
     try:
         main(arguments, print, lambda line: print(f"outrider: {line}", file=sys.stderr))
@@ -215,7 +198,8 @@ def records(arguments: list[str]) -> int:
 
 def report(arguments: list[str]) -> int:
     """Draws records or a rollout; the command has its own options."""
-    from backend.records.report import RecordsError, main
+    from backend.records.reading import RecordsError
+    from backend.records.report import main
 
     try:
         main(arguments, present.Progress().say)
@@ -275,6 +259,16 @@ def _check_port(settings: Settings) -> None:
             probe.bind((host, port))
     except OSError as error:
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error} (--port 0 takes a free one)") from error
+
+
+def _check_tracing(settings: Settings) -> None:
+    """Finds out now that tracing was asked for and its packages are missing."""
+    from backend import tracing
+
+    try:
+        tracing.check(settings.tracing)
+    except tracing.TracingError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _prepare_vllm() -> None:

@@ -66,6 +66,8 @@ def build_vllm_config(settings: Settings, model_dir: str) -> VllmConfig:
         "kv_cache_memory_bytes": 1 << 20,
         "async_scheduling": False,
         "disable_log_stats": True,
+        # That it is set makes vLLM's serving layer pass trace contexts on; the spans are ours.
+        "otlp_traces_endpoint": settings.tracing.endpoint,
     }
     arguments.update({name: value for name, value in extra.items() if name not in ENGINE_ONLY})
     return AsyncEngineArgs(**arguments).create_engine_config()

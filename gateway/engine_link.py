@@ -28,6 +28,7 @@ from backend.engine_wire import (
     PING,
     REFUSED,
     STATS,
+    TAKEN,
     UTILITY,
     WELCOME,
     Addition,
@@ -73,6 +74,10 @@ class LinkListener(Protocol):
     """What becomes of the things a link hears.  Called in the event loop; must not block."""
 
     def on_ready(self, link: VerifierLink) -> None: ...
+
+    def on_taken(self, link: VerifierLink, place_id: str) -> None:
+        """The verifier's engine has this request now."""
+        ...
 
     def on_outputs(self, link: VerifierLink, outputs: EngineCoreOutputs) -> None: ...
 
@@ -162,7 +167,7 @@ class VerifierLink:
             self._heard_at = time.monotonic()
             try:
                 self._handle(bytes(kind), frames)
-            except (msgspec.DecodeError, msgspec.ValidationError, IndexError) as error:
+            except (msgspec.DecodeError, msgspec.ValidationError, IndexError, UnicodeError) as error:
                 logger.warning("verifier %s sent what we cannot read: %s", self.member.id, type(error).__name__)
                 self.close(INCOMPATIBLE)
 
@@ -173,6 +178,8 @@ class VerifierLink:
                 self._answer(outputs)
             if outputs.outputs:
                 self._listener.on_outputs(self, outputs)
+        elif kind == TAKEN:
+            self._listener.on_taken(self, bytes(frames[0]).decode())
         elif kind == STATS:
             self.stats = msgspec.msgpack.decode(frames[0], type=VerifierStats)
             self._listener.on_stats(self, self.stats)

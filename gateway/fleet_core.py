@@ -67,7 +67,7 @@ class FleetCore(EngineCoreClient):
         self.directory = directory
         self._wire = wire
         self._observer = observer
-        self._choosing = Choosing(router or LeastLoaded())
+        self.choosing = Choosing(router or LeastLoaded())
         self._silence_limit_s = silence_limit_s
         self._failover_wait_s = failover_wait_s
         self._poison_after = poison_after
@@ -182,6 +182,11 @@ class FleetCore(EngineCoreClient):
         self.first_ready.set()
         self._place_waiting()
 
+    def on_taken(self, link: VerifierLink, place_id: str) -> None:
+        record = self._sequences.running_as(place_id)
+        if record is not None and record.link is link:
+            record.taken = True
+
     def on_outputs(self, link: VerifierLink, outputs: EngineCoreOutputs) -> None:
         now = time.monotonic()
         kept = [output for output in outputs.outputs if self._take(link, output, now)]
@@ -190,9 +195,7 @@ class FleetCore(EngineCoreClient):
             self._outputs.put_nowait(outputs)
 
     def on_stats(self, link: VerifierLink, stats: VerifierStats) -> None:
-        welcome = link.welcome
-        if welcome is not None:
-            self._choosing.observe(stats, welcome.num_kv_blocks * welcome.block_size)
+        self.choosing.observe(stats, link.welcome)
 
     def on_forgotten(self, link: VerifierLink) -> None:
         self._fail_over(self._sequences.at(link), "forgotten")
@@ -200,7 +203,7 @@ class FleetCore(EngineCoreClient):
     def on_lost(self, link: VerifierLink, loss: Loss) -> None:
         if self.links.get(link.member.id) is link:
             del self.links[link.member.id]
-            self._choosing.gone(link.member.id)
+            self.choosing.gone(link.member.id)
         orphans = self._sequences.at(link)
         level = logging.WARNING if orphans else logging.INFO
         logger.log(level, "verifier %s gone (%s) with %d sequences", link.member.id, loss.cause, len(orphans))
@@ -253,7 +256,8 @@ class FleetCore(EngineCoreClient):
     def _fail_over(self, records: Sequence[InFlight], cause: str, died: bool = False) -> None:
         """These have lost their verifier.  They go on at another, wait for one, or are refused as the likely reason."""
         for record in records:
-            record.deaths += died
+            # One that had not come as far as the engine has nothing to do with it: verifiers also die together.
+            record.deaths += died and record.taken
         poisoned = [record for record in records if record.deaths >= self._poison_after]
         if poisoned:
             logger.error("%d sequences refused: %d verifiers were lost under each", len(poisoned), self._poison_after)
@@ -308,7 +312,7 @@ class FleetCore(EngineCoreClient):
             for link in self.routable()
             if link is not without and target in (None, link.member.id) and _takes(link, record)
         }
-        chosen = self._choosing.choose(record.ask, self._sequences.load(links))
+        chosen = self.choosing.choose(record.ask, self._sequences.load(links))
         return links.get(chosen) if chosen is not None else None
 
     def _give(self, record: InFlight, link: VerifierLink) -> None:
@@ -319,9 +323,10 @@ class FleetCore(EngineCoreClient):
             record.context = link.welcome.max_model_len
         record.places += 1
         record.placed_at = time.monotonic()
+        record.taken = False
         link.add(record.request, record.place_id, record.emitted)
         self._sequences.put(record, link)
-        self._choosing.given(link.member.id)
+        self.choosing.given(link.member.id)
         if record.cut is not None:
             self._observer.on_moved(record, record.cut)
 
@@ -372,14 +377,8 @@ class FleetCore(EngineCoreClient):
     async def remove_lora_async(self, lora_id: int) -> bool:
         return all(await self._everywhere("remove_lora", lora_id))
 
-    def forget_caches(self, verifier_id: str | None) -> None:
-        """That verifier's prefix cache, or everyone's, is empty: routing shall not count on it."""
-        for each in self.links:
-            if verifier_id in (None, each):
-                self._choosing.emptied(each)
-
     async def reset_prefix_cache_async(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        self.forget_caches(None)
+        self.choosing.emptied(self.links)
         return all(await self._everywhere("reset_prefix_cache", reset_running_requests, reset_connector))
 
     def dp_engines_running(self) -> bool:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import Any
+from itertools import product
+from typing import Any, get_args
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from backend.fleet import DraftCounters, VerifierStats
+from backend.fleet import DraftCounters, MemberKind, MemberState, MemberView, VerifierStats
 from gateway.fleet_core import FleetCore
 from gateway.metrics import DEFINITIONS
 
@@ -25,6 +26,7 @@ _PAIR_COUNTERS = {
     "outrider_draft_round_trip_seconds_total": "round_trip_s",
     "outrider_draft_compute_seconds_total": "draft_s",
     "outrider_draft_queue_seconds_total": "queue_s",
+    "outrider_draft_transfer_seconds_total": "transfer_s",
     "outrider_draft_sent_bytes_total": "bytes_sent",
 }
 _POSITION_COUNTERS = {
@@ -114,18 +116,21 @@ class FleetCollector(Collector):
         stats = self._core.stats()
         for each in stats:
             self._totals.update(each)
-        yield from self._members()
+        yield from self._members(stats)
         yield from _verifiers(stats)
         yield from _pairs(stats)
         yield from self._vllm_names()
 
-    def _members(self) -> Iterator[Metric]:
+    def _members(self, stats: list[VerifierStats]) -> Iterator[Metric]:
         members = _family("outrider_fleet_members")
         snapshot = self._core.snapshot
-        counts = Counter((view.member.kind, view.member.state) for view in (snapshot.members if snapshot else []))
-        for (kind, state), count in counts.items():
-            members.add_metric([kind, state], count)
+        views = snapshot.members if snapshot else []
+        counts = Counter((view.member.kind, view.member.state) for view in views)
+        # All of them, 0 too: a series that comes and goes cannot be alerted on.
+        for kind, state in product(get_args(MemberKind), get_args(MemberState)):
+            members.add_metric([kind, state], counts[kind, state])
         yield members
+        yield _info(views, stats)
         connected = _family("outrider_verifiers_connected")
         connected.add_metric([], len(self._core.ready_links))
         yield connected
@@ -151,6 +156,18 @@ def _family(name: str) -> Any:
     definition = DEFINITIONS[name]
     kind = CounterMetricFamily if definition.kind == "counter" else GaugeMetricFamily
     return kind(name.removesuffix("_total"), definition.help, labels=definition.labels)
+
+
+def _info(views: list[MemberView], stats: list[VerifierStats]) -> Metric:
+    """What does not change while a verifier runs, to join and to filter by."""
+    family: Metric = _family("outrider_verifier_info")
+    modes = {each.verifier_id: each.mode for each in stats}
+    for view in views:
+        member = view.member
+        if member.kind == "verifier" and member.state != "lost":
+            mode = modes.get(member.id) or (view.verifier.mode if view.verifier else "")
+            family.add_metric([member.id, member.model, mode, member.node], 1)  # type: ignore[attr-defined]
+    return family
 
 
 def _verifiers(stats: list[VerifierStats]) -> Iterator[Metric]:

@@ -42,8 +42,10 @@ class InFlight:
     """How many verifiers it has been given to so far."""
     placed_at: float = 0.0
     """When it was given to the present one; monotonic seconds."""
+    taken: bool = False
+    """Whether the present verifier's engine has it."""
     deaths: int = 0
-    """How many verifiers were lost under it."""
+    """How many verifiers were lost that had it in their engines."""
     context: int = 0
     """Context length of the first verifier it was given to."""
     session: str | None = None

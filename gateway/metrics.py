@@ -7,13 +7,14 @@ the event loop.
 
 from __future__ import annotations
 
+from collections import Counter as TotalBy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 
-from gateway.in_flight import Cut, InFlight
+from gateway.in_flight import Cut, InFlight, MoveKind
 
 
 class Definition(NamedTuple):
@@ -71,6 +72,7 @@ DEFINITIONS: dict[str, Definition] = {
     # The fleet
     "outrider_fleet_members": Definition("gauge", ("kind", "state"), "members the directory knows"),
     "outrider_verifiers_connected": Definition("gauge", (), "verifiers that answer this gateway"),
+    "outrider_verifier_info": Definition("gauge", (*_VERIFIER, "model", "mode", "node"), "1 per verifier that is not lost"),
     # What verifiers report
     "outrider_drafts_total": Definition("counter", _PAIR, "verifications that had at least one draft token"),
     "outrider_draft_tokens_total": Definition("counter", _PAIR, "draft tokens verified"),
@@ -90,6 +92,9 @@ DEFINITIONS: dict[str, Definition] = {
     ),
     "outrider_draft_compute_seconds_total": Definition("counter", _PAIR, "the drafter's own compute, summed over rounds"),
     "outrider_draft_queue_seconds_total": Definition("counter", _PAIR, "time waiting at the drafter, summed over rounds"),
+    "outrider_draft_transfer_seconds_total": Definition(
+        "counter", _PAIR, "round trip less the drafter's compute and queue, summed over rounds that were waited for"
+    ),
     "outrider_draft_sent_bytes_total": Definition("counter", _PAIR, "bytes sent to the drafter"),
     "outrider_drafts_dropped_total": Definition("counter", (*_PAIR, "reason"), "drafts not used, by reason"),
     "outrider_drafters_down": Definition("gauge", _VERIFIER, "assigned drafters that are not waited for"),
@@ -157,6 +162,8 @@ class GatewayMetrics:
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         self.in_flight = 0
+        self.moves: TotalBy[tuple[MoveKind, str, str]] = TotalBy()
+        """Sequences that went on at another verifier, by kind, cause and that verifier; for the fleet page."""
         self._requests = self._counter("outrider_requests_total")
         self._disconnects = self._counter("outrider_client_disconnects_total")
         self._finished = self._counter("outrider_sequences_finished_total")
@@ -200,7 +207,8 @@ class GatewayMetrics:
         self._disconnects.inc()
 
     def on_moved(self, sequence: InFlight, cut: Cut) -> None:
-        del sequence
+        if sequence.link is not None:
+            self.moves[cut.kind, cut.cause, sequence.link.member.id] += 1
         (self._failovers if cut.kind == "failover" else self._migrations).labels(cut.cause).inc()
 
     def on_tokens(self, sequence: InFlight, count: int, now: float) -> None:

@@ -17,14 +17,15 @@ import uuid
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from gateway import page
 from gateway.errors import ApiError, Forbidden, TooManyRequests, Unauthorized, translate
 from gateway.metrics import GatewayMetrics
 from gateway.sse import ClientGone
 
 logger = logging.getLogger(__name__)
 
-OPEN_PATHS = frozenset({"/livez", "/readyz", "/health", "/metrics"})
-"""Reached without a key: probes and scrapers have none."""
+OPEN_PATHS = frozenset({"/livez", "/readyz", "/health", "/metrics", *page.FILES})
+"""Reached without a key: probes and scrapers have none, and the page's files say nothing of the fleet."""
 
 ADMIN_PATH = "/admin"
 """Here and below the fleet is changed."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import secrets
 import signal
 import socket
@@ -18,6 +19,7 @@ import uvicorn
 
 from backend.config import Settings
 from backend.routing import make_router
+from backend.tracing import open_tracing
 from backend.transport.sockets import Wire
 from gateway.app import build_app
 from gateway.directory import Directory
@@ -25,10 +27,12 @@ from gateway.engine_config import build_vllm_config
 from gateway.errors import ShuttingDown
 from gateway.fleet_client import FleetClient
 from gateway.fleet_core import FleetCore
+from gateway.fleet_feed import FleetFeed
 from gateway.fleet_metrics import FleetCollector
 from gateway.metrics import GatewayMetrics
 from gateway.serving import build_services
 from gateway.state import Gateway
+from gateway.traces import SequenceSpans
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +49,7 @@ def build_gateway(
     for as.  Raises `ValueError` or `OSError` when vLLM cannot make sense of either.
     """
     metrics = GatewayMetrics()
+    tracing = open_tracing(settings.tracing, "gateway", f"gateway-{os.getpid()}")
     vllm_config = build_vllm_config(settings, model_dir)
     asked = settings.gateway
     router = make_router(
@@ -58,7 +63,7 @@ def build_gateway(
     core = FleetCore(
         directory,
         wire or Wire(),
-        metrics,
+        metrics if tracing is None else SequenceSpans(tracing, metrics),
         router=router,
         silence_limit_s=settings.verifier.gateway_lease_s,
         failover_wait_s=settings.gateway.failover_wait_s,
@@ -68,7 +73,9 @@ def build_gateway(
     served_name = settings.gateway.served_model_name or model_name or Path(model_dir).name
     services = build_services(client, settings, served_name)
     metrics.registry.register(FleetCollector(core))
-    return Gateway(settings, client, services, metrics)
+    about = {"model": served_name, "mode": settings.mode, "num_speculative_tokens": settings.num_speculative_tokens}
+    feed = FleetFeed(core, about, metrics)
+    return Gateway(settings, client, services, metrics, feed, tracing)
 
 
 class GatewayServer:
@@ -125,6 +132,8 @@ class GatewayServer:
         if self._stopping.is_set():
             self.gateway.client.core.fail_all(ShuttingDown)
         self._stopping.set()
+        # Watchers would hold the server open for as long as they like.
+        self.gateway.feed.close()
         self._server.should_exit = True
 
     async def serve(self) -> None:

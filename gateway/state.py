@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from starlette.requests import Request
 
 from backend.config import Settings
+from backend.tracing import Tracing
 from gateway.fleet_client import FleetClient
+from gateway.fleet_feed import FleetFeed
 from gateway.metrics import GatewayMetrics
 from gateway.serving import Services
 
@@ -20,6 +22,8 @@ class Gateway:
     client: FleetClient
     services: Services
     metrics: GatewayMetrics
+    feed: FleetFeed
+    tracing: Tracing | None = None
 
     @property
     def speculating(self) -> bool:

@@ -65,6 +65,7 @@ class Client:
         try:
             while received := response.raw.read1(READ_BYTES, decode_content=True):
                 now = self._clock()
+                reader.answer.size += len(received)
                 reader.take(parser.feed(received), now)
                 if ask.abort_after is not None and len(reader.answer.chunks) >= ask.abort_after and not reader.done:
                     # Closed and not drained: the server must see us leave.
@@ -77,7 +78,7 @@ class Client:
     def _refused(self, ask: Ask, answer: Answer, response: requests.Response) -> Answer:
         """An error, wanted or not."""
         content, status = response.content, response.status_code
-        answer.ended = self._clock()
+        answer.ended, answer.size = self._clock(), len(content)
         try:
             body: Any = json.loads(content)
         except ValueError:

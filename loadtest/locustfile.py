@@ -97,7 +97,7 @@ class Load:
             request_type="POST",
             name=answer.label,
             response_time=(answer.ended - answer.started) * 1000,
-            response_length=answer.tokens,
+            response_length=answer.size,
             exception=failed,
             context={},
         )

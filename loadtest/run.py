@@ -74,7 +74,7 @@ def _once(
         notes: list[str] = []
         fault = _Fault(options, gateway, fleet, notes, say)
         try:
-            _locust(options, directory, fault.begin, say)
+            _locust(options, gateway.url, directory, fault.begin)
         finally:
             fault.end()
             watch.stop()
@@ -123,10 +123,19 @@ def _target(options: Options, directory: Path, serve: tuple[str, ...], say: Say)
         say("the fleet has ended")
 
 
-def _locust(options: Options, directory: Path, on_begin: Callable[[], None], say: Say) -> None:
+def _locust(options: Options, host: str, directory: Path, on_begin: Callable[[], None]) -> None:
     """Runs Locust on the plan in `directory`.  Raises `LoadError` when it does not do its work."""
     command = [sys.executable, "-m", "locust", "-f", str(ROOT / "loadtest" / "locustfile.py"), "--headless", "--only-summary"]
-    command += ["--load-plan", str(directory / "plan.json"), "--stop-timeout", f"{options.drain_s:g}", "--loglevel", "WARNING"]
+    command += [
+        "--host",
+        host,
+        "--load-plan",
+        str(directory / "plan.json"),
+        "--stop-timeout",
+        f"{options.drain_s:g}",
+        "--loglevel",
+        "WARNING",
+    ]
     command += ["--html", str(directory / "report.html")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))}
     if options.api_key:

@@ -50,6 +50,8 @@ class Answer:
     tokens: int = 0
     """Tokens generated, by the server's count."""
     finish_reason: str = ""
+    size: int = 0
+    """Bytes of the body."""
     text: str = ""
 
     @property

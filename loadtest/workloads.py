@@ -109,14 +109,15 @@ def aborts(knobs: Knobs, chance: random.Random, elapsed: Callable[[], float]) ->
 
 def bad_input(knobs: Knobs, chance: random.Random, elapsed: Callable[[], float]) -> Workload:
     """Two of three requests are wrong in some way; the third is right and must be served as if nothing were."""
-    wrong = _wrong(knobs)
+    wrong = wrong_asks(knobs)
     while True:
         yield chance.choice(wrong)
         yield chance.choice(wrong)
         yield _completion(knobs, "right", prompts.prompt("code", knobs.prompt_tokens, chance))
 
 
-def _wrong(knobs: Knobs) -> list[Ask]:
+def wrong_asks(knobs: Knobs) -> list[Ask]:
+    """One request for every way to be wrong."""
     good = _completion(knobs, "", "x = 1\n").body
 
     def but(path: str = COMPLETIONS, status: int = 400, **changes: Any) -> Ask:
@@ -138,7 +139,7 @@ def _wrong(knobs: Knobs) -> list[Ask]:
         but(stop=[["x"]]),
         but(prompt="x y z " * 100_000),
         but(CHAT, messages=5),
-        but(CHAT, messages=[{"role": "nobody"}]),
+        but(CHAT, messages=[{"content": "from nobody"}]),
         raw("json", b'{"model": '),
         raw("nan", b'{"temperature": NaN}'),
         raw("utf-8", b'{"prompt": "\xff"}'),

@@ -18,6 +18,8 @@ from backend.bench.children import ENVIRONMENT, Child, close_all
 from backend.bench.load import Load, run_load, run_phases
 from backend.bench.measure import Snapshot, drafting_between
 from backend.bench.plan import Configuration, CoreSplit
+from backend.bench.profile import Laps
+from backend.bench.worker import LAPS
 from backend.fleet import DrafterRef, DrafterStats
 from backend.models import ResolvedModels, Say
 from backend.verifier.client import EngineClient
@@ -42,6 +44,8 @@ class Bench:
     """Tokens of a request, prompt included."""
     most: int
     """Requests in flight at most."""
+    profile: bool = False
+    """Whether the children note whose code their time goes to."""
 
 
 class _Verifier:
@@ -112,6 +116,12 @@ class TargetFleet:
         verifier.last = self._read(configuration)
         return load, before, verifier.last
 
+    def laps(self, configuration: Configuration) -> dict[str, Laps]:
+        """What verifier and drafter noted since the last call (`Bench.profile`)."""
+        assert self._drafter is not None
+        children = {"verifier": self._verifiers[configuration].child, "drafter": self._drafter}
+        return {name: child.ask(LAPS)[LAPS] for name, child in children.items()}
+
     def _read(self, configuration: Configuration) -> Snapshot:
         drafter = self._drafter if configuration.is_remote else None
         if drafter is not None:
@@ -153,6 +163,7 @@ class TargetFleet:
             "target_dir": bench.models.target_dir,
             "head_dir": bench.models.drafter_dir,
             "settings": {"cores": len(bench.split.drafter)},
+            "profile": bench.profile,
             "address": f"ipc://{bench.directory}/{DRAFTER_ID}",
         }
 
@@ -166,6 +177,7 @@ class TargetFleet:
             "environment": ENVIRONMENT | ({"CUDA_VISIBLE_DEVICES": "0"} if bench.gpus else {}),
             "paths": msgspec.to_builtins(bench.models),
             "settings": verifier_settings(bench, configuration, len(self._configurations)),
+            "profile": bench.profile,
             "address": f"ipc://{bench.directory}/v{number}-{os.urandom(2).hex()}",
         }
 

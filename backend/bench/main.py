@@ -46,7 +46,7 @@ def main(arguments: Sequence[str], say: Say) -> None:
     output = options.output or RESULTS / f"{now:%Y-%m-%d}-{about['commit'].rstrip('+')}"
     output.mkdir(parents=True, exist_ok=True)
     try:
-        (_micro if options.micro else _modes)(options, split, about, output, say)
+        (_micro if options.micro else _profile if options.profile else _modes)(options, split, about, output, say)
     except (ChildError, CheckpointError, ModelError, WidenError, TimeoutError, OSError) as error:
         raise BenchError(str(error)) from error
 
@@ -72,3 +72,14 @@ def _micro(options: Options, split: CoreSplit, about: dict[str, Any], output: Pa
     from backend.bench import micro
 
     micro.run(options, split, about, output, say)
+
+
+def _profile(options: Options, split: CoreSplit, about: dict[str, Any], output: Path, say: Say) -> None:
+    from backend.bench import profile, run
+    from backend.bench.load import LoadError
+    from backend.verifier.client import EngineRefused
+
+    try:
+        profile.write(about, run.profile(options, split, say), output, say)
+    except (EngineRefused, LoadError) as error:
+        raise BenchError(str(error)) from error

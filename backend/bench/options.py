@@ -42,6 +42,7 @@ class Options:
     """Also a load that goes from the smallest concurrency to the greatest and back."""
     full: bool
     micro: bool
+    profile: bool
     model: str | None
     drafter: str | None
     verifier_cores: int | None
@@ -75,6 +76,7 @@ def parse(arguments: Sequence[str]) -> Options:
         ramp=given.ramp,
         full=given.full,
         micro=given.micro,
+        profile=given.profile,
         model=given.model,
         drafter=given.drafter,
         verifier_cores=given.verifier_cores,
@@ -93,6 +95,7 @@ def _parser() -> argparse.ArgumentParser:
     say("--ramp", action="store_true", help="also a load that goes from the smallest concurrency to the greatest and back")
     say("--full", action="store_true", help="every domain at every concurrency and temperature")
     say("--micro", action="store_true", help="measure the drafter, the codec and the transport alone instead")
+    say("--profile", action="store_true", help="measure what our own code costs per step and per request instead")
     say("--targets", type=_names(TARGETS), metavar="LIST", help=f"of {', '.join(TARGETS)} (default: all)")
     say("--layouts", type=_names(LAYOUTS), metavar="LIST", default=LAYOUTS, help=f"of {', '.join(LAYOUTS)} (default: both)")
     say("--modes", type=_names(MODES), metavar="LIST", default=MODES, help=f"of {', '.join(MODES)} (default: all)")

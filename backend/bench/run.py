@@ -7,7 +7,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from backend.bench.identical import GreedyCheck
 from backend.bench.measure import Row, Sample, row, sample
 from backend.bench.options import OWN, Options
 from backend.bench.plan import Cell, Configuration, CoreSplit, Point, cells, configurations, points
+from backend.bench.profile import PROFILED, Laps, rows_of
 from backend.bench.prompts import Prompts
 from backend.bench.widen import PRESETS, widen_pair
 from backend.config import Settings
@@ -55,6 +56,33 @@ def run(options: Options, split: CoreSplit, results: Results, say: Say) -> None:
             bench = Bench(models, split, directory, len(gpus()), longest, max(options.concurrency))
             _measure_target(target, bench, options, results, say)
     results.complete = True
+
+
+def profile(options: Options, split: CoreSplit, say: Say) -> list[dict[str, Any]]:
+    """Runs every remote mode of a fixed plan at one request and at most, with stopwatches in the children; the figures."""
+    most = max(options.concurrency)
+    modes = tuple(mode for mode in options.modes if mode in PROFILED)
+    options = replace(options, modes=modes, layouts=("equal_verifier",))
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(prefix="outrider-") as name, _on_cores(split.drafter):
+        models = prepare(options.targets[0], resolve(_base_settings(options), say), Path(name))
+        longest = options.prompt_tokens + options.tokens + SPARE_POSITIONS
+        bench = Bench(models, split, Path(name), len(gpus()), longest, most, profile=True)
+        prompts = Prompts(models.target_dir, options.prompt_tokens)
+        configured = configurations(options, split)
+        with TargetFleet(bench, configured, say) as fleet:
+            for configuration in configured:
+                first = [prompts.make(options.domains[0], f"warm/{i}") for i in range(most)]
+                fleet.warm_up(configuration, first, min(WARM_UP_TOKENS, options.tokens), (1, most))
+                found: dict[str, dict[int, Laps]] = {}
+                for requests in sorted({1, most}):
+                    fleet.laps(configuration)
+                    asked = [prompts.make(options.domains[0], f"{requests}/{i}") for i in range(requests)]
+                    fleet.measure(configuration, [asked], options.tokens, options.temperatures[0], (requests,))
+                    for process, laps in fleet.laps(configuration).items():
+                        found.setdefault(process, {})[requests] = laps
+                rows += rows_of(configuration.mode, found)
+    return rows
 
 
 def prepare(target: str, base: ResolvedModels, directory: Path) -> ResolvedModels:

@@ -22,6 +22,8 @@ from backend.config import environment
 
 Job = dict[str, Any]
 FRESH_POLL_S = 0.01
+LAPS = "laps"
+"""What asks for a stopwatch's notes."""
 
 
 def main() -> None:
@@ -40,13 +42,22 @@ def _verifier(job: Job) -> None:
     from backend.models import ResolvedModels
     from backend.verifier.process import VerifierProcess
 
+    watch = None
+    if job.get("profile"):
+        from backend.bench.stopwatch import watch_verifier
+
+        watch = watch_verifier()
     settings = Settings.model_validate(job["settings"])
     paths = msgspec.convert(job["paths"], ResolvedModels)
     process = VerifierProcess(job["name"], "bench", settings, paths, job["address"])
     process.start()
     _say({"address": process.address})
     for line in sys.stdin:
-        process.set_drafters(msgspec.convert(json.loads(line), list[DrafterRef]))
+        message = json.loads(line)
+        if watch is not None and message == LAPS:
+            _say({LAPS: watch.take()})
+            continue
+        process.set_drafters(msgspec.convert(message, list[DrafterRef]))
         _say({})
     process.stop()
 
@@ -56,11 +67,19 @@ def _drafter(job: Job) -> None:
     from backend.drafter.process import DrafterModel, DrafterProcess, pin_cores
 
     pin_cores(job["cores"])
+    watch = None
+    if job.get("profile"):
+        from backend.bench.stopwatch import watch_drafter
+
+        watch = watch_drafter()
     model = DrafterModel(job["target_dir"], job["head_dir"])
     process = DrafterProcess(job["name"], model, DraftingSettings.model_validate(job["settings"]), job["address"])
     process.start()
     _say({"address": process.address})
-    for _ in sys.stdin:
+    for line in sys.stdin:
+        if watch is not None and json.loads(line) == LAPS:
+            _say({LAPS: watch.take()})
+            continue
         stale = process.stats()
         # The loop publishes a new object a few times a second; one that is new now holds all that was counted before.
         while process.is_alive and process.stats() is stale:

@@ -160,6 +160,24 @@ class RecordsSettings(Section):
         return str(Path(value).expanduser().absolute()) if value else None
 
 
+class TracingSettings(Section):
+    """OpenTelemetry traces; needs the extra `tracing`."""
+
+    endpoint: str | None = Field(None, description="OTLP/HTTP collector, such as http://127.0.0.1:4318; none: no tracing")
+    sample_ratio: float = Field(1.0, ge=0, le=1, description="share of traces kept that begin here; others as the caller says")
+
+    @field_validator("endpoint")
+    @classmethod
+    def _traces_url(cls, value: str | None) -> str | None:
+        """A collector's address alone stands for its path for traces."""
+        if value is None:
+            return None
+        scheme, separator, rest = value.partition("://")
+        if scheme not in ("http", "https") or not separator or not rest.strip("/"):
+            raise ValueError("expected the http:// or https:// URL of an OTLP/HTTP collector")
+        return value if "/" in rest.rstrip("/") else f"{value.rstrip('/')}/v1/traces"
+
+
 class RaySettings(Section):
     """The control plane."""
 
@@ -192,4 +210,5 @@ class Settings(Section):
     coordinator: CoordinatorSettings = Field(default_factory=CoordinatorSettings)
     transport: TransportSettings = Field(default_factory=TransportSettings)
     records: RecordsSettings = Field(default_factory=RecordsSettings)
+    tracing: TracingSettings = Field(default_factory=TracingSettings)
     ray: RaySettings = Field(default_factory=RaySettings)

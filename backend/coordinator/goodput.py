@@ -4,7 +4,7 @@
     share     a verifier without any gets a share of the least busy drafter
     improve   drafters move, are shared, or change places, where the gain is worth a change
 
-A change must promise `min_gain` of what the verifiers it touches have now, and takes nothing away that is younger than
+A change must promise `min_gain` of what the verifiers it affects have now, and takes nothing away that is younger than
 `min_dwell_s`: measurements are noisy, and a new drafter costs each request one opening.  What was placed in this very decision
 may still be changed freely, so that the fleet starts well.  Where the fleet is large only the most promising pairs are looked
 at exactly; a decision then costs O(verifiers + drafters + pairs), a few milliseconds for thousands.
@@ -29,11 +29,14 @@ PROMISING = 4
 ROUNDS, ROUNDS_AT_START = 4, 48
 """Times that changes are looked for in one decision; the more where something was placed."""
 FREE_GAIN = 0.002
-"""What a change must promise that undoes nothing but this decision's own placing."""
+"""What a change must promise that undoes nothing but this decision's own placing, or ends a pair that does harm."""
+START_GAIN = 0.01
+"""What a further pair must promise verifiers all of whose drafters are new."""
+IDLE_BURDEN_S = 1e-4
+REFUSALS = 8
+"""So many verifiers that gain nothing from the least busy drafter, and the rest is not asked."""
 MOST_AT_ONCE = 32
 """Drafters more for one verifier that are looked at when free ones are placed."""
-HARMLESS = -1e-4
-"""A pair that brings less than this share of its verifier's tokens is given up, if both ends have another."""
 
 
 @dataclass(frozen=True)
@@ -133,20 +136,34 @@ def _envelope(worth: Array) -> Array:
 
 
 def _share(search: _Search) -> None:
-    """Each verifier without a drafter, the one with the most requests first, joins the least busy one where that helps."""
+    """Verifiers without a drafter, those with the most requests first, join the least busy one where that helps.
+
+    Where drafters are too few for all, whoever gains nothing stays alone; not all of many are asked in every decision.
+    """
     model = search.model
     bare = sorted((v for v, served in enumerate(model.of_verifier) if not served), key=model.requests, reverse=True)
-    shared = [(model.work[d], d) for d in range(len(model.of_drafter)) if bare and d not in model.pinned]
+    shared = [(_burden(model, d), d) for d in range(len(model.of_drafter)) if bare and d not in model.pinned]
     heapq.heapify(shared)
-    for v in bare:
-        if not shared:
-            return
-        _, d = shared[0]
-        change = Change(add=((v, d),))
-        if _worth(search, change) is not None:
+    for order in (bare, bare[::-1]):
+        refused = 0
+        for v in order:
+            if not shared or refused >= REFUSALS:
+                break
+            if model.of_verifier[v]:
+                continue
+            d = shared[0][1]
+            change = Change(add=((v, d),))
+            if _worth(search, change) is None:
+                refused += 1
+                continue
             search.placed = True
             search.apply(change)
-            heapq.heapreplace(shared, (model.work[d], d))
+            heapq.heapreplace(shared, (_burden(model, d), d))
+
+
+def _burden(model: FleetModel, d: int) -> float:
+    """A drafter's work; among those that have none, how many verifiers may give it some."""
+    return model.work[d] + IDLE_BURDEN_S * len(model.of_drafter[d])
 
 
 def _improve(search: _Search) -> None:
@@ -169,12 +186,19 @@ def _improve(search: _Search) -> None:
 
 def _worth(search: _Search, change: Change) -> float | None:
     """The gain of a change that pays; None of any other."""
-    gain = search.model.gain(change.remove, change.add)
-    present = sum(search.model.weighted(v) for v in {v for v, _ in (*change.remove, *change.add)})
-    if not change.add and all(len(search.model.of_verifier[v]) > 1 for v, _ in change.remove):
-        return gain if gain > HARMLESS * present else None
-    is_free = bool(change.remove) and not any(edge in search.model.since for edge in change.remove)
-    return gain if gain > (FREE_GAIN if is_free else search.min_gain) * present else None
+    model = search.model
+    gain, affected = model.gain(change.remove, change.add)
+    ends = {v for v, _ in (*change.remove, *change.add)}
+    if not any((v, d) in model.since for v in ends for d in model.of_verifier[v]):
+        wanted = (FREE_GAIN if change.remove else START_GAIN) * sum(model.weighted(v) for v in ends)
+    elif change.remove and not any(edge in model.since for edge in change.remove):
+        wanted = FREE_GAIN * sum(model.weighted(v) for v in ends)
+    elif not all(model.of_verifier[v] for v in ends) or (not change.add and any(len(model.of_verifier[v]) == 1 for v in ends)):
+        # Whether a verifier has any drafter is judged by itself: the smallest has a right to one that does not harm.
+        wanted = search.min_gain * sum(model.weighted(v) for v in ends)
+    else:
+        wanted = (search.min_gain if change.add else FREE_GAIN) * affected
+    return gain if gain > wanted else None
 
 
 def _candidates(search: _Search) -> Iterator[Change]:

@@ -126,8 +126,11 @@ class FleetModel:
         """Time of a round of average size over the drafter's quality; less is better."""
         return (self._fixed_s[d] + self._per_request_s[d] * self._mean_share) / max(self._quality[d], 0.01)
 
-    def gain(self, remove: Sequence[Edge], add: Sequence[Edge]) -> float:
-        """What a change would add to the weighted sum.  The assignment is as before when this returns."""
+    def gain(self, remove: Sequence[Edge], add: Sequence[Edge]) -> tuple[float, float]:
+        """What a change would add to the weighted sum, and what those whom it affects are worth now.
+
+        The assignment is as before when this returns.
+        """
         ends = {v for v, _ in (*remove, *add)}
         touched = {d for v in ends for d in self.of_verifier[v]} | {d for _, d in add}
         affected = ends.union(*(self.of_drafter[d] for d in touched))
@@ -139,7 +142,7 @@ class FleetModel:
         self._change(add, remove)
         for d, work, rest in kept:
             self.work[d], self._rest[d] = work, rest
-        return after - before
+        return after - before, before
 
     def apply(self, remove: Sequence[Edge], add: Sequence[Edge]) -> None:
         """Makes a change."""

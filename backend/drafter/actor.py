@@ -22,6 +22,7 @@ from backend.drafter.process import DrafterModel, DrafterProcess, pin_cores
 from backend.fleet import Member, Orders
 from backend.membership import Membership
 from backend.models import ResolvedModels
+from backend.tracing import open_tracing
 from backend.transport.sockets import Wire, new_server_keys
 
 logger = logging.getLogger(__name__)
@@ -66,6 +67,7 @@ class DrafterActor:
             Wire(credentials.fleet_keys),
             server_keys,
             on_crash=_exit,
+            tracing=open_tracing(parsed.tracing, "drafter", member_id),
         )
         self._process.start()
         self._membership = Membership(

@@ -22,7 +22,9 @@ from backend.drafter.loop import DrafterLoop
 from backend.drafter.ngram import NgramProposer
 from backend.drafter.proposer import Proposer
 from backend.drafter.service import DrafterService
+from backend.drafter.traces import DraftTraces
 from backend.fleet import DrafterStats
+from backend.tracing import Tracing
 from backend.transport.hub import Hub
 from backend.transport.sockets import ServerKeys, Wire, unlink_ipc_on_exit
 
@@ -74,13 +76,16 @@ class DrafterProcess:
         wire: Wire | None = None,
         server_keys: ServerKeys | None = None,
         on_crash: Callable[[], None] | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
         self._drafter_id = drafter_id
         self._model = model
         self._settings = settings
+        self._tracing = tracing
         self._on_crash = on_crash
         proposer = build_proposer(model, settings)
-        self._service = DrafterService(drafter_id, proposer, settings.idle_ttl_s)
+        traces = DraftTraces(tracing, drafter_id) if tracing is not None else None
+        self._service = DrafterService(drafter_id, proposer, settings.idle_ttl_s, traces=traces)
         self._hub = Hub(wire or Wire())
         try:
             router = self._hub.router(address, server_keys)
@@ -109,6 +114,8 @@ class DrafterProcess:
                 self._loop.stop()
         if self._thread.is_alive():
             self._thread.join(JOIN_S)
+        if self._tracing is not None:
+            self._tracing.close()
 
     def swap_head(self, head_dir: str) -> None:
         """Drafts with the head in `head_dir` from the next batch on.  Any thread but the drafting one.

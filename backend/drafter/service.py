@@ -22,6 +22,7 @@ from torch import Tensor
 from backend.drafter.intake import Limits, Malformed, check_next, features_of
 from backend.drafter.nexts import Key, Nexts, Wanted
 from backend.drafter.proposer import Ask, Premise, Proposer
+from backend.drafter.traces import DraftTraces
 from backend.fleet import DrafterStats
 from backend.protocol import (
     HELLO_FIRST,
@@ -80,8 +81,14 @@ class DrafterService:
     """Protocol, sequences' life and counters of one drafter, over any `Proposer`."""
 
     def __init__(
-        self, drafter_id: str, proposer: Proposer, idle_ttl_s: float, clock: Callable[[], float] = time.monotonic
+        self,
+        drafter_id: str,
+        proposer: Proposer,
+        idle_ttl_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        traces: DraftTraces | None = None,
     ) -> None:
+        self._traces = traces
         self._drafter_id = drafter_id
         self._proposer = proposer
         self._idle_ttl_s = idle_ttl_s
@@ -145,6 +152,9 @@ class DrafterService:
         drafts = self._proposer.draft(asks) if asks else []
         finished = self._clock()
         self._count(rounds, asks, drafts, finished - started)
+        if self._traces is not None:
+            for ask, tokens in zip(asks, drafts, strict=True):
+                self._traces.drafted(ask.key, len(tokens), finished - started, finished)
         replies = self._answer_fresh(fresh, drafts, started, finished)
         return replies + self._answer(rounds, answers, drafts, started, finished) + unknown
 
@@ -162,6 +172,8 @@ class DrafterService:
         before = self._clock() - self._idle_ttl_s
         self._proposer.close_idle(before)
         self._nexts.expire(before)
+        if self._traces is not None:
+            self._traces.expire(before)
 
     def stats(self, started_at: float) -> DrafterStats:
         """A copy of the counters, with the present load; `started_at` is the process's, Unix seconds."""
@@ -205,6 +217,8 @@ class DrafterService:
             del self._peers[identity]
         self._waiting = deque(w for w in self._waiting if w.session is not session)
         self._nexts.end(session.verifier_id, session.epoch)
+        if self._traces is not None:
+            self._traces.end(session.verifier_id, session.epoch)
         for key in self._proposer.requests():
             if isinstance(key, tuple) and key[:2] == (session.verifier_id, session.epoch):
                 self._proposer.close(key)
@@ -274,6 +288,9 @@ class DrafterService:
         found = self._proposer.imagine(premises)
         spent_s = self._clock() - started
         self._counters.busy_s += spent_s
+        if self._traces is not None:
+            for wanted, outcomes in zip(batch, found, strict=True):
+                self._traces.imagined(wanted.key, len(outcomes), spent_s)
         blocks = [Block(w.item.request_id, w.item.base_len, w.item.verifying, o) for w, o in zip(batch, found, strict=True)]
         replies: list[Reply] = []
         for listener, epoch, places in self._by_peer(batch):
@@ -299,6 +316,8 @@ class DrafterService:
             if isinstance(item, Close):
                 proposer.close(key)
                 self._nexts.forget(key)
+                if self._traces is not None:
+                    self._traces.closed(key, item.reason)
                 continue
             features = None if waiting.features is None else waiting.features[at : at + item.rows]
             at += item.rows
@@ -306,6 +325,8 @@ class DrafterService:
                 known = False
             elif isinstance(item, Open):
                 proposer.open(key, list(item.tokens), item.rows, now)
+                if self._traces is not None:
+                    self._traces.opened(key, item.trace, now)
                 known = True
             else:
                 known = proposer.commit(key, item.base_len, item.tokens, item.rows, now)

@@ -25,10 +25,7 @@ Print = Callable[[str], None]
 def main(arguments: Sequence[str], say: Print, note: Print) -> None:
     """Runs one command; `say` gets its result, `note` what is worth knowing besides.  Raises `RecordsError`, `ConfigError`."""
     given = _parser().parse_args(list(arguments))
-    selection = Selection(frozenset(given.verifier), given.since, given.until)
-    if given.since is not None and given.until is not None and given.since >= given.until:
-        raise RecordsError("--since must be before --until")
-    records = Records(given.directory, selection)
+    records = Records(given.directory, selection_of(given))
     try:
         _COMMANDS[given.command](records, given, say, note)
     except BrokenPipeError:
@@ -84,29 +81,39 @@ def _format(given: argparse.Namespace, output: Path | None) -> export.Format:
     return "csv"
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line."""
+
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="outrider records", description=DESCRIPTION, allow_abbrev=False)
+    parser = Parser(prog="outrider records", description=DESCRIPTION, allow_abbrev=False)
     say = parser.add_argument
     say("directory", type=Path, metavar="DIR", help="a directory of records, of one verifier or of several")
     say("command", choices=sorted(_COMMANDS), metavar="COMMAND", help="summary, join or export")
-    say("--verifier", action="append", default=[], metavar="ID", help="only this verifier (may be given several times)")
-    say(
-        "--since",
-        type=_moment,
-        metavar="TIME",
-        help="only from then on: 2026-01-31T12:00:00 (UTC unless it says) or Unix seconds",
-    )
-    say("--until", type=_moment, metavar="TIME", help="only before then")
+    add_selection(parser)
     say("--json", action="store_true", help="summary: as JSON")
     say("--output", type=Path, metavar="PATH", help="join: a file (default: standard output); export: a directory")
     say("--format", choices=export.FORMATS, help="default: by the name of the file, else csv")
     say("--kind", action="append", choices=sorted(KINDS), help="export: only this kind (may be given several times)")
     return parser
+
+
+def add_selection(parser: argparse.ArgumentParser) -> None:
+    """The options that choose among records."""
+    say = parser.add_argument
+    say("--verifier", action="append", default=[], metavar="ID", help="only this verifier (may be given several times)")
+    say("--since", type=_moment, metavar="TIME", help="only from then on: 2026-01-31T12:00:00 (UTC) or Unix seconds")
+    say("--until", type=_moment, metavar="TIME", help="only before then")
+
+
+def selection_of(given: argparse.Namespace) -> Selection:
+    """What those options say."""
+    if given.since is not None and given.until is not None and given.since >= given.until:
+        raise RecordsError("--since must be before --until")
+    return Selection(frozenset(given.verifier), given.since, given.until)
 
 
 def _moment(text: str) -> float:

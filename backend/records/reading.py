@@ -139,7 +139,7 @@ def _find(directory: Path) -> list[Incarnation]:
         raise RecordsError(
             f"{directory} {'is empty' if empty else 'holds no records'}: verifiers write there with --records-dir"
         )
-    return sorted(found, key=lambda each: (each.verifier_id, each.books.about.started_at))
+    return sorted(found, key=lambda each: (each.verifier_id, each.books.about.started_at, each.books.about.incarnation))
 
 
 def _books(file: Path) -> Books:

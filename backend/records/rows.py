@@ -64,7 +64,7 @@ class VerificationRow(msgspec.Struct, frozen=True, gc=False):
 
 
 class RequestRow(msgspec.Struct, frozen=True, gc=False):
-    """One sequence, written when it ends."""
+    """One sequence at one verifier, written when it ends there: one that moves to another verifier has a row at each."""
 
     request_id: str
     arrived_at: float
@@ -77,6 +77,8 @@ class RequestRow(msgspec.Struct, frozen=True, gc=False):
     accepted: int
     finish_reason: str
     teacher_forced: bool
+    brought_tokens: int = 0
+    """Response tokens it came with from another verifier; `tokens` are those emitted here."""
 
 
 class DecisionRow(msgspec.Struct, frozen=True, gc=False):

@@ -105,7 +105,7 @@ class Store:
         try:
             self._remove_oldest()
             self._write_about(ended)
-        except OSError as error:
+        except (OSError, pa.ArrowException) as error:
             self._note_refusal(str(error))
 
     def _write_file(self, kind: str, table: pa.Table) -> None:

@@ -150,7 +150,8 @@ def step_speeds(steps: pa.Table) -> pa.ChunkedArray:
 def request_speeds(requests: pa.Table) -> tuple[pa.ChunkedArray, pa.ChunkedArray]:
     """Tokens per second of each request that was served to its end.
 
-    Decoding: (n - 1) / (last token - first token); end to end: n / (last token - arrival).
+    Decoding: (n - 1) / (last token - first token), of what was emitted here; end to end: n / (last token - arrival), tokens
+    brought along from another verifier included.
     """
     served = pc.and_(
         pc.invert(pc.is_in(requests["finish_reason"], value_set=NOT_SERVED)),
@@ -163,7 +164,8 @@ def request_speeds(requests: pa.Table) -> tuple[pa.ChunkedArray, pa.ChunkedArray
         pc.cast(pc.subtract(several["tokens"], 1), pa.float64()), pc.subtract(several["ended_at"], several["first_token_at"])
     )
     e2e = pc.divide(
-        pc.cast(since_arrival["tokens"], pa.float64()), pc.subtract(since_arrival["ended_at"], since_arrival["arrived_at"])
+        pc.cast(pc.add(since_arrival["tokens"], since_arrival["brought_tokens"]), pa.float64()),
+        pc.subtract(since_arrival["ended_at"], since_arrival["arrived_at"]),
     )
     return decode, e2e
 
@@ -206,7 +208,7 @@ class _Sums:
         decode, e2e = request_speeds(requests)
         self._spread("tgs_decode", decode)
         self._spread("tgs_e2e", e2e)
-        begun = requests.filter(pc.greater(requests["tokens"], 0))
+        begun = requests.filter(pc.and_(pc.greater(requests["tokens"], 0), pc.equal(requests["brought_tokens"], 0)))
         self._spread("ttft", pc.subtract(begun["first_token_at"], begun["arrived_at"]))
         self._spread("response", pc.cast(requests["tokens"], pa.float64()))
 

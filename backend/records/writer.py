@@ -57,8 +57,11 @@ class FileRecorder:
         self._put(row)
 
     def verification(self, row: VerificationRow) -> None:
-        """See `Recorder`."""
-        self._put(row)
+        """See `Recorder`; by far the most frequent one."""
+        if len(self._queue) < self._limit:
+            self._queue.append(row)
+        else:
+            self._overflow["verification"] += 1
 
     def request(self, row: RequestRow) -> None:
         """See `Recorder`."""

@@ -13,6 +13,7 @@ from backend.fleet import DraftCounters, VerifierStats
 from backend.records.recorder import name_for_records
 from backend.verifier.costs import Plan
 from backend.verifier.recording import Recording
+from backend.verifier.traces import RequestTraces
 
 
 class Drafted(NamedTuple):
@@ -73,6 +74,7 @@ class CountingScheduler:
 
     counters: Counters | None = None
     records: Recording | None = None
+    traces: RequestTraces | None = None
     source_name: str = "native"
     _scheduled_at: float = 0.0
     _verify_s: float = 0.0
@@ -92,6 +94,8 @@ class CountingScheduler:
             if requests[new.req_id].num_output_tokens
         }
         self._resumed = len(output.resumed_outputs)
+        if self.traces is not None:
+            self.traces.scheduled(output.num_scheduled_tokens)
         self._requests_in_step = len(output.num_scheduled_tokens)
         drafts = output.scheduled_spec_decode_tokens
         self._prefill_tokens = sum(
@@ -123,7 +127,15 @@ class CountingScheduler:
         if self.records is not None and request.request_id not in self.requests:  # type: ignore[attr-defined]
             arguments = request.sampling_params.extra_args if request.sampling_params is not None else None
             name = name_for_records(request.request_id, arguments)
-            self.records.began(request.request_id, name, request.arrival_time, request.num_prompt_tokens)
+            self.records.began(
+                request.request_id,
+                name,
+                request.arrival_time,
+                request.num_prompt_tokens,
+                brought_tokens=request.num_output_tokens,
+            )
+        if self.traces is not None:
+            self.traces.began(request)
         super().add_request(request)  # type: ignore[misc]
 
     def finish_requests(self, request_ids: Any, finished_status: Any) -> Any:
@@ -188,6 +200,8 @@ class CountingScheduler:
             stats.verifications += 1
             drafted = sum(token >= 0 for token in drafts)
             by = self.note_verification(counters, request_id, drafted, len(tokens) - 1)
+            if self.traces is not None:
+                self.traces.verified(request_id, drafted, len(tokens) - 1, by.drafter_id if by is not None else "")
             if records is None:
                 continue
             if by is None:
@@ -204,6 +218,8 @@ class CountingScheduler:
                 stats.tokens += len(output.new_token_ids)
                 if self.records is not None and output.new_token_ids:
                     self.records.emitted(output.request_id, len(output.new_token_ids))
+                if self.traces is not None and output.new_token_ids:
+                    self.traces.emitted(output.request_id, len(output.new_token_ids))
                 if output.prefill_stats is not None:
                     stats.prompt_tokens += output.prefill_stats.num_prompt_tokens
                 if output.finish_reason is not None:
@@ -213,6 +229,8 @@ class CountingScheduler:
         stats.requests_finished[reason] = stats.requests_finished.get(reason, 0) + 1
         if self.records is not None:
             self.records.ended(request_id, reason)
+        if self.traces is not None:
+            self.traces.ended(request_id, reason)
 
     def read_load(self, stats: VerifierStats) -> None:
         """Puts the present load into `stats`."""

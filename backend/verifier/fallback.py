@@ -34,6 +34,8 @@ EVIDENCE = 5.0
 """Decayed number of look-ups that must have been seen through before a look-up is preferred to a drafter."""
 GAIN = 1.1
 """It must promise this much more."""
+ALWAYS = 1 - 1e-9
+"""Chances from here on are certainty: the sum of their powers is a difference of rounding errors."""
 PROBE_STEPS = 32
 """Every so many steps all requests ask their drafters, so that what these would bring stays known."""
 
@@ -55,11 +57,8 @@ class Chance:
 
     def length(self, k: int) -> float:
         """Expected tokens per verification of `k` draft tokens: 1 + p + p^2 + ... + p^k."""
-        expected, chance = 1.0, 1.0
-        for _ in range(k):
-            chance *= self.kept / self.tried
-            expected += chance
-        return expected
+        p = self.kept / self.tried
+        return k + 1.0 if p > ALWAYS else (1 - p ** (k + 1)) / (1 - p)
 
 
 @dataclass
@@ -164,8 +163,8 @@ class Fallback:
         if track.guess is not None:
             base_len, guess = track.guess
             known = len(tokens) - base_len
-            matched = 0
-            while matched < min(known, len(guess)) and guess[matched] == tokens[base_len + matched]:
+            most, matched = min(known, len(guess)), 0
+            while matched < most and guess[matched] == tokens[base_len + matched]:
                 matched += 1
             if matched == known < len(guess):
                 return

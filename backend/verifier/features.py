@@ -127,6 +127,8 @@ class FeatureShipper:
 
     k: int = 0
     """Draft tokens to ask for in the next round."""
+    trace_of: Callable[[str], str] = staticmethod(lambda request_id: "")
+    """The trace context of a request; asked once, when it is opened on a drafter."""
 
     def __init__(self, verifier_id: str, projection: Callable[[str], Projection | None]) -> None:
         """`projection(head)` is what is applied to features for drafters with that head; see `DrafterRef.head`."""
@@ -219,7 +221,7 @@ class FeatureShipper:
         link.next_row[span.request_id] = max(span.start + span.rows, known or 0)
         if known is None:
             rows = span.rows if with_features else 0
-            return Open(span.request_id, base_len, span.tokens(0, base_len), rows, k), 0
+            return Open(span.request_id, base_len, span.tokens(0, base_len), rows, k, self.trace_of(span.request_id)), 0
         first = min(max(known - span.start, 0), span.rows)
         tokens = span.tokens(span.start + first + 1, base_len)
         return Commit(span.request_id, base_len, tokens, len(tokens) if with_features else 0, k), first

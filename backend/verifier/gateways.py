@@ -26,6 +26,7 @@ from backend.engine_wire import (
     PING,
     REFUSED,
     STATS,
+    TAKEN,
     UTILITY,
     WELCOME,
     Addition,
@@ -178,6 +179,7 @@ class GatewayPort:
             request = self._requests.decode(frames)
             request.request_id, request.client_index = addition.request_id, gateway.index
             add_request(self._core, request, addition.emitted)
+            self._router.send(gateway.identity, TAKEN, addition.request_id.encode())
         except Exception as error:
             # Whatever is wrong with one request, unreadable frames included, must not end the engine for the others.
             logger.warning("request refused: %s: %s", type(error).__name__, error)

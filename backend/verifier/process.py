@@ -19,12 +19,14 @@ from backend.engine_wire import ENGINE_WIRE_VERSION, EngineWelcome
 from backend.fleet import DrafterRef, VerifierStats
 from backend.models import ResolvedModels
 from backend.records.recorder import Recorder
+from backend.tracing import open_tracing
 from backend.transport import Hub, ServerKeys, Wire, unlink_ipc_on_exit
 from backend.verifier.counting import Counters
 from backend.verifier.engine import build_config, build_core, draft_source, vllm_version
 from backend.verifier.gateways import GatewayPort
 from backend.verifier.loop import DraftLinks, EngineLoop
 from backend.verifier.recording import Recording
+from backend.verifier.traces import RequestTraces
 from backend.verifier.warm_up import warm_up
 from backend.verifier.weights import WeightControl
 
@@ -107,13 +109,18 @@ class VerifierProcess:
         hub = Hub(Wire(self._fleet_keys))
         stats = VerifierStats(self.verifier_id, time.time(), self._settings.mode, self._settings.num_speculative_tokens)
         files = self._record_files(stats)
+        tracing = open_tracing(self._settings.tracing, "verifier", self.verifier_id)
         try:
             self._loop = self._make_loop(config, core, hub, stats, files)
+            if tracing is not None:
+                core.scheduler.traces = RequestTraces(tracing, self.verifier_id)
             self._built.set()
             self._loop.run()
         finally:
             if files is not None:
                 files.close()
+            if tracing is not None:
+                tracing.close()
             core.shutdown()
             hub.close()
 

@@ -16,6 +16,8 @@ from backend.records.rows import DecisionRow, RequestRow, StepRow, VerificationR
 from backend.verifier.costs import Plan
 from backend.verifier.planner import Decision
 
+NO_OUTCOME = (-1, 0, 0, 0, "", False)
+
 
 @dataclass(slots=True)
 class _Request:
@@ -25,22 +27,14 @@ class _Request:
     arrived_at: float
     prompt_tokens: int
     teacher_forced: bool
+    brought_tokens: int
     first_token_at: float = 0.0
     tokens: int = 0
     verifications: int = 0
     draft_tokens: int = 0
     accepted: int = 0
-
-
-@dataclass(slots=True)
-class _Outcome:
-    """A verification whose tokens are not cut to the request's stop yet."""
-
-    base_len: int
-    draft_tokens: int
-    accepted: int
-    drafter: str
-    ahead: bool
+    outcome: tuple[int, int, int, int, str, bool] = NO_OUTCOME
+    """Of a verification whose tokens are not cut to the request's stop yet: its step and the arguments of `verified`."""
 
 
 class Recording:
@@ -49,7 +43,6 @@ class Recording:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._requests: dict[str, _Request] = {}
-        self._outcomes: dict[str, _Outcome] = {}
         self._steps = 0
         self._began_s = 0.0
         self._busy_s = 0.0
@@ -64,14 +57,22 @@ class Recording:
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
-    def began(self, request_id: str, name: str, arrived_at: float, prompt_tokens: int, *, teacher_forced: bool = False) -> None:
+    def began(
+        self,
+        request_id: str,
+        name: str,
+        arrived_at: float,
+        prompt_tokens: int,
+        *,
+        teacher_forced: bool = False,
+        brought_tokens: int = 0,
+    ) -> None:
         """A request came in; its rows are kept under `name`."""
-        self._requests[request_id] = _Request(name, arrived_at, prompt_tokens, teacher_forced)
+        self._requests[request_id] = _Request(name, arrived_at, prompt_tokens, teacher_forced, brought_tokens)
 
     def ended(self, request_id: str, reason: str) -> None:
         """A request is over: finished, or aborted."""
         request = self._requests.pop(request_id, None)
-        self._outcomes.pop(request_id, None)
         if request is None:
             return
         row = RequestRow(
@@ -86,6 +87,7 @@ class Recording:
             accepted=request.accepted,
             finish_reason=reason,
             teacher_forced=request.teacher_forced,
+            brought_tokens=request.brought_tokens,
         )
         self._recorder.request(row)
 
@@ -93,7 +95,9 @@ class Recording:
 
     def verified(self, request_id: str, base_len: int, draft_tokens: int, accepted: int, drafter: str, ahead: bool) -> None:
         """The rejection sampler kept `accepted` of `draft_tokens` (0: there was no draft)."""
-        self._outcomes[request_id] = _Outcome(base_len, draft_tokens, accepted, drafter, ahead)
+        request = self._requests.get(request_id)
+        if request is not None:
+            request.outcome = (self._steps, base_len, draft_tokens, accepted, drafter, ahead)
 
     def prefilled(self, tokens: int) -> None:
         """The step has run and computed so many prompt tokens."""
@@ -107,32 +111,27 @@ class Recording:
 
     def emitted(self, request_id: str, tokens: int) -> None:
         """So many tokens of a verification go to the client."""
-        request, outcome = self._requests.get(request_id), self._outcomes.pop(request_id, None)
-        if request is None or outcome is None:
+        request = self._requests.get(request_id)
+        if request is None or request.outcome[0] != self._steps:
             return
+        step, base_len, draft_tokens, accepted, drafter, ahead = request.outcome
+        request.outcome = NO_OUTCOME
         if not request.tokens:
             request.first_token_at = self._now
         request.tokens += tokens
         request.verifications += 1
         self._emitting += 1
         self._tokens += tokens
-        if outcome.draft_tokens:
-            request.draft_tokens += outcome.draft_tokens
-            request.accepted += outcome.accepted
+        if draft_tokens:
+            request.draft_tokens += draft_tokens
+            request.accepted += accepted
             self._drafted += 1
             self._drafted_tokens += tokens
-        row = VerificationRow(
-            self._steps,
-            request.name,
-            outcome.base_len,
-            outcome.draft_tokens,
-            outcome.accepted,
-            tokens,
-            outcome.drafter,
-            outcome.ahead,
-            request.teacher_forced,
+        self._recorder.verification(
+            VerificationRow(
+                step, request.name, base_len, draft_tokens, accepted, tokens, drafter, ahead, request.teacher_forced
+            )
         )
-        self._recorder.verification(row)
 
     def stepped(self, stats: VerifierStats, seconds: float, verify_s: float, plan: Plan) -> None:
         """The loop has accounted for a step of `seconds` that followed `plan`; nothing happens if the target did not run."""
@@ -165,7 +164,6 @@ class Recording:
         self._steps += 1
         self._began_s, self._busy_s = began_s, stats.busy_s
         self._idle_s = dict(stats.idle_s)
-        self._outcomes.clear()
         self._reset()
 
     def decided(self, decision: Decision) -> None:

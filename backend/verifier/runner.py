@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from backend.verifier.features import FeatureShipper, Span
+from backend.verifier.traces import TRACE_ARGUMENT
 
 
 class SeededPrefill:
@@ -83,6 +84,8 @@ class RemoteDrafting:
         EAGLE-3 heads name `aux_layers`; without them the last hidden state is the feature (EAGLE-1), or nothing is (n-gram).
         """
         self.shipper = shipper
+        if shipper is not None:
+            shipper.trace_of = self._trace_of
         self.aux_layers = aux_layers
         self.ships_features = ships_features
         self.use_aux_hidden_state_outputs = bool(aux_layers)
@@ -129,6 +132,11 @@ class RemoteDrafting:
         if not self.ships_features:
             return None
         return torch.cat(aux_hidden_states, dim=-1) if aux_hidden_states is not None else hidden_states
+
+    def _trace_of(self, request_id: str) -> str:
+        state = self.requests.get(request_id)  # type: ignore[attr-defined]
+        arguments = state.sampling_params.extra_args if state is not None and state.sampling_params is not None else None
+        return str(arguments.get(TRACE_ARGUMENT, "")) if arguments else ""
 
     def _spans(self, scheduler_output: Any, sampled: list[list[int]], metadata: Any) -> list[Span]:
         """Each request's final rows in this step, in batch order."""

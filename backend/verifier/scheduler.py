@@ -113,6 +113,9 @@ class DraftingScheduler(CountingScheduler, Scheduler):
                 over = draft.request_id not in self.requests
                 self.counters.dropped(drafter_id, "finished" if over else verdict.kind)
         counters.round_trip_s += longest
+        drafter_s = draft_s + drafts.queue_us / 1e6
+        if drafts.items and idle:
+            counters.transfer_s += max(longest - drafter_s, 0.0)
         if drafts.items and k:
             self.costs.note_drafts(len(drafts.items), k, draft_s, longest if idle else None)
 

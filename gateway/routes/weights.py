@@ -61,7 +61,8 @@ async def reload_weights(request: Request) -> Response:
     """Loads the target's weights again, or others of the same shapes; every cache is emptied, the drafters' too."""
     gateway, asked = await _read(request, ReloadWeights)
     answer = await _everywhere(gateway, asked.verifier, "reload_weights", asked.path)
-    gateway.client.core.forget_caches(asked.verifier)
+    core = gateway.client.core
+    core.choosing.emptied([asked.verifier] if asked.verifier else core.links)
     return answer
 
 

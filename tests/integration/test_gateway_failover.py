@@ -161,6 +161,21 @@ async def test_a_request_that_kills_verifiers_is_refused_and_spares_the_third():
         assert running.idle
 
 
+async def test_verifiers_that_die_together_are_no_reason_to_blame_a_request(tmp_path):
+    async with two_with_a_stream() as (running, first, second, request):
+        # The second one is dead already when the request comes to it, and the gateway does not know.
+        second.takes, second.behaviour = False, silence
+        first.kill()
+        await eventually(lambda: second.sequences != [])
+        second.kill()
+        await eventually(lambda: running.core.waiting == 1)
+        restarted = FakeVerifier(tmp_path, first.name).start()
+        running.directory.set_members([restarted.member])
+        chunks = events((await asyncio.wait_for(request, 10)).content)
+        assert text_of(chunks) == text_of(await undisturbed(running))
+        restarted.close()
+
+
 async def test_how_many_verifiers_a_request_may_cost_is_a_setting():
     async def die(verifier, sequence):
         verifier.kill()

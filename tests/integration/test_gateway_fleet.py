@@ -129,6 +129,9 @@ async def test_connections_come_and_go_without_harming_each_other(tmp_path):
         def on_forgotten(self, link):
             pass
 
+        def on_taken(self, link, place_id):
+            pass
+
         def on_lost(self, link, loss):
             lost.append(loss.cause)
 

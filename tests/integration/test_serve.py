@@ -16,6 +16,7 @@ import httpx
 import pytest
 from openai import OpenAI
 
+from tests.support.collector import Collector
 from tests.support.fleet_process import ROOT, ServedFleet, descendants, wait_for
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
@@ -25,8 +26,16 @@ LONG = 400
 
 
 @pytest.fixture(scope="module")
-def fleet() -> Iterator[ServedFleet]:
-    fleet = ServedFleet("--mode", "sync")
+def collector() -> Iterator[Collector]:
+    collector = Collector()
+    yield collector
+    collector.close()
+
+
+@pytest.fixture(scope="module")
+def fleet(collector: Collector) -> Iterator[ServedFleet]:
+    # Only requests that come with a trace are traced.
+    fleet = ServedFleet("--mode", "sync", "--tracing-endpoint", collector.url, "--tracing-sample-ratio", "0")
     yield fleet
     fleet.stop()
 
@@ -68,6 +77,40 @@ def stream_all(fleet: ServedFleet, begun: threading.Barrier) -> list[str]:
 
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
         return list(pool.map(one, PROMPTS))
+
+
+def test_a_traced_request_is_one_tree_of_spans(fleet: ServedFleet, collector: Collector) -> None:
+    fleet.complete("def untraced(", max_tokens=4)
+    trace_id = "4bf92f3577b34da6a3ce929d0e0e4736"
+    body = {"model": "demo", "prompt": PROMPTS[0], "temperature": 0, "max_tokens": 40, "ignore_eos": True}
+    answer = fleet.http.post("/v1/completions", json=body, headers={"traceparent": f"00-{trace_id}-00f067aa0ba902b7-01"})
+    assert answer.status_code == 200
+    # A drafter is told that a request is over with the round that comes next.
+    wait_for(lambda: len(collector.spans) >= 6, 20, "the first spans")
+    fleet.complete("def untraced(", max_tokens=4)
+    wait_for(lambda: bool(collector.named("drafter")), 20, "the drafter's span")
+    spans = {span.name: span for span in collector.spans}
+    parents = {name: span.parent_id for name, span in spans.items()}
+    ids = {name: span.span_id for name, span in spans.items()}
+    http, verifier = "POST /v1/completions", ids["verifier"]
+    assert {span.trace_id for span in collector.spans} == {trace_id}
+    assert len(collector.spans) == 7
+    assert parents == {
+        http: "00f067aa0ba902b7",
+        "sequence": ids[http],
+        "verifier": ids[http],
+        **dict.fromkeys(("queue", "prefill", "decode", "drafter"), verifier),
+    }
+    assert {spans[name].service for name in ("sequence", "verifier", "drafter")} == {
+        "outrider-gateway",
+        "outrider-verifier",
+        "outrider-drafter",
+    }
+    decode, drafted = spans["decode"].attributes, spans["drafter"].attributes
+    assert decode["outrider.drafts"] > 0
+    assert decode["outrider.acceptance_length"] == 1 + decode["outrider.accepted_tokens"] / decode["outrider.drafts"]
+    assert drafted["outrider.draft_tokens"] >= decode["outrider.draft_tokens"]
+    assert drafted["outrider.drafting_ms"] > 0
 
 
 def test_official_client_streams_chat_and_completions(client: OpenAI) -> None:

@@ -31,7 +31,7 @@ SCHEMA = {
 
 
 def constrained() -> SamplingParams:
-    structured = StructuredOutputsParams(json=json.dumps(SCHEMA), disable_any_whitespace=True)
+    structured = StructuredOutputsParams(json=json.dumps(SCHEMA))
     structured._backend = "xgrammar"
     params = SamplingParams(temperature=0, max_tokens=90, structured_outputs=structured)
     params.update_from_generation_config({}, END_OF_TEXT)
@@ -47,7 +47,10 @@ def verifier(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     directory = tmp_path_factory.mktemp("r")
     mode = request.param
     # Prompt and emitted tokens take several prefill chunks.
-    settings = {"mode": mode, "verifier": {"max_num_batched_tokens": 64, "max_num_seqs": 16, "draft_deadline_ms": 2000}}
+    section = {"max_num_batched_tokens": 64, "max_num_seqs": 16, "draft_deadline_ms": 2000}
+    # Without this the model may well emit white space for ever.
+    section["engine_args"] = {"structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True}}
+    settings = {"mode": mode, "verifier": section}
     verifier = Verifier(directory, settings)
     drafter = Drafter(directory) if mode not in ("off", "native") else None
     if drafter is not None:
@@ -72,8 +75,8 @@ def test_resumed_equals_uninterrupted(verifier: Verifier, name: str) -> None:
 
 
 def test_the_grammar_goes_on_where_it_was(verifier: Verifier) -> None:
-    for whole in compare(verifier, constrained()):
-        assert whole.finish_reason == "stop"
+    wholes = compare(verifier, constrained())
+    assert [whole.finish_reason for whole in wholes] == ["stop"] * len(PROMPTS)
 
 
 def compare(verifier: Verifier, params: SamplingParams) -> list[Any]:
@@ -110,16 +113,24 @@ def logprobs(answer: Any) -> list[list[float]]:
 
 def test_limits_count_what_was_emitted(verifier: Verifier) -> None:
     client = verifier.client
-    (whole,) = client.generate(PROMPTS[:1], params(max_tokens=24))
-    stop = next(token for i, token in enumerate(whole.tokens) if i >= 8 and token not in whole.tokens[:i])
-    # A stop token that min_tokens forbids until after the cut, and no longer soon after it.
-    stopping = params(max_tokens=24, stop_token_ids=[stop], min_tokens=4)
-    (stopped,) = client.generate(PROMPTS[:1], stopping)
-    assert (stopped.finish_reason, stopped.tokens[-1]) == ("stop", stop)
-    request_id = client.add(PROMPTS[0], stopping, emitted=stopped.tokens[:-1])
+    wholes = client.generate(PROMPTS, params(max_tokens=24))
+    prompt, at, stop = next(
+        (prompt, i, whole.tokens[i])
+        for prompt, whole in zip(PROMPTS, wholes, strict=True)
+        for i in range(5, 24)
+        if whole.tokens[i] not in whole.tokens[:i]
+    )
+    # `min_tokens` are reached by what was emitted before the cut alone: the very next token may end it.
+    stopping = params(max_tokens=24, stop_token_ids=[stop], min_tokens=at)
+    (stopped,) = client.generate([prompt], stopping)
+    assert (stopped.finish_reason, len(stopped.tokens)) == ("stop", at + 1)
+    request_id = client.add(prompt, stopping, emitted=stopped.tokens[:-1])
+    # Here they are not: the token is forbidden once more.
+    later = client.add(prompt, params(max_tokens=24, stop_token_ids=[stop], min_tokens=at + 1), emitted=stopped.tokens[:-1])
     client.finish_all()
     part = client.answers.pop(request_id)
     assert (part.tokens, part.finish_reason) == ([stop], "stop")
+    assert client.answers.pop(later).tokens[0] != stop
 
 
 def test_a_seeded_request_draws_from_a_new_seed_after_the_cut(verifier: Verifier) -> None:

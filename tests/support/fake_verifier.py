@@ -61,6 +61,8 @@ class FakeVerifier:
         self.behaviour: Behaviour = count_up
         self.sequences: list[Sequence] = []
         self.added = asyncio.Event()
+        self.takes = True
+        """Says that its engine has what it was sent."""
         self.hung = False
         """Connected, and answers nothing."""
         self.utilities: list[tuple[str, list[Any]]] = []
@@ -114,7 +116,16 @@ class FakeVerifier:
             dropped={"late": 2},
         )
         stats = VerifierStats(
-            self.name, 1000.0, "sync", 4, busy_s=2.0, steps=20, tokens=50, running=1, drafters={"drafter-0": counters}
+            self.name,
+            1000.0,
+            "sync",
+            4,
+            busy_s=2.0,
+            steps=20,
+            tokens=50,
+            running=1,
+            requests_finished={"length": 1},
+            drafters={"drafter-0": counters},
         )
         stats.paused = paused
         self.publish(stats)
@@ -147,6 +158,8 @@ class FakeVerifier:
                 addition = msgspec.msgpack.decode(frames[0], type=wire.Addition)
                 sequence = Sequence(self, client, decoder.decode(frames[1:]), addition)
                 self.sequences.append(sequence)
+                if self.takes:
+                    self.send(client, wire.TAKEN, addition.request_id.encode())
                 self.added.set()
                 self._spawn(self.behaviour(self, sequence))
             elif kind == wire.ABORT:

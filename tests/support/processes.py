@@ -80,9 +80,9 @@ class Verifier(Child):
         settings = settings | {"verifier": {"gateway_lease_s": 3600} | settings.get("verifier", {})}
         address = f"ipc://{directory}/v{os.urandom(3).hex()}.sock"
         # Drafters know a verifier by its name: two of one name would take each other's place.
-        name = f"verifier-{os.urandom(3).hex()}"
+        self.name = f"verifier-{os.urandom(3).hex()}"
         job = {
-            "verifier_id": name,
+            "verifier_id": self.name,
             "settings": settings,
             "paths": msgspec.to_builtins(paths or demo_models()),
             "address": address,

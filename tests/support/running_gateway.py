@@ -46,12 +46,14 @@ class Running:
 
 
 @asynccontextmanager
-async def running_gateway(verifiers: int = 1, mode: str = "sync", **gateway: Any) -> AsyncIterator[Running]:
+async def running_gateway(
+    verifiers: int = 1, mode: str = "sync", tracing: dict[str, Any] | None = None, **gateway: Any
+) -> AsyncIterator[Running]:
     """A gateway with `verifiers` fake verifiers connected, and `gateway` settings."""
     with tempfile.TemporaryDirectory() as folder:
         fakes = [FakeVerifier(Path(folder), f"verifier-{index}").start() for index in range(verifiers)]
         directory = StaticDirectory([fake.member for fake in fakes])
-        settings = Settings.model_validate({"mode": mode, "gateway": {"port": 0, **gateway}})
+        settings = Settings.model_validate({"mode": mode, "gateway": {"port": 0, **gateway}, "tracing": tracing or {}})
         server = GatewayServer(settings, directory, MODEL_DIR, model_name="demo")
         task = asyncio.create_task(server.serve())
         try:

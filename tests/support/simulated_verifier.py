@@ -98,6 +98,10 @@ class _Executes:
 class _Runner(RemoteDrafting, _Executes):
     input_batch: Any
 
+    def __init__(self) -> None:
+        self.requests: dict[str, Any] = {}
+        """vLLM's own state of each request; the simulation has none."""
+
 
 class SimulatedCore:
     """Stands in for vLLM's `EngineCore`."""

@@ -140,7 +140,8 @@ def test_faults_cost_speed_only(
         storm.world.advance(storm.world.now + 1.0)
         storm.verifier.loop._receive()
         storm.assign(0, generation=99)
-        assert storm.rate(named(texts, "after")) >= 0.9 * usual[mode]
+        # `auto` may have settled on fewer draft tokens meanwhile.
+        assert storm.rate(named(texts, "after")) >= (1 + 0.6 * (usual[mode] - 1) if mode == "auto" else 0.9 * usual[mode])
         idle(storm)
 
 

@@ -44,6 +44,7 @@ def test_each_chunk_is_dated_before_the_next_is_sent(framing: Framing) -> None:
     assert (answer.outcome, answer.reason) == ("ok", "")
     assert answer.chunks == [1.0, 2.0, 3.0, 4.0]
     assert (answer.text, answer.tokens, answer.finish_reason) == ("abcd", 4, "length")
+    assert answer.size == len(b"".join(stream_of(*TEXTS)))
 
 
 def test_pieces_need_not_be_events() -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from backend.records.reading import Records, Selection
 from backend.records.rows import DecisionRow
-from backend.records.schema import ABOUT
+from backend.records.schema import ABOUT, KINDS
 from backend.records.summary import Summary, summarise
 from gateway import cli
 from tests.support.recorded import START, Rows, record, request, step, verification
@@ -66,7 +66,18 @@ def test_the_definitions(tmp_path: Path) -> None:
     assert found.tgs_e2e.median == pytest.approx(8 / 0.135, rel=1e-4)
     assert found.tgs_step.count == 3
     assert found.tgs_step.median == pytest.approx(4 / 2 / 0.010), "steps of 2 / 2 / 10 ms, 6 / 2 / 15 ms, 4 / 2 / 10 ms"
+    assert found.tgs_step.p10 == pytest.approx(120), "the second without work belongs to no step"
     assert found.requests == {"length": 1, "abort": 1}
+
+
+def test_a_moved_request_is_as_fast_as_its_client_saw_it(tmp_path: Path) -> None:
+    moved = msgspec.structs.replace(request("a", 0.0, 5.0, 6.0, 11), brought_tokens=49)
+    record(tmp_path, [step(0, 0.0), moved])
+    record(tmp_path, [step(0, 0.0), request("a", 0.0, 1.0, 4.0, 49, "abort")], "verifier-1")
+    found = summary(tmp_path)
+    assert found.tgs_e2e.median == pytest.approx(60 / 6.0, rel=1e-4)
+    assert found.tgs_decode.median == pytest.approx(10 / 1.0, rel=1e-4)
+    assert (found.time_to_first_token_s.count, found.time_to_first_token_s.median) == (1, pytest.approx(1.0, rel=1e-4))
 
 
 def test_fixed_responses_are_never_mixed_with_live_ones(tmp_path: Path) -> None:
@@ -256,3 +267,12 @@ def test_a_file_of_another_shape_is_refused(tmp_path: Path, capsys: pytest.Captu
 def test_an_incarnations_own_directory_can_be_read_alone(tmp_path: Path) -> None:
     directory = record(tmp_path, small())
     assert summary(directory).steps == summary(directory.parent).steps == 3
+
+
+def test_the_documentation_names_every_column() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "records.md").read_text()
+    for kind, row in KINDS.items():
+        section = page.partition(f"| `{kind}` |")[2].partition("\n\n")[0]
+        assert section, kind
+        for field in msgspec.structs.fields(row):
+            assert f"`{field.name}`" in section, f"{kind}.{field.name}"

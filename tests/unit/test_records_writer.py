@@ -147,19 +147,23 @@ def test_the_oldest_files_go_first_and_only_our_own(tmp_path: Path) -> None:
     old = make_store(tmp_path, About("verifier-0", "aaaaaaaa", 1.0, "off", "demo", 0), rotate_rows=1)
     old.add("verification", [verification(step) for step in range(20_000)], 0.0)
     old.close()
-    precious = old.directory.parent / "notes.txt"
-    precious.write_text("keep")
+    kept = make_store(tmp_path, About("verifier-0", "bbbbbbbb", 2.0, "off", "demo", 0), rotate_rows=1)
+    kept.add("step", [STEP], 0.0)
+    kept.close()
+    precious = [old.directory.parent / "notes.txt", kept.directory / "notes.txt", kept.directory / "my-step-000001.parquet"]
+    for file in precious:
+        file.write_text("keep")
     store = make_store(tmp_path, max_mib=1, rotate_rows=1)
     for start in range(40):
         rows = [VerificationRow(n, os.urandom(50).hex(), n, 4, 2, 3, "d", False, False) for n in range(start, start + 1000)]
         store.add("verification", rows, 0.0)
         store.rotate(0.0)
-    kept = files(tmp_path)
-    assert sum(file.stat().st_size for file in kept) <= 2**20
+    left = [file for file in files(tmp_path) if file not in precious]
+    assert sum(file.stat().st_size for file in left) <= 2**20
     assert not old.directory.exists()
-    assert precious.exists()
-    assert [int(file.stem.partition("-")[2]) for file in kept] == list(range(41 - len(kept), 41)), "the newest are left"
-    assert books(store).removed["verification"] == 1000 * (40 - len(kept))
+    assert all(file.exists() for file in precious)
+    assert [int(file.stem.partition("-")[2]) for file in left] == list(range(41 - len(left), 41)), "the newest are left"
+    assert books(store).removed["verification"] == 1000 * (40 - len(left))
 
 
 def test_a_full_queue_drops_and_counts(tmp_path: Path) -> None:

@@ -9,8 +9,13 @@ import torch
 import vllm  # noqa: F401  (must be the first of vLLM's modules)
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
+from vllm.v1.request import Request
 from vllm.v1.sample import rejection_sampler
+from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.structured_output.backend_xgrammar import XgrammarGrammar
+from vllm.v1.structured_output.request import StructuredOutputRequest
 from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.v1.worker.gpu_input_batch import InputBatch
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from backend.verifier.cpu_kernels import expand
@@ -31,6 +36,12 @@ PARAMETERS = {
     ],
     (GPUModelRunner, "execute_model"): ["self", "scheduler_output", "intermediate_tensors"],
     (GPUModelRunner, "sample_tokens"): ["self", "grammar_output"],
+    (GPUModelRunner, "_update_states"): ["self", "scheduler_output"],
+    (InputBatch, "add_request"): ["self", "request"],
+    (Request, "append_output_token_ids"): ["self", "token_ids"],
+    (StructuredOutputManager, "_get_constraint_bounds"): ["self", "request", "spec_tokens", "spec_tokens_committed"],
+    (XgrammarGrammar, "accept_tokens"): ["self", "request_id", "tokens"],
+    (EngineCore, "add_request"): ["self", "request", "request_wave"],
     (GPUModelRunner, "_input_fits_in_drafter"): ["self", "common_attn_metadata"],
     (GPUModelRunner, "_get_eagle3_aux_layers_from_config"): ["self"],
     (GPUModelRunner, "take_draft_token_ids"): ["self"],
@@ -76,6 +87,34 @@ def test_the_scheduler_still_skips_requests_that_are_not_eligible() -> None:
 def test_the_runner_still_rewinds_generators_by_an_offset() -> None:
     source = inspect.getsource(GPUModelRunner._bookkeeping_sync)
     assert "gen.set_offset(gen.get_offset() - 4)" in source, "SeededPrefill can go when this has gone"
+
+
+def test_a_request_with_output_is_scheduled_and_run_as_resumed() -> None:
+    scheduler = inspect.getsource(Scheduler.schedule)
+    assert "num_new_tokens = request.num_tokens - num_computed_tokens" in scheduler, "the prefill covers output tokens"
+    assert "req._all_token_ids," in scheduler, "the V2 runner is told of output tokens"
+    states = inspect.getsource(GPUModelRunner._update_states)
+    assert "output_token_ids=[]," in states, "ResumedOutputs can go when the V1 runner is told, too"
+    assert states.count("self.input_batch.add_request(") == 1, "the one place where a request enters the batch"
+    batch = inspect.getsource(InputBatch.add_request)
+    assert "self.token_ids_cpu[req_index, start_idx:end_idx] = request.output_token_ids" in batch
+    assert "self._register_add_request(request)" in batch, "min_tokens is told of output tokens"
+
+
+def test_a_grammar_can_be_advanced_before_its_request_is_scheduled() -> None:
+    init = inspect.getsource(StructuredOutputManager.grammar_init)
+    assert "self.executor.submit(self._create_grammar, request)" in init
+    advance = inspect.getsource(StructuredOutputManager.accept_tokens)
+    for line in (
+        "if grammar_start > len(new_token_ids):",
+        "structured_req.reasoning_ended = True",
+        "grammar.accept_tokens(request.request_id, new_token_ids[grammar_start:])",
+    ):
+        assert line in advance, "what `resume._advanced` does"
+    assert "self._grammar = e" in inspect.getsource(StructuredOutputRequest._check_grammar_completion), (
+        "one request fails alone"
+    )
+    assert "struct_output_req.grammar is None" in inspect.getsource(Scheduler._handle_blocked_waiting_request)
 
 
 def test_the_kernel_we_replace_still_has_its_place() -> None:

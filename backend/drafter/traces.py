@@ -1,0 +1,83 @@
+"""A drafter's spans: one per traced request, from `Open` to `Close`, with what drafting for it took.  Drafter thread.
+
+Rounds are many and short: they are summed up in the request's span and get none of their own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from backend.tracing import Span, Tracing
+
+
+@dataclass
+class _Request:
+    span: Span
+    heard: float
+    batches: int = 0
+    drafted: int = 0
+    drafting_s: float = 0.0
+    outcomes: int = 0
+    imagining_s: float = 0.0
+
+
+class DraftTraces:
+    """Follows the traced requests of one drafter.  `now` is the service's clock."""
+
+    def __init__(self, tracing: Tracing, drafter_id: str) -> None:
+        self._tracing = tracing
+        self._drafter_id = drafter_id
+        self._requests: dict[Hashable, _Request] = {}
+
+    def opened(self, key: tuple[str, int, str], traceparent: str, now: float) -> None:
+        """A request begins here, or begins again."""
+        self.closed(key, "reopened")
+        span = self._tracing.start("drafter", {"traceparent": traceparent}) if traceparent else None
+        if span is not None:
+            span.set({"outrider.drafter": self._drafter_id, "outrider.verifier": key[0]})
+            self._requests[key] = _Request(span, now)
+
+    def drafted(self, key: Hashable, tokens: int, spent_s: float, now: float) -> None:
+        """It was part of a batch that took `spent_s`, and got a draft of so many tokens."""
+        known = self._requests.get(key)
+        if known is not None:
+            known.heard = now
+            known.batches += 1
+            known.drafted += tokens
+            known.drafting_s += spent_s
+
+    def imagined(self, key: Hashable, outcomes: int, spent_s: float) -> None:
+        """So many of its outcomes were drafted ahead, in a batch that took `spent_s`."""
+        known = self._requests.get(key)
+        if known is not None:
+            known.outcomes += outcomes
+            known.imagining_s += spent_s
+
+    def closed(self, key: Hashable, reason: str) -> None:
+        """It is over here."""
+        known = self._requests.pop(key, None)
+        if known is None:
+            return
+        known.span.set(
+            {
+                "outrider.batches": known.batches,
+                "outrider.draft_tokens": known.drafted,
+                "outrider.drafting_ms": round(known.drafting_s * 1000, 3),
+                "outrider.outcomes": known.outcomes,
+                "outrider.imagining_ms": round(known.imagining_s * 1000, 3),
+                "outrider.close_reason": reason,
+            }
+        )
+        known.span.end(time.time_ns())
+
+    def expire(self, before: float) -> None:
+        """Closes those unheard of since `before`: their `Close` was lost, or their verifier."""
+        for key in [key for key, known in self._requests.items() if known.heard < before]:
+            self.closed(key, "idle")
+
+    def end(self, verifier_id: str, epoch: int) -> None:
+        """A verifier's epoch is over, and its requests with it."""
+        for key in [key for key in self._requests if isinstance(key, tuple) and key[:2] == (verifier_id, epoch)]:
+            self.closed(key, "epoch")

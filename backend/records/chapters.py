@@ -1,0 +1,269 @@
+"""What a report shows, gathered from records or from a rollout's tables: one chapter per period or round.
+
+The command-line process.  Both sources are brought to the same tables first, so that all that follows is written once: steps
+`at` (s), `wall_ms`, `tokens`, `requests`; verifications `request_id`, `step` and the fields of `summary.Outcome`; requests
+`tokens`, `verifications`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.csv
+
+from backend.records.reading import IDLE_COLUMNS, Incarnation, Records, RecordsError
+from backend.records.summary import Drafting, Outcomes, count_outcomes, drafting, of_drafter, step_wall_ms
+
+Transitions = Counter[tuple[int, int]]
+"""How often a verification that kept so many draft tokens was followed by one that kept so many."""
+
+
+@dataclass
+class Worker:
+    """One verifier in a chapter.  Times in seconds since the chapter's start."""
+
+    name: str
+    steps: pa.Table
+    verifications: pa.Table
+    requests: pa.Table
+    busy_s: float
+    idle_s: dict[str, float]
+    """By cause; `any cause` where the source does not tell them apart."""
+    began_s: float
+    ended_s: float
+    """When it emitted its last token."""
+
+
+@dataclass
+class Chapter:
+    """A recorded period, or one round of a rollout."""
+
+    title: str
+    workers: list[Worker]
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def is_teacher_forced(self) -> bool:
+        """Whether responses were fixed: acceptance is then agreement with a trace."""
+        return any(note is TEACHER_FORCED for note in self.notes)
+
+    @property
+    def outcomes(self) -> Outcomes:
+        """Of all verifications."""
+        total: Outcomes = Counter()
+        for worker in self.workers:
+            total += count_outcomes(worker.verifications)
+        return total
+
+    def by_drafter(self) -> dict[str, Drafting]:
+        """Drafted verifications of each drafter."""
+        outcomes = self.outcomes
+        names = sorted({outcome.drafter for outcome in outcomes if outcome.draft_tokens})
+        return {name: drafting(of_drafter(outcomes, name)) for name in names}
+
+    def transitions(self) -> Transitions:
+        """Of all workers."""
+        total: Transitions = Counter()
+        for worker in self.workers:
+            total += transitions(worker.verifications)
+        return total
+
+    def alone_s(self) -> dict[str, float]:
+        """How long each worker ran after all others had ended; only the last one did."""
+        ends = sorted((worker.ended_s for worker in self.workers), reverse=True)
+        before = ends[1] if len(ends) > 1 else None
+        return {
+            worker.name: max(0.0, worker.ended_s - before) if before is not None and worker.ended_s == ends[0] else 0.0
+            for worker in self.workers
+        }
+
+
+TEACHER_FORCED = (
+    "Responses were fixed: acceptance here is teacher-forced (it measures agreement with the trace), no live figure."
+)
+
+
+def transitions(verifications: pa.Table) -> Transitions:
+    """Pairs of consecutive verifications of a request that both had a draft."""
+    if verifications.num_rows < 2:
+        return Counter()
+    ordered = verifications.select(["request_id", "step", "draft_tokens", "accepted"]).sort_by(
+        [("request_id", "ascending"), ("step", "ascending")]
+    )
+    last, following = ordered.slice(0, len(ordered) - 1), ordered.slice(1)
+    both = pc.and_(pc.greater(last["draft_tokens"], 0), pc.greater(following["draft_tokens"], 0))
+    pairs = pa.table({"last": last["accepted"], "next": following["accepted"]}).filter(
+        pc.and_(both, pc.equal(last["request_id"], following["request_id"]))
+    )
+    counted = pairs.group_by(["last", "next"]).aggregate([([], "count_all")]).to_pydict()
+    return Counter(dict(zip(zip(counted["last"], counted["next"], strict=True), counted["count_all"], strict=True)))
+
+
+# From records.
+
+
+def recorded(records: Records) -> list[Chapter]:
+    """One chapter: all incarnations on a common clock.  Live verifications only, unless all were teacher-forced."""
+    gathered = [(each, records.table(each, "step")) for each in records.incarnations]
+    gathered = [(each, steps) for each, steps in gathered if steps.num_rows]
+    if not gathered:
+        raise RecordsError("nothing was recorded in this period")
+    zero = min(pc.min(steps["began_at"]).as_py() for _, steps in gathered)
+    restarted = len({each.verifier_id for each, _ in gathered}) < len(gathered)
+    verified = [records.table(each, "verification") for each, _ in gathered]
+    live = sum(pc.sum(pc.invert(table["teacher_forced"])).as_py() or 0 for table in verified)
+    forced = sum(table.num_rows for table in verified) - live
+    workers = [
+        _incarnation(
+            each,
+            steps,
+            table.filter(pc.equal(table["teacher_forced"], not live)),
+            records.table(each, "request"),
+            zero,
+            restarted,
+        )
+        for (each, steps), table in zip(gathered, verified, strict=True)
+    ]
+    notes = [] if live or not forced else [TEACHER_FORCED]
+    if live and forced:
+        notes.append(f"{forced} verifications of fixed responses are left out of the acceptance figures.")
+    dropped = sum(sum(each.books.dropped.values()) for each in records.incarnations)
+    if dropped:
+        notes.append(f"{dropped} rows of records were dropped while serving: sums are too small by them.")
+    return [Chapter("Recorded period", workers, notes)]
+
+
+def _incarnation(
+    each: Incarnation, steps: pa.Table, verifications: pa.Table, requests: pa.Table, zero: float, restarted: bool
+) -> Worker:
+    at = pc.subtract(steps["began_at"], zero)
+    emitting = pc.if_else(pc.greater(steps["tokens"], 0), pc.add(at, pc.divide(steps["busy_ms"], 1e3)), 0.0)
+    about = each.books.about
+    idle = {cause: (pc.sum(steps[column]).as_py() or 0.0) / 1e3 for cause, column in IDLE_COLUMNS.items()}
+    return Worker(
+        name=f"{about.verifier_id} ({about.incarnation[:4]})" if restarted else about.verifier_id,
+        steps=pa.table({"at": at, "wall_ms": step_wall_ms(steps), "tokens": steps["tokens"], "requests": steps["requests"]}),
+        verifications=verifications,
+        requests=requests.select(["tokens", "verifications"]),
+        busy_s=pc.sum(steps["busy_ms"]).as_py() / 1e3,
+        idle_s=idle,
+        began_s=pc.min(at).as_py(),
+        ended_s=pc.max(emitting).as_py(),
+    )
+
+
+# From a rollout.
+
+
+def rounds(directory: Path) -> list[Path]:
+    """The directories of rounds in, at or under `directory`, in order."""
+    found = {file.parent for pattern in ("", "*/", "*/*/") for file in directory.glob(f"{pattern}worker_*_perf.csv")}
+    return sorted(found, key=lambda each: [int(n) for n in re.findall(r"\d+", f"{each.parent.name}/{each.name}")])
+
+
+def rolled_out(directory: Path) -> list[Chapter]:
+    """A chapter per round.  Raises `RecordsError` where the tables are not what a rollout writes."""
+    return [_round(each) for each in rounds(directory)]
+
+
+def _round(directory: Path) -> Chapter:
+    told = _told(directory / "report.json")
+    files = sorted(directory.glob("worker_*_perf.csv"), key=lambda file: [int(n) for n in re.findall(r"\d+", file.name)])
+    workers = [_worker(file, told) for file in files]
+    notes = [TEACHER_FORCED] if told.get("acceptance_is") == "teacher_forced" else []
+    if not any("finished_s" in each for each in told.get("workers", [])):
+        notes.append("Each worker's clock starts with its own first step.")
+    return Chapter(f"{directory.parent.name}, {directory.name}", [each for each in workers if each is not None], notes)
+
+
+def _worker(perf: Path, told: dict[str, Any]) -> Worker | None:
+    name = perf.name.removeprefix("worker_").removesuffix("_perf.csv")
+    steps = _csv(perf, ("step_ts", "step_interval", "step_tokens", "step_batchsize", "verify_time", "idle_time"))
+    if not steps.num_rows:
+        return None
+    markov = _csv(perf.with_name(f"worker_{name}_markov.csv"), ("acc_token_num", "draft_token_num", "cur_step", "req_id"))
+    requests = _csv(perf.with_name(f"worker_{name}_request.csv"), ("response_length", "rollout_step"))
+    mine: dict[str, Any] = next((each for each in told.get("workers", []) if str(each.get("worker")) == name), {})
+    at, interval, idle = (_floats(steps[column]) for column in ("step_ts", "step_interval", "idle_time"))
+    length_s = pc.max(at).as_py() + _last(pc.if_else(pc.greater(interval, 0), interval, _floats(steps["verify_time"]))) / 1e3
+    ended_s = float(mine.get("finished_s", length_s))
+    began_s = max(0.0, ended_s - length_s)
+    total, idle_s = pc.sum(interval).as_py() / 1e3, pc.sum(idle).as_py() / 1e3
+    return Worker(
+        name=f"worker {name}",
+        steps=pa.table(
+            {
+                "at": pc.add(at, began_s),
+                "wall_ms": pc.if_else(pc.greater(interval, 0), interval, _floats(steps["verify_time"])),
+                "tokens": steps["step_tokens"],
+                "requests": steps["step_batchsize"],
+            }
+        ),
+        verifications=_outcomes(markov),
+        requests=pa.table({"tokens": requests["response_length"], "verifications": requests["rollout_step"]}),
+        busy_s=float(mine.get("busy_s", max(0.0, total - idle_s))),
+        idle_s=mine.get("idle_s") or {"any cause": idle_s},
+        began_s=began_s,
+        ended_s=ended_s,
+    )
+
+
+def _outcomes(markov: pa.Table) -> pa.Table:
+    drafted = pc.greater(markov["draft_token_num"], 0)
+    kept = pc.max_element_wise(pc.subtract(markov["acc_token_num"], 1), 0)
+    return pa.table(
+        {
+            "request_id": markov["req_id"],
+            "step": markov["cur_step"],
+            "drafter": pc.if_else(drafted, "all drafters", ""),
+            "ahead": pa.repeat(pa.scalar(False), markov.num_rows),
+            "draft_tokens": markov["draft_token_num"],
+            "accepted": pc.if_else(drafted, kept, 0),
+        }
+    )
+
+
+def _csv(file: Path, columns: Iterable[str]) -> pa.Table:
+    try:
+        table = pyarrow.csv.read_csv(file)
+    except FileNotFoundError as error:
+        raise RecordsError(f"{file} is missing") from error
+    except (OSError, pa.ArrowException) as error:
+        raise RecordsError(f"{file} cannot be read: {' '.join(str(error).split())}") from error
+    missing = [name for name in columns if name not in table.schema.names]
+    if missing:
+        raise RecordsError(f"{file} has no column {', '.join(missing)}")
+    if not table.num_rows:
+        # Without a row a column has no type.
+        return pa.table({name: pa.array([], pa.int64()) for name in columns})
+    wrong = [name for name in columns if not (pa.types.is_integer(table[name].type) or pa.types.is_floating(table[name].type))]
+    if wrong:
+        raise RecordsError(f"{file}: {', '.join(wrong)} should be numbers")
+    return table.select(list(columns))
+
+
+def _told(file: Path) -> dict[str, Any]:
+    """What the rollout itself says of the round, where it does."""
+    try:
+        told = json.loads(file.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise RecordsError(f"{file} cannot be read: {' '.join(str(error).split())}") from error
+    return told if isinstance(told, dict) else {}
+
+
+def _floats(column: Any) -> Any:
+    return pc.cast(column, pa.float64())
+
+
+def _last(column: Any) -> float:
+    return float(column[len(column) - 1].as_py())

@@ -1,0 +1,149 @@
+"""Traces of requests through gateway, verifier and drafter, by OpenTelemetry.  Any process; the one home of that library.
+
+Off unless `tracing.endpoint` is set: then `open_tracing` returns None, nobody holds a `Tracing`, and nothing is imported.  When
+on, each process exports its own spans over OTLP/HTTP from a thread of its own; a collector that is slow or gone costs spans and
+nothing else.  What ties a request's spans together is the W3C trace context, which travels with it: in HTTP headers, in vLLM's
+`trace_headers`, and in `Open` on the drafting wire.  Whether a trace is kept is decided once, where it begins.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from backend.config.settings import TracingSettings
+
+Kind = Literal["server", "internal"]
+Value = str | int | float | bool
+CLOSE_S = 2.0
+"""How long the last spans of a process may take to leave."""
+
+MISSING = "tracing.endpoint is set, but OpenTelemetry is not installed: pip install 'outrider[tracing]'"
+
+
+class TracingError(Exception):
+    """Tracing was asked for and cannot be had; the message is one line."""
+
+
+def check(settings: TracingSettings) -> None:
+    """Raises `TracingError` when tracing is asked for and its packages are missing."""
+    if settings.endpoint is not None:
+        _import()
+
+
+def open_tracing(settings: TracingSettings, role: str, instance: str) -> Tracing | None:
+    """This process's tracing; None when it is off.  `role` is gateway, verifier or drafter.  Raises `TracingError`."""
+    if settings.endpoint is None:
+        return None
+    return Tracing(role, instance, settings.sample_ratio, _import().exporter(endpoint=settings.endpoint, timeout=CLOSE_S))
+
+
+class _OpenTelemetry:
+    """What we use of the library."""
+
+    def __init__(self) -> None:
+        from opentelemetry import trace
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        self.trace = trace
+        self.exporter = OTLPSpanExporter
+        self.resource = Resource
+        self.provider = TracerProvider
+        self.batches = BatchSpanProcessor
+        self.parent_based = ParentBased
+        self.by_ratio = TraceIdRatioBased
+        self.contexts = TraceContextTextMapPropagator()
+
+
+def _import() -> _OpenTelemetry:
+    try:
+        return _OpenTelemetry()
+    except ImportError as error:
+        raise TracingError(MISSING) from error
+
+
+class Tracing:
+    """Starts spans.  `exporter` is OpenTelemetry's; tests give one that keeps spans in memory."""
+
+    def __init__(self, role: str, instance: str, sample_ratio: float, exporter: Any) -> None:
+        library = _import()
+        self._library = library
+        try:
+            version = importlib.metadata.version("outrider")
+        except importlib.metadata.PackageNotFoundError:
+            version = "0"
+        about = {"service.name": f"outrider-{role}", "service.instance.id": instance, "service.version": version}
+        sampler = library.parent_based(library.by_ratio(sample_ratio))
+        # Not the library's global provider: several of ours may live in one process, and vLLM has its own.
+        self._provider = library.provider(sampler=sampler, resource=library.resource(about), shutdown_on_exit=False)
+        self._provider.add_span_processor(
+            library.batches(exporter, schedule_delay_millis=1000, export_timeout_millis=CLOSE_S * 1000)
+        )
+        self._tracer = self._provider.get_tracer("outrider", version)
+        # It logs every failed export with a traceback; that a collector is away is no error of ours.
+        logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
+
+    def start(
+        self, name: str, headers: Mapping[str, str] | None, kind: Kind = "internal", start_ns: int | None = None
+    ) -> Span | None:
+        """A span below the context in `headers`, or a new trace without one; None when that trace is not kept.
+
+        A malformed context counts as none.
+        """
+        library = self._library
+        context = library.contexts.extract(dict(headers or {}))
+        span = self._tracer.start_span(name, context=context, kind=library.trace.SpanKind[kind.upper()], start_time=start_ns)
+        return Span(self, span) if span.is_recording() else None
+
+    def close(self) -> None:
+        """Sends what is left, within `CLOSE_S`."""
+        self._provider.force_flush(int(CLOSE_S * 1000))
+        self._provider.shutdown()
+
+
+class Span:
+    """A piece of a trace that is kept.  Attributes must be numbers, counts and names: no prompt and no output."""
+
+    def __init__(self, tracing: Tracing, span: Any) -> None:
+        self._tracing = tracing
+        self._span = span
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """The context in which what this causes elsewhere belongs: `traceparent`, and `tracestate` where there is one."""
+        library, headers = self._tracing._library, dict[str, str]()
+        library.contexts.inject(headers, context=library.trace.set_span_in_context(self._span))
+        return headers
+
+    def rename(self, name: str) -> None:
+        """When the right name is known only later."""
+        self._span.update_name(name)
+
+    def set(self, attributes: Mapping[str, Value]) -> None:
+        """Attributes of the span."""
+        self._span.set_attributes(attributes)
+
+    def event(self, name: str, attributes: Mapping[str, Value] | None = None) -> None:
+        """Something that happened now."""
+        self._span.add_event(name, attributes)
+
+    def child(self, name: str, start_ns: int, end_ns: int, attributes: Mapping[str, Value] | None = None) -> None:
+        """A part of this one, over already."""
+        child = self._tracing.start(name, self.headers, start_ns=start_ns)
+        if child is not None:
+            child.set(attributes or {})
+            child.end(end_ns)
+
+    def end(self, end_ns: int | None = None, failed: str = "") -> None:
+        """It is over; `failed` says why it is an error."""
+        if failed:
+            trace = self._tracing._library.trace
+            self._span.set_status(trace.Status(trace.StatusCode.ERROR, failed))
+        self._span.end(end_ns)

@@ -1,0 +1,1 @@
+"""Grafana dashboards and Prometheus rules for Outrider; not part of the installed package."""

@@ -1,0 +1,281 @@
+"""The dashboards for a closer look at verifiers and at the assignment of drafters.  Pure data."""
+
+from __future__ import annotations
+
+from dashboards.expr import (
+    JOB,
+    VERIFIER,
+    acceptance_length,
+    once,
+    or_zero,
+    pair_rate,
+    ratio,
+    total,
+    verifier_gauge,
+    verifier_rate,
+)
+from dashboards.model import Dashboard, Panel, Query, Row
+from dashboards.overview import BUSY, IDLE, NO_DRAFTS, NO_TRAFFIC
+
+_STEPS = verifier_rate("outrider_verifier_steps_total")
+_LOAD = f"({verifier_gauge('outrider_verifier_running')} + {verifier_gauge('outrider_verifier_waiting')})"
+_MEMBERS = once(f"outrider_fleet_members{{{JOB}}}", "kind", "state")
+_BY_VERIFIER = "{{verifier}}"
+
+
+def _per_step(metric: str) -> Query:
+    return Query(ratio(verifier_rate(metric), _STEPS), _BY_VERIFIER)
+
+
+VERIFIERS = Dashboard(
+    "outrider-verifiers",
+    "Outrider: verifiers",
+    "Load, steps and time of each verifier.",
+    [
+        Row(
+            "Time",
+            [
+                Panel(
+                    "Busy", "Share of time in steps.", [Query(verifier_rate(BUSY), _BY_VERIFIER)], unit="percentunit", high=1
+                ),
+                *(
+                    Panel(
+                        f"Idle: {words}",
+                        about,
+                        [Query(verifier_rate(IDLE, labels=f'{VERIFIER}, cause="{cause}"'), _BY_VERIFIER)],
+                        unit="percentunit",
+                        high=1,
+                    )
+                    for cause, words, about in (
+                        ("no_work", "no work", "Share of time without a single request."),
+                        ("awaiting_draft", "waiting for drafts", "Share of time with requests, all of which wait for drafts."),
+                        ("transfer", "transfer", "Share of time waiting for data to arrive."),
+                        ("swap", "swap", "Share of time waiting for memory to be swapped."),
+                    )
+                ),
+                Panel("Steps", "Engine steps per second.", [Query(_STEPS, _BY_VERIFIER)], unit="ops"),
+            ],
+        ),
+        Row(
+            "Steps",
+            [
+                Panel("Step time", "Busy time per step.", [_per_step(BUSY)], unit="s", empty=NO_TRAFFIC),
+                Panel(
+                    "Verify time",
+                    "Target forward and sampling per step; the rest of a step is scheduling and sending.",
+                    [_per_step("outrider_verifier_verify_seconds_total")],
+                    unit="s",
+                    empty=NO_TRAFFIC,
+                ),
+                Panel(
+                    "Sequences per step",
+                    "Sequences verified in one step: the batch as the hardware sees it.",
+                    [_per_step("outrider_verifier_verifications_total")],
+                    empty=NO_TRAFFIC,
+                ),
+                Panel(
+                    "Tokens per step",
+                    "Tokens emitted in one step.",
+                    [_per_step("outrider_verifier_tokens_total")],
+                    empty=NO_TRAFFIC,
+                ),
+                Panel(
+                    "Tokens",
+                    "Tokens emitted per second.",
+                    [Query(verifier_rate("outrider_verifier_tokens_total"), _BY_VERIFIER)],
+                    unit="cps",
+                ),
+                Panel(
+                    "Prefill",
+                    "Tokens computed for prompts per second, and for what moved sequences bring along.",
+                    [Query(verifier_rate("outrider_verifier_prefill_tokens_total"), _BY_VERIFIER)],
+                    unit="cps",
+                ),
+                Panel(
+                    "Time in steps with prefill",
+                    "Share of time; the sequences that decode in such a step wait longer for their next token.",
+                    [Query(verifier_rate("outrider_verifier_prefill_seconds_total"), _BY_VERIFIER)],
+                    unit="percentunit",
+                    high=1,
+                ),
+                Panel(
+                    "Prompt tokens",
+                    "Prompt tokens per second, of sequences that began decoding.",
+                    [Query(verifier_rate("outrider_verifier_prompt_tokens_total"), _BY_VERIFIER)],
+                    unit="cps",
+                ),
+            ],
+        ),
+        Row(
+            "Load",
+            [
+                Panel("Running", "Sequences in the batch.", [Query(verifier_gauge("outrider_verifier_running"), _BY_VERIFIER)]),
+                Panel(
+                    "Waiting",
+                    "Sequences waiting to enter the batch.",
+                    [Query(verifier_gauge("outrider_verifier_waiting"), _BY_VERIFIER)],
+                ),
+                Panel(
+                    "Tokens in flight",
+                    "Tokens held by running and waiting sequences, prompts included.",
+                    [Query(verifier_gauge("outrider_verifier_tokens_in_flight"), _BY_VERIFIER)],
+                ),
+                Panel(
+                    "KV cache",
+                    "Share of the KV cache in use.",
+                    [Query(verifier_gauge("outrider_verifier_kv_cache_usage"), _BY_VERIFIER)],
+                    unit="percentunit",
+                    high=1,
+                    thresholds=[(0.95, "red")],
+                ),
+                Panel(
+                    "Preemptions",
+                    "Sequences preempted for KV cache space, per minute; each is computed again.",
+                    [Query(f"60 * {verifier_rate('outrider_verifier_preemptions_total')}", _BY_VERIFIER)],
+                ),
+                Panel(
+                    "Sequences finished",
+                    "Per second, by vLLM's finish reason.",
+                    [
+                        Query(
+                            or_zero(total(verifier_rate("outrider_verifier_requests_finished_total", "reason"), "reason")),
+                            "{{reason}}",
+                        )
+                    ],
+                    unit="ops",
+                    stacked=True,
+                ),
+            ],
+        ),
+        Row(
+            "Who they are",
+            [
+                Panel(
+                    "Verifiers",
+                    "Model, mode and node of every verifier.",
+                    [
+                        Query(
+                            once(f'outrider_verifier_info{{{VERIFIER}, model=~"$model"}}', "verifier", "model", "mode", "node")
+                        )
+                    ],
+                    kind="table",
+                    width=24,
+                ),
+            ],
+        ),
+    ],
+)
+
+ASSIGNMENT = Dashboard(
+    "outrider-assignment",
+    "Outrider: assignment",
+    "Who drafts for whom, and whether the work is spread well.",
+    [
+        Row(
+            "Members",
+            [
+                Panel(
+                    "Members by state",
+                    "What the coordinator knows, by kind and state.",
+                    [Query(f"{_MEMBERS} > 0", "{{kind}} {{state}}")],
+                    decimals=0,
+                    stacked=True,
+                ),
+                Panel(
+                    "Drafters in use by verifier",
+                    "Drafters whose drafts the verifier verified of late.",
+                    [Query(or_zero(f"count by (verifier) ({pair_rate('outrider_drafts_total')} > 0)"), _BY_VERIFIER)],
+                    decimals=0,
+                ),
+                Panel(
+                    "Verifiers in use by drafter",
+                    "Verifiers that verified the drafter's drafts of late.",
+                    [Query(or_zero(f"count by (drafter) ({pair_rate('outrider_drafts_total')} > 0)"), "{{drafter}}")],
+                    decimals=0,
+                ),
+            ],
+        ),
+        Row(
+            "Pairs",
+            [
+                Panel(
+                    "Drafts by pair",
+                    "Drafts verified per second; where one line ends and another begins, a drafter was moved.",
+                    [Query(f"{pair_rate('outrider_drafts_total')} > 0", "{{verifier}} < {{drafter}}")],
+                    unit="ops",
+                    width=12,
+                    height=9,
+                    stacked=True,
+                    empty=NO_DRAFTS,
+                ),
+                Panel(
+                    "Acceptance length by drafter",
+                    "Of the sums over its verifiers: is one head worse than the others?",
+                    [Query(acceptance_length("drafter"), "{{drafter}}")],
+                    width=12,
+                    height=9,
+                    low=1,
+                    decimals=2,
+                    empty=NO_DRAFTS,
+                ),
+                Panel(
+                    "Queue at the drafter",
+                    "Mean wait per round in the drafter's queue; long where it serves too many.",
+                    [
+                        Query(
+                            ratio(
+                                total(pair_rate("outrider_draft_queue_seconds_total"), "drafter"),
+                                total(pair_rate("outrider_draft_rounds_total"), "drafter"),
+                            ),
+                            "{{drafter}}",
+                        )
+                    ],
+                    unit="s",
+                    empty=NO_DRAFTS,
+                ),
+                Panel(
+                    "Drafter busy",
+                    "Drafter compute per second of time, as the verifiers were told.",
+                    [Query(total(pair_rate("outrider_draft_compute_seconds_total"), "drafter"), "{{drafter}}")],
+                    unit="percentunit",
+                    empty=NO_DRAFTS,
+                ),
+                Panel(
+                    "Drafters not waited for",
+                    "Assigned drafters whose circuit breaker is open, by verifier.",
+                    [Query(verifier_gauge("outrider_drafters_down"), _BY_VERIFIER)],
+                    decimals=0,
+                    thresholds=[(1, "red")],
+                ),
+            ],
+        ),
+        Row(
+            "Balance",
+            [
+                Panel(
+                    "Load gap",
+                    "Sequences running and waiting at the most loaded verifier less those at the least loaded.",
+                    [Query(f"max({_LOAD}) - min({_LOAD})", "gap")],
+                ),
+                Panel(
+                    "Running by verifier",
+                    "Sequences in each batch.",
+                    [Query(verifier_gauge("outrider_verifier_running"), _BY_VERIFIER)],
+                ),
+                Panel(
+                    "Idle while others queue",
+                    "Verifiers that are without work while sequences wait somewhere.",
+                    [
+                        Query(
+                            f"count({verifier_gauge('outrider_verifier_running')} == 0) "
+                            f"and (sum({verifier_gauge('outrider_verifier_waiting')}) > 0) or on() vector(0)",
+                            "verifiers",
+                        )
+                    ],
+                    decimals=0,
+                    thresholds=[(1, "orange")],
+                ),
+            ],
+        ),
+    ],
+)

@@ -1,0 +1,255 @@
+"""The dashboard people look at first, and what the others share with it.  Pure data."""
+
+from __future__ import annotations
+
+from dashboards.expr import (
+    JOB,
+    VERIFIER,
+    acceptance_length,
+    once,
+    or_zero,
+    quantile,
+    rate,
+    ratio,
+    total,
+    verifier_gauge,
+    verifier_rate,
+)
+from dashboards.model import Dashboard, Panel, Query, Row
+
+IDLE = "outrider_verifier_idle_seconds_total"
+BUSY = "outrider_verifier_busy_seconds_total"
+TTFT = "outrider_time_to_first_token_seconds"
+CHUNK = "outrider_inter_chunk_seconds"
+ANSWERING = once(f"outrider_verifiers_connected{{{JOB}}}")
+NOT_READY = once(f'outrider_fleet_members{{{JOB}, state!="ready"}}', "kind", "state")
+NO_DRAFTS = "no drafts"
+NO_TRAFFIC = "no traffic"
+_ROUTES = f'{JOB}, route=~"/v1/.*"'
+_QUANTILES = (0.5, 0.95, 0.99)
+
+
+def _quantiles(histogram: str) -> list[Query]:
+    return [Query(quantile(q, histogram), f"p{100 * q:g}") for q in _QUANTILES]
+
+
+def _idle_share(cause: str) -> str:
+    idle = total(verifier_rate(IDLE, labels=f'{VERIFIER}, cause="{cause}"'))
+    return ratio(idle, f"count({verifier_gauge('outrider_verifier_running')})")
+
+
+STATS = Row(
+    "Now",
+    [
+        Panel(
+            "Verifiers answering",
+            "Verifiers that answer a gateway. Clients get 503 at zero.",
+            [Query(f"sum({ANSWERING})")],
+            kind="stat",
+            width=3,
+            height=4,
+            decimals=0,
+            thresholds=[(0, "red"), (1, "green")],
+        ),
+        Panel(
+            "Members not ready",
+            "Members that start, drain or are lost, of every kind.",
+            [Query(or_zero(f"sum({NOT_READY})"))],
+            kind="stat",
+            width=3,
+            height=4,
+            decimals=0,
+            thresholds=[(1, "orange")],
+        ),
+        Panel(
+            "Tokens per second",
+            "Tokens emitted by the verifiers chosen above.",
+            [Query(total(verifier_rate("outrider_verifier_tokens_total")))],
+            kind="stat",
+            width=3,
+            height=4,
+            decimals=0,
+            empty=NO_TRAFFIC,
+        ),
+        Panel(
+            "Acceptance length",
+            "1 + accepted tokens / drafts, of the sums over verifiers and drafters. 1 means that drafting gains nothing.",
+            [Query(acceptance_length())],
+            kind="stat",
+            width=3,
+            height=4,
+            decimals=2,
+            low=1,
+            empty=NO_DRAFTS,
+            thresholds=[(1, "red"), (1.3, "orange"), (1.8, "green")],
+        ),
+        Panel(
+            "Waiting for drafts",
+            "Share of verifier time spent waiting for drafts, mean over the verifiers chosen above.",
+            [Query(_idle_share("awaiting_draft"))],
+            unit="percentunit",
+            kind="stat",
+            width=3,
+            height=4,
+            high=1,
+            thresholds=[(0.2, "orange"), (0.4, "red")],
+        ),
+        Panel(
+            "Queue",
+            "Sequences that wait to enter a verifier's batch.",
+            [Query(total(verifier_gauge("outrider_verifier_waiting")))],
+            kind="stat",
+            width=3,
+            height=4,
+            decimals=0,
+            thresholds=[(1, "orange"), (64, "red")],
+        ),
+        Panel(
+            "Time to first token, p95",
+            "From a request's arrival at the gateway to its first token.",
+            [Query(quantile(0.95, TTFT))],
+            unit="s",
+            kind="stat",
+            width=3,
+            height=4,
+            empty=NO_TRAFFIC,
+            thresholds=[(1, "orange"), (5, "red")],
+        ),
+        Panel(
+            "Server errors",
+            "Share of requests answered with 5xx, over all routes below /v1.",
+            [
+                Query(
+                    ratio(
+                        or_zero(total(rate("outrider_requests_total", f'{_ROUTES}, code=~"5.."'))),
+                        total(rate("outrider_requests_total", _ROUTES)),
+                    )
+                )
+            ],
+            unit="percentunit",
+            kind="stat",
+            width=3,
+            height=4,
+            high=1,
+            empty=NO_TRAFFIC,
+            thresholds=[(0.001, "orange"), (0.02, "red")],
+        ),
+    ],
+)
+
+OVERVIEW = Dashboard(
+    "outrider-overview",
+    "Outrider: overview",
+    "Is the fleet well, how fast is it, and what does the hardware wait for?",
+    [
+        STATS,
+        Row(
+            "Traffic",
+            [
+                Panel(
+                    "Requests by status",
+                    "Requests per second below /v1; 499: the client left before its answer, 429: over the limit in flight.",
+                    [Query(total(rate("outrider_requests_total", _ROUTES), "code"), "{{code}}")],
+                    unit="reqps",
+                    stacked=True,
+                    empty=NO_TRAFFIC,
+                ),
+                Panel(
+                    "Requests in flight",
+                    "Generation requests being served, by gateway.",
+                    [Query(f"outrider_requests_in_flight{{{JOB}}}", "{{instance}}")],
+                ),
+                Panel(
+                    "Tokens",
+                    "Prompt tokens of sequences that began, and tokens generated, as the gateways saw them.",
+                    [
+                        Query(total(rate("outrider_generated_tokens_total", JOB)), "generated"),
+                        Query(total(rate("outrider_prompt_tokens_total", JOB)), "prompt"),
+                    ],
+                    unit="cps",
+                ),
+            ],
+        ),
+        Row(
+            "Speed as clients see it",
+            [
+                Panel(
+                    "Time to first token",
+                    "From a request's arrival at the gateway to its first token.",
+                    _quantiles(TTFT),
+                    unit="s",
+                    empty=NO_TRAFFIC,
+                ),
+                Panel(
+                    "Between chunks",
+                    "Between two chunks of one sequence; a chunk is what one verification emitted.",
+                    _quantiles(CHUNK),
+                    unit="s",
+                    empty=NO_TRAFFIC,
+                ),
+                Panel(
+                    "TGS",
+                    "Tokens per second of one sequence, of sequences that finished: between first and last token (decode), and "
+                    "from arrival (e2e). Low quantiles are the slow ones.",
+                    [
+                        Query(quantile(0.5, "outrider_tgs_decode"), "decode, median"),
+                        Query(quantile(0.05, "outrider_tgs_decode"), "decode, slowest 5 %"),
+                        Query(quantile(0.5, "outrider_tgs_e2e"), "e2e, median"),
+                    ],
+                    unit="cps",
+                    empty=NO_TRAFFIC,
+                ),
+            ],
+        ),
+        Row(
+            "What the hardware does",
+            [
+                Panel(
+                    "Verifier time",
+                    "Share of time by what it went to, mean over verifiers; busy and the causes of idling add up to 1.",
+                    [
+                        Query(f"avg({verifier_rate(BUSY)})", "busy"),
+                        Query(f"avg by (cause) ({verifier_rate(IDLE, 'cause')})", "idle: {{cause}}"),
+                    ],
+                    unit="percentunit",
+                    high=1,
+                    stacked=True,
+                ),
+                Panel(
+                    "Acceptance length",
+                    "1 + accepted tokens / drafts, of the sums; the dashed lines are where drafting hardly pays.",
+                    [Query(acceptance_length(), "fleet"), Query(acceptance_length("verifier"), "{{verifier}}")],
+                    low=1,
+                    decimals=2,
+                    empty=NO_DRAFTS,
+                    thresholds=[(1, "red"), (1.3, "green")],
+                ),
+                Panel(
+                    "KV cache",
+                    "Share of each verifier's KV cache in use; near 1 sequences are preempted.",
+                    [Query(verifier_gauge("outrider_verifier_kv_cache_usage"), "{{verifier}}")],
+                    unit="percentunit",
+                    high=1,
+                    thresholds=[(0.95, "red")],
+                ),
+                Panel(
+                    "Running and waiting",
+                    "Sequences in the batches, and sequences waiting to enter one.",
+                    [
+                        Query(total(verifier_gauge("outrider_verifier_running")), "running"),
+                        Query(total(verifier_gauge("outrider_verifier_waiting")), "waiting"),
+                    ],
+                    width=12,
+                ),
+                Panel(
+                    "Tokens by verifier",
+                    "Tokens emitted per second; a verifier far below its peers has too little work, or too much trouble.",
+                    [Query(verifier_rate("outrider_verifier_tokens_total"), "{{verifier}}")],
+                    unit="cps",
+                    width=12,
+                    stacked=True,
+                ),
+            ],
+        ),
+    ],
+)

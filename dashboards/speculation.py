@@ -1,0 +1,246 @@
+"""The speculation dashboard.  Pure data."""
+
+from __future__ import annotations
+
+from dashboards.expr import (
+    JOB,
+    VERIFIER,
+    acceptance_length,
+    once,
+    or_zero,
+    pair_rate,
+    rate,
+    ratio,
+    total,
+    verifier_gauge,
+    verifier_rate,
+)
+from dashboards.model import Dashboard, Panel, Query, Row
+from dashboards.overview import IDLE, NO_DRAFTS, NO_TRAFFIC
+
+SPECULATION = Dashboard(
+    "outrider-speculation",
+    "Outrider: speculation",
+    "What drafting gains, what it costs, and where drafts are lost.",
+    [
+        Row(
+            "Gain",
+            [
+                Panel(
+                    "Acceptance length by pair",
+                    "1 + accepted tokens / drafts of one verifier with one drafter.",
+                    [Query(acceptance_length("verifier", "drafter"), "{{verifier}} < {{drafter}}")],
+                    low=1,
+                    decimals=2,
+                    empty=NO_DRAFTS,
+                ),
+                Panel(
+                    "Acceptance rate",
+                    "Accepted tokens / draft tokens. Unlike the acceptance length, it falls as K grows.",
+                    [
+                        Query(
+                            ratio(
+                                total(pair_rate("outrider_accepted_tokens_total"), "drafter"),
+                                total(pair_rate("outrider_draft_tokens_total"), "drafter"),
+                            ),
+                            "{{drafter}}",
+                        )
+                    ],
+                    unit="percentunit",
+                    high=1,
+                    empty=NO_DRAFTS,
+                ),
+                Panel(
+                    "Acceptance by position",
+                    "Share of the draft tokens at each position that were kept; position 0 is the first. A position is "
+                    "kept only if all before it were.",
+                    [
+                        Query(
+                            ratio(
+                                total(pair_rate("outrider_accepted_tokens_by_position_total", "position"), "position"),
+                                total(pair_rate("outrider_draft_tokens_by_position_total", "position"), "position"),
+                            ),
+                            "position {{position}}",
+                        )
+                    ],
+                    unit="percentunit",
+                    high=1,
+                    empty=NO_DRAFTS,
+                ),
+                Panel(
+                    "Draft tokens",
+                    "Draft tokens verified and draft tokens kept, per second.",
+                    [
+                        Query(total(pair_rate("outrider_draft_tokens_total")), "verified"),
+                        Query(total(pair_rate("outrider_accepted_tokens_total")), "kept"),
+                    ],
+                    unit="cps",
+                    empty=NO_DRAFTS,
+                ),
+                Panel(
+                    "Tokens per verification",
+                    "Tokens emitted per sequence and verification, verifications without a draft included: what speculation "
+                    "multiplies the speed of a step by.",
+                    [
+                        Query(
+                            ratio(
+                                total(verifier_rate("outrider_verifier_tokens_total"), "verifier"),
+                                total(verifier_rate("outrider_verifier_verifications_total"), "verifier"),
+                            ),
+                            "{{verifier}}",
+                        )
+                    ],
+                    low=1,
+                    decimals=2,
+                    empty=NO_TRAFFIC,
+                ),
+                Panel(
+                    "Verifications with a draft",
+                    "Share of verifications that had at least one draft token; the rest decoded plainly.",
+                    [
+                        Query(
+                            ratio(
+                                total(pair_rate("outrider_drafts_total"), "verifier"),
+                                total(verifier_rate("outrider_verifier_verifications_total"), "verifier"),
+                            ),
+                            "{{verifier}}",
+                        )
+                    ],
+                    unit="percentunit",
+                    high=1,
+                    empty=NO_TRAFFIC,
+                ),
+            ],
+        ),
+        Row(
+            "Cost",
+            [
+                Panel(
+                    "Round trip",
+                    "From sending features to having the draft, mean over rounds.",
+                    [
+                        Query(
+                            ratio(
+                                pair_rate("outrider_draft_round_trip_seconds_total"), pair_rate("outrider_draft_rounds_total")
+                            ),
+                            "{{verifier}} < {{drafter}}",
+                        )
+                    ],
+                    unit="s",
+                    empty=NO_DRAFTS,
+                ),
+                Panel(
+                    "Where a round trip goes",
+                    "Mean per round: the drafter's compute, waiting in its queue, and transfer: the rest, as far as it was "
+                    "waited for.",
+                    [
+                        Query(_per_round, name)
+                        for name, _per_round in {
+                            "compute": ratio(
+                                total(pair_rate("outrider_draft_compute_seconds_total")),
+                                total(pair_rate("outrider_draft_rounds_total")),
+                            ),
+                            "queue": ratio(
+                                total(pair_rate("outrider_draft_queue_seconds_total")),
+                                total(pair_rate("outrider_draft_rounds_total")),
+                            ),
+                            "transfer": ratio(
+                                total(pair_rate("outrider_draft_transfer_seconds_total")),
+                                total(pair_rate("outrider_draft_rounds_total")),
+                            ),
+                        }.items()
+                    ],
+                    unit="s",
+                    stacked=True,
+                    empty=NO_DRAFTS,
+                ),
+                Panel(
+                    "Waiting for drafts",
+                    "Share of each verifier's time spent waiting for drafts.",
+                    [Query(verifier_rate(IDLE, labels=f'{VERIFIER}, cause="awaiting_draft"'), "{{verifier}}")],
+                    unit="percentunit",
+                    high=1,
+                ),
+                Panel(
+                    "Sent to drafters",
+                    "Features and tokens, bytes per second.",
+                    [Query(pair_rate("outrider_draft_sent_bytes_total"), "{{verifier}} > {{drafter}}")],
+                    unit="Bps",
+                ),
+                Panel(
+                    "Drafts not used",
+                    "Per second and reason: finished (the request ended first), late (after its deadline), lost (never came), "
+                    "stale (for another length), invalid (not of this vocabulary), overflow (the drafter's queue was full).",
+                    [Query(or_zero(total(pair_rate("outrider_drafts_dropped_total", "reason"), "reason")), "{{reason}}")],
+                    unit="ops",
+                    stacked=True,
+                ),
+                Panel(
+                    "Drafters not waited for",
+                    "Assigned drafters whose circuit breaker is open.",
+                    [Query(verifier_gauge("outrider_drafters_down"), "{{verifier}}")],
+                    decimals=0,
+                    thresholds=[(1, "red")],
+                ),
+            ],
+        ),
+        Row(
+            "Plans",
+            [
+                Panel(
+                    "K in force",
+                    "Draft tokens asked for per request; 0: no drafting now.",
+                    [
+                        Query(verifier_gauge("outrider_verifier_plan_k"), "{{verifier}}"),
+                        Query(f"max({verifier_gauge('outrider_verifier_num_speculative_tokens')})", "most allowed"),
+                    ],
+                    decimals=0,
+                ),
+                Panel(
+                    "Groups",
+                    "Micro-batches that take turns being verified; 2: one is drafted while the other is verified.",
+                    [Query(verifier_gauge("outrider_verifier_plan_groups"), "{{verifier}}")],
+                    decimals=0,
+                ),
+                Panel(
+                    "Changes of plan",
+                    "How often mode auto changes its mind, per minute.",
+                    [Query(f"60 * {verifier_rate('outrider_verifier_plan_changes_total')}", "{{verifier}}")],
+                ),
+            ],
+        ),
+        Row(
+            "Under vLLM's names",
+            [
+                Panel(
+                    "Acceptance length as vLLM counts it",
+                    "From the counters that carry vLLM's names, summed over the fleet and all restarts; it should agree with "
+                    "the first row.",
+                    [
+                        Query(
+                            "1 + "
+                            + ratio(
+                                f"sum({once(rate('vllm:spec_decode_num_accepted_tokens_total', JOB))})",
+                                f"sum({once(rate('vllm:spec_decode_num_drafts_total', JOB))})",
+                            ),
+                            "fleet",
+                        )
+                    ],
+                    width=12,
+                    low=1,
+                    decimals=2,
+                    empty=NO_DRAFTS,
+                ),
+                Panel(
+                    "Draft tokens by drafter",
+                    "Draft tokens verified per second, by who drafted them.",
+                    [Query(total(pair_rate("outrider_draft_tokens_total"), "drafter"), "{{drafter}}")],
+                    unit="cps",
+                    width=12,
+                    stacked=True,
+                    empty=NO_DRAFTS,
+                ),
+            ],
+        ),
+    ],
+)

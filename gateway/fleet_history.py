@@ -1,0 +1,297 @@
+"""From what members report to the fleet's page: differences of their counters over the last seconds.
+
+Pure: an `Observation` (with its clock) in, a `FleetView` out.  `FleetHistory` owns the reports that rates are computed from, at
+most `WINDOW_S` of them, and the log of what happened.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Generic, Protocol, TypeVar
+
+from backend.fleet import DraftCounters, DrafterStats, FleetSnapshot, MemberView, VerifierStats
+from gateway.fleet_log import FleetLog
+from gateway.fleet_view import DrafterRow, FleetView, PairRow, Totals, VerifierRow
+from gateway.in_flight import MoveKind
+
+WINDOW_S = 10.0
+"""What rates, shares and acceptance lengths are computed over."""
+
+_COPIED = (
+    "mode", "running", "waiting", "tokens_in_flight", "preemptions",
+    "plan_k", "plan_groups", "plan_outcomes", "plan_changes",
+)  # fmt: skip
+
+
+class _Report(Protocol):
+    started_at: float
+
+
+R = TypeVar("R", bound=_Report)
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What a gateway knows at one moment."""
+
+    now: float
+    """Monotonic seconds."""
+    unix: float
+    snapshot: FleetSnapshot | None
+    snapshot_age_s: float = 0.0
+    """Since the directory last answered."""
+    own: Mapping[str, VerifierStats] = field(default_factory=dict)
+    """The counters that connected verifiers sent to this gateway itself, by verifier; newer than the snapshot's."""
+    connected: frozenset[str] = frozenset()
+    in_flight: int = 0
+    """Generation requests at this gateway."""
+    moves: Mapping[tuple[MoveKind, str, str], int] = field(default_factory=dict)
+    """Sequences that went on at another verifier, by kind, cause and that verifier, since this gateway began."""
+
+    @property
+    def members(self) -> list[MemberView]:
+        return self.snapshot.members if self.snapshot is not None else []
+
+
+class _Window(Generic[R]):
+    """One member's reports within `WINDOW_S`, oldest first, all of the same incarnation."""
+
+    def __init__(self) -> None:
+        self._reports: deque[tuple[float, R]] = deque()
+
+    def add(self, now: float, report: R) -> None:
+        if self._reports and self._reports[-1][1].started_at != report.started_at:
+            self._reports.clear()
+        self._reports.append((now, report))
+        # The one just outside is what the difference is taken to.
+        while len(self._reports) > 2 and self._reports[1][0] <= now - WINDOW_S:
+            self._reports.popleft()
+
+    @property
+    def old(self) -> R:
+        return self._reports[0][1]
+
+    @property
+    def new(self) -> R:
+        return self._reports[-1][1]
+
+    @property
+    def seconds(self) -> float:
+        return self._reports[-1][0] - self._reports[0][0]
+
+    def steps(self) -> Iterable[tuple[float, R, R]]:
+        """Seconds between two neighbouring reports, and the two."""
+        reports = list(self._reports)
+        return [(new[0] - old[0], old[1], new[1]) for old, new in pairwise(reports)]
+
+
+class _Windows(Generic[R]):
+    """The windows of all members of one kind."""
+
+    def __init__(self) -> None:
+        self.by_member: dict[str, _Window[R]] = {}
+
+    def observe(self, now: float, reports: Mapping[str, R]) -> None:
+        """A member that reports no more is forgotten."""
+        self.by_member = {key: window for key, window in self.by_member.items() if key in reports}
+        for key, report in reports.items():
+            self.by_member.setdefault(key, _Window()).add(now, report)
+
+
+@dataclass
+class _Flow:
+    """What happened within the window, at one verifier or at all of them."""
+
+    tokens: int = 0
+    tokens_per_s: float = 0.0
+    sequence_s: float = 0.0
+    """Running sequences, integrated over time."""
+    busy_s: float = 0.0
+    idle_s: Counter[str] = field(default_factory=Counter)
+    drafts: int = 0
+    accepted: int = 0
+
+    @classmethod
+    def of(cls, window: _Window[VerifierStats]) -> _Flow:
+        old, new = window.old, window.new
+        flow = cls(max(0, new.tokens - old.tokens), busy_s=max(0.0, new.busy_s - old.busy_s))
+        flow.tokens_per_s = _ratio(flow.tokens, window.seconds) or 0.0
+        flow.sequence_s = sum(seconds * (before.running + after.running) / 2 for seconds, before, after in window.steps())
+        for cause, spent in new.idle_s.items():
+            flow.idle_s[cause] = max(0.0, spent - old.idle_s.get(cause, 0.0))  # type: ignore[assignment]
+        for drafter, counters in new.drafters.items():
+            before = old.drafters.get(drafter, DraftCounters())
+            flow.drafts += max(0, counters.drafts - before.drafts)
+            flow.accepted += max(0, counters.accepted_tokens - before.accepted_tokens)
+        return flow
+
+    @classmethod
+    def sum(cls, flows: Iterable[_Flow]) -> _Flow:
+        total = cls()
+        for each in flows:
+            total.tokens += each.tokens
+            total.tokens_per_s += each.tokens_per_s
+            total.sequence_s += each.sequence_s
+            total.busy_s += each.busy_s
+            total.idle_s.update(each.idle_s)
+            total.drafts += each.drafts
+            total.accepted += each.accepted
+        return total
+
+    @property
+    def tgs(self) -> float | None:
+        return _ratio(self.tokens, self.sequence_s, 1) if self.tokens else None
+
+    @property
+    def acceptance_length(self) -> float | None:
+        return _acceptance_length(self.accepted, self.drafts)
+
+    def shares(self) -> tuple[float | None, dict[str, float]]:
+        """Busy, and idle by cause; they add up to 1."""
+        # The counters advance step by step, so the clock is their own: busy + idle = wall.
+        wall = self.busy_s + sum(self.idle_s.values())
+        if wall <= 0:
+            return None, {}
+        return round(self.busy_s / wall, 4), {cause: round(spent / wall, 4) for cause, spent in self.idle_s.items()}
+
+
+class FleetHistory:
+    """Takes observations in, gives the view of the last one."""
+
+    def __init__(self) -> None:
+        self._verifiers: _Windows[VerifierStats] = _Windows()
+        self._drafters: _Windows[DrafterStats] = _Windows()
+        self._log = FleetLog()
+        self._last = Observation(0.0, 0.0, None)
+        self._served: dict[str, list[str]] = {}
+        """The verifiers bound to each drafter."""
+
+    def observe(self, seen: Observation) -> None:
+        """Takes in an observation; `seen.now` never goes back."""
+        alive = [view for view in seen.members if view.member.state != "lost"]
+        verifiers = {each.member.id: seen.own.get(each.member.id) or each.verifier for each in alive}
+        reports = {key: stats for key, stats in verifiers.items() if stats is not None}
+        self._verifiers.observe(seen.now, reports)
+        self._drafters.observe(seen.now, {each.member.id: each.drafter for each in alive if each.drafter is not None})
+        self._log.observe(seen.unix, seen.snapshot, reports, seen.moves)
+        self._served = {}
+        for each in seen.snapshot.assignments if seen.snapshot is not None else []:
+            self._served.setdefault(each.drafter_id, []).append(each.verifier_id)
+        self._last = seen
+
+    def view(self) -> FleetView:
+        """The fleet as last observed."""
+        seen, snapshot = self._last, self._last.snapshot
+        flows = {key: _Flow.of(window) for key, window in self._verifiers.by_member.items()}
+        verifiers = [self._verifier(each, flows) for each in seen.members if each.member.kind == "verifier"]
+        return FleetView(
+            at=round(seen.unix, 3),
+            window_s=WINDOW_S,
+            version=snapshot.version if snapshot is not None else 0,
+            snapshot_age_s=round(seen.snapshot_age_s, 1) if snapshot is not None else None,
+            totals=_totals(seen, verifiers, _Flow.sum(flows.values())),
+            verifiers=verifiers,
+            drafters=[self._drafter(each) for each in seen.members if each.member.kind == "drafter"],
+            pairs=self._pairs(),
+            counters=dict(snapshot.counters) if snapshot is not None else {},
+            moved=_moved(seen),
+            log=self._log.latest(),
+            plans=self._log.latest_plans(),
+        )
+
+    def _verifier(self, view: MemberView, flows: Mapping[str, _Flow]) -> VerifierRow:
+        member = view.member
+        connected, heard = member.id in self._last.connected, round(view.last_report_s, 1)
+        row = VerifierRow(member.id, member.node, member.model, member.state, connected, heard)
+        window, flow = self._verifiers.by_member.get(member.id), flows.get(member.id)
+        if window is None or flow is None:
+            return row
+        stats = window.new
+        for name in _COPIED:
+            setattr(row, name, getattr(stats, name))
+        row.kv_usage = round(stats.kv_usage, 4)
+        row.tokens_per_s, row.tgs = round(flow.tokens_per_s, 1), flow.tgs
+        row.acceptance_length = flow.acceptance_length
+        row.busy, row.idle = flow.shares()
+        return row
+
+    def _drafter(self, view: MemberView) -> DrafterRow:
+        member = view.member
+        row = DrafterRow(member.id, member.node, member.model, member.state, round(view.last_report_s, 1), [])
+        row.verifiers = self._served.get(member.id, [])
+        window = self._drafters.by_member.get(member.id)
+        if window is not None:
+            old, new = window.old, window.new
+            row.sequences, row.cache_usage = new.sequences, round(new.cache_usage, 4)
+            busy = _ratio(new.busy_s - old.busy_s, window.seconds, 4)
+            row.busy = min(1.0, busy) if busy is not None else None
+            row.draft_tokens_per_s = _ratio(new.draft_tokens - old.draft_tokens, window.seconds, 1)
+        return row
+
+    def _pairs(self) -> list[PairRow]:
+        bound = {(verifier, drafter) for drafter, verifiers in self._served.items() for verifier in verifiers}
+        rows = {pair: PairRow(*pair, bound=True, down=False) for pair in bound}
+        for verifier, window in self._verifiers.by_member.items():
+            for drafter, counters in window.new.drafters.items():
+                before = window.old.drafters.get(drafter, DraftCounters())
+                row = _pair(verifier, drafter, before, counters, window.seconds)
+                row.bound = (verifier, drafter) in bound
+                if row.bound or row.drafts_per_s > 0:
+                    rows[verifier, drafter] = row
+            for drafter in window.new.drafters_down:
+                if (verifier, drafter) in rows:
+                    rows[verifier, drafter].down = True
+        return [rows[pair] for pair in sorted(rows)]
+
+
+def _pair(verifier: str, drafter: str, old: DraftCounters, new: DraftCounters, seconds: float) -> PairRow:
+    drafts, rounds = new.drafts - old.drafts, new.rounds - old.rounds
+    dropped = sum(new.dropped.values()) - sum(old.dropped.values())
+    return PairRow(
+        verifier,
+        drafter,
+        bound=False,
+        down=False,
+        acceptance_length=_acceptance_length(new.accepted_tokens - old.accepted_tokens, drafts),
+        drafts_per_s=_ratio(drafts, seconds, 1) or 0.0,
+        round_trip_ms=_ratio(1000 * (new.round_trip_s - old.round_trip_s), rounds, 2),
+        dropped_per_s=_ratio(dropped, seconds, 2) or 0.0,
+    )
+
+
+def _totals(seen: Observation, rows: list[VerifierRow], fleet: _Flow) -> Totals:
+    members: dict[str, dict[str, int]] = {}
+    for view in seen.members:
+        of_kind = members.setdefault(view.member.kind, {})
+        of_kind[view.member.state] = of_kind.get(view.member.state, 0) + 1
+    busy, idle = fleet.shares()
+    return Totals(
+        members=members,
+        running=sum(row.running for row in rows),
+        waiting=sum(row.waiting for row in rows),
+        in_flight=seen.in_flight,
+        kv_usage=max((row.kv_usage for row in rows), default=0.0),
+        tokens_per_s=round(fleet.tokens_per_s, 1),
+        tgs=fleet.tgs,
+        acceptance_length=fleet.acceptance_length,
+        busy=busy,
+        idle=idle,
+    )
+
+
+def _moved(seen: Observation) -> dict[str, int]:
+    moved = {"failover": 0, "migration": 0}
+    for (kind, _, _), count in seen.moves.items():
+        moved[kind] += count
+    return moved
+
+
+def _acceptance_length(accepted: int, drafts: int) -> float | None:
+    return round(1 + accepted / drafts, 3) if drafts > 0 else None
+
+
+def _ratio(part: float, whole: float, digits: int = 9) -> float | None:
+    return max(0.0, round(part / whole, digits)) if whole > 0 else None

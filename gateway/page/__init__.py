@@ -1,0 +1,37 @@
+"""The fleet page's files, as they are served.  Read once, at import."""
+
+from __future__ import annotations
+
+import hashlib
+from importlib.resources import files
+from typing import NamedTuple
+
+_MEDIA_TYPES = {
+    "css": "text/css; charset=utf-8",
+    "html": "text/html; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "svg": "image/svg+xml",
+}
+
+
+class PageFile(NamedTuple):
+    """One file."""
+
+    media_type: str
+    content: bytes
+    etag: str
+
+
+def _read() -> dict[str, PageFile]:
+    found = {}
+    for each in files(__name__).iterdir():
+        media_type = _MEDIA_TYPES.get(each.name.rpartition(".")[2])
+        if media_type is not None:
+            content = each.read_bytes()
+            path = "/" if each.name == "index.html" else f"/page/{each.name}"
+            found[path] = PageFile(media_type, content, f'"{hashlib.sha256(content).hexdigest()[:20]}"')
+    return found
+
+
+FILES = _read()
+"""By path.  They are the same for everyone and say nothing of the fleet, so they need no key."""

@@ -1,0 +1,130 @@
+// The map: verifiers on the left, drafters on the right, a line per pair.  Text sizes are the screen's, not the drawing's.
+
+import { keyed, makeSvg, number, percent, setAttributes, setText } from "./dom.js";
+
+const byName = new Intl.Collator("en", { numeric: true }).compare;
+
+// The more members, the less room each gets; beyond 150 only their marks remain, the tables have the names.
+function sizes(count) {
+  if (count <= 20) return { row: 44, height: 36, lines: 2 };
+  if (count <= 150) return { row: 20, height: 16, lines: 1 };
+  return { row: 8, height: 6, lines: 0 };
+}
+
+function place(members, x, height, row, above) {
+  const gap = members.length > 1 ? (height - row) / (members.length - 1) : 0;
+  return new Map(members.map((member, index) => {
+    const y = members.length > 1 ? above + index * gap : above + (height - row) / 2;
+    return [member.id, { member, x, y: y + row / 2 }];
+  }));
+}
+
+// A drafter stands beside its verifiers, so that lines cross as little as possible.
+function ordered(drafters, rank) {
+  const height = (drafter) => {
+    const known = drafter.verifiers.filter((id) => rank.has(id)).map((id) => rank.get(id));
+    return known.length ? known.reduce((sum, each) => sum + each, 0) / known.length : Infinity;
+  };
+  const heights = new Map(drafters.map((each) => [each.id, height(each)]));
+  return [...drafters].sort((a, b) => {
+    const [x, y] = [heights.get(a.id), heights.get(b.id)];
+    return x === y ? byName(a.id, b.id) : x - y;
+  });
+}
+
+export function drawMap(svg, fleet) {
+  const room = Math.max(svg.parentElement.clientWidth, 280);
+  const verifiers = [...fleet.verifiers].sort((a, b) => byName(a.id, b.id));
+  const rank = new Map(verifiers.map((each, index) => [each.id, index]));
+  const drafters = ordered(fleet.drafters, rank);
+  const count = Math.max(verifiers.length, drafters.length, 1);
+  const size = sizes(count);
+  const height = count * size.row;
+  const wide = size.lines ? Math.min(260, Math.floor(room * 0.4)) : 12;
+  setAttributes(svg, { width: room, height: height + 8, viewBox: `0 0 ${room} ${height + 8}`, "aria-label": words(fleet) });
+  if (!svg.firstChild) svg.append(makeSvg("g", { class: "lines" }), makeSvg("g", { class: "nodes" }));
+  const left = place(verifiers, 1, height, size.row, 4);
+  const right = place(drafters, room - wide - 1, height, size.row, 4);
+  lines(svg.firstChild, fleet.pairs, left, right, wide, size.row / 44);
+  nodes(svg.lastChild, [...left.values(), ...right.values()], wide, size);
+}
+
+function lines(group, pairs, left, right, wide, scale) {
+  const drawn = pairs.filter((pair) => left.has(pair.verifier) && right.has(pair.drafter));
+  const most = Math.max(1, ...drawn.map((pair) => pair.drafts_per_s));
+  keyed(group, drawn, (pair) => JSON.stringify([pair.verifier, pair.drafter]), () => {
+    const path = makeSvg("path");
+    path.append(makeSvg("title"));
+    return path;
+  }, (path, pair) => {
+    const [from, to] = [left.get(pair.verifier), right.get(pair.drafter)];
+    const [x0, x1] = [from.x + wide, to.x];
+    const bend = (x1 - x0) / 2;
+    setAttributes(path, {
+      d: `M${x0} ${from.y}C${x0 + bend} ${from.y} ${x1 - bend} ${to.y} ${x1} ${to.y}`,
+      "stroke-width": (1 + 4.5 * scale * Math.sqrt(pair.drafts_per_s / most)).toFixed(2),
+      "data-state": pair.down ? "down" : !pair.bound ? "gone" : pair.drafts_per_s > 0 ? "drafting" : "bound",
+    });
+    setText(path.firstChild, pairWords(pair));
+  });
+}
+
+function pairWords(pair) {
+  const parts = [`${pair.drafter} drafts for ${pair.verifier}`, `${number(pair.drafts_per_s, 1)} drafts/s`];
+  if (pair.acceptance_length !== null) parts.push(`acceptance length ${number(pair.acceptance_length, 2)}`);
+  if (pair.round_trip_ms !== null) parts.push(`round trip ${number(pair.round_trip_ms, 1)} ms`);
+  if (pair.down) parts.push("not waited for");
+  if (!pair.bound) parts.push("no longer assigned");
+  return parts.join(", ");
+}
+
+function nodes(group, places, wide, size) {
+  keyed(group, places, (each) => `${"verifiers" in each.member ? "d" : "v"} ${each.member.id}`, () => {
+    const node = makeSvg("g", { class: "node" });
+    node.append(makeSvg("title"), makeSvg("rect", { rx: 6 }), makeSvg("path", { class: "mark" }));
+    node.append(makeSvg("text", { class: "id" }), makeSvg("text", { class: "detail" }));
+    return node;
+  }, (node, { member, x, y }) => {
+    const [title, box, mark, id, detail] = node.children;
+    const state = member.state === "ready" && member.connected === false ? "starting" : member.state;
+    setAttributes(node, { transform: `translate(${x} ${y - size.height / 2})`, "data-state": state });
+    setAttributes(box, { width: wide, height: size.height, rx: Math.min(6, size.height / 2) });
+    setAttributes(mark, { d: MARKS[state] ?? MARKS.starting, transform: `translate(${size.lines ? 14 : 6} ${size.height / 2})` });
+    const told = detailOf(member);
+    setText(title, `${member.id}, ${member.state}: ${told.join(", ")}`);
+    setText(id, size.lines ? cut(member.id, wide, size.lines === 1 ? 11 : 13) : "");
+    setText(detail, size.lines === 2 ? cut(told.join(" · "), wide, 11) : "");
+    setAttributes(id, { x: 28, y: size.lines === 2 ? 15 : size.height - 4 });
+    setAttributes(detail, { x: 28, y: 29 });
+  });
+}
+
+// A mark per state, told apart by shape and not by colour alone; drawn around 0, 0.
+const MARKS = {
+  ready: "M-5 0a5 5 0 1 0 10 0a5 5 0 1 0 -10 0Z",
+  starting: "M-5 0a5 5 0 1 0 10 0a5 5 0 1 0 -10 0ZM-2.5 0a2.5 2.5 0 1 1 5 0a2.5 2.5 0 1 1 -5 0Z",
+  draining: "M-5 -4H5L0 5Z",
+  lost: "M-5 -3L-3 -5L0 -2L3 -5L5 -3L2 0L5 3L3 5L0 2L-3 5L-5 3L-2 0Z",
+};
+
+function detailOf(member) {
+  if (member.state === "lost") return [`silent for ${number(member.heard_s)} s`];
+  if ("verifiers" in member) {
+    return [`${percent(member.busy)} busy`, `${number(member.sequences)} sequences`, `${number(member.draft_tokens_per_s)} tok/s`];
+  }
+  const parts = [`${number(member.running)} running`, `${number(member.tokens_per_s)} tok/s`];
+  if (member.acceptance_length !== null) parts.push(`accepts ${number(member.acceptance_length, 2)}`);
+  return parts;
+}
+
+// About as much as fits; the title has all of it.
+function cut(text, wide, fontSize) {
+  const fits = Math.floor((wide - 34) / (0.56 * fontSize));
+  return text.length <= fits ? text : `${text.slice(0, Math.max(1, fits - 1))}…`;
+}
+
+function words(fleet) {
+  const bound = fleet.pairs.filter((pair) => pair.bound).length;
+  const many = (count, word) => `${count} ${word}${count === 1 ? "" : "s"}`;
+  return `${many(fleet.verifiers.length, "verifier")}, ${many(fleet.drafters.length, "drafter")}, ${many(bound, "assignment")}`;
+}

@@ -1,0 +1,46 @@
+"""The fleet page at `/`, its files, and the events that feed it.
+
+The page and its files are the same for everyone and say nothing of the fleet, so they need no key; the events do, like
+`/fleet`.  The page asks for the key and sends it in a header, which is why it reads the events with `fetch`.
+"""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from gateway.fleet_feed import FleetStream
+from gateway.page import FILES, PageFile
+from gateway.state import gateway_of
+
+router = APIRouter()
+
+HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
+    # Kept, but asked about every time: an update of the gateway shows at once.
+    "cache-control": "no-cache",
+}
+
+
+@router.get("/fleet/events")
+async def events(request: Request) -> Response:
+    """The fleet about once a second, as server-sent events named `fleet`."""
+    return FleetStream(gateway_of(request).feed)
+
+
+def _serve(path: str, file: PageFile) -> None:
+    async def answer(request: Request) -> Response:
+        headers = {**HEADERS, "etag": file.etag}
+        if file.etag in [each.strip().removeprefix("W/") for each in request.headers.get("if-none-match", "").split(",")]:
+            return Response(status_code=304, headers=headers)
+        return Response(file.content, media_type=file.media_type, headers=headers)
+
+    router.add_api_route(path, answer, methods=["GET", "HEAD"])
+
+
+for _path, _file in FILES.items():
+    _serve(_path, _file)

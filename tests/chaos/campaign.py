@@ -1,0 +1,226 @@
+"""Load and faults together against `outrider serve`, and what must be true afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from tests.chaos import census
+from tests.chaos.faults import FULL, QUICK, Done, Saboteur, schedule
+from tests.chaos.workload import Case, Outcome, ask, cases, failed, what_is_wrong
+from tests.support.fleet_process import ServedFleet, descendants
+
+SETTLE_S = 60.0
+"""How long counters may take to fall to zero after the last request."""
+SOCKETS_SLACK = 8
+
+
+@dataclass
+class Result:
+    """What the campaign found."""
+
+    mode: str
+    seed: int
+    faults: list[Done] = field(default_factory=list)
+    outcomes: list[Outcome] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    def check(self, holds: bool, otherwise: str) -> None:
+        """Notes a problem."""
+        if not holds:
+            self.problems.append(otherwise)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line says."""
+
+    quick: bool
+    seed: int
+    requests: int
+    concurrency: int
+    tokens: int
+    mode: str
+
+
+class Load:
+    """Keeps `concurrency` requests going, at least `requests` of them and for as long as `enough` is not set."""
+
+    def __init__(self, url: str, kinds: list[Case], options: Options) -> None:
+        self.outcomes: list[Outcome] = []
+        self.enough = asyncio.Event()
+        self._url = url
+        self._options = options
+        rng = random.Random(options.seed)
+        shuffled = [case for _ in range(1 + options.requests // len(kinds)) for case in rng.sample(kinds, len(kinds))]
+        self._next = itertools.cycle(shuffled)
+        self._running: dict[asyncio.Task[None], Outcome] = {}
+
+    async def run(self) -> None:
+        limits = httpx.Limits(max_connections=self._options.concurrency)
+        async with httpx.AsyncClient(base_url=self._url, timeout=180, limits=limits) as http:
+            await asyncio.gather(*(self._client(http) for _ in range(self._options.concurrency)))
+
+    async def _client(self, http: httpx.AsyncClient) -> None:
+        while len(self.outcomes) < self._options.requests or not self.enough.is_set():
+            outcome = Outcome(next(self._next), time.monotonic())
+            self.outcomes.append(outcome)
+            task = asyncio.create_task(ask(http, outcome.case, outcome))
+            self._running[task] = outcome
+            await asyncio.gather(task, return_exceptions=True)
+            del self._running[task]
+            if outcome.nowhere_to_go:
+                # What the answer's Retry-After says.
+                await asyncio.sleep(1)
+
+    def abandon(self, count: int) -> int:
+        """Up to `count` clients close their connections in the middle of an answer."""
+        leaving = [(task, outcome) for task, outcome in self._running.items() if outcome.chunks][:count]
+        for task, outcome in leaving:
+            outcome.abandoned = True
+            task.cancel()
+        return len(leaving)
+
+
+async def references(url: str, kinds: list[Case]) -> dict[int, Outcome]:
+    """What each exact case says in an undisturbed run, by the case's place in the list."""
+    found: dict[int, Outcome] = {}
+    async with httpx.AsyncClient(base_url=url, timeout=180) as http:
+        queue = iter([(i, case) for i, case in enumerate(kinds) if case.exact])
+
+        async def client() -> None:
+            for i, case in queue:
+                found[i] = Outcome(case, time.monotonic())
+                await ask(http, case, found[i])
+
+        await asyncio.gather(*(client() for _ in range(4)))
+    return found
+
+
+async def disturbed(options: Options) -> Result:
+    """The whole campaign; leaves nothing behind."""
+    began = time.monotonic()
+    result = Result(options.mode, options.seed)
+    shared, sockets = census.shared_memory(), census.unix_sockets()
+    fleet = await asyncio.to_thread(
+        ServedFleet,
+        "--mode",
+        options.mode,
+        "--verifiers=2",
+        "--drafters=2",
+        # Here verifiers die under innocent requests all the time.
+        "--gateway-poison-after=50",
+        "--gateway-failover-wait-s=90",
+        "--drafting-idle-ttl-s=20",
+        '--verifier-engine-args={"structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": true}}',
+    )
+    try:
+        await _under_load(fleet, options, result)
+        await _settled(fleet, result)
+    finally:
+        below = descendants(fleet.process.pid)
+        status = await asyncio.to_thread(fleet.stop)
+    result.check(status == 0, f"the fleet ended with status {status}")
+    await _gone(below, shared, sockets, result)
+    result.seconds = time.monotonic() - began
+    return result
+
+
+async def _under_load(fleet: ServedFleet, options: Options, result: Result) -> None:
+    kinds = cases(options.tokens)
+    known = await references(fleet.url, kinds)
+    for i, reference in known.items():
+        result.check(not reference.errors and reference.done, f"undisturbed: {kinds[i].name} failed: {reference.errors}")
+    # Twice: what a first request opens for good is not a leak.
+    await references(fleet.url, kinds[:2])
+    result.metrics["sockets before"] = census.open_sockets(fleet.process.pid)
+    load = Load(fleet.url, kinds, options)
+    saboteur = Saboteur(fleet, load.abandon)
+    result.faults, result.outcomes = saboteur.done, load.outcomes
+    running = asyncio.create_task(load.run())
+    try:
+        await saboteur.run(schedule(QUICK if options.quick else FULL, options.seed))
+    except TimeoutError as error:
+        result.problems.append(str(error))
+    finally:
+        load.enough.set()
+        await running
+    for fault in saboteur.done:
+        fault.silences = sorted(gap for each in load.outcomes if (gap := each.silence(fault.at)) is not None)
+    places = {id(case): i for i, case in enumerate(kinds)}
+    _judge(result, {id(kinds[i]): reference for i, reference in known.items()}, places)
+
+
+def _judge(result: Result, known: dict[int, Outcome], places: dict[int, int]) -> None:
+    outcomes = result.outcomes
+    for each in failed(outcomes):
+        result.problems.append(f"failed: {each.case.name}: {each.errors}")
+    wrong = Counter[str]()
+    for each in outcomes:
+        if each.errors or each.abandoned:
+            continue
+        reason = what_is_wrong(each, known.get(id(each.case)))
+        if reason is not None:
+            wrong[f"wrong: {each.case.name} ({places[id(each.case)]}): {reason}"] += 1
+    result.problems += [f"{text} ({count} times)" for text, count in wrong.items()]
+
+
+async def _settled(fleet: ServedFleet, result: Result) -> None:
+    """Nothing is left of any request, anywhere."""
+    gauges = {
+        "outrider_requests_in_flight": 0,
+        "outrider_sequences_without_verifier": 0,
+        "outrider_verifier_running": 0,
+        "outrider_verifier_waiting": 0,
+        "outrider_verifiers_connected": 2,
+    }
+
+    def left() -> dict[str, Any]:
+        state = fleet.fleet()
+        values: dict[str, Any] = {name: fleet.metric(name) - wanted for name, wanted in gauges.items()}
+        values["drafters' sequences"] = sum(drafter["sequences"] for drafter in state["drafters"])
+        return {name: value for name, value in values.items() if value}
+
+    deadline = time.monotonic() + SETTLE_S
+    remaining = await asyncio.to_thread(left)
+    while remaining and time.monotonic() < deadline:
+        await asyncio.sleep(0.5)
+        remaining = await asyncio.to_thread(left)
+    result.check(not remaining, f"left over after {SETTLE_S:.0f} s: {remaining}")
+    pid = fleet.process.pid
+    result.metrics["sockets after"] = census.open_sockets(pid)
+    grown = result.metrics["sockets after"] - result.metrics["sockets before"]
+    result.check(grown <= SOCKETS_SLACK, f"the gateway holds {grown:g} sockets more than before")
+    actors = Counter(census.actors(pid))
+    result.check(sum(actors.values()) == 5, f"other actors than one coordinator, two verifiers, two drafters: {dict(actors)}")
+    for name in (
+        "outrider_failovers_total",
+        "outrider_migrations_total",
+        "outrider_poisoned_total",
+        "outrider_recovery_seconds_count",
+        "outrider_recovery_seconds_sum",
+        "outrider_generated_tokens_total",
+    ):
+        result.metrics[name] = await asyncio.to_thread(fleet.metric, name)
+    result.check(result.metrics["outrider_poisoned_total"] == 0, "requests were refused as poison")
+
+
+async def _gone(below: set[int], shared: set[str], sockets: set[str], result: Result) -> None:
+    """The fleet has stopped: no process, socket or shared memory of it remains."""
+    deadline = time.monotonic() + 20
+    while any(census.name_of(pid) for pid in below) and time.monotonic() < deadline:
+        await asyncio.sleep(0.2)
+    remaining = [census.name_of(pid) for pid in below if census.name_of(pid)]
+    result.check(not remaining, f"processes remain: {remaining}")
+    result.check(census.shared_memory() <= shared, f"shared memory remains: {sorted(census.shared_memory() - shared)}")
+    ours = sorted(path for path in census.unix_sockets() - sockets if "outrider" in path)
+    result.check(not ours, f"sockets remain: {ours}")

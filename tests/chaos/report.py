@@ -1,0 +1,110 @@
+"""The campaign's findings as Markdown and JSON."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from tests.chaos.campaign import Result
+from tests.chaos.migration import Moved
+from tests.support.fleet_process import ROOT
+
+
+def write(directory: Path, result: Result | None, moved: Moved | None, command: str) -> str:
+    """Writes `chaos.json` and `chaos.md` into `directory`; returns the Markdown."""
+    directory.mkdir(parents=True, exist_ok=True)
+    document = {"command": command, "commit": _commit(), "faults": _faults(result), "migration": _migration(moved)}
+    text = _markdown(document)
+    (directory / "chaos.json").write_text(json.dumps(document, indent=1) + "\n")
+    (directory / "chaos.md").write_text(text)
+    return text
+
+
+def _faults(result: Result | None) -> dict[str, Any] | None:
+    if result is None:
+        return None
+    kinds: dict[str, Any] = {}
+    for kind in sorted({fault.kind for fault in result.faults}):
+        mine = [fault for fault in result.faults if fault.kind == kind]
+        gaps = [gap for fault in mine for gap in fault.silences]
+        back = [fault.back_s for fault in mine if fault.back_s is not None]
+        kinds[kind] = {
+            "times": len(mine),
+            "streams running": len(gaps),
+            "median silence s": round(statistics.median(gaps), 3) if gaps else None,
+            "longest silence s": round(max(gaps), 3) if gaps else None,
+            "back in service s": round(statistics.median(back), 1) if back else None,
+        }
+    outcomes = result.outcomes
+    return {
+        "mode": result.mode,
+        "seed": result.seed,
+        "seconds": round(result.seconds, 1),
+        "faults": len(result.faults),
+        "kinds": kinds,
+        "requests": len(outcomes),
+        "requests by kind": dict(sorted(Counter(each.case.name for each in outcomes).items())),
+        "left by their clients": sum(each.abandoned for each in outcomes),
+        "nowhere to go": sum(each.nowhere_to_go for each in outcomes),
+        "metrics": result.metrics,
+        "problems": result.problems,
+    }
+
+
+def _migration(moved: Moved | None) -> dict[str, Any] | None:
+    if moved is None:
+        return None
+    return {
+        "requests": moved.requests,
+        "sequences moved": moved.sequences_moved,
+        "acceptance length before the cut": _pair(moved.before),
+        "acceptance length after the cut": _pair(moved.after),
+        "seconds": round(moved.seconds, 1),
+        "problems": moved.problems,
+    }
+
+
+def _pair(values: tuple[float, float]) -> dict[str, float]:
+    return {"moved": round(values[0], 3), "left alone": round(values[1], 3)}
+
+
+def _markdown(document: dict[str, Any]) -> str:
+    lines = ["# Chaos campaign", "", f"`{document['command']}` at commit {document['commit']}.", ""]
+    faults, migration = document["faults"], document["migration"]
+    if faults is not None:
+        failovers = faults["metrics"].get("outrider_failovers_total", 0)
+        lines += [
+            f"{faults['faults']} faults in {faults['seconds']:.0f} s under {faults['requests']} requests "
+            f"(mode {faults['mode']}, seed {faults['seed']}). {faults['left by their clients']} requests were left by their "
+            f"clients, {faults['nowhere to go']} had nowhere to go. Failovers: {failovers:g}.",
+            "",
+            "| fault | times | streams running | median silence, s | longest silence, s | back in service after, s |",
+            "|---|---|---|---|---|---|",
+        ]
+        for kind, row in faults["kinds"].items():
+            cells = ["" if value is None else str(value) for value in row.values()]
+            lines.append("| " + " | ".join([kind, *cells]) + " |")
+        lines += ["", *_problems(faults["problems"])]
+    if migration is not None:
+        before, after = migration["acceptance length before the cut"], migration["acceptance length after the cut"]
+        lines += [
+            f"{migration['requests']} requests ({migration['sequences moved']} sequences) moved in their midst. "
+            f"Acceptance length before the cut {before['moved']}, left alone {before['left alone']}; "
+            f"after the cut {after['moved']}, left alone {after['left alone']}.",
+            "",
+            *_problems(migration["problems"]),
+        ]
+    return "\n".join(lines)
+
+
+def _problems(problems: list[str]) -> list[str]:
+    return [*(f"- PROBLEM: {each}" for each in problems), ""] if problems else ["No problem found.", ""]
+
+
+def _commit() -> str:
+    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    return found.stdout.strip() or "unknown"

@@ -1,0 +1,199 @@
+"""Requests of every kind, what a client is told of each, and whether that is right."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "items": {"type": "array", "items": {"enum": ["a", "bc", "def"]}, "minItems": 24, "maxItems": 24},
+        "count": {"enum": [1, 2, 3]},
+    },
+    "required": ["items", "count"],
+    "additionalProperties": False,
+}
+PROMPTS = (
+    "def add(a, b):\n",
+    "class Stack:\n    def __init__(self):\n",
+    "import os\nimport sys\n",
+    "for line in open(path):\n",
+    "def main(argv=None):\n    parser = ",
+    "try:\n    import json\nexcept ImportError:\n",
+)
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+NOWHERE = frozenset({"no_verifier_ready", "verifier_lost"})
+"""Errors of a request for which no verifier was there in time."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kind of request; `exact` where an undisturbed run says what must come out."""
+
+    name: str
+    path: str
+    body: dict[str, Any]
+    exact: bool
+
+
+def cases(tokens: int) -> list[Case]:
+    """Every kind with every prompt; the longest emit `tokens` tokens."""
+    base = {"model": "demo", "temperature": 0, "max_tokens": tokens, "ignore_eos": True}
+    streamed = base | {"stream": True, "stream_options": {"include_usage": True}}
+    made: list[Case] = []
+    for prompt in PROMPTS:
+        text, chat = {"prompt": prompt}, {"messages": [{"role": "user", "content": prompt}]}
+        structured = {"ignore_eos": False, "structured_outputs": {"json": SCHEMA}}
+        penalties = {"presence_penalty": 0.6, "frequency_penalty": 0.4, "repetition_penalty": 1.1}
+        made += [
+            Case("greedy", COMPLETIONS, streamed | text, True),
+            Case("whole", COMPLETIONS, base | text, True),
+            Case("penalties", COMPLETIONS, streamed | text | penalties, True),
+            Case("stop strings", COMPLETIONS, streamed | text | {"stop": ["\n\n\n", "return self."]}, True),
+            Case("json schema", COMPLETIONS, streamed | text | structured, True),
+            Case("logprobs", COMPLETIONS, streamed | text | {"logprobs": 2}, True),
+            # n > 1 must sample; with one candidate per token there is only one outcome.
+            Case("n = 2", COMPLETIONS, streamed | text | {"n": 2, "temperature": 1.0, "top_k": 1}, True),
+            Case("chat", CHAT, streamed | chat, True),
+            Case("sampled", COMPLETIONS, streamed | text | {"temperature": 0.8, "top_p": 0.95}, False),
+            Case("seeded", CHAT, streamed | chat | {"temperature": 0.8, "seed": 7}, False),
+            Case("sampled json", COMPLETIONS, streamed | text | structured | {"temperature": 0.8}, False),
+        ]
+    return made
+
+
+@dataclass
+class Told:
+    """What a client was told of one index of one request."""
+
+    text: str = ""
+    finish: list[str] = field(default_factory=list)
+    tokens: list[str] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+
+@dataclass
+class Outcome:
+    """One request from its client's side.  Times are monotonic seconds."""
+
+    case: Case
+    began: float
+    ended: float = 0.0
+    chunks: list[float] = field(default_factory=list)
+    """When each piece of text came."""
+    told: dict[int, Told] = field(default_factory=dict)
+    usage: dict[str, Any] | None = None
+    errors: list[dict[str, Any]] = field(default_factory=list)
+    done: bool = False
+    abandoned: bool = False
+    """The client left on purpose."""
+
+    @property
+    def nowhere_to_go(self) -> bool:
+        """It failed because no verifier was there in time."""
+        return bool(self.errors) and all(error.get("code") in NOWHERE for error in self.errors)
+
+    def silence(self, at: float) -> float | None:
+        """The time without text around the moment `at`; None when it was not running then."""
+        before = [moment for moment in self.chunks if moment <= at]
+        after = [moment for moment in self.chunks if moment > at]
+        return after[0] - before[-1] if before and after else None
+
+
+async def ask(http: httpx.AsyncClient, case: Case, outcome: Outcome) -> None:
+    """Sends one request and notes what comes."""
+    try:
+        if case.body.get("stream"):
+            async with http.stream("POST", case.path, json=case.body) as answer:
+                if answer.status_code != 200:
+                    outcome.errors.append(json.loads(await answer.aread())["error"])
+                    return
+                async for line in answer.aiter_lines():
+                    if line == "data: [DONE]":
+                        outcome.done = True
+                    elif line.startswith("data: "):
+                        _hear(outcome, json.loads(line[6:]))
+        else:
+            answer = await http.post(case.path, json=case.body)
+            body = answer.json()
+            if answer.status_code == 200:
+                _hear(outcome, body)
+                outcome.done = True
+            else:
+                outcome.errors.append(body["error"])
+    except httpx.HTTPError as error:
+        outcome.errors.append({"code": "connection", "message": type(error).__name__})
+    finally:
+        outcome.ended = time.monotonic()
+
+
+def _hear(outcome: Outcome, chunk: dict[str, Any]) -> None:
+    if "error" in chunk:
+        outcome.errors.append(chunk["error"])
+        return
+    outcome.usage = chunk.get("usage") or outcome.usage
+    for choice in chunk.get("choices", []):
+        told = outcome.told.setdefault(choice["index"], Told())
+        message = choice.get("delta") or choice.get("message") or {}
+        text = choice.get("text") or message.get("content") or ""
+        if text:
+            outcome.chunks.append(time.monotonic())
+            told.text += text
+        if choice.get("finish_reason"):
+            told.finish.append(choice["finish_reason"])
+        logprobs = choice.get("logprobs") or {}
+        told.tokens += logprobs.get("tokens") or []
+        told.logprobs += logprobs.get("token_logprobs") or []
+
+
+def what_is_wrong(outcome: Outcome, reference: Outcome | None) -> str | None:
+    """Why an answer that came without an error is not what it should be; None when it is."""
+    if not outcome.done:
+        return "the stream ended without [DONE]"
+    for told in outcome.told.values():
+        if len(told.finish) != 1:
+            return f"{len(told.finish)} finish reasons"
+    if len(outcome.told) != outcome.case.body.get("n", 1):
+        return "indices are missing"
+    if reference is not None:
+        return _difference(outcome, reference)
+    body = outcome.case.body
+    usage = outcome.usage or {}
+    if body.get("structured_outputs"):
+        return _not_json(outcome.told[0])
+    return None if usage.get("completion_tokens") == body["max_tokens"] else f"usage {usage} for {body['max_tokens']} tokens"
+
+
+def _difference(outcome: Outcome, reference: Outcome) -> str | None:
+    for index, wanted in reference.told.items():
+        got = outcome.told[index]
+        if got.text != wanted.text:
+            same = next((i for i, (a, b) in enumerate(zip(got.text, wanted.text, strict=False)) if a != b), "the end")
+            return f"other text from character {same} on ({len(got.text)} and {len(wanted.text)} characters)"
+        if (got.finish, got.tokens) != (wanted.finish, wanted.tokens):
+            return "other finish reason or other tokens"
+        # Prefill and decoding round differently.
+        if any(abs(a - b) > 0.01 for a, b in zip(got.logprobs, wanted.logprobs, strict=True)):
+            return "other log-probabilities"
+    return None if outcome.usage == reference.usage else f"usage {outcome.usage}, not {reference.usage}"
+
+
+def _not_json(told: Told) -> str | None:
+    if told.finish == ["length"]:
+        return None
+    try:
+        found = json.loads(told.text)
+    except ValueError:
+        return "no JSON"
+    return None if set(found) == {"items", "count"} and len(found["items"]) == 24 else "JSON of another schema"
+
+
+def failed(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """Those that ended with an error although a verifier was there."""
+    return [each for each in outcomes if each.errors and not each.abandoned and not each.nowhere_to_go]

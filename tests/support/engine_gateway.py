@@ -1,0 +1,96 @@
+"""A gateway in the test's own event loop in front of real verifiers and drafters, each a process of its own, without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+
+from backend.config import Settings
+from backend.demo import TARGET_DIR
+from backend.fleet import Member
+from gateway.directory import StaticDirectory
+from gateway.fleet_core import FleetCore
+from gateway.server import GatewayServer
+from tests.support.fake_verifier import eventually
+from tests.support.processes import Drafter, Verifier
+
+
+@dataclass
+class EngineFleet:
+    """What a test gets hold of."""
+
+    server: GatewayServer
+    directory: StaticDirectory
+    verifiers: list[Verifier]
+    drafters: list[Drafter]
+    http: httpx.AsyncClient
+    members: dict[str, Member] = field(default_factory=dict)
+
+    @property
+    def core(self) -> FleetCore:
+        return self.server.gateway.client.core
+
+    def set_state(self, verifier: Verifier, state: str) -> None:
+        """What the directory says of a verifier."""
+        member = self.members[verifier.name]
+        self.members[verifier.name] = msgspec.structs.replace(member, state=state)
+        self.directory.set_members(list(self.members.values()))
+
+    async def quiet(self, timeout_s: float = 20.0) -> None:
+        """Every verifier that is connected has nothing left to do."""
+
+        def empty() -> bool:
+            stats = self.core.stats()
+            return bool(stats) and all(each.running + each.waiting == 0 for each in stats)
+
+        await eventually(lambda: self.core.in_flight == 0 and empty(), timeout_s)
+
+    async def metric(self, name: str) -> float:
+        """The sum of a metric's samples."""
+        lines = (await self.http.get("/metrics")).text.splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith((f"{name} ", f"{name}{{")))
+
+
+@asynccontextmanager
+async def engine_fleet(
+    verifiers: int = 2, drafters: int = 2, mode: str = "sync", verifier: dict[str, Any] | None = None, **gateway: Any
+) -> AsyncIterator[EngineFleet]:
+    """Verifier i is served by drafter i modulo their number; none where `mode` drafts without any."""
+    sections = {"mode": mode, "verifier": {"draft_deadline_ms": 2000, "gateway_lease_s": 10.0} | (verifier or {})}
+    remote = mode not in ("off", "native")
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        # They start side by side: most of that time is importing.
+        start_v = [asyncio.to_thread(Verifier, folder, sections) for _ in range(verifiers)]
+        start_d = [asyncio.to_thread(Drafter, folder) for _ in range(drafters if remote else 0)]
+        children = await asyncio.gather(*start_v, *start_d)
+        for child in children:
+            stack.callback(child.close)
+        real, helpers = children[:verifiers], children[verifiers:]
+        for i, one in enumerate(real):
+            if helpers:
+                one.set_drafters(msgspec.structs.replace(helpers[i % len(helpers)].ref, id=f"drafter-{i % len(helpers)}"))
+        members = {
+            each.name: Member(each.name, "verifier", "incarnation", each.address, "", "n", each.process.pid, "demo", "ready")
+            for each in real
+        }
+        directory = StaticDirectory(list(members.values()))
+        settings = Settings.model_validate(sections | {"gateway": {"port": 0, "balance_interval_s": 0, **gateway}})
+        server = GatewayServer(settings, directory, str(TARGET_DIR), model_name="demo")
+        task = asyncio.create_task(server.serve())
+        try:
+            await eventually(lambda: server.url != "" and len(server.gateway.client.core.ready_links) == verifiers, 60)
+            async with httpx.AsyncClient(base_url=server.url, timeout=120) as http:
+                yield EngineFleet(server, directory, real, helpers, http, members)
+        finally:
+            server.stop()
+            server.stop()
+            await task

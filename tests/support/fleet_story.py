@@ -1,0 +1,150 @@
+"""A fleet that exists only as reports: as much of `FleetCore` as the feed reads, moved on by hand.
+
+Verifiers decode and draft at steady rates; drafter i serves verifier i modulo their number.  `page_app` is the fleet page of
+such a fleet, without an engine.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from fastapi import FastAPI
+
+from backend.fleet import (
+    Assignment,
+    DraftCounters,
+    DrafterStats,
+    FleetSnapshot,
+    Member,
+    MemberKind,
+    MemberState,
+    MemberView,
+    VerifierStats,
+)
+from gateway.fleet_feed import FleetFeed
+from gateway.metrics import GatewayMetrics
+from gateway.middleware import Admission, Envelope
+from gateway.routes import page
+
+STEP_S = 0.02
+"""Of every verifier: 50 steps a second, 70 % busy, 20 % waiting for drafts, the rest without work."""
+
+
+def member(name: str, kind: MemberKind, state: MemberState = "ready", incarnation: str = "first") -> Member:
+    return Member(name, kind, incarnation, "ipc://nowhere", "", f"node-{int(name[-1]) % 3}", 100, "demo", state)
+
+
+class Story:
+    """Change its attributes, then `advance`."""
+
+    def __init__(self, verifiers: int = 2, drafters: int = 3) -> None:
+        self.members = {f"verifier-{i}": member(f"verifier-{i}", "verifier") for i in range(verifiers)}
+        self.members |= {f"drafter-{i}": member(f"drafter-{i}", "drafter") for i in range(drafters)}
+        self.bound = {f"drafter-{i}": f"verifier-{i % verifiers}" for i in range(drafters)} if verifiers else {}
+        self.load = {f"verifier-{i}": 3 + 5 * i % 17 for i in range(verifiers)}
+        """Running sequences; 0 is no work."""
+        self.silent_s: dict[str, float] = {}
+        self.counters = {"registrations": verifiers + drafters, "restarts": 0}
+        self.verifiers = {name: VerifierStats(name, 1000.0, "auto", 4, plan_k=4, plan_groups=2) for name in self.load}
+        self.drafters = {name: DrafterStats(name, 1000.0) for name in self.members if name.startswith("drafter")}
+        self.metrics = GatewayMetrics()
+        self.version = 0
+        self.snapshot: FleetSnapshot | None = None
+
+    def advance(self, seconds: float) -> None:
+        """The fleet works for so long, then everyone reports."""
+        for name, stats in self.verifiers.items():
+            self.verifiers[name] = self._worked(stats, seconds)
+        for name, each in self.drafters.items():
+            serving = [self.bound[name]] if name in self.bound else []
+            self.drafters[name] = DrafterStats(
+                name,
+                each.started_at,
+                draft_tokens=each.draft_tokens + int(400 * seconds * len(serving)),
+                busy_s=each.busy_s + 0.4 * seconds * len(serving),
+                sequences=sum(self.load[v] for v in serving),
+                cache_usage=0.3,
+                verifiers=serving,
+            )
+        self.tell()
+
+    def tell(self) -> None:
+        """The directory's next answer."""
+        self.version += 1
+        views = [
+            MemberView(each, self.silent_s.get(name, 0.1), self.verifiers.get(name), self.drafters.get(name))
+            for name, each in sorted(self.members.items())
+        ]
+        bound = [Assignment(v, d, 1) for d, v in sorted(self.bound.items()) if {v, d} <= self.members.keys()]
+        self.snapshot = FleetSnapshot(self.version, views, bound, dict(self.counters))
+
+    def _worked(self, old: VerifierStats, seconds: float) -> VerifierStats:
+        running = self.load[old.verifier_id]
+        steps = int(seconds / STEP_S) if running else 0
+        drafters = dict(old.drafters)
+        mine = [drafter for drafter, verifier in self.bound.items() if verifier == old.verifier_id]
+        for index, name in enumerate(mine):
+            drafters[name] = self._drafted(drafters.get(name, DraftCounters()), steps * running // len(mine), index)
+        new = sum(each.accepted_tokens for each in drafters.values()) - sum(e.accepted_tokens for e in old.drafters.values())
+        shares = {"no_work": 0.1, "awaiting_draft": 0.2} if running else {"no_work": 1.0}
+        return VerifierStats(
+            old.verifier_id,
+            old.started_at,
+            old.mode,
+            old.num_speculative_tokens,
+            busy_s=old.busy_s + (0.7 * seconds if running else 0.0),
+            idle_s={cause: spent + shares.get(cause, 0.0) * seconds for cause, spent in old.idle_s.items()},
+            steps=old.steps + steps,
+            tokens=old.tokens + steps * running + new,
+            verifications=old.verifications + steps * running,
+            running=running,
+            waiting=max(0, running - 14),
+            tokens_in_flight=300 * running,
+            kv_usage=min(0.97, 0.06 * running),
+            drafters=drafters,
+            drafters_down=old.drafters_down,
+            plan_k=old.plan_k,
+            plan_groups=old.plan_groups,
+            plan_outcomes=old.plan_outcomes,
+            plan_changes=old.plan_changes,
+        )
+
+    def _drafted(self, old: DraftCounters, drafts: int, index: int) -> DraftCounters:
+        return DraftCounters(
+            drafts=old.drafts + drafts,
+            draft_tokens=old.draft_tokens + 4 * drafts,
+            accepted_tokens=old.accepted_tokens + (2 - index % 2) * drafts,
+            rounds=old.rounds + drafts,
+            round_trip_s=old.round_trip_s + 0.008 * drafts,
+            dropped=old.dropped,
+        )
+
+    # What the feed reads
+
+    def stats(self) -> list[VerifierStats]:
+        return [stats for name, stats in self.verifiers.items() if self._answers(name)]
+
+    @property
+    def ready_links(self) -> list[Any]:
+        return [SimpleNamespace(member=self.members[name]) for name in self.verifiers if self._answers(name)]
+
+    def _answers(self, name: str) -> bool:
+        return name in self.members and self.members[name].state != "lost"
+
+
+def feed_of(story: Story, model: str = "demo") -> FleetFeed:
+    """A feed that watches the story; `look()` it by hand or `start()` it."""
+    about = {"model": model, "mode": "auto", "num_speculative_tokens": 4}
+    return FleetFeed(story, about, story.metrics)  # type: ignore[arg-type]
+
+
+def page_app(feed: FleetFeed, api_key: str | None = None) -> FastAPI:
+    """The page, its files and its events behind the gateway's own middleware."""
+    app = FastAPI()
+    app.state.gateway = SimpleNamespace(feed=feed)
+    app.include_router(page.router)
+    metrics = GatewayMetrics()
+    app.add_middleware(Admission, metrics=metrics, api_key=api_key, max_in_flight=1)
+    app.add_middleware(Envelope, metrics=metrics)
+    return app

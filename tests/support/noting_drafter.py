@@ -1,0 +1,77 @@
+"""A real EAGLE drafter in a thread of the test that keeps what it was sent and what it drafted.  Tests only."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from backend.config import DraftingSettings
+from backend.drafter.intake import TORCH_DTYPES
+from backend.drafter.process import DrafterModel, build_proposer
+from backend.drafter.service import DrafterService
+from backend.fleet import DrafterRef
+from backend.models import ResolvedModels
+from backend.protocol import Close, Drafts, Round, decode_to_drafter, decode_to_verifier
+from backend.transport import Hub, Wire
+
+
+def eagle(paths: ResolvedModels) -> Any:
+    """A proposer with the head of `paths` and room for everything."""
+    return build_proposer(DrafterModel(paths.target_dir, paths.drafter_dir), DraftingSettings(cache_tokens=65536))
+
+
+class NotingDrafter:
+    """By request: `features` by position, and `drafts` by base length (those made from true features)."""
+
+    def __init__(self, address: str, paths: ResolvedModels) -> None:
+        self.ref = DrafterRef("drafter-0", "noting", address, "", 1)
+        self.features: dict[str, dict[int, Tensor]] = {}
+        self.drafts: dict[str, dict[int, list[int]]] = {}
+        self._service = DrafterService("drafter-0", eagle(paths), 600.0)
+        self._stop, self._ready = threading.Event(), threading.Event()
+        self._hub: Hub
+        self._thread = threading.Thread(target=self._run, args=(address,), daemon=True)
+        self._thread.start()
+        assert self._ready.wait(10)
+
+    def close(self) -> None:
+        self._stop.set()
+        self._hub.wake()
+        self._thread.join(10)
+
+    def _run(self, address: str) -> None:
+        self._hub = Hub(Wire())
+        router = self._hub.router(address)
+        self._ready.set()
+        while not self._stop.is_set():
+            if not self._service.has_work:
+                self._hub.poll(0.2)
+            replies = []
+            while (message := router.receive()) is not None:
+                self._note(message[1])
+                replies += self._service.receive(*message)
+            if self._service.has_work:
+                replies += self._service.work()
+            for identity, payload in replies:
+                router.send(identity, payload)
+                answer = decode_to_verifier(payload)
+                for draft in answer.items if isinstance(answer, Drafts) else []:
+                    self.drafts.setdefault(draft.request_id, {})[draft.base_len] = draft.tokens
+        self._hub.close()
+
+    def _note(self, frames: list[bytes]) -> None:
+        message = decode_to_drafter(frames[0])
+        if not isinstance(message, Round) or not frames[1]:
+            return
+        rows = torch.frombuffer(bytearray(frames[1]), dtype=TORCH_DTYPES[message.dtype]).view(-1, message.hidden)
+        at = 0
+        for item in message.items:
+            if isinstance(item, Close):
+                continue
+            known = self.features.setdefault(item.request_id, {})
+            for i in range(item.rows):
+                known[item.base_len - 1 - item.rows + i] = rows[at + i]
+            at += item.rows

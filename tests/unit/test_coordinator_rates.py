@@ -1,0 +1,82 @@
+"""What the coordinator makes of cumulative counters."""
+
+from __future__ import annotations
+
+import pytest
+
+from backend.coordinator.rates import Average, DrafterRates, Line, VerifierRates
+from backend.fleet import DraftCounters, DrafterStats, VerifierStats
+
+
+def test_an_average_forgets_with_time() -> None:
+    average = Average(2.0)
+    average.note(10.0, 0.0)
+    assert average.value == 10.0
+    for _ in range(8):
+        average.note(0.0, 0.25)
+    assert average.value == pytest.approx(10 * 2.718281828**-1, rel=1e-6)
+
+
+def test_a_line_is_found_where_rounds_differ_and_guessed_where_they_do_not() -> None:
+    line = Line(20.0)
+    assert line.read() is None
+    line.note(8, 0.02, 5, 0.25)
+    fixed, slope = line.read() or (0.0, 0.0)
+    assert fixed + 8 * slope == pytest.approx(0.02)
+    for i in range(200):
+        x = (2, 8, 16, 32)[i % 4]
+        line.note(x, 0.005 + 0.002 * x, 5, 0.25)
+    fixed, slope = line.read() or (0.0, 0.0)
+    assert fixed == pytest.approx(0.005, abs=0.002)
+    assert slope == pytest.approx(0.002, rel=0.1)
+
+
+def stats(running: int = 4, tokens: int = 0, started_at: float = 0.0, **fields: object) -> VerifierStats:
+    return VerifierStats("v0", started_at, "auto", 4, running=running, tokens=tokens, **fields)  # type: ignore[arg-type]
+
+
+def test_a_verifiers_load_speed_and_acceptance() -> None:
+    rates, drafters = VerifierRates("v0", 2.0), {"d0": DrafterRates("d0", 2.0), "d1": DrafterRates("d1", 2.0)}
+    for i in range(40):
+        counters = {"d0": DraftCounters(10 * i, accepted_tokens=20 * i), "d1": DraftCounters(10 * i, accepted_tokens=10 * i)}
+        report = stats(
+            4, 25 * i, plain_step_s=0.03, drafted_step_s=0.04, drafters=counters, drafters_down=["d1"] if i > 5 else []
+        )
+        rates.observe(report, 0.25 * i, drafters)
+    load = rates.load
+    assert load.requests == 4
+    assert load.plain_s == pytest.approx(0.03)
+    assert load.drafted_s == pytest.approx(0.04)
+    assert load.length == pytest.approx(2.5)
+    assert load.tgs == pytest.approx(25)
+    assert load.may_skip
+    assert drafters["d0"].speed.quality > 1 > drafters["d1"].speed.quality
+    assert drafters["d1"].speed.down_for == {"v0"}
+    rates.observe(stats(4, 1000, drafters_down=[]), 10.0, drafters)
+    assert drafters["d1"].speed.down_for == frozenset()
+
+
+def test_a_restarted_process_sets_a_new_mark() -> None:
+    rates = VerifierRates("v0", 2.0)
+    rates.observe(stats(4, 1000), 0.0, {})
+    rates.observe(stats(4, 1100), 1.0, {})
+    before = rates.load.tgs
+    rates.observe(stats(4, 5, started_at=9.0), 2.0, {})
+    assert rates.load.tgs == before
+    drafter = DrafterRates("d0", 2.0)
+    drafter.observe(DrafterStats("d0", 0.0, batches=10, drafts=80, draft_s=0.2), 0.0)
+    drafter.observe(DrafterStats("d0", 1.0, batches=20, drafts=160, draft_s=0.9), 1.0)
+    assert drafter.speed.fixed_s is None
+    drafter.observe(DrafterStats("d0", 1.0, batches=30, drafts=240, draft_s=1.1), 2.0)
+    assert (drafter.speed.fixed_s or 0) + 8 * (drafter.speed.per_request_s or 0) == pytest.approx(0.02)
+
+
+def test_what_the_plan_hides_behind_verification() -> None:
+    rates = VerifierRates("v0", 2.0)
+    rates.observe(stats(plan_groups=1), 0.0, {})
+    assert rates.load.overlap == 0
+    rates.observe(stats(plan_groups=2), 0.25, {})
+    assert rates.load.overlap == 1
+    ahead = {"d0": DraftCounters(ahead_hits=30, ahead_misses=10)}
+    rates.observe(stats(plan_outcomes=8, drafters=ahead), 0.5, {})
+    assert rates.load.overlap == 0.75

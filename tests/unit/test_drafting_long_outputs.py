@@ -1,0 +1,80 @@
+"""Long outputs: after hundreds of verifications and rejections the drafter's state is that of one that was told all at once.
+
+A rollback that went wrong raises no error; drafts just get worse.  (`tests/campaign` does the same with the demo models.)
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from backend.drafter.proposer import Ask
+from backend.drafter.service import DrafterService
+from backend.fleet import DrafterRef
+from tests.support.drafter_heads import TinyHead, make_proposer
+from tests.support.simulated_link import Network, SimulatedDrafter, World
+from tests.support.simulated_verifier import SimulatedVerifier, Text, simulated, write_text
+
+HEAD = TinyHead(hidden=16, heads=2, kv_heads=1, max_position=4096)
+PROMPT, LENGTH, K = 20, 620, 4
+COMPARED = 40
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("long")
+
+
+@pytest.fixture(scope="module")
+def texts(directory: Path) -> dict[str, Text]:
+    proposer = make_proposer(directory / "author", HEAD, cache_tokens=8192)
+    return {name: write_text(proposer, seed, PROMPT, LENGTH, agreement=0.7) for seed, name in enumerate(("a", "b"))}
+
+
+@pytest.mark.parametrize("mode", ["sync", "pipelined", "ahead"])
+def test_the_last_drafts_are_those_of_a_fresh_drafter(directory: Path, texts: dict[str, Text], mode: str) -> None:
+    world = World(0)
+    network = Network(world)
+
+    def make() -> DrafterService:
+        return DrafterService("d0", make_proposer(directory / mode, HEAD, cache_tokens=8192), 60.0, world.monotonic)
+
+    drafter = SimulatedDrafter(network, "sim://d0", make, 0.002)
+    with simulated(world, network):
+        verifier = SimulatedVerifier(world, network, mode, fallback=False)
+        verifier.drafters(DrafterRef("d0", "one", "sim://d0", "", 1))
+        verifier.generate(texts)
+    counters = verifier.stats.drafters["d0"]
+    assert counters.accepted_tokens < counters.draft_tokens, "there were rejections"
+    for name, text in texts.items():
+        late = sorted(n for request, n in drafter.fresh if request == name and n > LENGTH * 3 // 4)[-COMPARED:]
+        assert len(late) > 10
+        fresh = make_proposer(directory / mode, HEAD, cache_tokens=4096)
+        for n in late:
+            fresh.open("fresh", text.tokens[:n], n - 1, 0.0)
+            (expected,) = fresh.draft([Ask("fresh", n, n - 1, K, text.features[: n - 1])])
+            assert drafter.fresh[name, n] == expected, f"{name} at {n}"
+            fresh.close("fresh")
+
+
+def test_acceptance_does_not_decay(directory: Path, texts: dict[str, Text]) -> None:
+    """First and last third of a long output: as many tokens per verification, within what chance allows."""
+    world = World(0)
+    network = Network(world)
+    service = DrafterService("d0", make_proposer(directory / "decay", HEAD, cache_tokens=4096), 60.0, world.monotonic)
+    drafter = SimulatedDrafter(network, "sim://d0", lambda: service, 0.002)
+    with simulated(world, network):
+        verifier = SimulatedVerifier(world, network, "sync", fallback=False)
+        verifier.drafters(DrafterRef("d0", "one", "sim://d0", "", 1))
+        verifier.generate(texts)
+
+    def kept(first: int, last: int) -> float:
+        """Share of first draft tokens that were right."""
+        found = [
+            texts[name].tokens[n] == tokens[0] for (name, n), tokens in drafter.fresh.items() if first <= n < last and tokens
+        ]
+        assert len(found) > 100
+        return sum(found) / len(found)
+
+    assert kept(LENGTH * 2 // 3, LENGTH) > kept(0, LENGTH // 3) - 0.12

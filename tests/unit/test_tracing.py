@@ -1,0 +1,196 @@
+"""Traces: contexts, sampling, what each process puts into its spans, and nothing at all when off."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from backend import tracing
+from backend.config import Settings, sources
+from backend.config.settings import TracingSettings
+from backend.drafter.traces import DraftTraces
+from backend.protocol import Open, Round, decode_to_drafter, encode
+from backend.tracing import Tracing, TracingError, open_tracing
+from backend.verifier.traces import TRACE_ARGUMENT, RequestTraces
+from gateway.cli import main
+
+TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
+PARENT = f"00-{TRACE_ID}-b7ad6b7169203331-01"
+NOT_KEPT = PARENT[:-1] + "0"
+
+
+class Kept:
+    """A `Tracing` whose spans stay here."""
+
+    def __init__(self, ratio: float = 1.0) -> None:
+        self._exporter = InMemorySpanExporter()
+        self.tracing = Tracing("test", "test-0", ratio, self._exporter)
+
+    def spans(self) -> list[Any]:
+        self.tracing._provider.force_flush()
+        return list(self._exporter.get_finished_spans())
+
+
+@pytest.fixture
+def kept() -> Iterator[Kept]:
+    kept = Kept()
+    yield kept
+    kept.tracing.close()
+
+
+def test_off_is_none_and_imports_nothing() -> None:
+    assert open_tracing(Settings().tracing, "gateway", "x") is None
+    code = "import sys, backend.tracing, backend.config as c; backend.tracing.check(c.Settings().tracing);"
+    code += "sys.exit(any(name.startswith('opentelemetry') for name in sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_missing_extra_is_one_clear_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
+    with pytest.raises(TracingError, match=r"pip install 'outrider\[tracing\]'"):
+        tracing.check(TracingSettings(endpoint="http://127.0.0.1:4318"))
+    assert main(["serve", "--port", "0", "--tracing-endpoint", "http://127.0.0.1:4318"]) == 2
+    assert capsys.readouterr().err.strip() == f"outrider: {tracing.MISSING}"
+
+
+@pytest.mark.parametrize(
+    ("given", "used"),
+    [
+        ("http://collector:4318", "http://collector:4318/v1/traces"),
+        ("http://collector:4318/", "http://collector:4318/v1/traces"),
+        ("https://host/custom/path", "https://host/custom/path"),
+    ],
+)
+def test_a_collectors_address_stands_for_its_path(given: str, used: str) -> None:
+    assert sources.load(["--tracing-endpoint", given]).settings.tracing.endpoint == used
+    # The launcher hands settings on as JSON: reading them twice changes nothing.
+    settings = Settings.model_validate({"tracing": {"endpoint": given}})
+    assert Settings.model_validate_json(settings.model_dump_json()) == settings
+
+
+@pytest.mark.parametrize("wrong", ["collector:4317", "grpc://collector:4317", "http://"])
+def test_what_is_no_http_collector_is_refused(wrong: str) -> None:
+    with pytest.raises(sources.ConfigError, match=r"--tracing-endpoint: .*OTLP/HTTP"):
+        sources.load(["--tracing-endpoint", wrong])
+
+
+def test_a_trace_is_continued_and_its_context_handed_on(kept: Kept) -> None:
+    span = kept.tracing.start("a", {"traceparent": PARENT, "tracestate": "vendor=1"})
+    assert span is not None
+    headers = span.headers
+    assert headers["traceparent"].split("-")[1] == TRACE_ID
+    assert headers["traceparent"] != PARENT
+    assert headers["tracestate"] == "vendor=1"
+    span.end()
+    (exported,) = kept.spans()
+    assert f"{exported.parent.span_id:016x}" == PARENT.split("-")[2]
+    assert exported.resource.attributes["service.name"] == "outrider-test"
+
+
+def test_who_began_the_trace_decides_whether_it_is_kept() -> None:
+    never, always = Kept(0.0), Kept(1.0)
+    assert never.tracing.start("a", None) is None
+    assert never.tracing.start("a", {"traceparent": PARENT}) is not None
+    assert always.tracing.start("a", {"traceparent": NOT_KEPT}) is None
+    assert always.tracing.start("a", {"traceparent": "nonsense"}) is not None
+    never.tracing.close()
+    always.tracing.close()
+
+
+def request(headers: dict[str, str] | None) -> Any:
+    params = SimpleNamespace(extra_args={"own": 1})
+    return SimpleNamespace(
+        request_id="r", trace_headers=headers, num_prompt_tokens=7, num_output_tokens=2, sampling_params=params
+    )
+
+
+def test_a_verifiers_spans_tell_where_the_time_went(kept: Kept) -> None:
+    traces = RequestTraces(kept.tracing, "verifier-0")
+    asked = request({"traceparent": PARENT})
+    traces.began(asked)
+    traces.scheduled(["r", "stranger"])
+    traces.emitted("r", 1)
+    traces.verified("r", 4, 3, "drafter-0")
+    traces.verified("r", 4, 1, "drafter-1")
+    traces.verified("r", 0, 0, "")
+    traces.emitted("r", 7)
+    traces.ended("r", "length")
+    traces.ended("r", "length")
+    spans = {span.name: span for span in kept.spans()}
+    assert set(spans) == {"verifier", "queue", "prefill", "decode"}
+    verifier = spans["verifier"]
+    assert f"{verifier.context.trace_id:032x}" == TRACE_ID
+    assert all(spans[name].parent.span_id == verifier.context.span_id for name in ("queue", "prefill", "decode"))
+    assert verifier.start_time == spans["queue"].start_time
+    assert spans["queue"].end_time == spans["prefill"].start_time
+    assert spans["prefill"].end_time == spans["decode"].start_time
+    assert spans["decode"].end_time == verifier.end_time
+    decode = spans["decode"].attributes
+    assert (decode["outrider.drafts"], decode["outrider.verifications"]) == (2, 3)
+    assert (decode["outrider.draft_tokens"], decode["outrider.accepted_tokens"]) == (8, 4)
+    assert decode["outrider.acceptance_length"] == 3.0
+    assert decode["outrider.drafters"] == "drafter-0,drafter-1"
+    assert verifier.attributes["gen_ai.usage.completion_tokens"] == 8
+    # The drafter's span is to hang below the verifier's.
+    assert asked.sampling_params.extra_args["own"] == 1
+    assert asked.sampling_params.extra_args[TRACE_ARGUMENT].split("-")[2] == f"{verifier.context.span_id:016x}"
+
+
+@pytest.mark.parametrize("headers", [None, {}, {"traceparent": NOT_KEPT}])
+def test_an_untraced_request_leaves_nothing_behind(kept: Kept, headers: dict[str, str] | None) -> None:
+    traces = RequestTraces(kept.tracing, "verifier-0")
+    asked = request(headers)
+    traces.began(asked)
+    traces.emitted("r", 1)
+    traces.ended("r", "stop")
+    assert kept.spans() == []
+    assert asked.sampling_params.extra_args == {"own": 1}
+
+
+def test_a_request_that_never_ran_has_only_waited(kept: Kept) -> None:
+    traces = RequestTraces(kept.tracing, "verifier-0")
+    traces.began(request({"traceparent": PARENT}))
+    traces.ended("r", "abort")
+    assert {span.name for span in kept.spans()} == {"verifier", "queue"}
+
+
+def test_a_drafters_span_sums_its_rounds(kept: Kept) -> None:
+    traces = DraftTraces(kept.tracing, "drafter-0")
+    key = ("verifier-0", 1, "r")
+    traces.opened(key, PARENT, 1.0)
+    traces.drafted(key, 4, 0.002, 2.0)
+    traces.drafted(key, 3, 0.003, 3.0)
+    traces.imagined(key, 5, 0.004)
+    traces.drafted(("verifier-0", 1, "stranger"), 4, 1.0, 3.0)
+    traces.closed(key, "finished")
+    (span,) = kept.spans()
+    assert span.name == "drafter"
+    assert f"{span.parent.span_id:016x}" == PARENT.split("-")[2]
+    found = dict(span.attributes)
+    assert (found["outrider.batches"], found["outrider.draft_tokens"], found["outrider.outcomes"]) == (2, 7, 5)
+    assert found["outrider.drafting_ms"] == pytest.approx(5.0)
+
+
+def test_drafts_that_nobody_closes_are_closed(kept: Kept) -> None:
+    traces = DraftTraces(kept.tracing, "drafter-0")
+    traces.opened(("a", 1, "old"), PARENT, 1.0)
+    traces.opened(("a", 1, "new"), PARENT, 9.0)
+    traces.opened(("b", 1, "other"), PARENT, 9.0)
+    traces.opened(("b", 1, "untraced"), "", 9.0)
+    traces.expire(5.0)
+    traces.end("a", 1)
+    assert [span.attributes["outrider.close_reason"] for span in kept.spans()] == ["idle", "epoch"]
+
+
+def test_the_wire_carries_the_context_and_can_do_without() -> None:
+    item = Open("r", 3, [1, 2, 3], 0, 4, PARENT)
+    message = decode_to_drafter(encode(Round(1, 1, "float32", 0, [item])))
+    assert isinstance(message, Round)
+    assert message.items == [item]
+    assert Open("r", 3, [1, 2, 3], 0, 4).trace == ""

@@ -1,0 +1,110 @@
+"""Taking in requests that another verifier has begun: the parts that need no engine."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from types import SimpleNamespace
+
+import pytest
+import vllm  # noqa: F401  (must be the first of vLLM's modules)
+
+from backend.verifier.resume import _advanced, continued_seed
+from backend.verifier.runner import ResumedOutputs
+
+
+class Batch:
+    def __init__(self) -> None:
+        self.added: list[tuple[str, list[int]]] = []
+
+    def add_request(self, request: SimpleNamespace) -> None:
+        self.added.append((request.req_id, list(request.output_token_ids)))
+
+
+class Runner:
+    """As much of vLLM's runner as `ResumedOutputs` builds on."""
+
+    def __init__(self) -> None:
+        self.input_batch = Batch()
+
+    def _update_states(self, scheduler_output: SimpleNamespace) -> str:
+        for request_id, output in scheduler_output.requests:
+            self.input_batch.add_request(SimpleNamespace(req_id=request_id, output_token_ids=output))
+        if scheduler_output.fails:
+            raise RuntimeError
+        return "done"
+
+
+class Resuming(ResumedOutputs, Runner):
+    pass
+
+
+def step(requests: list[tuple[str, list[int]]], resumed: dict[str, list[int]], fails: bool = False) -> SimpleNamespace:
+    return SimpleNamespace(requests=requests, resumed_outputs=resumed, fails=fails)
+
+
+def test_outputs_are_there_before_a_request_enters_the_batch() -> None:
+    runner = Resuming()
+    assert runner._update_states(step([("new", []), ("moved", [])], {"moved": [7, 8]})) == "done"
+    assert runner.input_batch.added == [("new", []), ("moved", [7, 8])]
+    # Taken out of the batch and put back later: its output is vLLM's own by then.
+    runner._update_states(step([("moved", [7, 8, 9])], {"moved": [7, 8]}))
+    assert runner.input_batch.added[-1] == ("moved", [7, 8, 9])
+
+
+def test_the_batch_is_left_as_it_was() -> None:
+    runner = Resuming()
+    with pytest.raises(RuntimeError):
+        runner._update_states(step([("moved", [])], {"moved": [7]}, fails=True))
+    assert "add_request" not in vars(runner.input_batch)
+    runner._update_states(step([("new", [])], {}))
+    assert runner.input_batch.added[-1] == ("new", [])
+
+
+def test_a_continued_seed_is_another_one_each_time() -> None:
+    seeds = {continued_seed(seed, emitted) for seed in range(20) for emitted in range(1, 20)}
+    assert len(seeds) == 20 * 19
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert continued_seed(7, 5) == continued_seed(7, 5)
+
+
+class Grammar:
+    def __init__(self, accepts: bool = True) -> None:
+        self.accepts = accepts
+        self.seen: list[int] = []
+
+    def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
+        self.seen += tokens
+        return self.accepts
+
+
+def advance(grammar: object, start: int = 0) -> tuple[object, SimpleNamespace]:
+    structured = SimpleNamespace(reasoning_ended=None)
+    request = SimpleNamespace(request_id="r", structured_output_request=structured)
+    manager = SimpleNamespace(_get_constraint_bounds=lambda request, tokens, spec_tokens_committed: (start, start))
+    return _advanced(manager, request, grammar, [1, 2, 3]), structured
+
+
+def test_a_grammar_takes_in_what_was_emitted() -> None:
+    compiled: Future[Grammar] = Future()
+    compiled.set_result(Grammar())
+    grammar, structured = advance(compiled)
+    assert grammar.seen == [1, 2, 3]  # type: ignore[attr-defined]
+    assert structured.reasoning_ended is True
+
+
+def test_thoughts_are_not_the_grammars() -> None:
+    grammar, structured = advance(Grammar(), start=4)
+    assert grammar.seen == []  # type: ignore[attr-defined]
+    assert structured.reasoning_ended is None
+    grammar, structured = advance(Grammar(), start=2)
+    assert grammar.seen == [3]  # type: ignore[attr-defined]
+    assert structured.reasoning_ended is True
+
+
+def test_what_the_grammar_does_not_accept_or_cannot_be_compiled_is_an_error_of_the_request() -> None:
+    with pytest.raises(ValueError, match="does not accept"):
+        advance(Grammar(accepts=False))
+    broken: Future[Grammar] = Future()
+    broken.set_exception(RuntimeError("no grammar"))
+    with pytest.raises(RuntimeError):
+        advance(broken)
