@@ -187,6 +187,8 @@ class Draining(msgspec.Struct, frozen=True):
 
     migrate: bool
     """Gateways move its requests elsewhere now: that was asked for, or the time to finish is over."""
+    ordered: bool = True
+    """False: nobody asked for it, the member itself is about to end."""
 
 
 class MemberView(msgspec.Struct, frozen=True):
@@ -239,5 +241,7 @@ class FleetSnapshot(msgspec.Struct, frozen=True):
     `reassignments`: those whose both ends were fit to go on; `decisions`."""
     pins: dict[str, list[str]] = {}
     """Drafters that an administrator has bound, and to which verifiers."""
+    coordinator: str = ""
+    """Another name for each process of the coordinator: one that Ray has restarted remembers no orders."""
     operations: list[Operation] = []
     """Changes that take time, the newest last; those that ended are kept for a while."""

@@ -11,6 +11,7 @@ Calls carry MessagePack bytes, not pickles: both ends check what they are given.
 from __future__ import annotations
 
 import time
+import uuid
 from typing import Any
 
 import msgspec
@@ -41,7 +42,7 @@ class CoordinatorActor:
         # Milliseconds of the wall clock: generations go on growing when Ray restarts this actor.
         self._policy = Coordinator(lease_s, time.time_ns() // 1_000_000, settings.coordinator)
         deadline_s = settings.coordinator.drain_deadline_s
-        self._administration = Administration(self._policy, deadline_s, settings.mode in REMOTE_MODES)
+        self._administration = Administration(self._policy, deadline_s, settings.mode in REMOTE_MODES, uuid.uuid4().hex)
 
     def register(self, payload: bytes) -> bytes:
         self._policy.register(msgspec.msgpack.decode(payload, type=Member), time.monotonic())

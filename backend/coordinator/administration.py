@@ -42,10 +42,11 @@ class _Refusal(Exception):
 
 
 class Administration:
-    """The commands' side of a `Coordinator`.  `deadline_s` is for commands that name none."""
+    """The commands' side of a `Coordinator`.  `deadline_s` is for commands that name none; `name`, another one per process."""
 
-    def __init__(self, policy: Coordinator, deadline_s: float, has_drafters: bool) -> None:
+    def __init__(self, policy: Coordinator, deadline_s: float, has_drafters: bool, name: str = "") -> None:
         self._policy = policy
+        self._name = name
         self._deadline_s = deadline_s
         self._has_drafters = has_drafters
         self._operations: dict[int, Operation] = {}
@@ -59,7 +60,8 @@ class Administration:
     def snapshot(self, now: float) -> FleetSnapshot:
         """The fleet at `now`, with what administrators have asked for."""
         pins = {drafter: list(verifiers) for drafter, verifiers in self._policy.pins.items()}
-        return msgspec.structs.replace(self._policy.snapshot(now), pins=pins, operations=self.operations)
+        fleet = self._policy.snapshot(now)
+        return msgspec.structs.replace(fleet, pins=pins, operations=self.operations, coordinator=self._name)
 
     def next_operation(self) -> Operation | None:
         """What the launcher has to work on: the one it has begun, or the oldest."""

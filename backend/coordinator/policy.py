@@ -80,7 +80,7 @@ class _Entry:
         if self.drain:
             return Draining(self.migrate_at is not None and now >= self.migrate_at)
         # A member that drains of itself is about to be ended by somebody else.
-        return Draining(True) if self.state == "draining" else None
+        return Draining(migrate=True, ordered=False) if self.state == "draining" else None
 
 
 def _route(member: Member) -> tuple[str, str, str, str]:

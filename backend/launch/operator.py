@@ -19,10 +19,11 @@ import ray.exceptions
 
 from backend.coordinator import CoordinatorUnavailable
 from backend.coordinator.messages import Progress
-from backend.fleet import Operation
+from backend.fleet import FleetSnapshot, Operation
 from backend.launch.emptying import Emptying
 from backend.launch.plan import PlanError
 from backend.launch.processes import LaunchError, cause
+from backend.launch.standing import Standing
 
 if TYPE_CHECKING:
     from backend.launch.fleet import Fleet
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-POLL_S = 0.2
+POLL_S = 0.25
 JOIN_S = 5.0
 SWAP_TIMEOUT_S = 300.0
 AWAY_LIMIT_S = 30.0
@@ -48,6 +49,7 @@ class Operator:
         self._fleet = fleet
         self._coordinator = fleet.coordinator
         self._say = say
+        self._standing = Standing()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="operator", daemon=True)
 
@@ -63,6 +65,7 @@ class Operator:
     def _run(self) -> None:
         while not self._stopping.wait(POLL_S):
             try:
+                self._remind()
                 operation = self._coordinator.progress()
                 if operation is not None:
                     self._carry_out(operation)
@@ -141,7 +144,7 @@ class Operator:
         emptying = Emptying(member_id, self._patiently(self._coordinator.snapshot).version)
         deadline = time.monotonic() + operation.deadline_s
         while True:
-            snapshot = self._patiently(self._coordinator.snapshot)
+            snapshot = self._patiently(self._remind)
             if emptying.is_over(snapshot, time.monotonic()) or (operation.force and time.monotonic() > deadline):
                 return
             self._tell(operation, f"draining {member_id}: {emptying.requests(snapshot)} requests left")
@@ -162,6 +165,14 @@ class Operator:
                     raise LaunchError(str(error)) from error
             if self._stopping.wait(POLL_S):
                 raise _Stopped
+
+    def _remind(self) -> FleetSnapshot:
+        """Asks a coordinator that was restarted for what its predecessor had been asked for; returns what it shows."""
+        snapshot = self._coordinator.snapshot()
+        for command in self._standing.repeat(snapshot):
+            logger.info("the coordinator was restarted; asking again: %s", command)
+            self._coordinator.submit(command)
+        return snapshot
 
     def _tell(self, operation: Operation, note: str, members: list[str] | None = None) -> None:
         with contextlib.suppress(CoordinatorUnavailable):
