@@ -46,9 +46,23 @@ def post(fleet: ServedFleet, name: str, **body: Any) -> tuple[int, Any]:
     return response.status_code, response.json()
 
 
+def operation(fleet: ServedFleet, name: str, **body: Any) -> Any:
+    """One that takes time, when it has ended."""
+    status, answer = post(fleet, name, **body)
+    assert status == 202, answer
+    shown: Any = {}
+
+    def ended() -> bool:
+        nonlocal shown
+        shown = fleet.http.get(f"/admin/operations/{answer['operation']}").json()
+        return shown["state"] in ("done", "failed")
+
+    wait_for(ended, 120, name)
+    return shown
+
+
 def outrider(fleet: ServedFleet, *arguments: str) -> subprocess.CompletedProcess[str]:
-    which = [str(fleet.process.pid)] if arguments[0] == "status" else ["--fleet", str(fleet.process.pid)]
-    command = [sys.executable, "-m", "gateway.cli", *arguments, *which]
+    command = [sys.executable, "-m", "gateway.cli", *arguments, "--fleet", str(fleet.process.pid)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
 
 
@@ -95,10 +109,9 @@ def test_a_head_that_does_not_fit_is_refused_and_the_present_one_drafts_on(
     fleet: ServedFleet, expected: str, tmp_path: Path
 ) -> None:
     for path, reason in ((MODELS / "target", "drafter-0 keeps its head"), (tmp_path / "none", "no such directory")):
-        refused = outrider(fleet, "swap-drafter", "drafter-0", str(path))
-        assert refused.returncode == 1
-        assert reason in refused.stderr
-        assert refused.stderr.count("\n") == 1
+        refused = operation(fleet, "swap-drafter", drafter="drafter-0", path=str(path))
+        assert refused["state"] == "failed"
+        assert reason in refused["note"]
     before = accepted(fleet)
     assert answer(fleet) == expected
     wait_for(lambda: accepted(fleet) > before, what="drafts are accepted")
@@ -154,17 +167,15 @@ def test_weights_are_exchanged_and_nothing_computed_with_the_old_ones_is_used(
 
 def test_members_come_and_go_and_the_last_verifier_stays(fleet: ServedFleet, expected: str) -> None:
     with Meanwhile(fleet) as meanwhile:
-        added = outrider(fleet, "add", "drafter")
-        assert added.returncode == 0, added.stderr
-        assert "drafter-1 started" in added.stdout
-        pinned = outrider(fleet, "assign", "drafter-1", "verifier-0")
-        assert "stays there" in pinned.stdout
-        shown = outrider(fleet, "status")
-        assert "pinned: drafter-1 to verifier-0" in shown.stdout
-        removed = outrider(fleet, "remove", "drafter-1")
-        assert removed.returncode == 0, removed.stderr
-        refused = outrider(fleet, "remove", "verifier-0")
-        assert refused.returncode == 1
-        assert "the last verifier" in refused.stderr
+        assert operation(fleet, "add", kind="drafter")["members"] == ["drafter-1"]
+        status, body = post(fleet, "assign", drafter="drafter-1", verifiers=["verifier-0"])
+        assert (status, body["effects"]) == (200, ["drafter-1 serves verifier-0, and stays there"])
+        assert operation(fleet, "remove", member="drafter-1")["state"] == "done"
+        status, body = post(fleet, "remove", member="verifier-0")
+        assert (status, body["error"]["code"]) == (409, "last_verifier")
     assert set(meanwhile.texts) == {expected}
     assert [drafter["id"] for drafter in fleet.fleet()["drafters"]] == ["drafter-0"]
+    refused = outrider(fleet, "remove", "verifier-0")
+    assert refused.returncode == 1
+    assert "the last verifier" in refused.stderr
+    assert refused.stderr.count("\n") == 1

@@ -128,7 +128,7 @@ class SimulatedCore:
         self.fresh_drafts = self.fresh_accepted = 0
         """Verifications of remote drafts made from the target's features, and tokens kept in them."""
         self.runner = _Runner()
-        self.runner.set_up_drafting(FeatureShipper("v", None), (), True)
+        self.runner.set_up_drafting(FeatureShipper("v", lambda head: None), (), True)
 
     def add(self, request_id: str, text: Text) -> None:
         params = SamplingParams(temperature=0, max_tokens=len(text.tokens) - text.prompt - 8, ignore_eos=True)
@@ -143,8 +143,8 @@ class SimulatedCore:
         if name == "take_drafting_counters":
             return [shipper.take_counters()]
         assert name == "set_drafters"
-        refs, epoch, _ = args
-        shipper.set_drafters(None, refs, epoch)  # type: ignore[arg-type]
+        refs, epoch, _, weights = args
+        shipper.set_drafters(None, refs, epoch, weights)  # type: ignore[arg-type]
         return [None]
 
     def post_step(self, executed: bool) -> None:
@@ -267,6 +267,9 @@ class SimulatedVerifier:
 
     def expire(self, now: float) -> None:
         pass
+
+    def take_swapping_s(self) -> float:
+        return 0.0
 
     def check(self) -> None:
         """The books agree with each other and with vLLM's."""
