@@ -6,6 +6,7 @@ Turns arguments into a command, has the coordinator take it, and follows the ope
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -45,8 +46,8 @@ class _Parser(argparse.ArgumentParser):
 
 def main(
     name: str, arguments: Sequence[str], found_fleet: Callable[[Loaded, str | None], AbstractContextManager[CoordinatorHandle]]
-) -> None:
-    """One command, on the fleet that `found_fleet` connects to.  Raises `AdministrationError` and `ConfigError`."""
+) -> int:
+    """One command, on the fleet that `found_fleet` connects to; returns the exit status.  Raises `ConfigError`."""
     command, given, rest = parse(name, arguments)
     loaded = load(rest, f"outrider {name}")
     from backend.coordinator import CoordinatorUnavailable
@@ -55,7 +56,12 @@ def main(
         try:
             run(coordinator, command, not getattr(given, "no_wait", True), print)
         except CoordinatorUnavailable as error:
-            raise AdministrationError(f"{error}; `outrider status` shows what became of it") from error
+            print(f"outrider: {error}; `outrider status` shows what became of it", file=sys.stderr)
+            return 1
+        except AdministrationError as error:
+            print(f"outrider: {error}", file=sys.stderr)
+            return 1
+    return 0
 
 
 def parse(name: str, arguments: Sequence[str]) -> tuple[AnyCommand, argparse.Namespace, list[str]]:

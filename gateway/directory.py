@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
 from backend.coordinator import CoordinatorUnavailable
 from backend.coordinator.commands import Answer, AnyCommand, Refused
@@ -15,6 +16,10 @@ if TYPE_CHECKING:
     from backend.coordinator.actor import CoordinatorHandle
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+POLL_INTERVAL_S = 0.5
 
 
 class Directory(Protocol):
@@ -31,6 +36,33 @@ class Directory(Protocol):
     async def submit(self, command: AnyCommand) -> Answer:
         """Has an administrator's command carried out."""
         ...
+
+
+async def follow(directory: Directory, look: Callable[[FleetSnapshot], None]) -> NoReturn:
+    """Calls `look` with the last answer, old or new, all the time.
+
+    A directory that fails or hangs must not keep anyone from coming back to members that were lost sight of.
+    """
+    asking: asyncio.Future[FleetSnapshot] | None = None
+    last: FleetSnapshot | None = None
+    failing = False
+    try:
+        while True:
+            asking = asking or asyncio.ensure_future(directory.snapshot())
+            await asyncio.wait({asking}, timeout=POLL_INTERVAL_S)
+            if asking.done():
+                error = asking.exception()
+                if error is None:
+                    last = asking.result()
+                elif not failing:
+                    logger.warning("the fleet directory does not answer: %s", type(error).__name__)
+                asking, failing = None, error is not None
+            if last is not None:
+                look(last)
+            await asyncio.sleep(POLL_INTERVAL_S)
+    finally:
+        if asking is not None:
+            asking.cancel()
 
 
 class StaticDirectory:

@@ -24,7 +24,7 @@ from backend.fleet import FleetSnapshot, Member, VerifierStats
 from backend.routing import LeastLoaded, Router
 from backend.transport.sockets import Wire
 from gateway.choosing import Choosing
-from gateway.directory import Directory
+from gateway.directory import Directory, follow
 from gateway.engine_link import DECLARED_LOST, RESTARTED, Loss, VerifierLink
 from gateway.errors import NoVerifier, Poisoned, ShuttingDown, Unavailable, VerifierLost
 from gateway.in_flight import Cut, InFlight, Sequences, TrafficObserver
@@ -32,7 +32,6 @@ from gateway.session import current_session
 
 logger = logging.getLogger(__name__)
 
-POLL_INTERVAL_S = 0.5
 FRESH_S = 1.5
 """A verifier heard of so recently lives, whatever the directory says: counters come four times a second."""
 
@@ -83,7 +82,7 @@ class FleetCore(EngineCoreClient):
     def start(self) -> None:
         """Begins to follow the directory; needs the running event loop."""
         if self._poller is None:
-            self._poller = asyncio.create_task(self._follow_directory(), name="fleet-directory")
+            self._poller = asyncio.create_task(follow(self.directory, self._look), name="fleet-directory")
 
     @property
     def ready_links(self) -> list[VerifierLink]:
@@ -119,24 +118,13 @@ class FleetCore(EngineCoreClient):
         ready = [link for link in self.ready_links if link.member.state == "ready"]
         return [link for link in ready if link.stats is None or not link.stats.paused] or ready
 
-    async def _follow_directory(self) -> None:
-        failing = False
-        while True:
-            try:
-                self.snapshot = await self.directory.snapshot()
-                failing = False
-            except Exception as error:
-                # Serving goes on with the last answer; this loop must outlive any directory.
-                if not failing:
-                    logger.warning("the fleet directory does not answer: %s", type(error).__name__)
-                failing = True
-            else:
-                self._apply([view.member for view in self.snapshot.members if view.member.kind == "verifier"])
-                for view in self.snapshot.members:
-                    # What nobody else takes stays, and is tried again.
-                    if view.drain is not None and view.drain.migrate:
-                        self.migrate(self.requests_at(view.member.id), None, "drain")
-            await asyncio.sleep(POLL_INTERVAL_S)
+    def _look(self, snapshot: FleetSnapshot) -> None:
+        self.snapshot = snapshot
+        self._apply([view.member for view in snapshot.members if view.member.kind == "verifier"])
+        for view in snapshot.members:
+            # What nobody else takes stays, and is tried again.
+            if view.drain is not None and view.drain.migrate:
+                self.migrate(self.requests_at(view.member.id), None, "drain")
 
     def _apply(self, members: Iterable[Member]) -> None:
         """Connects to new verifiers, drops lost ones.  One missing from the directory keeps its link while it answers:

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping
 from itertools import islice
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
 from backend.fleet import FleetSnapshot, Member, VerifierStats
-from gateway.in_flight import MoveKind
+
+if TYPE_CHECKING:
+    from gateway.in_flight import MoveKind
 
 KEPT, SHOWN = 200, 40
 Happening = Literal[

@@ -25,6 +25,7 @@ from backend.engine_wire import (
     OUTPUTS,
     PING,
     REFUSED,
+    ROWS,
     STATS,
     TAKEN,
     UTILITY,
@@ -35,7 +36,9 @@ from backend.engine_wire import (
     Refusal,
 )
 from backend.fleet import VerifierStats
+from backend.records.kept import KeptRows, RowBatch
 from backend.transport import Router
+from backend.verifier.fixed import refuse_unfit
 from backend.verifier.resume import add_request
 
 if TYPE_CHECKING:
@@ -79,6 +82,7 @@ class GatewayPort:
         welcome: EngineWelcome,
         lease_s: float,
         vllm: str,
+        kept: KeptRows | None = None,
         weights: WeightControl | None = None,
     ) -> None:
         self._weights = weights
@@ -87,10 +91,14 @@ class GatewayPort:
         self._core = core
         self._welcome = msgspec.msgpack.encode(welcome)
         self._vllm = vllm
+        self._kept = kept
         self._lease_s = lease_s
         self._by_identity: dict[bytes, _Gateway] = {}
         self._by_index: dict[int, _Gateway] = {}
         self._next_index = 1
+        self._fixed_responses: bool = core.vllm_config.additional_config["outrider"]["fixed_responses"]
+        self._vocab_size: int = core.vllm_config.model_config.get_vocab_size()
+        self._max_model_len = welcome.max_model_len
         self._encoder = MsgpackEncoder()
         self._requests = MsgpackDecoder(EngineCoreRequest)
         self._plain = MsgpackDecoder()
@@ -169,6 +177,9 @@ class GatewayPort:
         elif kind == UTILITY:
             call_id, method, arguments = self._plain.decode(payload)
             self._utility(gateway, call_id, method, arguments)
+        elif kind == ROWS:
+            batch = self._kept.take() if self._kept is not None else RowBatch()
+            self._router.send(gateway.identity, ROWS, msgspec.msgpack.encode(batch))
         elif kind == PING:
             self._router.send(gateway.identity, PING)
         else:
@@ -178,6 +189,7 @@ class GatewayPort:
         try:
             request = self._requests.decode(frames)
             request.request_id, request.client_index = addition.request_id, gateway.index
+            refuse_unfit(request, self._fixed_responses, self._vocab_size, self._max_model_len)
             add_request(self._core, request, addition.emitted)
             self._router.send(gateway.identity, TAKEN, addition.request_id.encode())
         except Exception as error:

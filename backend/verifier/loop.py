@@ -25,7 +25,7 @@ from backend.fleet import DrafterRef, VerifierStats
 from backend.protocol import HELLO_FIRST, PROTOCOL_VERSION, Ahead, Drafts, Hello, Next, Refused, decode_to_verifier, encode
 from backend.transport import Dealer, Hub
 from backend.verifier.counting import Counters
-from backend.verifier.features import GREET_EVERY_S
+from backend.verifier.feature_link import GREET_EVERY_S
 from backend.verifier.gateways import GatewayPort
 from backend.verifier.scheduler import DraftingScheduler
 
@@ -95,7 +95,7 @@ class DraftLinks:
             if ref.id not in self._links:
                 identity = f"{self._verifier_id}/drafts/{self._epoch}"
                 dealer = self._hub.dealer(ref.address, identity, ref.server_key)
-                hello = encode(Hello(PROTOCOL_VERSION, self._verifier_id, "drafts", self._epoch, self._weights))
+                hello = encode(Hello(PROTOCOL_VERSION, self._verifier_id, "drafts", self._epoch, weights=self._weights))
                 self._links[ref.id] = _Link(ref, dealer, hello)
                 self._links[ref.id].greet(time.monotonic())
         self._core.collective_rpc("set_drafters", args=(refs, self._epoch, self._hub.wire.fleet_keys, self._weights))
@@ -139,6 +139,11 @@ class DraftLinks:
         for shipped in self._core.collective_rpc("take_drafting_counters"):
             for drafter_id, n in shipped.bytes_sent.items():
                 self._counters.drafter(drafter_id).bytes_sent += n
+            for drafter_id, handed in shipped.handovers.items():
+                counters = self._counters.drafter(drafter_id)
+                counters.handovers += handed.requests
+                counters.handover_rows += handed.rows
+                counters.handover_bytes += handed.bytes_sent
             for drafter_id, n in shipped.overflows.items():
                 self._counters.dropped(drafter_id, "overflow", n)
             for drafter_id in (*shipped.greeted, *self._scheduler.book.down()):

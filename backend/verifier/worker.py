@@ -17,7 +17,9 @@ from vllm.v1.worker.gpu_worker import Worker
 from backend.fleet import DrafterRef
 from backend.transport import ServerKeys, Wire
 from backend.verifier.cpu_kernels import repair_cpu_kernels
-from backend.verifier.features import FeatureShipper, Projection, Shipped
+from backend.verifier.feature_link import Projection
+from backend.verifier.features import FeatureShipper, Shipped
+from backend.verifier.fixed import FixedResponses
 from backend.verifier.runner import RemoteDrafting, ResumedOutputs, SeededPrefill
 
 KEPT_PROJECTIONS = 8
@@ -40,6 +42,8 @@ class _Mixed:
         if isinstance(self, CPUWorker):
             repair_cpu_kernels()
             mixins = (SeededPrefill, *mixins)
+        if options["fixed_responses"]:
+            mixins = (FixedResponses, *mixins)
         if options["remote"]:
             mixins = (RemoteDrafting, *mixins)
         if mixins:
@@ -62,7 +66,8 @@ class _Mixed:
 
         # What the fleet was started with must load: an error here is one of the start.
         projection("")
-        return FeatureShipper(options["verifier_id"], projection)
+        handover_bytes = options["handover_mib"] * 2**20
+        return FeatureShipper(options["verifier_id"], projection, options["ring_bytes"], handover_bytes)
 
     def set_drafters(self, refs: list[DrafterRef], epoch: int, fleet_keys: ServerKeys | None, weights: int = 0) -> None:
         """The assignment changed; called by the engine's thread between two steps, on every rank."""

@@ -32,6 +32,7 @@ const VERIFIER = [
   ["Verifier", (r) => r.id, (r) => r.id, "name"],
   ["State", (r) => r.state, (r, cell) => chip(cell, r.state, stateOf(r, "verifier"))],
   ["Plan", (r) => plan(r), (r) => plan(r)],
+  ["Changes", (r) => r.plan_changes, (r) => (r.mode === "auto" ? number(r.plan_changes) : NOTHING), "figure"],
   ["Running", (r) => r.running, (r) => number(r.running), "figure"],
   ["Queue", (r) => r.waiting, (r) => number(r.waiting), "figure"],
   ["KV", (r) => r.kv_usage, (r) => percent(r.kv_usage), "figure"],

@@ -200,8 +200,8 @@ async def _settled(fleet: ServedFleet, result: Result) -> None:
     result.metrics["sockets after"] = census.open_sockets(pid)
     grown = result.metrics["sockets after"] - result.metrics["sockets before"]
     result.check(grown <= SOCKETS_SLACK, f"the gateway holds {grown:g} sockets more than before")
-    actors = Counter(census.actors(pid))
-    result.check(sum(actors.values()) == 5, f"other actors than one coordinator, two verifiers, two drafters: {dict(actors)}")
+    actors = census.actors(pid)
+    result.check(actors == {"CoordinatorActor": 1, "Drafter": 2, "Verifier": 2}, f"actors are missing or left over: {actors}")
     for name in (
         "outrider_failovers_total",
         "outrider_migrations_total",

@@ -16,18 +16,21 @@ def name_of(pid: int) -> str:
         return ""
 
 
-def actors(root: int) -> list[str]:
-    """The Ray actors below a process, by class, each as often as it runs."""
-    names = [name for pid in descendants(root) if (name := name_of(pid)).startswith("ray::") and "IDLE" not in name]
+ACTORS = ("CoordinatorActor", "Drafter", "Verifier")
+
+
+def actors(root: int) -> dict[str, int]:
+    """How many processes of each of our actor classes run below a process."""
+    names = [name_of(pid) for pid in descendants(root)]
     # While it runs a method the title names that, too.
-    return sorted(name.removeprefix("ray::").split(".")[0].split(":")[0] for name in names)
+    return {actor: sum(name.startswith(f"ray::{actor}") for name in names) for actor in ACTORS}
 
 
 def pid_of_actor(root: int, actor: str) -> int | None:
     """The process of an actor class below `root`."""
     for pid in sorted(descendants(root)):
         name = name_of(pid)
-        if name.startswith("ray::") and actor in name:
+        if name.startswith(f"ray::{actor}"):
             return pid
     return None
 

@@ -153,6 +153,7 @@ class Saboteur:
     async def _whole(self, what: str, without: Collection[int] = (), limit_s: float = 90.0) -> list[dict[str, Any]]:
         """Waits until all verifiers, drafters or both serve, by processes other than `without`; returns them."""
         deadline = time.monotonic() + limit_s
+        seen: list[Any] = []
         while True:
             try:
                 state = await asyncio.to_thread(self._fleet.fleet)
@@ -161,11 +162,14 @@ class Saboteur:
                 state = {"verifiers": [], "drafters": [], "assignments": []}
             parts = {"verifiers": state["verifiers"], "drafters": state["drafters"]}
             wanted = list(parts) if what == "all" else [what]
-            if all(len(parts[each]) == 2 and all(_serves(one, without) for one in parts[each]) for each in wanted):
+            reports = [one["last_report_s"] for each in parts.values() for one in each]
+            # While the coordinator is away the gateway shows its last answer.
+            fresh, seen = bool(seen) and reports != seen, reports
+            if fresh and all(len(parts[each]) == 2 and all(_serves(one, without) for one in parts[each]) for each in wanted):
                 return [one for each in wanted for one in sorted(parts[each], key=lambda one: one["id"])]
             if time.monotonic() > deadline:
                 raise TimeoutError(f"the {what} were not all back within {limit_s:.0f} s")
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.6)
 
 
 def _serves(member: dict[str, Any], without: Collection[int]) -> bool:

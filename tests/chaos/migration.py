@@ -75,7 +75,7 @@ async def migrated(requests: int, tokens: int, mode: str) -> Moved:
     """`requests` requests moved once each in their midst, and the same ones left alone."""
     began = time.monotonic()
     found = Moved(requests)
-    kinds = [case for case in cases(tokens) if case.exact and case.body.get("stream")]
+    kinds = [case for case in cases(tokens) if case.exact and case.body.get("stream")][:requests]
     chosen = [kinds[i % len(kinds)] for i in range(requests)]
     args = {"engine_args": {"structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True}}}
     async with engine_fleet(verifiers=2, drafters=2, mode=mode, verifier=args) as fleet:

@@ -84,6 +84,23 @@ async def test_serving_goes_on_while_the_directory_fails():
         assert (await running.http.post("/v1/completions", json=COMPLETION)).status_code == 200
 
 
+async def test_a_lost_connection_comes_back_while_the_directory_hangs():
+    async with running_gateway() as running:
+        asked = asyncio.Event()
+
+        async def hang() -> FleetSnapshot:
+            asked.set()
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        running.directory.snapshot = hang
+        await asyncio.wait_for(asked.wait(), 5)
+        (link,) = running.core.ready_links
+        link.close()
+        await eventually(lambda: running.core.ready_links not in ([], [link]))
+        assert (await running.http.post("/v1/completions", json=COMPLETION)).status_code == 200
+
+
 async def test_a_verifier_that_never_answers_is_forgotten_with_the_directory_entry():
     async with running_gateway() as running:
         absent = msgspec.structs.replace(running.verifier.member, id="absent", address="ipc:///nonexistent/absent")

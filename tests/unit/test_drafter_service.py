@@ -326,10 +326,10 @@ def test_other_weights_of_the_target_empty_the_prefix_cache(service: DrafterServ
     tokens = [1 + i % 7 for i in range(40)]
     first = Verifier(service, "v")
     first.round(Open("a", 40, tokens, 39, 1))
-    service.handle(first.features, [encode(Hello(PROTOCOL_VERSION, "v", "features", 2, weights))])
+    service.handle(first.features, [encode(Hello(PROTOCOL_VERSION, "v", "features", 2, weights=weights))])
     second = Verifier(service, "w")
     second.round(Open("b", 40, tokens, 8, 1))
     assert bool(service.stats(0.0).prefix_rows_reused) == shared
     # Said again, it is nothing new.
-    service.handle(first.features, [encode(Hello(PROTOCOL_VERSION, "v", "drafts", 2, weights))])
+    service.handle(first.features, [encode(Hello(PROTOCOL_VERSION, "v", "drafts", 2, weights=weights))])
     assert service.stats(0.0).sequences == 1

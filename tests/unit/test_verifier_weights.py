@@ -125,7 +125,7 @@ def test_other_shapes_are_refused_before_anything_happens(
     with pytest.raises(ValueError, match="no such directory"):
         control.reload_weights(str(tmp_path / "nowhere"))
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="no [.]safetensors"):
+    with pytest.raises(ValueError, match=r"no [.]safetensors"):
         control.reload_weights(str(tmp_path / "empty"))
     assert core.log == []
 
