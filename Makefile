@@ -7,7 +7,7 @@ ARGS ?=
 MAKEFLAGS += --no-print-directory
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev setup-load serve status test campaign lint bench load chaos dashboards dashboards-check
+.PHONY: help setup setup-dev setup-load serve status test campaign lint bench bench-fleet load chaos dashboards dashboards-check
 .PHONY: rollout-demo format clean
 
 help: ## list these tasks
@@ -43,6 +43,9 @@ lint: setup-dev ## ruff, mypy and the import contracts
 
 bench: setup-dev ## measure every mode on this machine (ARGS=--quick: under ten minutes)
 	@exec $(BIN)/outrider bench $(ARGS)
+
+bench-fleet: setup-dev ## measure assignment by goodput against a fixed split, on real engines (a few minutes)
+	@exec $(BIN)/python -m backend.bench.assign $(ARGS)
 
 rollout-demo: setup ## replay 128 responses on two verifiers, natively and disaggregated (some minutes; writes rollouts/)
 	@$(BIN)/outrider trace make stdlib --out rollouts/train.0.parquet --limit 128 --max-gen 1500

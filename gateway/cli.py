@@ -220,14 +220,9 @@ def bench(arguments: list[str]) -> int:
 
 def simulate(arguments: list[str]) -> int:
     """Simulates a fleet; the simulator has its own options."""
-    from backend.simulator.main import main
-    from backend.simulator.routes import least_loaded
-    from backend.simulator.traces import TraceError
+    from gateway.simulated_routing import simulate
 
-    try:
-        main(arguments, print, least_loaded)
-    except (TraceError, ValueError) as error:
-        return _fail(str(error).splitlines()[0], MISUSED)
+    simulate(arguments, print)
     return OK
 
 

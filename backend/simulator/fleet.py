@@ -23,14 +23,14 @@ SAMPLE_S = 1.0
 BALANCE_S = 1.0
 
 
-@dataclass(frozen=True)
+@dataclass
 class Place:
-    """A verifier as routing sees it."""
+    """A verifier as routing sees it; kept up to date: making thousands anew for every request takes long."""
 
     id: str
-    tokens: int
-    requests: int
-    routed: int
+    tokens: int = 0
+    requests: int = 0
+    routed: int = 0
 
 
 Route = Callable[[int, Sequence[Place]], str | None]
@@ -105,10 +105,12 @@ class FleetSimulation:
         self._now = 0.0
         self._count = 0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
-        self._routed: dict[str, int] = {}
         self._emitted_at_sample: dict[str, int] = {}
         self.verifiers = {f"v{i}": self._make_verifier(f"v{i}") for i in range(scenario.verifiers)}
         self.drafters = {f"d{i}": self._make_drafter(f"d{i}") for i in range(scenario.drafters)}
+        self._places = {name: Place(name) for name in self.verifiers}
+        self._open: list[Place] | None = None
+        """The places of those that live."""
 
     def run(self) -> Outcome:
         """From the first registration to the end of the scenario."""
@@ -137,24 +139,22 @@ class FleetSimulation:
 
     def _place(self, request: Request) -> None:
         """Routing, for new requests and for those whose verifier died."""
-        places = [
-            Place(name, round(each.tokens_held), each.requests, self._routed.get(name, 0))
-            for name, each in self.verifiers.items()
-            if each.alive
-        ]
+        if self._open is None:
+            self._open = [self._places[name] for name, each in self.verifiers.items() if each.alive]
+        places = self._open
         if self._dice.random() < self._scenario.skew:
             places = places[: max(len(places) // 10, 1)]
         chosen = self._route(request.arrival.prompt, places)
         if chosen is None:
             self._at(self._now + 1.0, lambda: self._place(request))
             return
-        self._routed[chosen] = self._routed.get(chosen, 0) + 1
+        self._places[chosen].routed += 1
         self._give(request, self.verifiers[chosen])
 
     def _give(self, request: Request, verifier: Verifier) -> None:
         request.placed_s = self._now
         verifier.waiting.append(request)
-        verifier.tokens_held += request.arrival.prompt + request.arrival.response
+        self._count_in(verifier, request, 1)
         if not verifier.is_stepping:
             self._step(verifier)
 
@@ -177,6 +177,10 @@ class FleetSimulation:
         if not verifier.alive or verifier.incarnation != incarnation:
             return
         n = len(verifier.running)
+        if not n:
+            # Balancing has moved the last one meanwhile.
+            self._step(verifier)
+            return
         share = n / max(len(drafted), 1)
         tokens, ready = 1.0, self._now
         for name in drafted:
@@ -193,7 +197,7 @@ class FleetSimulation:
             verifier.fresh.discard(name)
             ready = max(ready, drafter.draft(share, rows, self._now))
         for request in verifier.advance(tokens):
-            verifier.tokens_held -= request.arrival.prompt + request.arrival.response
+            self._count_in(verifier, request, -1)
             self.outcome.tgs.append(request.arrival.response / max(self._now - request.arrival.at, 1e-9))
         if drafted:
             newest = (ready - began) / n
@@ -232,9 +236,10 @@ class FleetSimulation:
         member.alive = False
         self._at(self._now + trouble.seconds, lambda: self._recover(trouble))
         if isinstance(member, Verifier):
-            member.is_stepping, member.tokens_held = False, 0.0
+            member.is_stepping, self._open = False, None
             for request in member.drop_all():
                 self.outcome.failed_over += 1
+                self._count_in(member, request, -1)
                 self._place(request)
 
     def _recover(self, trouble: Trouble) -> None:
@@ -244,6 +249,7 @@ class FleetSimulation:
             return
         member.alive, member.incarnation = True, member.incarnation + 1
         member.stats.started_at = self._now
+        self._open = None
         if isinstance(member, Verifier):
             member.drafters, member.fresh = [], set()
         else:
@@ -290,11 +296,16 @@ class FleetSimulation:
             source, target = self.verifiers[move.source], self.verifiers[move.target]
             request = source.drop(int(move.request_id))
             if request is not None:
-                source.tokens_held -= request.arrival.prompt + request.arrival.response
+                self._count_in(source, request, -1)
                 self.outcome.moved += 1
                 self._give(request, target)
 
     # Details.
+
+    def _count_in(self, verifier: Verifier, request: Request, sign: int) -> None:
+        place = self._places[verifier.id]
+        place.tokens += sign * (request.arrival.prompt + request.arrival.response)
+        place.requests += sign
 
     def _load(self, verifier: Verifier) -> Load:
         hardware = verifier.hardware

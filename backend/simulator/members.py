@@ -70,7 +70,6 @@ class Verifier:
     running: list[tuple[float, int, Request]] = field(default_factory=list)
     """A heap by the progress at which each is done."""
     progress: float = 0.0
-    tokens_held: float = 0.0
     undrafted: int = 0
     cycle_s: float = 0.0
     """The last drafted step's time, its drafts included, per request in it."""

@@ -250,7 +250,7 @@ class FeatureShipper:
             upto = min(at + HANDOVER_ROWS, end)
             k = self.k if upto == end and span.wants_draft else 0
             if at == start:
-                item = Open(request_id, upto + 1, span.tokens(0, upto + 1), upto - at, k)
+                item = Open(request_id, upto + 1, span.tokens(0, upto + 1), upto - at, k, self.trace_of(request_id))
             else:
                 item = Commit(request_id, upto + 1, span.tokens(at + 1, upto + 1), upto - at, k)
             frame = self._store.rows(request_id, at, upto, rows.row_bytes)
