@@ -1,4 +1,4 @@
-"""The command line: `outrider serve | gateway | status | check-config | records | report | bench | ...`.
+"""The command line: `outrider serve | gateway | status | ...`, see `usage.py`.
 
 `serve` is the launcher and the gateway in one process: it starts the fleet (Ray actors), imports vLLM while the engines load,
 serves HTTP from this process's main thread, and ends everything it started.  The heavy imports are inside the commands, so that
@@ -17,37 +17,20 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 from backend.config import sources
 from backend.config.sources import ConfigError, Loaded
-from gateway import present
+from gateway import administer, present
 from gateway.signals import Interrupted, signals
+from gateway.usage import USAGE
 
 if TYPE_CHECKING:
     from backend.config import Settings
     from backend.coordinator.actor import CoordinatorHandle
     from backend.models import ResolvedModels
     from backend.transport import ServerKeys
-
-USAGE = """usage: outrider COMMAND [--name value ...]
-
-commands:
-  serve         start a fleet and its gateway, until Ctrl-C
-  gateway       start a further gateway for a running fleet
-  status        show a running fleet
-  check-config  show the settings in force and where each came from
-  records       sum up, join or export what verifiers wrote down
-  report        draw a recorded period, or a rollout, as one HTML page
-  bench         measure every mode on this machine (it has options of its own)
-  simulate      simulate a large fleet under the coordinator's policy (it has options of its own)
-  rollout       run a trace's prompts over a fleet of its own, with a row of every step (it has options of its own)
-  trace         make traces (it has options of its own)
-  train-demo    train the built-in demo models again
-
-`outrider COMMAND --help` lists the settings; each is also a variable (OUTRIDER_GATEWAY__PORT) and a key
-of the YAML file given with --config.  `outrider --version` prints the version.
-"""
 
 OK, FAILED, MISUSED, INTERRUPTED = 0, 1, 2, 130
 FOUND_FLEET_TIMEOUT_S = 10.0
@@ -68,6 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "rollout": rollout,
         "trace": trace,
         "train-demo": train_demo,
+        **{name: partial(administration, name) for name in administer.SUMMARIES},
     }
     if not given or given[0] in ("-h", "--help", "help"):
         print(USAGE, end="")
@@ -106,8 +90,9 @@ def serve(arguments: list[str]) -> int:
         _check_port(settings)
         _check_tracing(settings)
         from backend.launch.cluster import ClusterError
-        from backend.launch.fleet import Fleet, LaunchError
+        from backend.launch.fleet import Fleet
         from backend.launch.plan import PlanError
+        from backend.launch.processes import LaunchError
         from backend.launch.state import StateError
 
         fleet: Fleet | None = None
@@ -116,6 +101,7 @@ def serve(arguments: list[str]) -> int:
             _prepare_vllm()
             preparing = _import_in_background("gateway.server")
             fleet.wait_ready(progress.say)
+            fleet.operate(progress.say)
             preparing.join()
 
             def announce(url: str) -> None:
@@ -173,6 +159,12 @@ def status(arguments: list[str]) -> int:
         snapshot = coordinator.snapshot()
     print(present.snapshot_json(snapshot) if as_json else present.table(snapshot))
     return OK
+
+
+def administration(name: str, arguments: list[str]) -> int:
+    """Changes a running fleet."""
+    with signals():
+        return administer.main(name, arguments, _found_fleet)
 
 
 def check_config(arguments: list[str]) -> int:
