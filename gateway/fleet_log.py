@@ -116,8 +116,10 @@ class FleetLog:
             if old is None or old.started_at != new.started_at or old.plan_changes == new.plan_changes:
                 continue
             changes = new.plan_changes - old.plan_changes
+            before, after = plan_words(old), plan_words(new)
             times = f" ({changes} changes)" if changes > 1 else ""
-            self._append(self._plans, at, "plan", key, f"{key}: {plan_words(old)} → {plan_words(new)}{times}")
+            text = f"{key}: {before} → {after}{times}" if before != after else f"{key}: {after} again, after {changes} changes"
+            self._append(self._plans, at, "plan", key, text)
 
     def _note(self, at: float, kind: Happening, member: str, text: str) -> None:
         self._append(self._entries, at, kind, member, text)

@@ -43,11 +43,14 @@ def perf_table(steps: Sequence[StepRow]) -> Table:
     """One row per step, in order.
 
     TGS of a step = tokens / batch size / wall time, where a step's wall time is the interval since the step before began; the
-    first has no interval, and its own duration takes that place.  `cur_acc_len` is 0 in a step that verified no draft.
+    first has no interval, and its own duration takes that place.  (That of a verifier started again has one: its predecessor's
+    last step came before it.)  `cur_acc_len` is 0 in a step that verified no draft.
     """
     rows: Table = []
     for place, step in enumerate(steps):
-        interval_ms = step.interval_ms if place else 0.0
+        interval_ms = 0.0
+        if place:
+            interval_ms = step.interval_ms or 1e3 * (step.began_at - steps[place - 1].began_at)
         wall_ms = interval_ms or step.busy_ms
         # Before the first step of a round there was nothing to do.
         idle_ms = sum(step.idle_ms.values()) if place else 0.0

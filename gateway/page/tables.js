@@ -141,9 +141,11 @@ function empty(table, count, text, columns) {
 
 export function verifierTable(table, fleet, filter) {
   const served = new Map();
+  // A verifier may also draft by itself; those drafters are no members.
+  const members = new Set(fleet.drafters.map((row) => row.id));
   for (const pair of fleet.pairs) {
     if (!served.has(pair.verifier)) served.set(pair.verifier, []);
-    const words = pair.down ? " (not waited for)" : pair.bound ? "" : " (earlier)";
+    const words = pair.down ? " (not waited for)" : pair.bound ? "" : members.has(pair.drafter) ? " (earlier)" : " (its own)";
     served.get(pair.verifier).push(pair.drafter + words);
   }
   const rows = fleet.verifiers.map((row) => ({ ...row, served: served.get(row.id) ?? [] }));

@@ -204,6 +204,9 @@ def test_the_log_tells_plans_apart_from_the_rest(watched):
     stats = watched.story.verifiers["verifier-0"]
     watched.story.verifiers["verifier-0"] = msgspec.structs.replace(stats, plan_k=2, plan_outcomes=8, plan_changes=3)
     assert watched.run(1).plans[0].text == "verifier-0: no drafts → K 2, 8 outcomes ahead"
+    stats = watched.story.verifiers["verifier-0"]
+    watched.story.verifiers["verifier-0"] = msgspec.structs.replace(stats, plan_changes=5)
+    assert watched.run(1).plans[0].text == "verifier-0: K 2, 8 outcomes ahead again, after 2 changes"
     assert watched.run(1).log == []
 
 

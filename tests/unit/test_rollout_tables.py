@@ -156,6 +156,13 @@ def test_numbers_sort_as_numbers() -> None:
     assert [row[3:] for row in table] == [(2, 9), (11, 9), (2, 10), (11, 10)]
 
 
+def test_the_first_step_of_a_verifier_that_came_back_follows_the_last_of_the_one_before() -> None:
+    verified = VerificationRow(0, "0-1-1", 5, 0, 0, 3, "", False, False)
+    rows = tables.perf_table([step(0, [verified], 100.0, 0.0), step(1, [verified], 102.0, 0.0)])
+    assert rows[1][4:6] == ("2.000", "2000.000")
+    assert rows[1][0] == "1.500"
+
+
 def test_a_step_without_requests_or_drafts_is_no_division_by_zero() -> None:
     (row,) = tables.perf_table([step(0, [], 5.0, 0.0)])
     assert row[:4] == ("0.000", 0, "0.000", 0)
