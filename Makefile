@@ -7,7 +7,8 @@ ARGS ?=
 MAKEFLAGS += --no-print-directory
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev setup-load serve status test campaign lint bench load chaos dashboards dashboards-check format clean
+.PHONY: help setup setup-dev setup-load serve status test campaign lint bench bench-fleet load chaos dashboards dashboards-check
+.PHONY: rollout-demo format clean
 
 help: ## list these tasks
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|' 2>/dev/null \
@@ -42,6 +43,16 @@ lint: setup-dev ## ruff, mypy and the import contracts
 
 bench: setup-dev ## measure every mode on this machine (ARGS=--quick: under ten minutes)
 	@exec $(BIN)/outrider bench $(ARGS)
+
+bench-fleet: setup-dev ## measure assignment by goodput against a fixed split, on real engines (a few minutes)
+	@exec $(BIN)/python -m backend.bench.assign $(ARGS)
+
+rollout-demo: setup ## replay 128 responses on two verifiers, natively and disaggregated (some minutes; writes rollouts/)
+	@$(BIN)/outrider trace make stdlib --out rollouts/train.0.parquet --limit 128 --max-gen 1500
+	@$(BIN)/outrider rollout --trace rollouts/train.0.parquet --fixed-responses --verifiers 2 \
+	  --impl native --out rollouts/native $(ARGS)
+	@$(BIN)/outrider rollout --trace rollouts/train.0.parquet --fixed-responses --verifiers 2 --drafters 2 \
+	  --impl disaggregated --out rollouts/disaggregated $(ARGS)
 
 load: setup-load ## load a fleet and judge what its clients see (ARGS="--scenario mixed --users 8")
 	@exec $(BIN)/python -m loadtest $(ARGS)

@@ -4,9 +4,11 @@ A gateway's DEALER talks to the verifier's ROUTER.  The first frame says what fo
 `EngineCoreRequest` and `EngineCoreOutputs`, encoded by vLLM's `MsgpackEncoder` (which may add raw frames for tensors).
 
 gateway -> verifier   HELLO EngineHello | ADD Addition EngineCoreRequest... | ABORT list of request ids | UTILITY (call id,
-                      method, args) | PING
+                      method, args) | ROWS | PING
 verifier -> gateway   WELCOME EngineWelcome | TAKEN request id | OUTPUTS EngineCoreOutputs... | STATS VerifierStats |
-                      REFUSED Refusal | PING
+                      ROWS RowBatch | REFUSED Refusal | PING
+
+ROWS takes what the verifier keeps of its steps (`verifier.kept_rows`); it is answered after everything that came before it.
 
 A gateway pings every second and the verifier echoes it; a verifier aborts the requests of a gateway it has not heard of for
 `gateway_lease_s`, and asks that gateway to greet it again (`Refusal.reason == "unknown"`).
@@ -25,8 +27,11 @@ import msgspec
 
 ENGINE_WIRE_VERSION = 2
 
-HELLO, ADD, ABORT, UTILITY, PING = b"h", b"a", b"x", b"u", b"p"
+HELLO, ADD, ABORT, UTILITY, ROWS, PING = b"h", b"a", b"x", b"u", b"q", b"p"
 WELCOME, TAKEN, OUTPUTS, STATS, REFUSED = b"w", b"t", b"o", b"s", b"r"
+
+FIXED_RESPONSE = "outrider_fixed_response"
+"""Key of `SamplingParams.extra_args`: the token ids a request must emit (`backend/verifier/fixed.py`)."""
 
 
 class EngineHello(msgspec.Struct, frozen=True):

@@ -15,6 +15,9 @@ MemberKind = Literal["verifier", "drafter", "gateway"]
 MemberState = Literal["starting", "ready", "draining", "lost"]
 IDLE_CAUSES = ("no_work", "awaiting_draft", "transfer", "swap")
 
+FALLBACK = "fallback"
+"""Stands among the drafters of a verifier's counters for its own prompt lookup (`verifier/fallback.py`)."""
+
 
 class DraftCounters(msgspec.Struct):
     """What one verifier saw of one drafter ("native" and "ngram" stand for vLLM's own co-located proposers)."""
@@ -34,6 +37,11 @@ class DraftCounters(msgspec.Struct):
     the threads' turns.
     """
     bytes_sent: int = 0
+    handovers: int = 0
+    """Requests it was given together with features computed before it knew them."""
+    handover_rows: int = 0
+    handover_bytes: int = 0
+    """Of `bytes_sent`, those features."""
     ahead_hits: int = 0
     """Verifications whose outcome had been drafted ahead of time."""
     ahead_misses: int = 0
@@ -85,6 +93,8 @@ class VerifierStats(msgspec.Struct):
     kv_usage: float = 0.0
     """Share of the KV cache in use, 0..1."""
     drafters: dict[str, DraftCounters] = msgspec.field(default_factory=dict)
+    teacher_forced: DraftCounters = msgspec.field(default_factory=DraftCounters)
+    """Verifications of fixed responses (rollouts): agreement with a trace, in no drafter's counters above."""
     drafters_down: list[str] = msgspec.field(default_factory=list)
     """Assigned drafters whose circuit breaker is open: drafts are not waited for."""
     plan_k: int = 0

@@ -1,8 +1,9 @@
 """The wire between a verifier and its drafters.  Pure data; used by both sides, in any process.
 
 A verifier's worker ships one `Round` per engine step: a MessagePack header and one raw frame that holds the features
-(hidden states after the EAGLE `fc`, or the raw last hidden state for EAGLE-1) of every row in it, in item order.  The drafter
-answers with one `Drafts`.  Nothing here is pickled.
+(hidden states after the EAGLE `fc`, or the raw last hidden state for EAGLE-1) of every row in it, in item order.  On one host
+large frames go through shared memory (`transport/ring.py`) and the message holds their position instead.  The drafter answers
+with one `Drafts`.  Nothing here is pickled.
 
 In the mode `ahead` rounds only extend the drafter's cache (`k = 0`).  What to draft the verifier's scheduler says with `Next`
 on its own socket; the drafter answers with `Drafts` of `seq` 0 where there is no draft yet, and with `Ahead`: drafts for the
@@ -30,6 +31,15 @@ FeatureDtype = Literal["float32", "bfloat16", "float16"]
 Role = Literal["features", "drafts"]
 
 
+class RingRef(msgspec.Struct, frozen=True, array_like=True):
+    """A segment of shared memory as another process of the host finds it (`transport/ring.py`)."""
+
+    pid: int
+    fd: int
+    token: bytes
+    capacity: int
+
+
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
     """First message on a socket.  `features` sockets send rounds; `drafts` sockets receive their answers."""
 
@@ -38,6 +48,8 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     role: Role
     epoch: int
     """Counts this verifier's process starts and reassignments: answers to an older epoch are dropped by both sides."""
+    ring: RingRef | None = None
+    """Shared memory in which this socket's rounds may leave their features."""
 
 
 class Open(msgspec.Struct, frozen=True, tag="open"):
@@ -79,6 +91,8 @@ class Round(msgspec.Struct, frozen=True, tag="round"):
     hidden: int
     """Width of a feature row; 0 when no features travel (an n-gram drafter)."""
     items: list[Open | Commit | Close]
+    at: int | None = None
+    """Where in the ring the features are; there is no frame then."""
 
 
 class NextItem(msgspec.Struct, frozen=True, array_like=True):
@@ -107,6 +121,8 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     version: int
     drafter_id: str
     kind: str
+    ring: bool = False
+    """Whether it reads the ring it was offered."""
 
 
 class Draft(msgspec.Struct, frozen=True, array_like=True):

@@ -20,6 +20,8 @@ Value = str | int | float | bool
 CLOSE_S = 2.0
 """How long the last spans of a process may take to leave."""
 
+logger = logging.getLogger(__name__)
+
 MISSING = "tracing.endpoint is set, but OpenTelemetry is not installed: pip install 'outrider[tracing]'"
 
 
@@ -69,6 +71,27 @@ def _import() -> _OpenTelemetry:
         raise TracingError(MISSING) from error
 
 
+class _Once(logging.Handler):
+    """Makes one line of the library's first complaint and drops the rest: it logs every failed export, with its traceback."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._told = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not self._told:
+            self._told = True
+            reason = " ".join(record.getMessage().split())[:200]
+            logger.warning("spans are lost (further losses are not logged): %s", reason)
+
+
+def _tell_once() -> None:
+    theirs = logging.getLogger("opentelemetry")
+    if not any(isinstance(handler, _Once) for handler in theirs.handlers):
+        theirs.addHandler(_Once())
+        theirs.propagate = False
+
+
 class Tracing:
     """Starts spans.  `exporter` is OpenTelemetry's; tests give one that keeps spans in memory."""
 
@@ -87,8 +110,7 @@ class Tracing:
             library.batches(exporter, schedule_delay_millis=1000, export_timeout_millis=CLOSE_S * 1000)
         )
         self._tracer = self._provider.get_tracer("outrider", version)
-        # It logs every failed export with a traceback; that a collector is away is no error of ours.
-        logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
+        _tell_once()
 
     def start(
         self, name: str, headers: Mapping[str, str] | None, kind: Kind = "internal", start_ns: int | None = None

@@ -250,6 +250,38 @@ ASSIGNMENT = Dashboard(
             ],
         ),
         Row(
+            "Hand-over",
+            [
+                Panel(
+                    "Requests handed over",
+                    "Running requests given to a drafter with their earlier features, per minute: after a new assignment.",
+                    [Query(f"60 * {pair_rate('outrider_handovers_total')}", "{{verifier}} > {{drafter}}")],
+                    empty=NO_DRAFTS,
+                ),
+                Panel(
+                    "Positions per hand-over",
+                    "Features sent along, per request handed over; the drafter has a gap for what is missing.",
+                    [
+                        Query(
+                            ratio(
+                                total(pair_rate("outrider_handover_rows_total")),
+                                total(pair_rate("outrider_handovers_total")),
+                            ),
+                            "positions",
+                        )
+                    ],
+                    empty="nothing was handed over",
+                ),
+                Panel(
+                    "Hand-over traffic",
+                    "Bytes per second, part of what is sent to drafters.",
+                    [Query(pair_rate("outrider_handover_bytes_total"), "{{verifier}} > {{drafter}}")],
+                    unit="Bps",
+                    empty=NO_DRAFTS,
+                ),
+            ],
+        ),
+        Row(
             "Balance",
             [
                 Panel(

@@ -1,4 +1,4 @@
-"""The command line: `outrider serve | gateway | status | check-config | records | report | bench | train-demo`.
+"""The command line: `outrider serve | gateway | status | check-config | records | report | bench | ...`.
 
 `serve` is the launcher and the gateway in one process: it starts the fleet (Ray actors), imports vLLM while the engines load,
 serves HTTP from this process's main thread, and ends everything it started.  The heavy imports are inside the commands, so that
@@ -12,17 +12,17 @@ import importlib
 import importlib.metadata
 import logging
 import runpy
-import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from backend.config import sources
 from backend.config.sources import ConfigError, Loaded
 from gateway import present
+from gateway.signals import Interrupted, signals
 
 if TYPE_CHECKING:
     from backend.config import Settings
@@ -40,6 +40,9 @@ commands:
   records       sum up, join or export what verifiers wrote down
   report        draw a recorded period, or a rollout, as one HTML page
   bench         measure every mode on this machine (it has options of its own)
+  simulate      simulate a large fleet under the coordinator's policy (it has options of its own)
+  rollout       run a trace's prompts over a fleet of its own, with a row of every step (it has options of its own)
+  trace         make traces (it has options of its own)
   train-demo    train the built-in demo models again
 
 `outrider COMMAND --help` lists the settings; each is also a variable (OUTRIDER_GATEWAY__PORT) and a key
@@ -48,10 +51,6 @@ of the YAML file given with --config.  `outrider --version` prints the version.
 
 OK, FAILED, MISUSED, INTERRUPTED = 0, 1, 2, 130
 FOUND_FLEET_TIMEOUT_S = 10.0
-
-
-class Interrupted(BaseException):
-    """SIGINT or SIGTERM; not an `Exception`, so that nothing on the way takes it for an error of its own."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -65,6 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "records": records,
         "report": report,
         "bench": bench,
+        "simulate": simulate,
+        "rollout": rollout,
+        "trace": trace,
         "train-demo": train_demo,
     }
     if not given or given[0] in ("-h", "--help", "help"):
@@ -99,7 +101,7 @@ def serve(arguments: list[str]) -> int:
     settings = loaded.settings
     progress = present.Progress()
     _configure_logging(settings.log_level)
-    with _signals() as forced:
+    with signals() as forced:
         models = _resolved(settings, progress)
         _check_port(settings)
         _check_tracing(settings)
@@ -141,11 +143,12 @@ def gateway(arguments: list[str]) -> int:
     loaded = sources.load(arguments, "outrider gateway", "Starts a further gateway for a running fleet.")
     _configure_logging(loaded.settings.log_level)
     progress = present.Progress()
-    with _signals() as forced, _found_fleet(loaded, None) as coordinator:
+    with signals() as forced, _found_fleet(loaded, None) as coordinator:
         _prepare_vllm()
         info = coordinator.info()
         theirs = type(loaded.settings).model_validate_json(info.settings_json)
         settings = theirs.model_copy(update={"gateway": loaded.settings.gateway})
+        _check_tracing(settings)
 
         def announce(url: str) -> None:
             progress.say(present.ready(url, settings, info.models))
@@ -213,13 +216,45 @@ def bench(arguments: list[str]) -> int:
     """Measures every mode; the benchmark has its own options."""
     from backend.bench.main import BenchError, main
 
-    with _signals() as forced:
+    with signals() as forced:
         try:
             main(arguments, present.Progress().say)
         except BenchError as error:
             return _fail(str(error), FAILED)
         finally:
             forced.armed = True
+    return OK
+
+
+def simulate(arguments: list[str]) -> int:
+    """Simulates a fleet; the simulator has its own options."""
+    from gateway.simulated_routing import simulate
+
+    simulate(arguments, print)
+    return OK
+
+
+def rollout(arguments: list[str]) -> int:
+    """Runs a trace over a fleet of its own; a rollout has its own options beside the settings."""
+    from backend.rollout.main import CommandError
+    from backend.rollout.main import rollout as run
+
+    _configure_logging("warning")
+    with signals() as forced:
+        try:
+            run(arguments, present.Progress().say)
+        except CommandError as error:
+            return _fail(str(error), FAILED)
+        finally:
+            forced.armed = True
+    return OK
+
+
+def trace(arguments: list[str]) -> int:
+    """Makes traces; the command has its own options."""
+    from backend.rollout.main import trace as run
+
+    run(arguments, print)
     return OK
 
 
@@ -350,32 +385,6 @@ def _found_fleet(loaded: Loaded, name: str | None) -> Iterator[CoordinatorHandle
             yield CoordinatorHandle.connect(namespace, FOUND_FLEET_TIMEOUT_S)
     except (ClusterError, CoordinatorUnavailable, state.StateError) as error:
         sys.exit(_fail(str(error), FAILED))
-
-
-class _Forced:
-    armed = False
-
-
-@contextmanager
-def _signals() -> Iterator[_Forced]:
-    """The first SIGINT or SIGTERM ends the block with `Interrupted`; one more, while it is ending, ends the process."""
-    state = _Forced()
-
-    def handle(number: int, frame: Any) -> None:
-        if not state.armed:
-            state.armed = True
-            raise Interrupted
-        print("outrider: stopped at once", file=sys.stderr)
-        # Ray's processes die with their parent; the next start removes the files.
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.raise_signal(signal.SIGTERM)
-
-    before = {each: signal.signal(each, handle) for each in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield state
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
 
 
 def _configure_logging(level: str) -> None:

@@ -6,16 +6,18 @@ most `WINDOW_S` of them, and the log of what happened.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from backend.fleet import DraftCounters, DrafterStats, FleetSnapshot, MemberView, VerifierStats
 from gateway.fleet_log import FleetLog
 from gateway.fleet_view import DrafterRow, FleetView, PairRow, Totals, VerifierRow
-from gateway.in_flight import MoveKind
+
+if TYPE_CHECKING:
+    from gateway.in_flight import MoveKind
 
 WINDOW_S = 10.0
 """What rates, shares and acceptance lengths are computed over."""
@@ -110,7 +112,7 @@ class _Flow:
     sequence_s: float = 0.0
     """Running sequences, integrated over time."""
     busy_s: float = 0.0
-    idle_s: Counter[str] = field(default_factory=Counter)
+    idle_s: dict[str, float] = field(default_factory=dict)
     drafts: int = 0
     accepted: int = 0
 
@@ -121,7 +123,7 @@ class _Flow:
         flow.tokens_per_s = _ratio(flow.tokens, window.seconds) or 0.0
         flow.sequence_s = sum(seconds * (before.running + after.running) / 2 for seconds, before, after in window.steps())
         for cause, spent in new.idle_s.items():
-            flow.idle_s[cause] = max(0.0, spent - old.idle_s.get(cause, 0.0))  # type: ignore[assignment]
+            flow.idle_s[cause] = max(0.0, spent - old.idle_s.get(cause, 0.0))
         for drafter, counters in new.drafters.items():
             before = old.drafters.get(drafter, DraftCounters())
             flow.drafts += max(0, counters.drafts - before.drafts)
@@ -136,7 +138,8 @@ class _Flow:
             total.tokens_per_s += each.tokens_per_s
             total.sequence_s += each.sequence_s
             total.busy_s += each.busy_s
-            total.idle_s.update(each.idle_s)
+            for cause, spent in each.idle_s.items():
+                total.idle_s[cause] = total.idle_s.get(cause, 0.0) + spent
             total.drafts += each.drafts
             total.accepted += each.accepted
         return total

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping
 from itertools import islice
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
 from backend.fleet import FleetSnapshot, Member, VerifierStats
-from gateway.in_flight import MoveKind
+
+if TYPE_CHECKING:
+    from gateway.in_flight import MoveKind
 
 KEPT, SHOWN = 200, 40
 Happening = Literal[
@@ -114,8 +116,10 @@ class FleetLog:
             if old is None or old.started_at != new.started_at or old.plan_changes == new.plan_changes:
                 continue
             changes = new.plan_changes - old.plan_changes
+            before, after = plan_words(old), plan_words(new)
             times = f" ({changes} changes)" if changes > 1 else ""
-            self._append(self._plans, at, "plan", key, f"{key}: {plan_words(old)} → {plan_words(new)}{times}")
+            text = f"{key}: {before} → {after}{times}" if before != after else f"{key}: {after} again, after {changes} changes"
+            self._append(self._plans, at, "plan", key, text)
 
     def _note(self, at: float, kind: Happening, member: str, text: str) -> None:
         self._append(self._entries, at, kind, member, text)

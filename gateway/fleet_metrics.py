@@ -28,6 +28,9 @@ _PAIR_COUNTERS = {
     "outrider_draft_queue_seconds_total": "queue_s",
     "outrider_draft_transfer_seconds_total": "transfer_s",
     "outrider_draft_sent_bytes_total": "bytes_sent",
+    "outrider_handovers_total": "handovers",
+    "outrider_handover_rows_total": "handover_rows",
+    "outrider_handover_bytes_total": "handover_bytes",
 }
 _POSITION_COUNTERS = {
     "outrider_draft_tokens_by_position_total": "drafted_by_position",

@@ -96,6 +96,11 @@ DEFINITIONS: dict[str, Definition] = {
         "counter", _PAIR, "round trip less the drafter's compute and queue, summed over rounds that were waited for"
     ),
     "outrider_draft_sent_bytes_total": Definition("counter", _PAIR, "bytes sent to the drafter"),
+    "outrider_handovers_total": Definition(
+        "counter", _PAIR, "running requests given to the drafter with their earlier features"
+    ),
+    "outrider_handover_rows_total": Definition("counter", _PAIR, "those features, in positions"),
+    "outrider_handover_bytes_total": Definition("counter", _PAIR, "those features, in bytes (part of the bytes sent)"),
     "outrider_drafts_dropped_total": Definition("counter", (*_PAIR, "reason"), "drafts not used, by reason"),
     "outrider_drafters_down": Definition("gauge", _VERIFIER, "assigned drafters that are not waited for"),
     "outrider_verifier_busy_seconds_total": Definition("counter", _VERIFIER, "time in steps; busy + idle = wall"),

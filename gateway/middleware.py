@@ -16,14 +16,14 @@ import uuid
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway import page
 from gateway.errors import ApiError, TooManyRequests, Unauthorized, translate
 from gateway.metrics import GatewayMetrics
+from gateway.page import FILES
 from gateway.sse import ClientGone
 
 logger = logging.getLogger(__name__)
 
-OPEN_PATHS = frozenset({"/livez", "/readyz", "/health", "/metrics", *page.FILES})
+OPEN_PATHS = frozenset({"/livez", "/readyz", "/health", "/metrics", *FILES})
 """Reached without a key: probes and scrapers have none, and the page's files say nothing of the fleet."""
 
 LIMITED_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})

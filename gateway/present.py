@@ -52,7 +52,7 @@ def ready(url: str, settings: Settings, models: ResolvedModels) -> str:
     key = " -H 'Authorization: Bearer API-KEY'" if settings.gateway.api_key else ""
     data = json.dumps({**body, "stream": True})
     command = f"curl -N {base}/v1/{path}{key} -H 'Content-Type: application/json' -d '{data}'"
-    return f"serving at {url}/v1 - try:\n{command}\nCtrl-C stops everything"
+    return f"serving at {url}/v1 - try:\n{command}\nthe fleet is at {base}/ - Ctrl-C stops everything"
 
 
 def _has_chat_template(settings: Settings, directory: Path) -> bool:

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import pydantic
 from starlette.requests import Request
 
+from backend.engine_wire import FIXED_RESPONSE
 from gateway.errors import BadRequest, PayloadTooLarge, UnsupportedMedia
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
@@ -130,6 +131,8 @@ def check_generation(request: Any, *, max_n: int, speculating: bool) -> None:
     n = request.n if request.n is not None else 1
     if not 1 <= n <= max_n:
         raise BadRequest(f"`n` must be between 1 and {max_n}.", param="n")
+    if FIXED_RESPONSE in (request.vllm_xargs or {}):
+        raise BadRequest(f"`{FIXED_RESPONSE}` belongs to rollouts.", param="vllm_xargs")
     if speculating:
         unsupported = [name for name, set_ in (("min_p", request.min_p), ("logit_bias", request.logit_bias)) if set_]
         if unsupported:

@@ -20,11 +20,19 @@ from backend.bench.plan import CoreSplit
 from backend.config import DraftingSettings, Settings
 from backend.models import Say, resolve
 from backend.protocol import Commit, Draft, Drafts, Round, decode_to_drafter, decode_to_verifier, encode
-from backend.transport import Dealer, Hub, Wire
+from backend.transport import Buffer, Dealer, Hub, Wire
 
 BATCHES = (1, 4, 16)
 CONTEXTS = (64, 512, 2048)
 PAYLOADS = (256, 4096, 65536, 1048576)
+ANSWER_BYTES = 1024
+ROUNDS = {
+    "16 requests x 3 rows, demo": 16 * 3 * 256 * 4,
+    "1 request x 5 rows of 4096, 16 bit": 5 * 4096 * 2,
+    "16 requests x 5 rows of 4096, 16 bit": 16 * 5 * 4096 * 2,
+    "prefill, 2000 rows of 4096, 16 bit": 2000 * 4096 * 2,
+}
+"""Bytes of features per round; the answer is small."""
 ROWS = 3
 """Rows that a verification adds to each request: a usual acceptance length."""
 REPEATS = 30
@@ -45,8 +53,8 @@ def run(options: Options, split: CoreSplit, about: Mapping[str, Any], output: Pa
         codec = [measure_codec(batch, k) for batch in BATCHES]
         for row in codec:
             say(f"codec, batch {row['batch']}: encode {row['encode_us']:.0f} us, decode {row['decode_us']:.0f} us")
-        transport = _transport(split, directory, say)
-    content = {**about, "k": k, "drafter": drafter, "codec": codec, "transport": transport}
+        transport, rounds = _transport(split, directory, say)
+    content = {**about, "k": k, "drafter": drafter, "codec": codec, "transport": transport, "rounds": rounds}
     (output / "micro.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     say(f"wrote {output}/micro.json")
 
@@ -134,7 +142,7 @@ def measure_codec(batch: int, k: int) -> dict[str, float]:
     }
 
 
-def _transport(split: CoreSplit, directory: Path, say: Say) -> list[dict[str, float]]:
+def _transport(split: CoreSplit, directory: Path, say: Say) -> tuple[list[dict[str, float]], list[dict[str, Any]]]:
     """There and back over ipc, to a process on the drafter's cores."""
     job = {"role": "echo", "cores": split.drafter, "address": f"ipc://{directory}/echo"}
     child = Child(job, directory / "echo.log")
@@ -147,14 +155,32 @@ def _transport(split: CoreSplit, directory: Path, say: Say) -> list[dict[str, fl
             us = _median_us(lambda payload=payload: _there_and_back(hub, dealer, payload), REPEATS)  # type: ignore[misc]
             rows.append({"bytes": size, "round_trip_us": us, "mb_per_s": 2 * size / us})
             say(f"ipc, {size} bytes: {us:.0f} us there and back, {2 * size / us:.0f} MB/s")
+        rounds = _rounds(hub, dealer, say)
     finally:
         hub.close()
         close_all([child])
+    return rows, rounds
+
+
+def _rounds(hub: Hub, dealer: Dealer, say: Say) -> list[dict[str, Any]]:
+    """What the wire adds to a drafting round, and what is left of that where the features do not travel."""
+    answer = bytes(ANSWER_BYTES)
+    small = _median_us(lambda: _there_and_back(hub, dealer, answer), REPEATS)
+    rows: list[dict[str, Any]] = []
+    for name, size in ROUNDS.items():
+        features = memoryview(bytearray(size))
+        target = bytearray(size)
+        wire_us = _median_us(lambda features=features: _there_and_back(hub, dealer, answer, features), REPEATS)  # type: ignore[misc]
+        copy_us = _median_us(lambda a=target, b=features: a.__setitem__(slice(None), b), REPEATS)  # type: ignore[misc]
+        rows.append({"round": name, "bytes": size, "wire_us": wire_us, "without_features_us": small, "one_copy_us": copy_us})
+        say(
+            f"round of {name}: {wire_us:.0f} us on the wire, {small:.0f} us without its features, {copy_us:.0f} us to copy them"
+        )
     return rows
 
 
-def _there_and_back(hub: Hub, dealer: Dealer, payload: bytes) -> None:
-    dealer.send(payload)
+def _there_and_back(hub: Hub, dealer: Dealer, *frames: Buffer) -> None:
+    dealer.send(*frames)
     deadline = time.monotonic() + ANSWER_TIMEOUT_S
     while dealer.receive() is None:
         if time.monotonic() > deadline:

@@ -100,7 +100,8 @@ def _echo(job: Job) -> None:
             hub.poll(1.0)
             while (received := router.receive()) is not None:
                 identity, frames = received
-                router.send(identity, *frames)
+                # What comes behind the first frame is a question's load; its answer has none.
+                router.send(identity, frames[0])
 
     thread = threading.Thread(target=serve, name="echo")
     thread.start()

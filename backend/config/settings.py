@@ -63,6 +63,11 @@ class VerifierSettings(Section):
     draft_deadline_ms: float = Field(
         250.0, gt=0, description="longest wait for drafts, whatever the measured round trip suggests"
     )
+    handover_mib: int = Field(
+        256,
+        ge=0,
+        description="host memory for the features of running requests, in MiB: drafters that take over start warm; 0: off",
+    )
     ahead_outcomes: int = Field(8, ge=1, le=64, description="mode ahead: outcomes drafted per request and step")
     fallback: bool = Field(
         True,
@@ -70,6 +75,12 @@ class VerifierSettings(Section):
         "or where a request repeats itself so much that it does better",
     )
     gateway_lease_s: float = Field(10.0, gt=0, description="requests of a gateway silent for so long are aborted")
+    kept_rows: int = Field(
+        0, ge=0, description="rows of steps and verifications kept until a client takes them, at most; rollouts set it"
+    )
+    fixed_responses: bool = Field(
+        False, description="take requests that bring the response they must emit; rollouts from traces set it"
+    )
     engine_args: dict[str, Any] = Field(default_factory=dict, description="further vLLM engine arguments, by their names")
 
 
@@ -115,6 +126,9 @@ class TransportSettings(Section):
     """The data plane."""
 
     kind: Literal["auto", "ipc", "tcp"] = Field("auto", description="auto: ipc on one host, tcp with several Ray nodes")
+    ring_mib: int = Field(
+        64, ge=0, description="shared memory per verifier and drafter on one host for large features, in MiB; 0: sockets alone"
+    )
     host: str | None = Field(None, description="address tcp sockets bind to; default: the node's own Ray address")
 
 

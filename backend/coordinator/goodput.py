@@ -20,7 +20,7 @@ from itertools import cycle
 import numpy as np
 
 from backend.coordinator.assignment import Decision, Situation
-from backend.coordinator.model import Array, Edge, FleetModel
+from backend.coordinator.model import TOGETHER, Array, Edge, FleetModel
 
 SMALL = 96
 """With so many possible pairs at most, every change is looked at."""
@@ -202,7 +202,7 @@ def _worth(search: _Search, change: Change) -> float | None:
 
 
 def _candidates(search: _Search) -> Iterator[Change]:
-    """Changes that keep everybody served and every drafter used."""
+    """Changes that keep every drafter used."""
     model = search.model
     v, d = model.edges()
     if not len(v):
@@ -211,7 +211,9 @@ def _candidates(search: _Search) -> Iterator[Change]:
     for edge in pairs:
         yield from _changes_of(search, edge, takers, idle)
     for a in takers:
-        yield from (Change(add=((a, other),)) for other in idle if search.may_add((a, other)))
+        new = [(a, other) for other in idle if search.may_add((a, other))]
+        yield from (Change(add=(edge,)) for edge in new)
+        yield from (Change(add=tuple(new[:count])) for count in TOGETHER if count <= len(new))
     yield from _exchanges(search, slow, pairs)
 
 
@@ -221,7 +223,7 @@ def _where_to_look(search: _Search, v: Array, d: Array) -> tuple[list[int], list
     count = len(model.of_verifier), len(model.of_drafter)
     if count[0] * count[1] <= SMALL:
         every = [edge for edge in zip(v.tolist(), d.tolist(), strict=True) if search.may_remove(edge)]
-        return list(range(count[0])), every, list(range(count[1])), every
+        return list(range(count[0])), every, np.argsort(model.work, kind="stable").tolist(), every
     gains, losses, present = model.gains_and_losses(v, d)
     work = np.array(model.work)
     # Half of what is asked of a change, as these are estimates: in a steady state little or nothing is left to look at.
@@ -231,14 +233,14 @@ def _where_to_look(search: _Search, v: Array, d: Array) -> tuple[list[int], list
     edges = [(int(v[i]), int(d[i])) for i in dict.fromkeys((*wanted, *crowded))]
     pairs = [edge for edge in edges if search.may_remove(edge)][: 3 * PROMISING]
     slow = [(a, max(model.of_verifier[a], key=model.slowness)) for a in takers if model.of_verifier[a]]
-    return takers, pairs, _best(work, PROMISING), [edge for edge in slow if search.may_remove(edge)]
+    return takers, pairs, _best(work, max(TOGETHER)), [edge for edge in slow if search.may_remove(edge)]
 
 
 def _changes_of(search: _Search, edge: Edge, takers: list[int], idle: list[int]) -> Iterator[Change]:
     """What can be done with one pair: its drafter moves, its verifier moves, it ends."""
     model, (v, d) = search.model, edge
+    yield from (Change((edge,), ((a, d),)) for a in takers if search.may_add((a, d)))
     if len(model.of_verifier[v]) > 1:
-        yield from (Change((edge,), ((a, d),)) for a in takers if search.may_add((a, d)))
         yield from _moves_of_the_slow(search, edge, takers)
     if len(model.of_drafter[d]) > 1:
         yield from (Change((edge,), ((v, other),)) for other in idle if search.may_add((v, other)))

@@ -30,6 +30,8 @@ PRIOR_FIXED_S, PRIOR_PER_REQUEST_S = 0.006, 0.0005
 """Before anything was measured anywhere.  Only their proportions matter, and only until the first requests were served."""
 UNFLOORED = 0.01
 """Where drafting is not worth it, more of it still counts for so much: it breaks ties, and leads off plateaus."""
+TOGETHER = 2, 4, 8, 16
+"""One drafter more may be worth nothing where so many more are worth much: they may come together."""
 HEAVIEST = 2.0
 """A straggler's tokens count for so much more at most, and a fast verifier's for so much less."""
 
@@ -185,7 +187,7 @@ class FleetModel:
         return result
 
     def gains_and_losses(self, v: Array, d: Array) -> tuple[Array, Array, Array]:
-        """Roughly what one drafter more is worth to each verifier, the loss of each pair to its verifier, and what each has.
+        """Roughly what more drafters are worth to each verifier, the loss of each pair to its verifier, and what each has.
 
         Weighted, and as if drafters were not shared and the others like the average; `gain` is exact.
         """
@@ -206,11 +208,14 @@ class FleetModel:
 
         every = np.arange(len(n))
         now = goodput(every, held, average[0], average[1], of_held / np.maximum(held, 1))
-        more = goodput(every, held + 1, average[0], average[1], (of_held + average[2]) / (held + 1))
+        gains = np.full(len(n), -np.inf)
+        for count in (1, *TOGETHER):
+            more = goodput(every, held + count, average[0], average[1], (of_held + count * average[2]) / (held + count))
+            gains = np.maximum(gains, more - now)
         with_it = goodput(v, held[v], fixed_s[d], per_request_s[d], of_held[v] / held[v])
         others = (of_held[v] - quality[d]) / np.maximum(held[v] - 1, 1)
         without = goodput(v, held[v] - 1, average[0], average[1], others)
-        return weight * (more - now), weight[v] * (with_it - without), weight * now
+        return weight * gains, weight[v] * (with_it - without), weight * now
 
     # Details.
 

@@ -110,6 +110,8 @@ class Coordinator:
     lease_s: float
     first_version: int = 0
     settings: CoordinatorSettings = field(default_factory=CoordinatorSettings)
+    rule: AssignmentPolicy | None = None
+    """In place of the one that the settings ask for."""
     _entries: dict[str, _Entry] = field(default_factory=dict)
     _since: dict[Pair, float] = field(default_factory=dict)
     """When each pair was bound."""
@@ -131,7 +133,7 @@ class Coordinator:
 
     def __post_init__(self) -> None:
         self._version = self.first_version
-        self._rule = policy_of(self.settings)
+        self._rule = self.rule or policy_of(self.settings)
 
     # Events.
 

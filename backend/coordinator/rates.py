@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, field
 
 from backend.coordinator.assignment import DrafterSpeed, VerifierLoad
-from backend.fleet import DrafterStats, VerifierStats
+from backend.fleet import FALLBACK, DrafterStats, VerifierStats
 
 REMEMBERED_DRAFTS = 200.0
 """Drafts after which an older acceptance counts for half."""
@@ -136,7 +136,8 @@ class VerifierRates:
         for drafter_id, counters in new.drafters.items():
             before = old.drafters.get(drafter_id)
             drafts = counters.drafts - (before.drafts if before else 0)
-            if drafts > 0:
+            # What a verifier drafts itself says nothing of drafters.
+            if drafts > 0 and drafter_id != FALLBACK:
                 grown[drafter_id] = drafts, counters.accepted_tokens - (before.accepted_tokens if before else 0)
         drafts, accepted = sum(n for n, _ in grown.values()), sum(n for _, n in grown.values())
         if drafts:

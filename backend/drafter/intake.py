@@ -8,12 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from backend.drafter.proposer import MAX_DRAFT
-from backend.protocol import Close, Commit, Next, Open, Round
+from backend.protocol import HELLO_FIRST, Close, Commit, Next, Open, Round
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -30,7 +31,14 @@ class Limits:
     vocab_size: int
 
 
-def features_of(message: Round, frames: Sequence[bytes], limits: Limits) -> Tensor | None:
+class Ring(Protocol):
+    """Where a frame may be instead of in the message (`transport/ring.py`)."""
+
+    def read(self, position: int, size: int) -> bytearray:
+        """A copy; raises `ValueError`."""
+
+
+def features_of(message: Round, frames: Sequence[bytes], limits: Limits, ring: Ring | None = None) -> Tensor | None:
     """Checks a round and its frames; returns its features `[sum(rows), hidden]`, None when it has none.
 
     Raises `Malformed`.
@@ -47,21 +55,35 @@ def features_of(message: Round, frames: Sequence[bytes], limits: Limits) -> Tens
         rows += item.rows
     if len(frames) > 1:
         raise Malformed("too many frames")
-    frame = frames[0] if frames else b""
     if rows and message.hidden != limits.hidden:
         raise Malformed(f"features are {message.hidden} wide, this drafter takes {limits.hidden}")
     dtype = TORCH_DTYPES[message.dtype]
     expected = rows * message.hidden * dtype.itemsize
+    frame = _frame(message, frames, expected, ring)
     if len(frame) != expected:
         raise Malformed(f"the features frame has {len(frame)} bytes, not {expected}")
     if not rows:
         return None
-    # A copy: torch wants memory it could write to.
-    features = torch.frombuffer(bytearray(frame), dtype=dtype).view(rows, message.hidden)
+    features = torch.frombuffer(frame, dtype=dtype).view(rows, message.hidden)
     # One bad row would spoil every sequence that shares its prefix.
     if not math.isfinite(float(features.sum(dtype=torch.float32))):
         raise Malformed("features are not finite")
     return features
+
+
+def _frame(message: Round, frames: Sequence[bytes], expected: int, ring: Ring | None) -> bytearray:
+    """The raw features, in memory of our own: torch wants to be able to write to it."""
+    if message.at is None:
+        return bytearray(frames[0] if frames else b"")
+    if frames and frames[0]:
+        raise Malformed("features in the message and in the ring")
+    if ring is None:
+        # Whoever greets again is told whether there is one.
+        raise Malformed(HELLO_FIRST)
+    try:
+        return ring.read(message.at, expected)
+    except ValueError as error:
+        raise Malformed(str(error)) from error
 
 
 def check_next(message: Next, limits: Limits) -> None:

@@ -14,14 +14,14 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import msgspec
-from torch import Tensor
 
 from backend.drafter.intake import Limits, Malformed, check_next, features_of
 from backend.drafter.nexts import Key, Nexts, Wanted
 from backend.drafter.proposer import Ask, Premise, Proposer
+from backend.drafter.sessions import Session, Waiting
 from backend.drafter.traces import DraftTraces
 from backend.fleet import DrafterStats
 from backend.protocol import (
@@ -53,30 +53,6 @@ _Part = tuple[str, int, int | None]
 MAX_BATCH_ROUNDS = 64
 
 
-@dataclass
-class _Session:
-    """One verifier in one epoch."""
-
-    verifier_id: str
-    epoch: int
-    features: bytes | None = None
-    drafts: bytes | None = None
-    last_heard: float = 0.0
-
-
-@dataclass(frozen=True)
-class _Waiting:
-    """A round whose turn has not come."""
-
-    session: _Session
-    message: Round
-    features: Tensor | None
-    arrived: float
-
-    def key(self, request_id: str) -> Key:
-        return self.session.verifier_id, self.session.epoch, request_id
-
-
 class DrafterService:
     """Protocol, sequences' life and counters of one drafter, over any `Proposer`."""
 
@@ -94,9 +70,9 @@ class DrafterService:
         self._idle_ttl_s = idle_ttl_s
         self._clock = clock
         self._limits = Limits(proposer.hidden, proposer.vocab_size)
-        self._sessions: dict[str, _Session] = {}
-        self._peers: dict[bytes, tuple[_Session, Role]] = {}
-        self._waiting: deque[_Waiting] = deque()
+        self._sessions: dict[str, Session] = {}
+        self._peers: dict[bytes, tuple[Session, Role]] = {}
+        self._waiting: deque[Waiting] = deque()
         self._nexts = Nexts()
         self._unknown: dict[bytes, list[str]] = {}
         """By features socket: requests of the batch at hand that are to be opened again."""
@@ -129,12 +105,12 @@ class DrafterService:
                 check_next(message, self._limits)
                 self._take_next(session, message, now)
                 return []
-            features = features_of(message, frames[1:], self._limits)
+            features = features_of(message, frames[1:], self._limits, session.ring)
         except (msgspec.MsgspecError, RecursionError):
             return self._refuse(identity, "not a message of this protocol")
         except Malformed as error:
             return self._refuse(identity, str(error))
-        self._waiting.append(_Waiting(session, message, features, now))
+        self._waiting.append(Waiting(session, message, features, now))
         return []
 
     def work(self) -> list[Reply]:
@@ -161,6 +137,9 @@ class DrafterService:
         before = self._clock() - self._idle_ttl_s
         self._proposer.close_idle(before)
         self._nexts.expire(before)
+        for session in self._sessions.values():
+            if session.last_heard < before:
+                session.close_ring()
         if self._traces is not None:
             self._traces.expire(before)
 
@@ -186,19 +165,22 @@ class DrafterService:
         if session is None or session.epoch != hello.epoch:
             if session is not None:
                 self._end(session)
-            session = _Session(hello.verifier_id, hello.epoch)
+            session = Session(hello.verifier_id, hello.epoch)
             self._sessions[hello.verifier_id] = session
         # The same socket may greet for another role or verifier; what it said last holds.
         self._peers[identity] = session, hello.role
         if hello.role == "features":
             session.features = identity
+            session.map_ring(hello.ring)
         else:
             session.drafts = identity
         session.last_heard = now
-        return identity, encode(Welcome(PROTOCOL_VERSION, self._drafter_id, self._proposer.kind))
+        ring = hello.role == "features" and session.ring is not None
+        return identity, encode(Welcome(PROTOCOL_VERSION, self._drafter_id, self._proposer.kind, ring))
 
-    def _end(self, session: _Session) -> None:
+    def _end(self, session: Session) -> None:
         """A new epoch has begun: the old one's requests are over, its sockets strangers, its rounds unwanted."""
+        session.close_ring()
         for identity in [i for i, (owner, _) in self._peers.items() if owner is session]:
             del self._peers[identity]
         self._waiting = deque(w for w in self._waiting if w.session is not session)
@@ -209,7 +191,7 @@ class DrafterService:
             if isinstance(key, tuple) and key[:2] == (session.verifier_id, session.epoch):
                 self._proposer.close(key)
 
-    def _session_of(self, identity: bytes, message: Round | Next) -> _Session:
+    def _session_of(self, identity: bytes, message: Round | Next) -> Session:
         session, role = self._peers.get(identity, (None, "drafts"))
         if session is None:
             raise Malformed(HELLO_FIRST)
@@ -222,10 +204,12 @@ class DrafterService:
     def _refuse(self, identity: bytes, reason: str) -> list[Reply]:
         self._counters.rejected += 1
         session, role = self._peers.get(identity, (None, "drafts"))
-        listener = session.drafts if session is not None and role == "features" else None
+        # Who has to greet again must hear it himself.
+        elsewhere = session is not None and role == "features" and reason != HELLO_FIRST
+        listener = session.drafts if session is not None and elsewhere else None
         return [(listener or identity, encode(Refused(reason)))]
 
-    def _take_next(self, session: _Session, message: Next, now: float) -> None:
+    def _take_next(self, session: Session, message: Next, now: float) -> None:
         for item in message.items:
             key = session.verifier_id, session.epoch, item.request_id
             if item.base_len > self._proposer.max_position:
@@ -234,9 +218,9 @@ class DrafterService:
             else:
                 self._nexts.want(Wanted(key, message.epoch, item, now), self._proposer.length(key))
 
-    def _take_rounds(self, asks: list[Ask], now: float) -> tuple[list[_Waiting], list[list[_Part]]]:
+    def _take_rounds(self, asks: list[Ask], now: float) -> tuple[list[Waiting], list[list[_Part]]]:
         """The rounds that waited longest, up to the first that needs another's outcome, and what to answer to each."""
-        rounds: list[_Waiting] = []
+        rounds: list[Waiting] = []
         answers: list[list[_Part]] = []
         asked: set[Key] = set()
         while self._waiting and len(rounds) < MAX_BATCH_ROUNDS:
@@ -293,7 +277,7 @@ class DrafterService:
                 groups.setdefault((session.drafts, wanted.epoch), []).append(place)
         return [(listener, epoch, places) for (listener, epoch), places in groups.items()]
 
-    def _apply(self, waiting: _Waiting, asks: list[Ask], now: float) -> list[_Part]:
+    def _apply(self, waiting: Waiting, asks: list[Ask], now: float) -> list[_Part]:
         """Takes a round's news and adds its questions to `asks`; returns what to answer."""
         answers: list[_Part] = []
         proposer, at = self._proposer, 0
@@ -347,7 +331,7 @@ class DrafterService:
 
     def _answer(
         self,
-        rounds: list[_Waiting],
+        rounds: list[Waiting],
         answers: list[list[_Part]],
         drafts: list[list[int]],
         started: float,
@@ -367,7 +351,7 @@ class DrafterService:
             replies.append((waiting.session.drafts, encode(Drafts(message.epoch, message.seq, draft_us, queue_us, items))))
         return replies
 
-    def _count(self, rounds: list[_Waiting], asks: list[Ask], drafts: list[list[int]], spent_s: float) -> None:
+    def _count(self, rounds: list[Waiting], asks: list[Ask], drafts: list[list[int]], spent_s: float) -> None:
         counters = self._counters
         counters.rounds += len(rounds)
         counters.rows += sum(ask.rows for ask in asks)

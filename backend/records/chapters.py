@@ -190,7 +190,8 @@ def _worker(perf: Path, told: dict[str, Any]) -> Worker | None:
     if not steps.num_rows:
         return None
     markov = _csv(perf.with_name(f"worker_{name}_markov.csv"), ("acc_token_num", "draft_token_num", "cur_step", "req_id"))
-    requests = _csv(perf.with_name(f"worker_{name}_request.csv"), ("response_length", "rollout_step"))
+    columns = ("req_id", "response_length", "rollout_step", "spec_matched_total")
+    requests = _csv(perf.with_name(f"worker_{name}_request.csv"), columns)
     mine: dict[str, Any] = next((each for each in told.get("workers", []) if str(each.get("worker")) == name), {})
     at, interval, idle = (_floats(steps[column]) for column in ("step_ts", "step_interval", "idle_time"))
     length_s = pc.max(at).as_py() + _last(pc.if_else(pc.greater(interval, 0), interval, _floats(steps["verify_time"]))) / 1e3
@@ -207,7 +208,7 @@ def _worker(perf: Path, told: dict[str, Any]) -> Worker | None:
                 "requests": steps["step_batchsize"],
             }
         ),
-        verifications=_outcomes(markov),
+        verifications=_outcomes(markov, requests),
         requests=pa.table({"tokens": requests["response_length"], "verifications": requests["rollout_step"]}),
         busy_s=float(mine.get("busy_s", max(0.0, total - idle_s))),
         idle_s=mine.get("idle_s") or {"any cause": idle_s},
@@ -216,7 +217,8 @@ def _worker(perf: Path, told: dict[str, Any]) -> Worker | None:
     )
 
 
-def _outcomes(markov: pa.Table) -> pa.Table:
+def _outcomes(markov: pa.Table, requests: pa.Table) -> pa.Table:
+    """A rollout's verifications; a token emitted more than the draft tokens kept, but where the response was cut."""
     drafted = pc.greater(markov["draft_token_num"], 0)
     kept = pc.max_element_wise(pc.subtract(markov["acc_token_num"], 1), 0)
     return pa.table(
@@ -226,9 +228,24 @@ def _outcomes(markov: pa.Table) -> pa.Table:
             "drafter": pc.if_else(drafted, "all drafters", ""),
             "ahead": pa.repeat(pa.scalar(False), markov.num_rows),
             "draft_tokens": markov["draft_token_num"],
-            "accepted": pc.if_else(drafted, kept, 0),
+            "accepted": _with_what_was_cut(pc.if_else(drafted, kept, 0).to_pylist(), markov, requests),
         }
     )
+
+
+def _with_what_was_cut(accepted: list[int], markov: pa.Table, requests: pa.Table) -> pa.Array:
+    """The end of a response can cut its last verification: what that kept is what the others leave of the request's total."""
+    last: dict[int, int] = {}
+    missing = dict(zip(requests["req_id"].to_pylist(), requests["spec_matched_total"].to_pylist(), strict=True))
+    steps, drafted = markov["cur_step"].to_pylist(), markov["draft_token_num"].to_pylist()
+    for place, request in enumerate(markov["req_id"].to_pylist()):
+        missing[request] = missing.get(request, 0) - accepted[place]
+        if request not in last or steps[last[request]] < steps[place]:
+            last[request] = place
+    for request, place in last.items():
+        if 0 < missing[request] <= drafted[place] - accepted[place]:
+            accepted[place] += missing[request]
+    return pa.array(accepted, pa.int64())
 
 
 def _csv(file: Path, columns: Iterable[str]) -> pa.Table:

@@ -71,7 +71,7 @@ def acceptance(chapter: Chapter) -> Any | None:
     positions.grid(axis="y", color="#eeeeee")
     names, values = list(drafters), [each.acceptance_length or 0.0 for each in drafters.values()]
     colours = [_style(place, len(drafters))["color"] for place in range(len(names))]
-    bars = lengths.barh(range(len(names)), values, 0.6, color=colours)
+    bars = lengths.barh(range(len(names)), values, 0.6 if len(names) > 1 else 0.3, color=colours)
     lengths.bar_label(bars, [f"{value:.2f}" for value in values], padding=3)
     lengths.set_yticks(range(len(names)), names)
     lengths.invert_yaxis()

@@ -37,6 +37,7 @@ class FileRecorder:
 
     def start(self) -> None:
         """Begins to write."""
+        logger.info("records go to %s", self._store.directory)
         self._thread.start()
 
     def close(self) -> None:

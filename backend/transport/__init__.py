@@ -1,6 +1,7 @@
-"""ZeroMQ sockets of the data plane.  The only package that imports zmq."""
+"""ZeroMQ sockets and shared memory of the data plane.  The only package that imports zmq."""
 
-from backend.transport.hub import Dealer, Hub, Router
+from backend.transport.hub import Buffer, Dealer, Hub, Router
+from backend.transport.ring import RingReader, RingWriter
 from backend.transport.sockets import (
     ServerKeys,
     Wire,
@@ -11,8 +12,11 @@ from backend.transport.sockets import (
 )
 
 __all__ = [
+    "Buffer",
     "Dealer",
     "Hub",
+    "RingReader",
+    "RingWriter",
     "Router",
     "ServerKeys",
     "Wire",

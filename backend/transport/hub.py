@@ -12,6 +12,9 @@ import zmq
 
 from backend.transport.sockets import ServerKeys, Wire, bind_router, connect_dealer
 
+Buffer = bytes | memoryview
+"""A frame to send, one item per byte; it is copied before `send` returns."""
+
 
 class Router:
     """A bound server socket."""
@@ -50,7 +53,7 @@ class Dealer:
         except zmq.Again:
             return None
 
-    def send(self, *frames: bytes) -> bool:
+    def send(self, *frames: Buffer) -> bool:
         """Queues one message; False when the queue is full."""
         try:
             self.socket.send_multipart(frames, zmq.NOBLOCK)

@@ -1,4 +1,4 @@
-"""A synchronous client of the engine wire: what a gateway does, without HTTP.  Used by the benchmark and by tests.
+"""A synchronous client of the engine wire: what a gateway does, without HTTP.  Used by the benchmark, rollouts and tests.
 
 Any process; one thread owns a client.  Of vLLM it needs the request and output structs and their codec, never an engine.
 """
@@ -20,10 +20,12 @@ from backend.engine_wire import (
     ABORT,
     ADD,
     ENGINE_WIRE_VERSION,
+    FIXED_RESPONSE,
     HELLO,
     OUTPUTS,
     PING,
     REFUSED,
+    ROWS,
     STATS,
     WELCOME,
     Addition,
@@ -32,6 +34,7 @@ from backend.engine_wire import (
     Refusal,
 )
 from backend.fleet import VerifierStats
+from backend.records.kept import RowBatch
 from backend.transport import Hub, Wire
 from backend.verifier.engine import vllm_version
 
@@ -61,22 +64,48 @@ def sampling(max_tokens: int, temperature: float) -> SamplingParams:
     return SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True)
 
 
+def free_sampling(max_tokens: int, temperature: float, stop_token_ids: list[int], seed: int | None) -> SamplingParams:
+    """At most `max_tokens` tokens, fewer where one of `stop_token_ids` comes first."""
+    return SamplingParams(temperature=temperature, max_tokens=max_tokens, stop_token_ids=stop_token_ids, seed=seed)
+
+
+def fixed_sampling(tokens: list[int], temperature: float) -> SamplingParams:
+    """Exactly these tokens; see `fixed.py`."""
+    params = sampling(len(tokens), temperature)
+    params.extra_args = {FIXED_RESPONSE: tokens}
+    return params
+
+
 class EngineClient:
     """Connects to one verifier; returns when it has answered the greeting.
 
-    `watch` is called while waiting and raises when waiting is in vain (the verifier's process has ended).
+    `watch` is called while waiting and raises when waiting is in vain (the verifier's process has ended).  Several clients of
+    one thread may share a `hub`, which its owner polls and closes; a tcp address needs the verifier's `server_key`.
     Raises `EngineRefused`, `TimeoutError`.
     """
 
-    def __init__(self, address: str, name: str = "client", watch: Callable[[], None] | None = None) -> None:
-        self.hub = Hub(Wire())
-        self.dealer = self.hub.dealer(address, f"{name}-{uuid.uuid4().hex}")
+    def __init__(
+        self,
+        address: str,
+        name: str = "client",
+        watch: Callable[[], None] | None = None,
+        hub: Hub | None = None,
+        server_key: str = "",
+    ) -> None:
+        self.hub = hub or Hub(Wire())
+        self._shares_hub = hub is not None
+        self.dealer = self.hub.dealer(address, f"{name}-{uuid.uuid4().hex}", server_key)
         self.encoder = MsgpackEncoder()
         self.decoder = MsgpackDecoder(EngineCoreOutputs)
         self.answers: dict[str, Answer] = {}
         self.stats: VerifierStats | None = None
         self.stats_at = 0.0
         """When `stats` arrived, in `time.monotonic()` seconds."""
+        self.rows = RowBatch()
+        """What came in answer to `ask_rows`."""
+        self.rows_awaited = 0
+        """Answers to `ask_rows` still out."""
+        self.heard_at = time.monotonic()
         self.welcome: EngineWelcome | None = None
         self.refusals: list[str] = []
         self._watch = watch
@@ -119,6 +148,23 @@ class EngineClient:
         """Ends a request early."""
         self.dealer.send(ABORT, msgspec.msgpack.encode([request_id]))
 
+    def ping(self) -> None:
+        """Tells the verifier that this client lives; `run_until` does it by itself."""
+        self.dealer.send(PING)
+
+    def ask_rows(self) -> None:
+        """Asks for the rows the verifier keeps (`verifier.kept_rows`); they are added to `rows`."""
+        self.dealer.send(ROWS)
+        self.rows_awaited += 1
+
+    def fetch_rows(self, timeout_s: float = 120.0) -> RowBatch:
+        """All rows up to now.  Raises `TimeoutError`."""
+        if not self.rows_awaited:
+            self.ask_rows()
+        self.run_until(lambda: not self.rows_awaited, timeout_s)
+        taken, self.rows = self.rows, RowBatch()
+        return taken
+
     def run_until(self, condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
         """Receives until `condition()`.  Raises `TimeoutError` after `timeout_s`, and what `watch` raises."""
         deadline = time.monotonic() + timeout_s
@@ -128,7 +174,7 @@ class EngineClient:
             if now > deadline:
                 raise TimeoutError("the condition was not met in time")
             if now - pinged > PING_EVERY_S:
-                self.dealer.send(PING)
+                self.ping()
                 pinged = now
                 if self._watch is not None:
                     self._watch()
@@ -164,18 +210,24 @@ class EngineClient:
 
     def close(self) -> None:
         """Closes the socket."""
-        self.hub.close()
+        if self._shares_hub:
+            self.hub.drop(self.dealer)
+        else:
+            self.hub.close()
 
     def _take(self, frames: list[bytes]) -> None:
         kind, payload = frames[0], frames[1:]
+        now = self.heard_at = time.monotonic()
         if kind == OUTPUTS:
-            now = time.monotonic()
             outputs: EngineCoreOutputs = self.decoder.decode(payload)
             for output in outputs.outputs:
                 self._take_output(output, now)
         elif kind == STATS:
             self.stats = msgspec.msgpack.decode(payload[0], type=VerifierStats)
-            self.stats_at = time.monotonic()
+            self.stats_at = now
+        elif kind == ROWS:
+            self.rows.add(msgspec.msgpack.decode(payload[0], type=RowBatch))
+            self.rows_awaited -= 1
         elif kind == WELCOME:
             self.welcome = msgspec.msgpack.decode(payload[0], type=EngineWelcome)
         elif kind == REFUSED:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from backend.fleet import DraftCounters, VerifierStats
 from backend.records.recorder import name_for_records
 from backend.verifier.costs import Plan
+from backend.verifier.fixed import fixed_response
 from backend.verifier.recording import Recording
 from backend.verifier.traces import RequestTraces
 
@@ -35,9 +36,9 @@ class Counters:
         """The counters of one drafter, made when first asked for."""
         return self.stats.drafters.setdefault(drafter_id, DraftCounters())
 
-    def verification(self, drafter_id: str, drafted: int, accepted: int) -> None:
-        """One drafted verification: `accepted` of `drafted` tokens were kept."""
-        counters = self.drafter(drafter_id)
+    def verification(self, drafter_id: str, drafted: int, accepted: int, teacher_forced: bool = False) -> None:
+        """One drafted verification: `accepted` of `drafted` tokens were kept.  Those of fixed responses are counted apart."""
+        counters = self.stats.teacher_forced if teacher_forced else self.drafter(drafter_id)
         counters.drafts += 1
         counters.draft_tokens += drafted
         counters.accepted_tokens += accepted
@@ -125,14 +126,14 @@ class CountingScheduler:
     def add_request(self, request: Any) -> None:
         """vLLM's method of the same name."""
         if self.records is not None and request.request_id not in self.requests:  # type: ignore[attr-defined]
-            arguments = request.sampling_params.extra_args if request.sampling_params is not None else None
-            name = name_for_records(request.request_id, arguments)
+            params = request.sampling_params
             self.records.began(
                 request.request_id,
-                name,
+                name_for_records(request.request_id, params.extra_args if params is not None else None),
                 request.arrival_time,
                 request.num_prompt_tokens,
                 brought_tokens=request.num_output_tokens,
+                teacher_forced=fixed_response(params) is not None,
             )
         if self.traces is not None:
             self.traces.began(request)
@@ -150,8 +151,13 @@ class CountingScheduler:
         """One verification of this step, `drafted` is 0 where it had no draft; returns whose the draft was."""
         if not drafted:
             return None
-        counters.verification(self.source_name, drafted, accepted)
+        counters.verification(self.source_name, drafted, accepted, self.is_teacher_forced(request_id))
         return Drafted(self.source_name)
+
+    def is_teacher_forced(self, request_id: str) -> bool:
+        """Whether the request's response is fixed; False once it is gone."""
+        request = self.requests.get(request_id)  # type: ignore[attr-defined]
+        return request is not None and fixed_response(request.sampling_params) is not None
 
     def plan_in_force(self) -> Plan:
         """How the present step drafts."""

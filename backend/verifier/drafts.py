@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from backend.verifier.fallback import FALLBACK
+from backend.fleet import FALLBACK
 
 BREAKER_MISSES = 3
 """Rounds in a row without any answer after which a drafter is no longer waited for."""

@@ -15,7 +15,7 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.abstract import Executor
 
-from backend.config import REMOTE_MODES, Settings
+from backend.config import REMOTE_MODES, Settings, environment
 from backend.drafter.head_config import load_config, read_config, text_config
 from backend.models import ResolvedModels
 
@@ -60,6 +60,9 @@ def engine_arguments(settings: Settings, paths: ResolvedModels, verifier_id: str
     if settings.mode in REMOTE_MODES:
         arguments["async_scheduling"] = False
         arguments["scheduler_cls"] = "backend.verifier.scheduler.DraftingScheduler"
+    if verifier.fixed_responses:
+        # What a request must emit next depends on how much it has emitted: the worker has to know when it samples.
+        arguments["async_scheduling"] = False
     unknown = set(verifier.engine_args) - set(EngineArgs.__dataclass_fields__)
     if unknown:
         raise EngineSetupError(f"verifier.engine_args: vLLM has no argument {', '.join(sorted(unknown))}")
@@ -71,6 +74,9 @@ def build_config(settings: Settings, paths: ResolvedModels, verifier_id: str) ->
     version = vllm_version()
     if not version.startswith(SUPPORTED_VLLM):
         raise EngineSetupError(f"vLLM {version} is installed; this release works with {SUPPORTED_VLLM}*")
+    if settings.verifier.fixed_responses:
+        # The hook is in the V1 runner; on CUDA vLLM would choose the V2 runner for modes `off` and `native`.
+        environment.export({"VLLM_USE_V2_MODEL_RUNNER": "0"})
     config = EngineArgs(**engine_arguments(settings, paths, verifier_id)).create_engine_config(UsageContext.ENGINE_CONTEXT)
     if settings.mode not in REMOTE_MODES:
         name = "PlainAsyncScheduler" if config.scheduler_config.async_scheduling else "PlainScheduler"
@@ -108,7 +114,9 @@ def _speculative_config(settings: Settings, paths: ResolvedModels) -> dict[str, 
                 "prompt_lookup_max": limits.ngram_max,
                 "prompt_lookup_min": limits.ngram_min,
             }
-        return {"method": "eagle3", "model": paths.drafter_dir, "num_speculative_tokens": k}
+        assert paths.drafter_dir is not None, "`resolve` finds a head for mode native unless drafts come from n-grams"
+        kind = load_config(paths.drafter_dir, paths.target_dir).kind
+        return {"method": kind, "model": paths.drafter_dir, "num_speculative_tokens": k}
     return {
         "method": "custom_class",
         "model": "backend.verifier.proposer.RemoteProposer",
@@ -132,5 +140,8 @@ def _worker_options(settings: Settings, paths: ResolvedModels, verifier_id: str)
         "features": head_dir is not None,
         "ahead_outcomes": settings.verifier.ahead_outcomes,
         "draft_deadline_ms": settings.verifier.draft_deadline_ms,
+        "handover_mib": settings.verifier.handover_mib,
+        "fixed_responses": settings.verifier.fixed_responses,
         "fallback": settings.verifier.fallback,
+        "ring_bytes": settings.transport.ring_mib * 2**20,
     }

@@ -19,9 +19,6 @@ from dataclasses import dataclass, field
 
 from backend.lookup import Lookup
 
-FALLBACK = "fallback"
-"""Its name among the drafters in counters and metrics."""
-
 SHORTEST, LONGEST = 2, 4
 """Suffixes looked up, in tokens."""
 WINDOW = 4096

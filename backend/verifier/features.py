@@ -5,6 +5,10 @@ Runs in the worker's process (tensor-parallel rank 0 alone) on the thread that r
 width and not three crosses the wire.  Sending never blocks: when a drafter's queue is full the round is dropped, the drafter
 keeps a gap, and the request loses acceptance, nothing else.
 
+A drafter that is new to a request (assigned a moment ago, restarted, or the request's other drafter left) gets the features of
+all its positions at once, as far as `FeatureStore` has kept them: its drafts are then accepted as those of the old one were.
+Only so many rows are handed over per step; until its turn comes a request is drafted for without that context.
+
 What comes back on these sockets is read once per step: a drafter that does not know us any more is greeted again, and requests
 it does not know are opened again.
 """
@@ -31,16 +35,23 @@ from backend.protocol import (
     Refused,
     Round,
     Unknown,
+    Welcome,
     decode_to_verifier,
     encode,
 )
-from backend.transport import Dealer, Wire, connect_dealer
+from backend.transport import Dealer, RingWriter, Wire, connect_dealer
+from backend.verifier.feature_store import FeatureStore
 from backend.verifier.pairing import drafter_for
 
 logger = logging.getLogger(__name__)
 
 QUEUED_ROUNDS = 64
 """Rounds that may wait for a drafter that does not read; further ones are dropped."""
+
+RING_FROM_BYTES = 65536
+"""Smaller frames go with the message: up to here the socket is as quick."""
+HANDOVER_ROWS = 8192
+"""Rows handed over to one drafter per step, so that the others' drafts are not kept waiting; also per message."""
 
 GREET_EVERY_S = 0.5
 """A drafter that refuses every round until it is greeted is greeted this often at most."""
@@ -68,27 +79,64 @@ class Span:
     tokens: Callable[[int, int], list[int]]
 
 
+@dataclass
+class Handover:
+    """Requests that a drafter was given with rows computed before it knew them."""
+
+    requests: int = 0
+    rows: int = 0
+    bytes_sent: int = 0
+
+
 @dataclass(frozen=True)
 class Shipped:
-    """Bytes sent and rounds dropped at a full queue, per drafter, and the drafters that were greeted again."""
+    """Bytes sent, rounds dropped at a full queue and hand-overs, per drafter, and the drafters that were greeted again."""
 
     bytes_sent: dict[str, int] = field(default_factory=dict)
     overflows: dict[str, int] = field(default_factory=dict)
     greeted: list[str] = field(default_factory=list)
+    handovers: dict[str, Handover] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """A step's features by request, as they travel."""
+
+    of: dict[str, bytes] = field(default_factory=dict)
+    dtype: FeatureDtype = "float32"
+    width: int = 0
+    """0: drafters need no features."""
+    row_bytes: int = 0
 
 
 class _Link:
     """One drafter: its socket, and how far each request's features have been shipped to it."""
 
-    def __init__(self, wire: Wire, ref: DrafterRef, verifier_id: str, epoch: int) -> None:
+    def __init__(self, wire: Wire, ref: DrafterRef, verifier_id: str, epoch: int, ring_bytes: int) -> None:
         self.ref = ref
+        self._verifier_id, self._epoch = verifier_id, epoch
+        # Only on one host, which an ipc address says.
+        self._ring_bytes = ring_bytes if ref.address.startswith("ipc://") else 0
+        self._ring: RingWriter | None = None
+        self._ring_is_read = False
         identity = f"{verifier_id}/features/{epoch}".encode()
         self.socket = Dealer(connect_dealer(wire, ref.address, identity, ref.server_key, QUEUED_ROUNDS))
         self.next_row: dict[str, int] = {}
+        self.cold: set[str] = set()
+        """Requests whose earlier rows are to be handed over yet."""
         self.closed: list[Close] = []
-        self._hello = encode(Hello(PROTOCOL_VERSION, verifier_id, "features", epoch))
-        self._greeted_at = time.monotonic()
-        self.socket.send(self._hello)
+        self._greet(time.monotonic())
+
+    def leave(self, frame: bytes) -> int | None:
+        """Puts a large frame into the ring; None where it has to travel in the message."""
+        if self._ring is None or not self._ring_is_read or len(frame) < RING_FROM_BYTES:
+            return None
+        return self._ring.write(frame)
+
+    def close(self) -> None:
+        """Ends the connection."""
+        self.socket.close()
+        self._drop_ring()
 
     def listen(self) -> bool:
         """Reads what the drafter says to this socket; True when it was greeted again."""
@@ -101,6 +149,10 @@ class _Link:
             if isinstance(message, Unknown):
                 for request_id in message.request_ids:
                     self.next_row.pop(request_id, None)
+            elif isinstance(message, Welcome):
+                self._ring_is_read = message.ring
+                if not message.ring:
+                    self._drop_ring()
             elif isinstance(message, Refused) and message.reason == HELLO_FIRST:
                 greeted |= self._greet_again(time.monotonic())
         return greeted
@@ -108,11 +160,29 @@ class _Link:
     def _greet_again(self, now: float) -> bool:
         if now - self._greeted_at < GREET_EVERY_S:
             return False
-        self._greeted_at = now
         self.next_row.clear()
+        self.cold.clear()
         self.closed.clear()
-        self.socket.send(self._hello)
+        self._greet(now)
         return True
+
+    def _greet(self, now: float) -> None:
+        """Offers a new ring each time: how much of an old one was read is not known."""
+        self._greeted_at = now
+        self._drop_ring()
+        if self._ring_bytes:
+            try:
+                self._ring = RingWriter(self._ring_bytes)
+            except OSError as error:
+                logger.warning("no shared memory for features, sockets serve: %s", error)
+        ring = None if self._ring is None else self._ring.ref
+        self.socket.send(encode(Hello(PROTOCOL_VERSION, self._verifier_id, "features", self._epoch, ring)))
+
+    def _drop_ring(self) -> None:
+        self._ring_is_read = False
+        if self._ring is not None:
+            self._ring.close()
+            self._ring = None
 
 
 class FeatureShipper:
@@ -123,14 +193,23 @@ class FeatureShipper:
     trace_of: Callable[[str], str] = staticmethod(lambda request_id: "")
     """The trace context of a request; asked once, when it is opened on a drafter."""
 
-    def __init__(self, verifier_id: str, project: Callable[[torch.Tensor], torch.Tensor] | None) -> None:
+    def __init__(
+        self,
+        verifier_id: str,
+        project: Callable[[torch.Tensor], torch.Tensor] | None,
+        ring_bytes: int = 0,
+        handover_bytes: int = 0,
+    ) -> None:
         self._verifier_id = verifier_id
+        self._ring_bytes = ring_bytes
         self._project = project
+        self._store = FeatureStore(handover_bytes)
         self._links: dict[str, _Link] = {}
         self._epoch = 0
         self._seq = 0
         self.bytes_sent: dict[str, int] = {}
         self.overflows: dict[str, int] = {}
+        self.handovers: dict[str, Handover] = {}
         self.greeted: set[str] = set()
         """Drafters that had to be greeted again."""
 
@@ -139,19 +218,31 @@ class FeatureShipper:
         wanted = {ref.id: ref for ref in refs}
         for drafter_id, link in list(self._links.items()):
             if wanted.get(drafter_id) != link.ref:
-                link.socket.close()
+                link.close()
                 del self._links[drafter_id]
         self._epoch = epoch
         for ref in refs:
             if ref.id not in self._links:
-                self._links[ref.id] = _Link(wire, ref, self._verifier_id, epoch)
+                self._links[ref.id] = _Link(wire, ref, self._verifier_id, epoch, self._ring_bytes)
+        drafter_ids = sorted(self._links)
+        for drafter_id, link in self._links.items():
+            # Should such a request come back, it is opened anew: what it did elsewhere is unknown here.
+            self._close(link, [r for r in link.next_row if drafter_for(r, drafter_ids) != drafter_id], "moved")
 
     def finish(self, request_ids: Iterable[str]) -> None:
         """These requests are over; drafters are told with the next round."""
+        over = list(request_ids)
+        for request_id in over:
+            self._store.forget(request_id)
+        for link in self._links.values():
+            self._close(link, over, "finished")
+
+    @staticmethod
+    def _close(link: _Link, request_ids: Iterable[str], reason: str) -> None:
         for request_id in request_ids:
-            for link in self._links.values():
-                if link.next_row.pop(request_id, None) is not None:
-                    link.closed.append(Close(request_id, "finished"))
+            if link.next_row.pop(request_id, None) is not None:
+                link.cold.discard(request_id)
+                link.closed.append(Close(request_id, reason))
 
     def ship(self, spans: list[Span], hidden: torch.Tensor | None) -> None:
         """Sends this step's rows.  `hidden`: `[num_tokens, width]` before `fc`, or None when drafters need no features."""
@@ -161,34 +252,86 @@ class FeatureShipper:
             chosen = drafter_for(span.request_id, drafter_ids)
             if chosen is not None:
                 by_drafter[chosen].append(span)
+        rows = self._features(spans, hidden) if drafter_ids or self._store.is_on else _Rows()
+        for span in spans:
+            self._store.add(span.request_id, span.start, rows.of.get(span.request_id, b""), rows.row_bytes)
         for drafter_id, its_spans in by_drafter.items():
             link = self._links[drafter_id]
             if link.listen():
                 self.greeted.add(drafter_id)
             if its_spans or link.closed:
-                self._ship_to(link, its_spans, hidden)
+                self._ship_to(link, its_spans, rows)
 
-    def _ship_to(self, link: _Link, spans: list[Span], hidden: torch.Tensor | None) -> None:
-        items: list[Open | Commit | Close] = list(link.closed)
-        link.closed.clear()
-        rows: list[int] = []
+    def _ship_to(self, link: _Link, spans: list[Span], rows: _Rows) -> None:
+        items: list[Open | Commit | Close] = []
+        frames: list[bytes] = []
+        opened: set[str] = set()
+        room = HANDOVER_ROWS
         for span in spans:
-            item, first = self._item(link, span, hidden is not None)
+            handed = self._hand_over(link, span, rows, room)
+            if handed is not None:
+                item, frame, count = handed
+                room -= count
+                opened.add(span.request_id)
+            else:
+                item, first = self._item(link, span, bool(rows.width))
+                frame = rows.of.get(span.request_id, b"")[first * rows.row_bytes :]
             items.append(item)
-            rows.extend(range(span.offset + first, span.offset + span.rows))
-        frame, dtype, width = self._features(hidden, rows)
+            frames.append(frame)
+        if not self._send(link, items, b"".join(frames), rows):
+            for unsent in items:
+                if isinstance(unsent, Open) or unsent.request_id in opened:
+                    link.next_row.pop(unsent.request_id, None)
+
+    def _send(self, link: _Link, items: list[Open | Commit | Close], frame: bytes, rows: _Rows) -> bool:
+        """One round, what is closed first; False when the drafter's queue is full."""
         self._seq += 1
-        header = encode(Round(self._epoch, self._seq, dtype, width, items))
+        at = link.leave(frame)
+        header = encode(Round(self._epoch, self._seq, rows.dtype, rows.width, [*link.closed, *items], at))
         drafter_id = link.ref.id
-        if link.socket.send(header, frame):
+        if link.socket.send(header, frame if at is None else b""):
+            link.closed.clear()
             self.bytes_sent[drafter_id] = self.bytes_sent.get(drafter_id, 0) + len(header) + len(frame)
-            return
+            return True
         self.overflows[drafter_id] = self.overflows.get(drafter_id, 0) + 1
-        for unsent in items:
-            if isinstance(unsent, Open):
-                link.next_row.pop(unsent.request_id, None)
-            elif isinstance(unsent, Close):
-                link.closed.append(unsent)
+        return False
+
+    def _hand_over(self, link: _Link, span: Span, rows: _Rows, room: int) -> tuple[Open | Commit, bytes, int] | None:
+        """Opens a request with all rows that are kept: the last part of it, its features, and how many rows were handed over.
+
+        None when there are no earlier rows, the drafter has them, or it is not this request's turn.  Whoever has more rows
+        than fit one message is given them in several, each an extension of the one before; only the last asks for a draft.
+        """
+        request_id, end = span.request_id, span.start + span.rows
+        start = self._store.start(request_id, end)
+        if not rows.width or start >= span.start or (request_id in link.next_row and request_id not in link.cold):
+            return None
+        if span.start - start > room and room < HANDOVER_ROWS:
+            link.cold.add(request_id)
+            return None
+        item: Open | Commit
+        at = start
+        while True:
+            upto = min(at + HANDOVER_ROWS, end)
+            k = self.k if upto == end and span.wants_draft else 0
+            if at == start:
+                item = Open(request_id, upto + 1, span.tokens(0, upto + 1), upto - at, k, self.trace_of(request_id))
+            else:
+                item = Commit(request_id, upto + 1, span.tokens(at + 1, upto + 1), upto - at, k)
+            frame = self._store.rows(request_id, at, upto, rows.row_bytes)
+            if upto == end:
+                break
+            if not self._send(link, [item], frame, rows):
+                link.next_row.pop(request_id, None)
+                return None
+            at = upto
+        link.next_row[request_id] = end
+        link.cold.discard(request_id)
+        count = span.start - start
+        handed = self.handovers.setdefault(link.ref.id, Handover())
+        handed.requests, handed.rows = handed.requests + 1, handed.rows + count
+        handed.bytes_sent += count * rows.row_bytes
+        return item, frame, count
 
     def _item(self, link: _Link, span: Span, with_features: bool) -> tuple[Open | Commit, int]:
         """The message for one request and the first row of its span that the drafter does not have yet."""
@@ -203,17 +346,26 @@ class FeatureShipper:
         tokens = span.tokens(span.start + first + 1, base_len)
         return Commit(span.request_id, base_len, tokens, len(tokens) if with_features else 0, k), first
 
-    def _features(self, hidden: torch.Tensor | None, rows: list[int]) -> tuple[bytes, FeatureDtype, int]:
+    def _features(self, spans: list[Span], hidden: torch.Tensor | None) -> _Rows:
+        """All rows of a step, projected together."""
         if hidden is None:
-            return b"", "float32", 0
-        picked = hidden[torch.tensor(rows, device=hidden.device, dtype=torch.long)]
+            return _Rows()
+        places = [row for span in spans for row in range(span.offset, span.offset + span.rows)]
+        picked = hidden[torch.tensor(places, device=hidden.device, dtype=torch.long)]
         projected = picked if self._project is None else self._project(picked)
         # The step's own read-back of the sampled tokens has already synchronised the stream: this copy waits for `fc` alone.
         raw = projected.contiguous().cpu()
-        return raw.view(torch.uint8).numpy().tobytes(), DTYPE_NAMES[raw.dtype], projected.shape[-1]
+        row_bytes = raw.shape[-1] * raw.element_size()
+        joined = raw.view(torch.uint8).numpy().tobytes()
+        of: dict[str, bytes] = {}
+        at = 0
+        for span in spans:
+            of[span.request_id] = joined[at : at + span.rows * row_bytes]
+            at += span.rows * row_bytes
+        return _Rows(of, DTYPE_NAMES[raw.dtype], raw.shape[-1], row_bytes)
 
     def take_counters(self) -> Shipped:
         """What happened since the last call."""
-        taken = Shipped(self.bytes_sent, self.overflows, sorted(self.greeted))
-        self.bytes_sent, self.overflows, self.greeted = {}, {}, set()
+        taken = Shipped(self.bytes_sent, self.overflows, sorted(self.greeted), self.handovers)
+        self.bytes_sent, self.overflows, self.greeted, self.handovers = {}, {}, set(), {}
         return taken

@@ -24,6 +24,7 @@ from backend.engine_wire import (
     OUTPUTS,
     PING,
     REFUSED,
+    ROWS,
     STATS,
     TAKEN,
     UTILITY,
@@ -34,7 +35,9 @@ from backend.engine_wire import (
     Refusal,
 )
 from backend.fleet import VerifierStats
+from backend.records.kept import KeptRows, RowBatch
 from backend.transport import Router
+from backend.verifier.fixed import refuse_unfit
 from backend.verifier.resume import add_request
 
 logger = logging.getLogger(__name__)
@@ -66,15 +69,27 @@ class _Gateway:
 class GatewayPort:
     """Requests in, outputs out."""
 
-    def __init__(self, router: Router, core: EngineCore, welcome: EngineWelcome, lease_s: float, vllm: str) -> None:
+    def __init__(
+        self,
+        router: Router,
+        core: EngineCore,
+        welcome: EngineWelcome,
+        lease_s: float,
+        vllm: str,
+        kept: KeptRows | None = None,
+    ) -> None:
         self._router = router
         self._core = core
         self._welcome = msgspec.msgpack.encode(welcome)
         self._vllm = vllm
+        self._kept = kept
         self._lease_s = lease_s
         self._by_identity: dict[bytes, _Gateway] = {}
         self._by_index: dict[int, _Gateway] = {}
         self._next_index = 1
+        self._fixed_responses: bool = core.vllm_config.additional_config["outrider"]["fixed_responses"]
+        self._vocab_size: int = core.vllm_config.model_config.get_vocab_size()
+        self._max_model_len = welcome.max_model_len
         self._encoder = MsgpackEncoder()
         self._requests = MsgpackDecoder(EngineCoreRequest)
         self._plain = MsgpackDecoder()
@@ -148,6 +163,9 @@ class GatewayPort:
         elif kind == UTILITY:
             call_id, method, arguments = self._plain.decode(payload)
             self._utility(gateway, call_id, method, arguments)
+        elif kind == ROWS:
+            batch = self._kept.take() if self._kept is not None else RowBatch()
+            self._router.send(gateway.identity, ROWS, msgspec.msgpack.encode(batch))
         elif kind == PING:
             self._router.send(gateway.identity, PING)
         else:
@@ -157,6 +175,7 @@ class GatewayPort:
         try:
             request = self._requests.decode(frames)
             request.request_id, request.client_index = addition.request_id, gateway.index
+            refuse_unfit(request, self._fixed_responses, self._vocab_size, self._max_model_len)
             add_request(self._core, request, addition.emitted)
             self._router.send(gateway.identity, TAKEN, addition.request_id.encode())
         except Exception as error:

@@ -125,6 +125,11 @@ class DraftLinks:
         for shipped in self._core.collective_rpc("take_drafting_counters"):
             for drafter_id, n in shipped.bytes_sent.items():
                 self._counters.drafter(drafter_id).bytes_sent += n
+            for drafter_id, handed in shipped.handovers.items():
+                counters = self._counters.drafter(drafter_id)
+                counters.handovers += handed.requests
+                counters.handover_rows += handed.rows
+                counters.handover_bytes += handed.bytes_sent
             for drafter_id, n in shipped.overflows.items():
                 self._counters.dropped(drafter_id, "overflow", n)
             for drafter_id in (*shipped.greeted, *self._scheduler.book.down()):

@@ -18,6 +18,7 @@ from backend.config import REMOTE_MODES, Settings
 from backend.engine_wire import ENGINE_WIRE_VERSION, EngineWelcome
 from backend.fleet import DrafterRef, VerifierStats
 from backend.models import ResolvedModels
+from backend.records.kept import KeptRows
 from backend.records.recorder import Recorder
 from backend.tracing import open_tracing
 from backend.transport import Hub, ServerKeys, Wire, unlink_ipc_on_exit
@@ -141,6 +142,9 @@ class VerifierProcess:
         recorder = self._recorder or files
         core.scheduler.counters = counters
         core.scheduler.source_name = draft_source(self._settings, self._paths)
+        most = self._settings.verifier.kept_rows
+        kept = KeptRows(most, recorder) if most else None
+        recorder = kept or recorder
         core.scheduler.records = Recording(recorder) if recorder is not None else None
         router = hub.router(self.address, self._server_keys)
         self.address = router.address
@@ -154,7 +158,7 @@ class VerifierProcess:
             block_size=config.cache_config.block_size,
             supported_tasks=list(core.get_supported_tasks()),
         )
-        gateways = GatewayPort(router, core, welcome, self._settings.verifier.gateway_lease_s, vllm_version())
+        gateways = GatewayPort(router, core, welcome, self._settings.verifier.gateway_lease_s, vllm_version(), kept)
         is_remote = self._settings.mode in REMOTE_MODES
         links = DraftLinks(hub, core, self.verifier_id, counters) if is_remote else None
         return EngineLoop(core, hub, gateways, links, counters, files)

@@ -18,13 +18,13 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds
 
-from backend.fleet import DrafterRef, VerifierStats
+from backend.fleet import FALLBACK, DrafterRef, VerifierStats
 from backend.protocol import Ahead, Drafts, NextItem
 from backend.verifier.ahead import AheadBook, Ended, worth_waiting
 from backend.verifier.costs import OFF, Costs, Plan
 from backend.verifier.counting import Counters, CountingScheduler, Drafted
 from backend.verifier.drafts import DraftBook, Usable
-from backend.verifier.fallback import FALLBACK, GAIN, Fallback
+from backend.verifier.fallback import GAIN, Fallback
 from backend.verifier.groups import Groups
 from backend.verifier.pairing import drafter_for
 from backend.verifier.planner import make_planner
@@ -130,7 +130,7 @@ class DraftingScheduler(CountingScheduler, Scheduler):
         """One verification of this step."""
         draft = self._verifying.pop(request_id, None)
         if draft is not None:
-            counters.verification(draft.drafter_id, drafted, accepted)
+            counters.verification(draft.drafter_id, drafted, accepted, self.is_teacher_forced(request_id))
         elif request_id not in self._step.decoding or self.book.down():
             return None
         own = draft is not None and draft.drafter_id == FALLBACK

@@ -17,6 +17,7 @@ from backend.fleet import DrafterRef
 from backend.transport import ServerKeys, Wire
 from backend.verifier.cpu_kernels import repair_cpu_kernels
 from backend.verifier.features import FeatureShipper, Shipped
+from backend.verifier.fixed import FixedResponses
 from backend.verifier.runner import RemoteDrafting, ResumedOutputs, SeededPrefill
 
 
@@ -36,6 +37,8 @@ class _Mixed:
         if isinstance(self, CPUWorker):
             repair_cpu_kernels()
             mixins = (SeededPrefill, *mixins)
+        if options["fixed_responses"]:
+            mixins = (FixedResponses, *mixins)
         if options["remote"]:
             mixins = (RemoteDrafting, *mixins)
         if mixins:
@@ -52,7 +55,8 @@ class _Mixed:
             from backend.drafter.checkpoint import load_fc
 
             project = load_fc(options["head_dir"]).to(self.model_runner.device, self.model_runner.dtype)
-        return FeatureShipper(options["verifier_id"], project)
+        handover_bytes = options["handover_mib"] * 2**20
+        return FeatureShipper(options["verifier_id"], project, options["ring_bytes"], handover_bytes)
 
     def set_drafters(self, refs: list[DrafterRef], epoch: int, fleet_keys: ServerKeys | None) -> None:
         """The assignment changed; called by the engine's thread between two steps, on every rank."""

@@ -38,11 +38,13 @@ function tiles(totals) {
     const value = make("dd");
     const curve = makeSvg("svg", { class: "curve", viewBox: "0 0 100 24", preserveAspectRatio: "none", "aria-hidden": "true" });
     curve.append(makeSvg("path", { class: "area" }), makeSvg("path", { class: "line" }));
-    tile.append(make("dt", "", each.name), value, make("dd", "words", each.words), curve);
+    const drawn = make("dd");
+    drawn.append(curve);
+    tile.append(make("dt", "", each.name), value, make("dd", "words", each.words), drawn);
     return tile;
   }, (tile, each) => {
     setText(tile.children[1], each.text);
-    drawCurve(tile.lastChild, each.curve);
+    drawCurve(tile.lastChild.firstChild, each.curve);
   });
 }
 

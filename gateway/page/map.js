@@ -62,7 +62,7 @@ function lines(group, pairs, left, right, wide, scale) {
     const bend = (x1 - x0) / 2;
     setAttributes(path, {
       d: `M${x0} ${from.y}C${x0 + bend} ${from.y} ${x1 - bend} ${to.y} ${x1} ${to.y}`,
-      "stroke-width": (1 + 4.5 * scale * Math.sqrt(pair.drafts_per_s / most)).toFixed(2),
+      "stroke-width": pair.bound ? (1 + 4.5 * scale * Math.sqrt(pair.drafts_per_s / most)).toFixed(2) : 1.5,
       "data-state": pair.down ? "down" : !pair.bound ? "gone" : pair.drafts_per_s > 0 ? "drafting" : "bound",
     });
     setText(path.firstChild, pairWords(pair));

@@ -32,6 +32,7 @@ const VERIFIER = [
   ["Verifier", (r) => r.id, (r) => r.id, "name"],
   ["State", (r) => r.state, (r, cell) => chip(cell, r.state, stateOf(r, "verifier"))],
   ["Plan", (r) => plan(r), (r) => plan(r)],
+  ["Changes", (r) => r.plan_changes, (r) => (r.mode === "auto" ? number(r.plan_changes) : NOTHING), "figure"],
   ["Running", (r) => r.running, (r) => number(r.running), "figure"],
   ["Queue", (r) => r.waiting, (r) => number(r.waiting), "figure"],
   ["KV", (r) => r.kv_usage, (r) => percent(r.kv_usage), "figure"],
@@ -140,9 +141,11 @@ function empty(table, count, text, columns) {
 
 export function verifierTable(table, fleet, filter) {
   const served = new Map();
+  // A verifier may also draft by itself; those drafters are no members.
+  const members = new Set(fleet.drafters.map((row) => row.id));
   for (const pair of fleet.pairs) {
     if (!served.has(pair.verifier)) served.set(pair.verifier, []);
-    const words = pair.down ? " (not waited for)" : pair.bound ? "" : " (earlier)";
+    const words = pair.down ? " (not waited for)" : pair.bound ? "" : members.has(pair.drafter) ? " (earlier)" : " (its own)";
     served.get(pair.verifier).push(pair.drafter + words);
   }
   const rows = fleet.verifiers.map((row) => ({ ...row, served: served.get(row.id) ?? [] }));

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
 
@@ -98,6 +99,23 @@ def test_there_are_only_so_many_places(page, monkeypatch):
         assert next(views(answer))
 
 
+def test_a_browser_that_takes_nothing_is_let_go_and_delays_nobody(monkeypatch):
+    monkeypatch.setattr(fleet_feed, "SEND_TIMEOUT_S", 0.2)
+    with served(Story(300, 300)) as page, socket.create_connection(("127.0.0.1", page.port)) as stuck:
+        page.advance()
+        stuck.sendall(b"GET /fleet/events HTTP/1.1\r\nhost: x\r\n\r\n")
+        wait_for(lambda: page.feed.listeners == 1, what="the stuck browser")
+        with httpx.stream("GET", f"{page.url}/fleet/events", timeout=10) as answer:
+            follow = views(answer)
+            for version in range(1, 500):
+                assert next(follow)["fleet"]["version"] == version
+                if page.feed.listeners == 1:
+                    break
+                page.advance()
+        assert version > 1, "it was let go before its buffers were full"
+        wait_for(lambda: page.feed.listeners == 0, what="its place being free")
+
+
 async def test_a_slow_listener_misses_views_and_holds_up_nobody():
     story = Story()
     feed = feed_of(story)
@@ -167,7 +185,9 @@ async def test_a_gateway_shows_its_fleet_and_stops_in_spite_of_watchers():
     async with running_gateway(drain_s=30) as running:
         assert "Outrider" in (await running.http.get("/")).text
         async with running.http.stream("GET", "/fleet/events") as answer:
-            async for line in answer.aiter_lines():
+            # Kept: httpx closes the connection when the iterator is collected.
+            lines = answer.aiter_lines()
+            async for line in lines:
                 # The first look may have been at a fleet nobody had told the gateway of.
                 if line.startswith("data: ") and (rows := json.loads(line[6:])["fleet"]["verifiers"]) and rows[0]["connected"]:
                     break

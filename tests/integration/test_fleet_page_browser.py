@@ -38,7 +38,7 @@ def test_the_page_shows_the_fleet_and_follows_it(browser):
         browser.open(page.url)
         browser.wait_for(f"{ROWS} === 2")
         assert "mode auto" in text(browser, "about")
-        assert cells(browser, "verifier-table", 0)[:4] == ["verifier-0", "ready", "auto: K 4, 2 groups", "3"]
+        assert cells(browser, "verifier-table", 0)[:5] == ["verifier-0", "ready", "auto: K 4, 2 groups", "0", "3"]
         assert browser.evaluate("document.querySelectorAll('#map .lines path').length") == 3
         assert browser.evaluate("document.querySelectorAll('#map .node').length") == 5
         assert browser.evaluate("document.querySelector('.tile:nth-child(3) dd').textContent") == "2.86"
@@ -52,7 +52,7 @@ def test_the_page_shows_the_fleet_and_follows_it(browser):
         assert cells(browser, "drafter-table", 0)[1].startswith("lost, silent for")
         browser.wait_for("document.getElementById('log').textContent.includes('drafter-0 no longer serves verifier-0')")
 
-        browser.evaluate("document.querySelectorAll('#verifier-table thead button')[3].click()")
+        browser.evaluate("document.querySelectorAll('#verifier-table thead button')[4].click()")
         assert cells(browser, "verifier-table", 0)[0] == "verifier-1"
         browser.evaluate("document.getElementById('filter').value = 'draining'")
         browser.evaluate("document.getElementById('filter').dispatchEvent(new Event('input'))")

@@ -179,6 +179,21 @@ def test_without_drafters_it_decodes_plainly(remote: Verifier, expected: list[li
     assert [a.tokens for a in remote.client.generate(PROMPTS, GREEDY)] == expected
 
 
+def test_without_drafters_a_text_that_repeats_itself_drafts_for_itself(plain: Verifier, remote: Verifier) -> None:
+    remote.set_drafters()
+    prompts = [[5 + 3 * i + j for j in range(9)] * 6 for i in range(4)]
+    params = SamplingParams(temperature=0, max_tokens=96, ignore_eos=True)
+    expected = [answer.tokens for answer in plain.client.generate(prompts, params)]
+    before = remote.client.fresh_stats()
+    assert [answer.tokens for answer in remote.client.generate(prompts, params)] == expected
+    after = remote.client.fresh_stats()
+    kept = after.drafters["fallback"].accepted_tokens
+    if "fallback" in before.drafters:
+        kept -= before.drafters["fallback"].accepted_tokens
+    assert kept > 0
+    assert after.steps - before.steps < 96
+
+
 SAMPLING = {
     "penalties": SamplingParams(
         temperature=0, max_tokens=40, presence_penalty=0.7, frequency_penalty=0.3, repetition_penalty=1.2

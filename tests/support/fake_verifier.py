@@ -19,6 +19,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, UtilityResult
 
 from backend import engine_wire as wire
 from backend.fleet import DraftCounters, Member, VerifierStats
+from backend.records.kept import RowBatch
 
 Behaviour = Callable[["FakeVerifier", "Sequence"], Awaitable[None]]
 
@@ -67,6 +68,7 @@ class FakeVerifier:
         """Connected, and answers nothing."""
         self.utilities: list[tuple[str, list[Any]]] = []
         self.clients: set[bytes] = set()
+        self.rows = RowBatch()
         self.incarnation = uuid.uuid4().hex
         self.address = f"ipc://{directory}/{name}-{self.incarnation[:8]}"
         self._context = zmq.asyncio.Context()
@@ -149,6 +151,9 @@ class FakeVerifier:
                     wire.ENGINE_WIRE_VERSION, self.name, self.incarnation, "fake", self.max_model_len, 100, 16, ["generate"]
                 )
                 self.send(client, wire.WELCOME, msgspec.msgpack.encode(welcome))
+            elif kind == wire.ROWS:
+                taken, self.rows = self.rows, RowBatch()
+                self.send(client, wire.ROWS, msgspec.msgpack.encode(taken))
             elif kind == wire.PING:
                 self.send(client, wire.PING)
             elif kind == wire.ADD:

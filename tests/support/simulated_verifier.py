@@ -26,10 +26,9 @@ from vllm.v1.structured_output import StructuredOutputManager
 from backend.config import Settings
 from backend.drafter.eagle import EagleProposer
 from backend.drafter.proposer import Ask
-from backend.fleet import DrafterRef, VerifierStats
+from backend.fleet import FALLBACK, DrafterRef, VerifierStats
 from backend.verifier.counting import Counters
 from backend.verifier.engine import build_config
-from backend.verifier.fallback import FALLBACK
 from backend.verifier.features import FeatureShipper
 from backend.verifier.loop import DraftLinks, EngineLoop
 from backend.verifier.runner import RemoteDrafting
@@ -97,6 +96,7 @@ class _Executes:
 
 class _Runner(RemoteDrafting, _Executes):
     input_batch: Any
+    requests: Any
 
     def __init__(self) -> None:
         self.requests: dict[str, Any] = {}
@@ -128,6 +128,7 @@ class SimulatedCore:
         self.fresh_drafts = self.fresh_accepted = 0
         """Verifications of remote drafts made from the target's features, and tokens kept in them."""
         self.runner = _Runner()
+        self.runner.requests = self.scheduler.requests
         self.runner.set_up_drafting(FeatureShipper("v", None), (), True)
 
     def add(self, request_id: str, text: Text) -> None:

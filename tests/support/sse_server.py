@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
+import time
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Literal
@@ -21,6 +22,17 @@ def stream_of(*texts: str, done: bool = True, usage: int | None = None) -> list[
     chunks.append({"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": usage or len(texts)}})
     pieces = [b"data: " + json.dumps(chunk).encode() + b"\n\n" for chunk in chunks]
     return [*pieces, b"data: [DONE]\n\n"] if done else pieces
+
+
+def read_request(connection: socket.socket) -> None:
+    """Reads one request to its end: closing a socket with something unread resets the connection."""
+    request = b""
+    while b"\r\n\r\n" not in request:
+        request += connection.recv(65536)
+    head, _, body = request.partition(b"\r\n\r\n")
+    length = int(head.lower().partition(b"content-length:")[2].split()[0])
+    while len(body) < length:
+        body += connection.recv(65536)
 
 
 class PiecewiseServer:
@@ -55,9 +67,7 @@ class PiecewiseServer:
         connection, _ = self._listener.accept()
         connection.settimeout(WAIT_S)
         with connection:
-            request = b""
-            while b"\r\n\r\n" not in request:
-                request += connection.recv(65536)
+            read_request(connection)
             head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n"
             head += {
                 "chunked": b"transfer-encoding: chunked\r\n",
@@ -85,9 +95,14 @@ class PiecewiseServer:
 
 
 class StubGateway:
-    """Serves what the load test asks of a gateway; `pieces` is every stream's answer."""
+    """Serves what the load test asks of a gateway; `pieces` is every stream's answer, one every `pause_s`.
 
-    def __init__(self, pieces: Sequence[bytes]) -> None:
+    `drafters` is what `/fleet` says of them, by process id.
+    """
+
+    def __init__(self, pieces: Sequence[bytes], pause_s: float = 0.0) -> None:
+        self.drafters = {4001: "drafter-0"}
+        stub = self
         metrics = b"vllm:spec_decode_num_drafts_total 4\nvllm:spec_decode_num_accepted_tokens_total 6\n"
         documents = {"/v1/models": b'{"data": [{"id": "stub"}]}', "/metrics": metrics}
 
@@ -96,18 +111,22 @@ class StubGateway:
             disable_nagle_algorithm = True
 
             def do_GET(self) -> None:
-                self._answer(documents[self.path], "text/plain")
+                fleet = {"drafters": [{"pid": pid, "id": name, "state": "ready"} for pid, name in stub.drafters.items()]}
+                self._answer([json.dumps(fleet).encode() if self.path == "/fleet" else documents[self.path]], "text/plain")
 
             def do_POST(self) -> None:
                 self.rfile.read(int(self.headers["content-length"]))
-                self._answer(b"".join(pieces), "text/event-stream")
+                self._answer(pieces, "text/event-stream")
 
-            def _answer(self, body: bytes, kind: str) -> None:
+            def _answer(self, parts: Sequence[bytes], kind: str) -> None:
                 self.send_response(200)
                 self.send_header("content-type", kind)
-                self.send_header("content-length", str(len(body)))
+                self.send_header("content-length", str(sum(map(len, parts))))
                 self.end_headers()
-                self.wfile.write(body)
+                for part in parts:
+                    self.wfile.write(part)
+                    if pause_s:
+                        time.sleep(pause_s)
 
             def log_message(self, format: str, *args: Any) -> None:
                 pass

@@ -31,11 +31,14 @@ class Served:
         self._thread.start()
 
     def _run(self) -> None:
-        self._loop.run_until_complete(self._server.serve(sockets=[self._listener]))
-        left = asyncio.all_tasks(self._loop)
+        self._loop.run_until_complete(self._serve())
+
+    async def _serve(self) -> None:
+        await self._server.serve(sockets=[self._listener])
+        left = asyncio.all_tasks() - {asyncio.current_task()}
         for task in left:
             task.cancel()
-        self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+        await asyncio.gather(*left, return_exceptions=True)
 
     def do(self, work: Callable[[], Any]) -> Any:
         async def call() -> Any:

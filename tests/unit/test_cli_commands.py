@@ -113,6 +113,7 @@ def test_the_table_shows_who_drafts_for_whom_and_how_well() -> None:
 
 def test_the_command_to_paste_fits_the_model(tmp_path: Path) -> None:
     assert "/v1/completions" in present.ready("http://0.0.0.0:8000", Settings(), DEMO)
+    assert "the fleet is at http://127.0.0.1:8000/ " in present.ready("http://0.0.0.0:8000", Settings(), DEMO)
     (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "x"}')
     chat = ResolvedModels(str(tmp_path), None, "none", "some/model")
     text = present.ready("http://0.0.0.0:8000", Settings.model_validate({"gateway": {"api_key": "hush"}}), chat)

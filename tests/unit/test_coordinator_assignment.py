@@ -21,7 +21,7 @@ from backend.coordinator.policy import Coordinator, policy_of
 from backend.fleet import DraftCounters, DrafterStats, Member, VerifierStats
 from backend.simulator.oracle import best_graph, best_partition, predicted, upper_bound
 
-FEW = settings(max_examples=60, deadline=None)
+FEW = settings(max_examples=30, deadline=None)
 
 
 @st.composite
@@ -259,7 +259,7 @@ def replace_counters(counters: DraftCounters) -> DraftCounters:
     return DraftCounters(drafts=counters.drafts, accepted_tokens=counters.accepted_tokens)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(st.lists(st.sampled_from([0, 1, 4, 8, 16, 32]), min_size=1, max_size=5), st.integers(1, 8), st.integers(0, 1 << 30))
 def test_ten_percent_of_noise_moves_nothing_in_a_steady_state(loads: list[int], drafters: int, seed: int) -> None:
     fleet = Fleet(loads, drafters, CoordinatorSettings(), seed)

@@ -39,6 +39,7 @@ def test_a_verifiers_load_speed_and_acceptance() -> None:
     rates, drafters = VerifierRates("v0", 2.0), {"d0": DrafterRates("d0", 2.0), "d1": DrafterRates("d1", 2.0)}
     for i in range(40):
         counters = {"d0": DraftCounters(10 * i, accepted_tokens=20 * i), "d1": DraftCounters(10 * i, accepted_tokens=10 * i)}
+        counters["fallback"] = DraftCounters(50 * i, accepted_tokens=200 * i)
         report = stats(
             4, 25 * i, plain_step_s=0.03, drafted_step_s=0.04, drafters=counters, drafters_down=["d1"] if i > 5 else []
         )

@@ -85,11 +85,13 @@ def test_every_metric_has_a_panel():
 
 def test_every_alert_is_tested_and_says_what_to_do():
     tested = TESTS.read_text()
+    documented = (ROOT.parent / "docs" / "monitoring.md").read_text()
     for path in sorted(RULES.glob("*.yml")):
         for group in yaml.safe_load(path.read_text())["groups"]:
             for rule in group["rules"]:
                 if "alert" in rule:
                     assert f"alertname: {rule['alert']}\n" in tested, rule["alert"]
+                    assert f"| `{rule['alert']}` | {rule['labels']['severity']} |" in documented, rule["alert"]
                     assert rule["labels"]["severity"] in ("critical", "warning")
                     assert rule["annotations"].keys() == {"summary", "description"}
 
@@ -99,8 +101,9 @@ def test_provisioning_names_what_is_there():
     assert source["type"] == "prometheus"
     (provider,) = yaml.safe_load((ROOT / "grafana/provisioning/dashboards/outrider.yaml").read_text())["providers"]
     assert provider["type"] == "file"
-    config = yaml.safe_load((ROOT / "prometheus/prometheus.yml").read_text())
-    assert [each["job_name"] for each in config["scrape_configs"]] == ["outrider"]
+    for name in ("prometheus.yml", "local.yml"):
+        config = yaml.safe_load((ROOT / "prometheus" / name).read_text())
+        assert [each["job_name"] for each in config["scrape_configs"]] == ["outrider"]
 
 
 def promtool(*arguments: object) -> None:
@@ -114,7 +117,7 @@ def test_prometheus_takes_every_expression(tmp_path: Path):
     file = tmp_path / "panels.yml"
     file.write_text(yaml.safe_dump({"groups": [{"name": "panels", "rules": rules}]}))
     promtool("check", "rules", file)
-    promtool("check", "config", ROOT / "prometheus" / "prometheus.yml")
+    promtool("check", "config", ROOT / "prometheus" / "prometheus.yml", ROOT / "prometheus" / "local.yml")
 
 
 @needs_promtool

@@ -266,12 +266,28 @@ def test_gpus_go_to_workers_only() -> None:
     assert {services[name]["build"]["args"]["VARIANT"] for name in ("ray-head", "worker", "gateway")} == {"cuda"}
 
 
-@pytest.mark.skipif(not (ROOT / "dashboards").is_dir(), reason="the dashboards are not in this tree")
+def test_prometheus_and_grafana_find_each_other_and_the_gateway(fleet: dict[str, Any]) -> None:
+    dashboards = ROOT / "dashboards"
+    (job,) = yaml.safe_load((dashboards / "prometheus" / "prometheus.yml").read_text())["scrape_configs"]
+    (found,) = job["dns_sd_configs"]
+    assert set(found["names"]) <= set(fleet["services"])
+    assert str(found["port"]) == STAGES["gateway"].last("EXPOSE")
+    assert job["metrics_path"] in OPEN_PATHS, "it has no key"
+    provisioning = dashboards / "grafana" / "provisioning"
+    (source,) = yaml.safe_load((provisioning / "datasources" / "outrider.yaml").read_text())["datasources"]
+    grafana = fleet["services"]["grafana"]
+    assert source["url"] == "$PROMETHEUS_URL"
+    assert grafana["environment"]["PROMETHEUS_URL"] == "http://prometheus:9090"
+    (provider,) = yaml.safe_load((provisioning / "dashboards" / "outrider.yaml").read_text())["providers"]
+    assert f"../dashboards/grafana/dashboards:{provider['options']['path']}:ro" in grafana["volumes"]
+
+
 def test_mounted_dashboards_exist(fleet: dict[str, Any]) -> None:
     mounts = [each.split(":")[0] for service in fleet["services"].values() for each in service.get("volumes", [])]
-    for mount in mounts:
-        if mount.startswith(".."):
-            assert (DOCKER / mount).exists(), mount
+    ours = [mount for mount in mounts if mount.startswith("..")]
+    assert len(ours) == 4
+    for mount in ours:
+        assert (DOCKER / mount).exists(), mount
 
 
 # Health

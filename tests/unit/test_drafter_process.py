@@ -11,6 +11,7 @@ import torch
 
 from backend.config.settings import DraftingSettings
 from backend.drafter.process import DrafterModel, DrafterProcess
+from backend.fleet import DrafterRef
 from backend.protocol import (
     PROTOCOL_VERSION,
     Commit,
@@ -25,8 +26,11 @@ from backend.protocol import (
     decode_to_verifier,
     encode,
 )
+from backend.transport import RingWriter
 from backend.transport.hub import Dealer, Hub
 from backend.transport.sockets import Wire, new_server_keys
+from backend.verifier import features
+from backend.verifier.features import FeatureShipper, Span
 from tests.support.drafter_heads import TinyHead, write_head, write_target
 
 HEAD = TinyHead()
@@ -91,6 +95,42 @@ def test_two_verifiers_over_ipc(process: DrafterProcess) -> None:
     finally:
         one.hub.close()
         two.hub.close()
+
+
+def test_a_shipper_and_a_drafter_agree_on_a_ring(process: DrafterProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real shipper and drafter: the first rounds by socket, the later ones through the ring, drafts alike throughout."""
+    used: list[int] = []
+    write = RingWriter.write
+
+    def noted(ring: RingWriter, data: memoryview) -> int | None:
+        at = write(ring, data)
+        used.append(-1 if at is None else at)
+        return at
+
+    monkeypatch.setattr(features, "RING_FROM_BYTES", 1)
+    monkeypatch.setattr(RingWriter, "write", noted)
+    peer, wire = Peer(process.address, "listener"), Wire()
+    shipper = FeatureShipper("v", None, ring_bytes=1 << 20)
+    shipper.k = 4
+    shipper.set_drafters(wire, [DrafterRef("drafter-0", "i", process.address, "", 1)], 1)
+    try:
+        peer.drafts.send(encode(Hello(PROTOCOL_VERSION, "v", "drafts", 1)))
+        assert isinstance(peer.receive(peer.drafts), Welcome)
+        answers = []
+        for number in range(20):
+            hidden = torch.randn(6, HEAD.hidden, generator=torch.Generator().manual_seed(1))
+            shipper.ship([Span(f"r{number}", 0, 0, 6, True, lambda a, b: list(range(a, b)))], hidden)
+            answer = peer.receive(peer.drafts)
+            assert isinstance(answer, Drafts)
+            answers.append(answer.items[0].tokens)
+        assert len(answers[0]) == 4
+        assert answers == answers[:1] * 20
+        assert used, "the drafter has said that it reads the ring"
+        assert min(used) >= 0
+    finally:
+        shipper.set_drafters(wire, [], 2)
+        peer.hub.close()
+        wire.close()
 
 
 def test_nonsense_is_answered_and_serving_goes_on(process: DrafterProcess) -> None:

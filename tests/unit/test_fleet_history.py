@@ -102,17 +102,20 @@ def test_totals_are_ratios_of_sums():
     assert view.totals.running == sum(watched.story.load.values())
     assert view.totals.in_flight == 7
     assert view.totals.tokens_per_s == pytest.approx(sum(row.tokens_per_s for row in view.verifiers), abs=0.1)
+    # Of the sequence-seconds of the window, the first half second with none of them running.
+    busy_s = 3.5 * view.totals.running
+    assert view.totals.tgs == pytest.approx(4 * view.totals.tokens_per_s / busy_s, abs=0.1)
     assert view.totals.busy + sum(view.totals.idle.values()) == pytest.approx(1)
     assert view.totals.members == {"verifier": {"ready": 2}, "drafter": {"ready": 1}}
 
 
 def test_a_restarted_verifier_begins_anew(watched):
-    watched.run(5)
+    watched.run(15)
     watched.story.verifiers["verifier-0"] = VerifierStats("verifier-0", 2000.0, "auto", 4)
     watched.story.tell()
     watched.now += 1
     assert verifier(watched.look()).tokens_per_s == 0
-    assert verifier(watched.run(2)).tokens_per_s > 0
+    assert verifier(watched.run(2)).tokens_per_s == pytest.approx(225 + 150, abs=0.1)
 
 
 def test_counters_that_step_back_never_show_negative_rates(watched):
@@ -201,6 +204,9 @@ def test_the_log_tells_plans_apart_from_the_rest(watched):
     stats = watched.story.verifiers["verifier-0"]
     watched.story.verifiers["verifier-0"] = msgspec.structs.replace(stats, plan_k=2, plan_outcomes=8, plan_changes=3)
     assert watched.run(1).plans[0].text == "verifier-0: no drafts → K 2, 8 outcomes ahead"
+    stats = watched.story.verifiers["verifier-0"]
+    watched.story.verifiers["verifier-0"] = msgspec.structs.replace(stats, plan_changes=5)
+    assert watched.run(1).plans[0].text == "verifier-0: K 2, 8 outcomes ahead again, after 2 changes"
     assert watched.run(1).log == []
 
 

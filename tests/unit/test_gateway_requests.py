@@ -69,3 +69,10 @@ def test_what_cannot_be_done_is_refused_by_name(fields, param):
 def test_without_speculation_min_p_and_logit_bias_are_fine():
     asked = parse(ChatCompletionRequest, {**CHAT, "min_p": 0.1, "logit_bias": {"5": 1.0}, "n": 8})
     check_generation(asked, max_n=8, speculating=False)
+
+
+def test_a_client_cannot_dictate_its_own_response():
+    asked = ChatCompletionRequest.model_validate({**CHAT, "vllm_xargs": {"outrider_fixed_response": [1, 2]}})
+    with pytest.raises(BadRequest) as caught:
+        check_generation(asked, max_n=8, speculating=False)
+    assert caught.value.param == "vllm_xargs"

@@ -47,6 +47,9 @@ def test_what_we_declare_is_locked() -> None:
     locked = {re.sub(r"[-_.]+", "-", name).lower() for name in pins("constraints-cpu.txt")}
     declared = {re.sub(r"[-_.]+", "-", re.split(r"[<>=\[ ]", line)[0]).lower() for line in project["dependencies"]}
     assert declared <= locked
+    locked |= {re.sub(r"[-_.]+", "-", name).lower() for name in pins("constraints-load.txt")}
+    extras = project["optional-dependencies"]
+    assert {*extras["load"], *extras["tracing"]} <= locked
 
 
 def test_the_fingerprint_follows_the_files(setup: ModuleType, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from loadtest.client import Client
 from loadtest.timing import Answer
 from loadtest.workloads import Ask
-from tests.support.sse_server import Framing, PiecewiseServer, stream_of
+from tests.support.sse_server import Framing, PiecewiseServer, read_request, stream_of
 
 ASK = Ask("label", "/v1/completions", {"model": "m"})
 TEXTS = ("a", "b", "c", "d")
@@ -110,7 +110,7 @@ def test_statuses(status: int, headers: bytes, body: bytes, expect: int, outcome
         def serve() -> None:
             connection, _ = listener.accept()
             with connection:
-                connection.recv(65536)
+                read_request(connection)
                 head = b"HTTP/1.1 %d X\r\nconnection: close\r\ncontent-length: %d\r\n" % (status, len(body))
                 connection.sendall(head + headers + b"\r\n" + body)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -101,6 +103,23 @@ def test_who_began_the_trace_decides_whether_it_is_kept() -> None:
     assert always.tracing.start("a", {"traceparent": "nonsense"}) is not None
     never.tracing.close()
     always.tracing.close()
+
+
+def test_a_collector_that_is_away_is_one_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        endpoint = f"http://127.0.0.1:{free.getsockname()[1]}"
+    logging.getLogger("opentelemetry").handlers.clear()
+    opened = open_tracing(TracingSettings(endpoint=endpoint), "gateway", "x")
+    assert opened is not None
+    for _ in range(2):
+        span = opened.start("a", None)
+        assert span is not None
+        span.end()
+        opened._provider.force_flush(100)
+    opened.close()
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("spans are lost (further losses are not logged): ")
+    assert "\n" not in line
 
 
 def request(headers: dict[str, str] | None) -> Any:

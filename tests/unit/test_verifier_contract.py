@@ -36,6 +36,7 @@ PARAMETERS = {
     ],
     (GPUModelRunner, "execute_model"): ["self", "scheduler_output", "intermediate_tensors"],
     (GPUModelRunner, "sample_tokens"): ["self", "grammar_output"],
+    (GPUModelRunner, "_sample"): ["self", "logits", "spec_decode_metadata"],
     (GPUModelRunner, "_update_states"): ["self", "scheduler_output"],
     (InputBatch, "add_request"): ["self", "request"],
     (Request, "append_output_token_ids"): ["self", "token_ids"],
@@ -87,6 +88,12 @@ def test_the_scheduler_still_skips_requests_that_are_not_eligible() -> None:
 def test_the_runner_still_rewinds_generators_by_an_offset() -> None:
     source = inspect.getsource(GPUModelRunner._bookkeeping_sync)
     assert "gen.set_offset(gen.get_offset() - 4)" in source, "SeededPrefill can go when this has gone"
+
+
+def test_the_runner_still_samples_where_fixed_responses_replace_the_outcome() -> None:
+    source = inspect.getsource(GPUModelRunner.sample_tokens)
+    assert source.index("self._sample(logits, spec_decode_metadata)") < source.index("self._bookkeeping_sync(")
+    assert "discard_request_mask" in inspect.getsource(GPUModelRunner._bookkeeping_sync)
 
 
 def test_a_request_with_output_is_scheduled_and_run_as_resumed() -> None:

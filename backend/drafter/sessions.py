@@ -1,0 +1,55 @@
+"""Who a drafter talks to: one session per verifier and epoch, and the rounds that wait.  Drafter thread."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from backend.drafter.nexts import Key
+from backend.protocol import RingRef, Round
+from backend.transport.ring import RingReader
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Session:
+    """One verifier in one epoch."""
+
+    verifier_id: str
+    epoch: int
+    features: bytes | None = None
+    drafts: bytes | None = None
+    ring: RingReader | None = None
+    last_heard: float = 0.0
+
+    def map_ring(self, ref: RingRef | None) -> None:
+        """Maps the ring a features socket offers; without one its frames come in the messages."""
+        self.close_ring()
+        if ref is not None:
+            try:
+                self.ring = RingReader(ref)
+            except (OSError, ValueError) as error:
+                logger.info("the ring of %s is out of reach, its sockets serve: %s", self.verifier_id, error)
+
+    def close_ring(self) -> None:
+        """Lets go of the ring."""
+        if self.ring is not None:
+            self.ring.close()
+            self.ring = None
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A round whose turn has not come."""
+
+    session: Session
+    message: Round
+    features: Tensor | None
+    arrived: float
+
+    def key(self, request_id: str) -> Key:
+        """How the drafter knows a request of this round."""
+        return self.session.verifier_id, self.session.epoch, request_id

@@ -1,0 +1,215 @@
+"""`outrider rollout` and `outrider trace`: options in, a fleet of its own, results out.  The command's process, main thread."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from backend.config import REMOTE_MODES, Settings, environment, sources
+from backend.config.sources import ConfigError
+from backend.models import ModelError, ResolvedModels, resolve
+from backend.rollout.options import RolloutOptions, fleet_settings, rollout_options, trace_options
+
+if TYPE_CHECKING:
+    from backend.launch.fleet import Fleet
+    from backend.rollout.requests import Request, Tokenizer
+    from backend.rollout.run import Sampling
+    from backend.rollout.trace import Case
+
+Say = Callable[[str], None]
+
+DEFAULT_TOKENS = 1024
+"""Longest free response, unless told otherwise."""
+
+
+class CommandError(Exception):
+    """What went wrong at run time, in one line."""
+
+
+def rollout(arguments: Sequence[str], say: Say) -> None:
+    """Runs one rollout.  Raises `ConfigError` for what is wrong with the input, `CommandError` for what goes wrong later."""
+    options, rest = rollout_options(arguments)
+    loaded = sources.load(rest, "outrider rollout")
+    settings = fleet_settings(options, loaded)
+    # Imported here, as are other heavy modules below: help and wrong flags come at once.
+    from backend.rollout.trace import TraceError, trace_file
+
+    try:
+        file, step = trace_file(options.trace, options.step)
+        cases = _cases(options, file)
+        _check_out(options.out)
+        models = _models(settings, options, say)
+        _prepare_process()
+        requests, tokenizer = _requests(options, settings, models, cases, file)
+    except (TraceError, ModelError) as error:
+        raise ConfigError(str(error)) from error
+    longest = max(request.expected for request in requests)
+    say(f"{file}: {len(requests)} requests, {sum(r.expected for r in requests)} response tokens expected, {longest} at most")
+    from backend.rollout.run import Sampling
+
+    seed = settings.seed if ("seed",) in loaded.origins else None
+    _run(options, settings, models, step, requests, tokenizer, Sampling(options.temperature, tokenizer.stops, seed), say)
+
+
+def trace(arguments: Sequence[str], say: Say) -> None:
+    """`outrider trace make`.  Raises `ConfigError`."""
+    if not arguments or arguments[0] != "make":
+        raise ConfigError("there is one command: outrider trace make (see outrider trace make --help)")
+    options = trace_options(arguments[1:])
+    from backend.rollout.make import make_trace
+    from backend.rollout.trace import TraceError
+
+    try:
+        say(make_trace(options))
+    except (TraceError, ModelError) as error:
+        raise ConfigError(str(error)) from error
+
+
+def _cases(options: RolloutOptions, file: Path) -> list[Case]:
+    from backend.rollout.trace import match, read_prompts, read_trace
+
+    cases = read_trace(file)
+    if options.prompts is not None:
+        cases = match(read_prompts(options.prompts), cases, options.prompts, file)
+    return cases[: options.limit]
+
+
+def _check_out(out: Path) -> None:
+    """Finds out now, and not after hours, that nothing can be written there."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        probe = out / ".outrider-probe"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(f"--out {out}: {error.strerror}") from error
+
+
+def _models(settings: Settings, options: RolloutOptions, say: Say) -> ResolvedModels:
+    models = resolve(settings, say)
+    if options.method in ("eagle", "eagle3"):
+        from backend.drafter.head_config import load_config
+
+        assert models.drafter_dir is not None, "`fleet_settings` lets no EAGLE method through without a head"
+        kind = load_config(models.drafter_dir, models.target_dir).kind
+        if kind != options.method:
+            raise ConfigError(f"--method {options.method}: --drafter {settings.drafter} is an {kind} head")
+    return models
+
+
+def _prepare_process() -> None:
+    """This process talks vLLM's protocol and has no engine: what vLLM would log about one is noise."""
+    from backend.launch.fleet import member_environment
+
+    environment.export({"VLLM_LOGGING_LEVEL": "ERROR"}, override=False)
+    environment.export(member_environment(offline=True))
+
+
+def _requests(
+    options: RolloutOptions, settings: Settings, models: ResolvedModels, cases: Sequence[Case], file: Path
+) -> tuple[list[Request], Tokenizer]:
+    from backend.rollout.requests import Tokenizer, context_length, make_requests
+
+    tokenizer = Tokenizer(models.target_dir)
+    room = context_length(models.target_dir, settings.verifier.max_model_len)
+    named = options.prompts or file
+    return make_requests(cases, tokenizer, named, options.fixed, options.max_tokens, DEFAULT_TOKENS, room), tokenizer
+
+
+def _run(
+    options: RolloutOptions,
+    settings: Settings,
+    models: ResolvedModels,
+    step: int,
+    requests: Sequence[Request],
+    tokenizer: Tokenizer,
+    sampling: Sampling,
+    say: Say,
+) -> None:
+    from backend.coordinator import CoordinatorUnavailable
+    from backend.launch.cluster import ClusterError
+    from backend.launch.fleet import Fleet, LaunchError
+    from backend.launch.plan import PlanError
+    from backend.launch.state import StateError
+    from backend.rollout.run import RolloutError
+
+    fleet: Fleet | None = None
+    try:
+        fleet = Fleet.launch(settings, models, say)
+        fleet.wait_ready(say)
+        about = _about(options, fleet.settings, models, step)
+        _rounds(options, fleet, step, requests, tokenizer, sampling, about, say)
+    except (ClusterError, CoordinatorUnavailable, LaunchError, PlanError, RolloutError, StateError) as error:
+        raise CommandError(str(error)) from error
+    except OSError as error:
+        raise CommandError(f"{error.filename or options.out}: {error.strerror or error}") from error
+    finally:
+        if fleet is not None:
+            say("stopping")
+            fleet.stop()
+
+
+def _rounds(
+    options: RolloutOptions,
+    fleet: Fleet,
+    step: int,
+    requests: Sequence[Request],
+    tokenizer: Tokenizer,
+    sampling: Sampling,
+    about: dict[str, Any],
+    say: Say,
+) -> None:
+    from backend.rollout.bar import Bar
+    from backend.rollout.report import markdown, round_report
+    from backend.rollout.run import RoundRunner
+    from backend.rollout.trace import Case, write_cases
+    from backend.rollout.workers import Workers
+    from backend.rollout.write import cases_file, round_directory, write_round
+
+    workers = Workers(fleet.coordinator, fleet.coordinator.info().fleet_keys)
+    try:
+        workers.look()
+        for number in range(options.rounds):
+            bar = Bar(sys.stderr, f"round {number}", len(requests))
+            runner = RoundRunner(number, requests, workers, fleet.settings.verifier.max_num_seqs, sampling, bar)
+            runner.say = say
+            finished = runner.run()
+            report = round_report(finished, about)
+            directory = round_directory(options.out, step, number)
+            write_round(directory, finished, report)
+            cases = [
+                Case(
+                    r.case.number,
+                    r.case.prompt,
+                    r.case.gen if r.fixed is not None else tokenizer.text(finished.responses[r.case.number]),
+                )
+                for r in requests
+            ]
+            write_cases(cases_file(options.out, step), cases)
+            say(f"{directory}:\n{markdown(report)}")
+    finally:
+        workers.close()
+
+
+def _about(options: RolloutOptions, settings: Settings, models: ResolvedModels, step: int) -> dict[str, Any]:
+    """What every round of this rollout has in common."""
+    remote = settings.mode in REMOTE_MODES
+    method = options.method or models.drafter_kind
+    if method == "eagle" and models.drafter_dir is not None:
+        from backend.drafter.head_config import load_config
+
+        method = load_config(models.drafter_dir, models.target_dir).kind
+    return {
+        "step": step,
+        "implementation": "native" if settings.mode == "native" else "disaggregated",
+        "mode": settings.mode,
+        "method": method,
+        "k": settings.num_speculative_tokens if settings.mode != "off" else 0,
+        "model": models.name,
+        "verifiers": settings.verifiers,
+        "drafters": settings.drafters if remote else 0,
+        "fixed_responses": options.fixed,
+        "temperature": options.temperature,
+    }

@@ -1,0 +1,196 @@
+"""What `outrider rollout` and `outrider trace make` can be told, and the settings a rollout's fleet gets.  Pure."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NoReturn, get_args
+
+from backend.config import Settings
+from backend.config.settings import Mode
+from backend.config.sources import ALIASES as SETTING_ALIASES
+from backend.config.sources import ConfigError, Loaded, flag, leaves
+
+Implementation = Literal["disaggregated", "native"]
+Method = Literal["eagle3", "eagle", "ngram"]
+
+KEPT_ROWS = 1_000_000
+NEVER_S = 24 * 3600.0
+"""This process is the fleet's only gateway, and its end is the fleet's."""
+
+ALIASES = {
+    "--k": "--num-speculative-tokens",
+    "--draft-mode": "--mode",
+    "--target": "--model",
+    "--target-model": "--model",
+    "--draft-model": "--drafter",
+}
+"""Names people know from elsewhere, and the settings they stand for."""
+
+
+@dataclass(frozen=True)
+class RolloutOptions:
+    """One `outrider rollout`, its settings apart."""
+
+    trace: str
+    prompts: Path | None
+    out: Path
+    impl: Implementation | None
+    method: Method | None
+    fixed: bool
+    rounds: int
+    step: int | None
+    limit: int | None
+    max_tokens: int | None
+    temperature: float
+
+
+@dataclass(frozen=True)
+class TraceOptions:
+    """One `outrider trace make`."""
+
+    sources: tuple[Path, ...]
+    out: Path
+    model: str
+    limit: int | None
+    min_prompt: int
+    max_prompt: int
+    min_gen: int
+    max_gen: int
+    seed: int
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def rollout_options(arguments: Sequence[str]) -> tuple[RolloutOptions, list[str]]:
+    """The command's own options, and the arguments that are settings.  Raises `ConfigError`; `--help` ends the program."""
+    parser = _rollout_parser()
+    given, rest = parser.parse_known_args(list(arguments))
+    settings = []
+    own = {name for action in parser._actions for name in action.option_strings}
+    known = {"--config", *SETTING_ALIASES, *(flag(path) for path, _ in leaves())}
+    for argument in rest:
+        name, equals, value = argument.partition("=")
+        name = ALIASES.get(name, name)
+        if name.startswith("--") and name not in known:
+            nearest = difflib.get_close_matches(name, [*own, *known, *ALIASES], n=1, cutoff=0.5)
+            raise ConfigError(f"unknown flag {name}" + (f"; did you mean {nearest[0]}?" if nearest else ""))
+        settings.append(name + equals + value)
+    values = vars(given)
+    return RolloutOptions(**values), settings
+
+
+def trace_options(arguments: Sequence[str]) -> TraceOptions:
+    """Raises `ConfigError`; `--help` ends the program."""
+    values = vars(_trace_parser().parse_args(list(arguments)))
+    for what in ("prompt", "gen"):
+        if values[f"min_{what}"] > values[f"max_{what}"]:
+            raise ConfigError(f"--min-{what} must not be greater than --max-{what}")
+    return TraceOptions(**(values | {"sources": tuple(values["sources"])}))
+
+
+def fleet_settings(options: RolloutOptions, loaded: Loaded) -> Settings:
+    """The settings of the rollout's fleet: `--impl` and `--method` put into them.  Raises `ConfigError`."""
+    settings = loaded.settings
+    mode = _mode(options, settings.mode, ("mode",) in loaded.origins)
+    drafter = settings.drafter
+    if options.method is not None and mode == "off":
+        raise ConfigError(f"--method {options.method} says how to draft, and --mode off drafts nothing")
+    if options.method == "ngram":
+        if drafter != "ngram" and ("drafter",) in loaded.origins:
+            raise ConfigError(f"--method ngram needs no model: {loaded.origins['drafter',]} {drafter} contradicts it")
+        drafter = "ngram"
+    elif options.method is not None and drafter == "ngram":
+        raise ConfigError(f"--method {options.method} needs an EAGLE head: --drafter ngram contradicts it")
+    verifier = settings.verifier.model_copy(
+        update={"kept_rows": KEPT_ROWS, "fixed_responses": options.fixed, "gateway_lease_s": NEVER_S}
+    )
+    return settings.model_copy(update={"mode": mode, "drafter": drafter, "verifier": verifier})
+
+
+def _mode(options: RolloutOptions, mode: Mode, given: bool) -> Mode:
+    if options.impl == "native":
+        if given and mode != "native":
+            raise ConfigError(f"--impl native is vLLM's own drafting: --mode {mode} contradicts it")
+        return "native"
+    if options.impl == "disaggregated" and mode == "native":
+        raise ConfigError("--impl disaggregated drafts remotely: --mode native contradicts it")
+    return mode
+
+
+def _rollout_parser() -> argparse.ArgumentParser:
+    aliases = ", ".join(f"{name} for {meant}" for name, meant in ALIASES.items())
+    parser = _Parser(
+        prog="outrider rollout",
+        description="Runs a trace's prompts over a fleet of its own; writes a row of every step, request and verification.",
+        epilog="All settings of `outrider serve` are flags here too (--verifiers, --drafters, --mode, --model, --drafter, "
+        f"--num-speculative-tokens, --seed, --config, ...; see `outrider serve --help`), also {aliases}.",
+        allow_abbrev=False,
+    )
+    say = parser.add_argument
+    say("--trace", required=True, metavar="FILE", help="train.{S}.parquet with string columns prompt and gen")
+    say(
+        "--prompts",
+        type=Path,
+        metavar="FILE",
+        help="run only these (parquet or JSON Lines, prompt); all must be in the trace",
+    )
+    say("--out", type=Path, required=True, metavar="DIR", help="where to write step{S}/round{R}/ and cases/train.{S}.parquet")
+    say("--impl", choices=get_args(Implementation), help="remote drafters, or vLLM's own (default: disaggregated)")
+    say("--method", choices=get_args(Method), help="how drafts are made (default: what --drafter is)")
+    say("--fixed-responses", dest="fixed", action="store_true", help="emit exactly the trace's responses (teacher-forced)")
+    say("--rounds", type=_at_least(1), default=1, metavar="N", help="run the batch so often (default: 1)")
+    say("--step", type=_at_least(0), metavar="S", help="the training step (default: the S of the trace's name)")
+    say("--limit", type=_at_least(1), metavar="N", help="the first N rows only")
+    say("--max-tokens", type=_at_least(1), metavar="N", help="longest response (default: 1024 for a free one)")
+    say("--temperature", type=_temperature, default=1.0, metavar="X", help="of free responses (default: 1)")
+    return parser
+
+
+def _trace_parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="outrider trace make",
+        description="Makes a trace of text files (*.txt, *.py, ...: cut into a prompt and a response by tokens), of JSON Lines "
+        "with prompt and response, or of cases (*.parquet); a directory stands for the files in it, stdlib for Python's own.",
+        allow_abbrev=False,
+    )
+    say = parser.add_argument
+    say("sources", nargs="+", type=Path, metavar="FILE", help="files, directories, or stdlib")
+    say("--out", type=Path, required=True, metavar="FILE", help="train.{S}.parquet to write")
+    say("--model", default="demo", metavar="NAME", help="whose tokens lengths are counted in: directory or demo (default)")
+    say("--limit", type=_at_least(1), metavar="N", help="so many rows at most")
+    say("--min-prompt", type=_at_least(1), default=16, metavar="N", help="tokens of a cut prompt at least (default: 16)")
+    say("--max-prompt", type=_at_least(1), default=256, metavar="N", help="and at most (default: 256)")
+    say("--min-gen", type=_at_least(1), default=16, metavar="N", help="tokens of a response at least (default: 16)")
+    say("--max-gen", type=_at_least(1), default=512, metavar="N", help="and at most (default: 512)")
+    say("--seed", type=int, default=0, metavar="N", help="of the cuts (default: 0)")
+    return parser
+
+
+def _at_least(least: int) -> Callable[[str], int]:
+    def read(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"{text!r} is no number") from error
+        if value < least:
+            raise argparse.ArgumentTypeError(f"{value}: {least} is the least")
+        return value
+
+    return read
+
+
+def _temperature(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number") from error
+    if not 0 <= value <= 100:
+        raise argparse.ArgumentTypeError(f"{text}: between 0 and 100")
+    return value

@@ -1,0 +1,138 @@
+"""The report of a round: what each worker did, who held the others up, and what acceptance means here.  Pure.
+
+Sums of counters, never averages of ratios.  Acceptance with fixed responses is agreement with a trace; it is called
+*teacher-forced* and stands in fields of its own name, so that nobody takes it for a live figure.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from backend.rollout.outcome import Part, Round
+from backend.rollout.tables import ratio
+
+LIVE, FORCED = "live", "teacher_forced"
+
+
+def merged(parts: Sequence[Part]) -> list[Part]:
+    """One part per worker number, in order; incarnations of one verifier are put together."""
+    by_number: dict[int, Part] = {}
+    for part in sorted(parts, key=lambda each: each.number):
+        known = by_number.setdefault(part.number, Part(part.number, type(part.rows)()))
+        known.rows.add(part.rows)
+        known.numbers.update(part.numbers)
+        known.finished_s = max(known.finished_s, part.finished_s)
+    return list(by_number.values())
+
+
+def round_report(finished: Round, about: dict[str, Any]) -> dict[str, Any]:
+    """Everything about one round, for `report.json`."""
+    workers = [_worker(part) for part in merged(finished.parts)]
+    tokens = sum(len(response) for response in finished.responses.values())
+    straggler = max(workers, key=lambda each: each["finished_s"])
+    others = [each["finished_s"] for each in workers if each is not straggler]
+    kind = FORCED if about["fixed_responses"] else LIVE
+    return about | {
+        "round": finished.number,
+        "requests": len(finished.responses),
+        "wall_s": _round(finished.wall_s),
+        "tokens": tokens,
+        "tokens_per_s": _round(ratio(tokens, finished.wall_s)),
+        "acceptance_is": kind,
+        f"{kind}_acceptance_length": _acceptance(sum(w["drafts"] for w in workers), sum(w["accepted"] for w in workers)),
+        "straggler": {
+            "worker": straggler["worker"],
+            "finished_s": straggler["finished_s"],
+            "behind_the_others_s": _round(straggler["finished_s"] - statistics.median(others)) if others else 0.0,
+        },
+        "died": [
+            {"worker": death.worker, "reason": death.reason, "at_s": _round(death.at_s), "requests_restarted": death.restarted}
+            for death in finished.deaths
+        ],
+        "workers": workers,
+    }
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """The same for people."""
+    kind = report["acceptance_is"]
+    length = report[f"{kind}_acceptance_length"]
+    straggler = report["straggler"]
+    label = (
+        "Responses were fixed: acceptance is **teacher-forced** (agreement with the trace), no live figure."
+        if kind == FORCED
+        else "Responses were free: acceptance is live."
+    )
+    lines = [
+        f"# Step {report['step']}, round {report['round']}",
+        "",
+        f"{report['implementation']}, mode `{report['mode']}`, drafts by {report['method']}, K = {report['k']}; "
+        f"model {report['model']}, {report['drafters']} drafter(s). {label}",
+        "",
+        f"- {report['requests']} requests, {report['tokens']} tokens in {report['wall_s']:.1f} s: "
+        f"{report['tokens_per_s']:.0f} tokens/s",
+        f"- acceptance length ({kind.replace('_', '-')}): {length:.2f}" if length else "- nothing was drafted",
+        f"- straggler: worker {straggler['worker']}, done after {straggler['finished_s']:.1f} s, "
+        f"{straggler['behind_the_others_s']:.1f} s behind the others",
+    ]
+    lines += [
+        f"- **worker {death['worker']} {death['reason']}** after {death['at_s']:.1f} s; "
+        f"{death['requests_restarted']} requests started again on others"
+        for death in report["died"]
+    ]
+    head = ("worker", "requests", "tokens", "steps", "batch mean/max", "verify s", "busy s", "awaiting drafts s", "done s")
+    lines += ["", "| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    for each in report["workers"]:
+        cells = (
+            each["worker"],
+            each["requests"],
+            each["tokens"],
+            each["steps"],
+            f"{each['batch_mean']:.1f}/{each['batch_max']}",
+            f"{each['verify_s']:.2f}",
+            f"{each['busy_s']:.2f}",
+            f"{each['idle_s'].get('awaiting_draft', 0.0):.2f}",
+            f"{each['finished_s']:.1f}",
+        )
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _worker(part: Part) -> dict[str, Any]:
+    steps = part.rows.steps
+    verified = [row for row in part.rows.verifications if row.request_id in part.numbers]
+    emitting = [step.requests for step in steps if step.requests]
+    idle: dict[str, float] = {}
+    for step in steps[1:]:
+        for cause, milliseconds in step.idle_ms.items():
+            idle[cause] = idle.get(cause, 0.0) + milliseconds / 1e3
+    drafted = [row for row in verified if row.draft_tokens]
+    accepted = sum(row.accepted for row in drafted)
+    return {
+        "worker": part.number,
+        "requests": len(part.numbers),
+        "tokens": sum(row.tokens for row in verified),
+        "steps": len(steps),
+        "batch_mean": _round(statistics.fmean(emitting)) if emitting else 0.0,
+        "batch_max": max(emitting, default=0),
+        "verifications": len(verified),
+        "drafts": len(drafted),
+        "draft_tokens": sum(row.draft_tokens for row in drafted),
+        "accepted": accepted,
+        "verify_s": _round(sum(step.verify_ms for step in steps) / 1e3),
+        "draft_s": _round(sum(step.draft_ms for step in steps) / 1e3),
+        "busy_s": _round(sum(step.busy_ms for step in steps) / 1e3),
+        "idle_s": {cause: _round(seconds) for cause, seconds in idle.items()},
+        "step_ms_median": _round(statistics.median(step.busy_ms for step in steps)) if steps else 0.0,
+        "finished_s": _round(part.finished_s),
+    }
+
+
+def _acceptance(drafts: int, accepted: int) -> float | None:
+    return _round(1 + accepted / drafts) if drafts else None
+
+
+def _round(value: float) -> float:
+    return round(value, 3)

@@ -1,0 +1,99 @@
+"""From cases to requests: tokens, lengths, and every check that can be made before anything runs.  The command's process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from backend.drafter.head_config import read_config, text_config
+from backend.rollout.trace import Case, TraceError, shown
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request of every round."""
+
+    case: Case
+    prompt: list[int]
+    fixed: list[int] | None
+    """The tokens it must emit; None: it is free."""
+    max_tokens: int
+    expected: int
+    """Response tokens it is expected to take, for balancing."""
+
+
+class Tokenizer:
+    """The target's tokenizer, and the tokens that end its responses."""
+
+    def __init__(self, target_dir: str) -> None:
+        # Imported here: seconds, and a wrong trace is found before.
+        from transformers import AutoTokenizer
+
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(target_dir)
+        self.stops = sorted({*_ids(self._tokenizer.eos_token_id), *_ids(_generation_config(target_dir).get("eos_token_id"))})
+
+    def prompt(self, text: str) -> list[int]:
+        """A prompt's tokens, as the completions endpoint makes them."""
+        return list(self._tokenizer(text, verbose=False)["input_ids"])
+
+    def response(self, text: str) -> list[int]:
+        """A response's tokens: what follows a prompt has no beginning of its own."""
+        return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    def text(self, tokens: list[int]) -> str:
+        """The text of a response, without its end mark."""
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+def make_requests(
+    cases: Sequence[Case], tokenizer: Tokenizer, file: Path, fixed: bool, max_tokens: int | None, default_tokens: int, room: int
+) -> list[Request]:
+    """Requests for a context of `room` tokens.  Raises `TraceError` naming the first row that does not fit.
+
+    A free request takes `max_tokens` (else `default_tokens`, both as far as the context goes); a fixed one takes its response,
+    which `max_tokens` may not cut.
+    """
+    requests = []
+    for case in cases:
+        prompt, response = tokenizer.prompt(case.prompt), tokenizer.response(case.gen)
+        where = f"{file}: row {case.number}"
+        if not prompt:
+            raise TraceError(f"{where}: the prompt is empty, and the tokenizer puts no token in front")
+        if len(prompt) >= room:
+            raise TraceError(f"{where}: the prompt has {len(prompt)} tokens, the context {room}")
+        if not fixed:
+            most = min(max_tokens or default_tokens, room - len(prompt))
+            requests.append(Request(case, prompt, None, most, min(len(response), most) or most))
+            continue
+        if not response:
+            raise TraceError(f"{where}: the response to {shown(case.prompt)} is empty")
+        if len(prompt) + len(response) > room:
+            raise TraceError(f"{where}: {len(prompt)} tokens of prompt and {len(response)} of response, the context has {room}")
+        if max_tokens is not None and len(response) > max_tokens:
+            raise TraceError(f"{where}: the response has {len(response)} tokens, more than --max-tokens {max_tokens}")
+        requests.append(Request(case, prompt, response, len(response), len(response)))
+    return requests
+
+
+def context_length(target_dir: str, asked: int | None) -> int:
+    """The context a verifier will offer at most, as far as configuration files tell."""
+    own = text_config(read_config(target_dir)).get("max_position_embeddings")
+    limits = [limit for limit in (asked, own) if isinstance(limit, int)]
+    return min(limits) if limits else 2**31
+
+
+def _ids(value: Any) -> list[int]:
+    if value is None:
+        return []
+    return [value] if isinstance(value, int) else list(value)
+
+
+def _generation_config(target_dir: str) -> dict[str, Any]:
+    try:
+        content = json.loads((Path(target_dir) / "generation_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}  # most models have one, none needs one
+    return content if isinstance(content, dict) else {}

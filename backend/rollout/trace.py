@@ -1,0 +1,154 @@
+"""Traces: parquet files of prompts and responses, and their kin.  The command's process.
+
+A trace is `train.{S}.parquet` with string columns `prompt` and `gen`; S is the training step it comes from.  Generated cases
+are written in the same form with an `id` in front, so that they can be replayed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+COLUMNS = ("prompt", "gen")
+STEP_IN_NAME = re.compile(r"\.(\d+)\.parquet$")
+STEP_FIELD = "{S}"
+SHOWN_CHARACTERS = 40
+
+
+class TraceError(Exception):
+    """A trace cannot be used; the message is one line that names the file and the row."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One prompt and its response."""
+
+    number: int
+    """Its row in the trace, from 0: the `req_id` of every table."""
+    prompt: str
+    gen: str
+
+
+def trace_file(given: str, step: int | None) -> tuple[Path, int]:
+    """The file that `--trace` means, and its step: from its name unless given.  `{S}` in the name stands for the step."""
+    if STEP_FIELD in given:
+        if step is None:
+            raise TraceError(f"--trace {given}: {STEP_FIELD} stands for a step: give --step")
+        return Path(given.replace(STEP_FIELD, str(step))), step
+    found = STEP_IN_NAME.search(given)
+    return Path(given), step if step is not None else int(found[1]) if found else 0
+
+
+def read_trace(file: Path) -> list[Case]:
+    """Every row of a trace.  Raises `TraceError`."""
+    columns = _columns(file, COLUMNS)
+    cases = []
+    for number, (prompt, gen) in enumerate(zip(*columns, strict=True)):
+        for name, value in zip(COLUMNS, (prompt, gen), strict=True):
+            if value is None:
+                raise TraceError(f"{file}: row {number}: no {name}")
+        cases.append(Case(number, prompt, gen))
+    if not cases:
+        raise TraceError(f"{file}: the trace is empty")
+    return cases
+
+
+def read_prompts(file: Path) -> list[str]:
+    """The column or key `prompt` of a parquet or JSON Lines file.  Raises `TraceError`."""
+    if file.suffix == ".parquet":
+        (prompts,) = _columns(file, ("prompt",))
+    else:
+        prompts = [value.get("prompt") for value in read_json_lines(file)]
+    for number, prompt in enumerate(prompts):
+        if not isinstance(prompt, str):
+            raise TraceError(f"{file}: row {number}: no prompt")
+    if not prompts:
+        raise TraceError(f"{file}: no prompts in it")
+    return prompts
+
+
+def read_json_lines(file: Path) -> list[dict[str, Any]]:
+    """The objects of a JSON Lines file.  Raises `TraceError`."""
+    found = []
+    for number, line in enumerate(read_text(file).splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except ValueError as error:
+            raise TraceError(f"{file}: line {number}: not JSON: {error}") from error
+        if not isinstance(value, dict):
+            raise TraceError(f"{file}: line {number}: not a JSON object")
+        found.append(value)
+    return found
+
+
+def read_text(file: Path) -> str:
+    """A text file.  Raises `TraceError`."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise TraceError(f"{file}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise TraceError(f"{file}: not UTF-8 text") from error
+
+
+def match(prompts: Sequence[str], cases: Sequence[Case], prompts_file: Path, trace: Path) -> list[Case]:
+    """The case of every prompt, numbered by the prompts; the same prompt twice takes the trace's rows in turn.
+
+    Raises `TraceError` for a prompt the trace does not have.
+    """
+    by_prompt: dict[str, list[Case]] = {}
+    for case in cases:
+        by_prompt.setdefault(case.prompt, []).append(case)
+    taken: dict[str, int] = {}
+    matched = []
+    for number, prompt in enumerate(prompts):
+        rows = by_prompt.get(prompt)
+        if rows is None:
+            raise TraceError(f"{prompts_file}: row {number}: {trace} has no row with the prompt {shown(prompt)}")
+        turn = taken.get(prompt, 0)
+        taken[prompt] = turn + 1
+        matched.append(Case(number, prompt, rows[turn % len(rows)].gen))
+    return matched
+
+
+def write_cases(file: Path, cases: Sequence[Case], with_ids: bool = True) -> None:
+    """Writes cases as parquet, all of it or nothing."""
+    columns: dict[str, pa.Array] = {"id": pa.array([case.number for case in cases], pa.int64())} if with_ids else {}
+    columns |= {name: pa.array([getattr(case, name) for case in cases], pa.string()) for name in COLUMNS}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_name(file.name + ".partial")
+    pq.write_table(pa.table(columns), partial)
+    partial.replace(file)
+
+
+def shown(text: str) -> str:
+    """The beginning of a text, for a message."""
+    return repr(text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "...")
+
+
+def _columns(file: Path, names: Sequence[str]) -> list[list[Any]]:
+    if not file.is_file():
+        raise TraceError(f"{file}: no such file")
+    try:
+        schema = pq.read_schema(file)
+        for name in names:
+            if name not in schema.names:
+                raise TraceError(f"{file}: no column {name!r}; it has {', '.join(schema.names) or 'none'}")
+            kind = schema.field(name).type
+            if pa.types.is_dictionary(kind):
+                kind = kind.value_type
+            if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
+                raise TraceError(f"{file}: column {name!r} holds {kind}, not strings")
+        table = pq.read_table(file, columns=list(names))
+    except (pa.ArrowException, OSError) as error:
+        raise TraceError(f"{file}: not a parquet file: {' '.join(str(error).split())[:200]}") from error
+    return [table.column(name).to_pylist() for name in names]

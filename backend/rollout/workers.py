@@ -1,0 +1,143 @@
+"""The verifiers of a rollout as its one client sees them: found through the coordinator, talked to over the engine wire.
+
+The command's process, its main thread.  A worker is one incarnation of a verifier; when that is gone the worker is, and its
+rows stay.  A verifier that Ray starts again is another worker under the same number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from msgspec.structs import replace
+
+from backend.coordinator import CoordinatorUnavailable
+from backend.coordinator.actor import CoordinatorHandle
+from backend.fleet import Member
+from backend.records.kept import RowBatch
+from backend.transport import Hub, ServerKeys, Wire
+from backend.verifier.client import EngineClient, EngineRefused
+
+logger = logging.getLogger(__name__)
+
+SILENCE_LIMIT_S = 60.0
+"""A verifier publishes counters four times a second: one silent for so long hangs."""
+
+ANSWER_S = 5.0
+
+
+@dataclass(eq=False)
+class Worker:
+    """One incarnation of one verifier."""
+
+    number: int
+    member: Member
+    client: EngineClient
+    rows: RowBatch = field(default_factory=RowBatch)
+    """Of the present round."""
+    first_step: int = 0
+    """What the steps of this incarnation are counted from: steps of one number never go back."""
+
+    @property
+    def name(self) -> str:
+        """`verifier-3`, as the fleet calls it."""
+        return self.member.id
+
+    def take_rows(self) -> RowBatch:
+        """Adds what has come to `rows`, and returns it."""
+        batch, self.client.rows = self.client.rows, RowBatch()
+        if self.first_step:
+            batch.steps = [replace(row, step=row.step + self.first_step) for row in batch.steps]
+            batch.verifications = [replace(row, step=row.step + self.first_step) for row in batch.verifications]
+        self.rows.add(batch)
+        return batch
+
+
+class Workers:
+    """All verifiers that can be used now."""
+
+    def __init__(self, coordinator: CoordinatorHandle, fleet_keys: ServerKeys | None) -> None:
+        self.hub = Hub(Wire(fleet_keys))
+        self.present: dict[str, Worker] = {}
+        self._coordinator = coordinator
+        self._numbers: dict[str, int] = {}
+        self._next_step: dict[str, int] = {}
+
+    def close(self) -> None:
+        """Closes every socket."""
+        self.present.clear()
+        self.hub.close()
+
+    def look(self) -> tuple[list[Worker], list[tuple[Worker, str]]]:
+        """Asks the coordinator who is there.  Returns who has come, and who has gone and why."""
+        try:
+            seen = [view.member for view in self._coordinator.snapshot().members]
+        except CoordinatorUnavailable:
+            return [], self._leave(self._silent())
+        ready = {member.id: member for member in seen if member.kind == "verifier" and member.state == "ready"}
+        gone = self._silent()
+        for worker in self.present.values():
+            now = ready.get(worker.name)
+            if (now is None or now.incarnation != worker.member.incarnation) and worker not in [each for each, _ in gone]:
+                gone.append((worker, "died"))
+        left = self._leave(gone)
+        come = [self._join(member) for name, member in sorted(ready.items()) if name not in self.present]
+        return [worker for worker in come if worker is not None], left
+
+    def tend(self) -> None:
+        """Once a second: tells every worker that this client lives, and asks for rows."""
+        for worker in self.present.values():
+            worker.client.ping()
+        self.ask_rows()
+
+    def forget_rows(self) -> None:
+        """What verifiers did before now belongs to no round; one that does not answer will be found to be gone."""
+        for worker in self.present.values():
+            with contextlib.suppress(TimeoutError):
+                worker.client.fetch_rows(ANSWER_S)
+            worker.client.rows = RowBatch()
+
+    def ask_rows(self) -> None:
+        """Asks those who have answered the last time."""
+        for worker in self.present.values():
+            if not worker.client.rows_awaited:
+                worker.client.ask_rows()
+
+    def _silent(self) -> list[tuple[Worker, str]]:
+        late = time.monotonic() - SILENCE_LIMIT_S
+        return [
+            (each, f"was silent for {SILENCE_LIMIT_S:g} s") for each in self.present.values() if each.client.heard_at < late
+        ]
+
+    def _leave(self, gone: Sequence[tuple[Worker, str]]) -> list[tuple[Worker, str]]:
+        for worker, _ in gone:
+            worker.take_rows()
+            steps = [row.step for row in worker.rows.steps]
+            self._next_step[worker.name] = max([self._next_step.get(worker.name, 0), *(step + 1 for step in steps)])
+            worker.client.close()
+            del self.present[worker.name]
+        return list(gone)
+
+    def _join(self, member: Member) -> Worker | None:
+        try:
+            client = EngineClient(member.address, "rollout", hub=self.hub, server_key=member.server_key)
+        except (EngineRefused, TimeoutError) as error:
+            logger.warning("%s cannot be used: %s", member.id, error)
+            return None
+        if member.id not in self._numbers:
+            self._numbers[member.id] = _number(member.id, set(self._numbers.values()))
+        number = self._numbers[member.id]
+        worker = Worker(number, member, client, first_step=self._next_step.get(member.id, 0))
+        self.present[member.id] = worker
+        return worker
+
+
+def _number(name: str, used: set[int]) -> int:
+    """`verifier-3` is 3; whatever is called otherwise gets the next free number."""
+    digits = name.rpartition("-")[2]
+    if digits.isdigit() and int(digits) not in used:
+        return int(digits)
+    return max(used, default=-1) + 1

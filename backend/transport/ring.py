@@ -1,0 +1,109 @@
+"""Features between two processes of one host through shared memory.  Writer: the verifier's worker; reader: the drafter.
+
+A Unix socket moves a large message in pieces of its small buffer, with a thread's turn for each; here it is copied in once and
+out once, and only a position travels in the message that announces it.
+
+    the segment   [ token, 16 bytes | tail, 8 bytes | ... to HEADER | `capacity` bytes of data ]
+
+Positions count bytes since the beginning and never fall.  The writer owns the head, the reader the tail (in the segment): all
+between them is unread.  A write that finds no room returns None, and the sender uses its socket: nobody ever waits here.
+
+The segment is a memfd: it has no name, is gone with the last process that maps it, however that ends, and cannot shrink under
+its reader (sealed).  The reader opens it through the writer's `/proc/PID/fd`, which works for the same user in the same PID
+namespace, and checks the token; where that fails the sockets are used.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import secrets
+
+from backend.protocol import RingRef
+
+HEADER = 64
+TOKEN_BYTES = 16
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+class RingWriter:
+    """Makes a segment of `capacity` bytes of data; pages are used when first written to.  Raises `OSError`."""
+
+    def __init__(self, capacity: int) -> None:
+        self._fd = os.memfd_create("outrider-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(self._fd, HEADER + capacity)
+            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, SEALS)
+            self._map = mmap.mmap(self._fd, HEADER + capacity)
+        except OSError:
+            os.close(self._fd)
+            raise
+        token = secrets.token_bytes(TOKEN_BYTES)
+        self._map[:TOKEN_BYTES] = token
+        self._head = self._floor = 0
+        self.ref = RingRef(os.getpid(), self._fd, token, capacity)
+
+    def write(self, data: bytes | memoryview) -> int | None:
+        """Copies `data` in; returns its position, None when there is no room now."""
+        size, capacity, at = len(data), self.ref.capacity, self._head
+        tail = max(_get_tail(self._map), self._floor)
+        if tail >= at:
+            # All was read: begin at the front again, which is still in the processor's cache.
+            at = tail = self._floor = -(-at // capacity) * capacity
+        elif at % capacity + size > capacity:
+            at += capacity - at % capacity
+        if size > capacity or at + size - tail > capacity:
+            return None
+        first = HEADER + at % capacity
+        self._map[first : first + size] = data
+        self._head = at + size
+        return at
+
+    def close(self) -> None:
+        """Lets the segment go; a reader keeps what it has mapped."""
+        self._map.close()
+        os.close(self._fd)
+
+
+class RingReader:
+    """Maps a segment.  Raises `OSError` or `ValueError` when it is not there or not what it should be."""
+
+    def __init__(self, ref: RingRef) -> None:
+        if not (ref.capacity > 0 and ref.pid > 0 and ref.fd >= 0 and len(ref.token) == TOKEN_BYTES):
+            raise ValueError("no description of a ring")
+        path = f"/proc/{ref.pid}/fd/{ref.fd}"
+        if not os.readlink(path).startswith("/memfd:outrider-ring"):
+            raise ValueError("not a ring")
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            if os.fstat(fd).st_size != HEADER + ref.capacity or fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS != SEALS:
+                raise ValueError("another segment")
+            self._map = mmap.mmap(fd, HEADER + ref.capacity)
+        finally:
+            os.close(fd)
+        self._capacity = ref.capacity
+        if self._map[:TOKEN_BYTES] != ref.token:
+            self.close()
+            raise ValueError("another segment")
+
+    def read(self, position: int, size: int) -> bytearray:
+        """A copy of what was written there; it and all before it may be overwritten from now on.  Raises `ValueError`."""
+        at = position % self._capacity
+        if position < 0 or size < 0 or at + size > self._capacity or position + size >= 1 << 63:
+            raise ValueError("a position outside the ring")
+        data = bytearray(size)
+        with memoryview(self._map) as whole:
+            data[:] = whole[HEADER + at : HEADER + at + size]
+        if position + size > _get_tail(self._map):
+            self._map[TOKEN_BYTES : TOKEN_BYTES + 8] = (position + size).to_bytes(8, "little")
+        return data
+
+    def close(self) -> None:
+        """Unmaps the segment."""
+        self._map.close()
+
+
+def _get_tail(segment: mmap.mmap) -> int:
+    """Eight aligned bytes, which both sides copy at once."""
+    return int.from_bytes(segment[TOKEN_BYTES : TOKEN_BYTES + 8], "little")

@@ -1,0 +1,156 @@
+"""Fixed responses on a real vLLM verifier: every mode emits exactly what it is told, and accepts only what agrees."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.sampling_params import SamplingParams
+
+from backend.engine_wire import FIXED_RESPONSE
+from backend.fleet import VerifierStats
+from backend.verifier.client import Answer
+from tests.support.processes import Drafter, Verifier, demo_models
+from tests.support.scripted_drafter import ScriptedDrafter
+
+pytestmark = pytest.mark.engine
+
+K = 4
+EOS = 1
+LENGTHS = (1, 2, 5, 17, 64, 150)
+PROMPTS = [[5 + (7 * i + j) % 900 for j in range(6 + 40 * i)] for i in range(len(LENGTHS))]
+
+
+def response(i: int, length: int) -> list[int]:
+    """Partly what an n-gram drafter can guess, partly not; the model's own end mark is in it and ends nothing."""
+    return [EOS if j % 11 == 7 else 5 + (j % 9) * (i + 3) + (j // 40) for j in range(length)]
+
+
+RESPONSES = [response(i, length) for i, length in enumerate(LENGTHS)]
+
+
+def forced(tokens: list[int], **changes: Any) -> SamplingParams:
+    fixed = {FIXED_RESPONSE: tokens}
+    return SamplingParams(**({"temperature": 0, "max_tokens": len(tokens), "ignore_eos": True, "extra_args": fixed} | changes))
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("x")
+
+
+ENGINES = {"off": "none", "native": "ngram", "sync": "eagle", "auto": "eagle"}
+"""Mode and kind of drafter."""
+
+
+def start(directory: Path, mode: str) -> Verifier:
+    # Without look-ups of its own a verifier drafts what the drafter says and nothing else: the arithmetic is exact.
+    engine = {"fixed_responses": True, "max_num_batched_tokens": 128, "draft_deadline_ms": 2000, "fallback": mode != "sync"}
+    settings = {"mode": mode, "num_speculative_tokens": K, "verifier": engine}
+    return Verifier(directory, settings, demo_models(ENGINES[mode]))
+
+
+@pytest.fixture(scope="module")
+def engines(directory: Path) -> Iterator[dict[str, Verifier]]:
+    """A verifier of each mode; two load at a time."""
+    with ThreadPoolExecutor(2) as pool:
+        started = dict(zip(ENGINES, pool.map(lambda mode: start(directory, mode), ENGINES), strict=True))
+    yield started
+    for verifier in started.values():
+        verifier.close()
+
+
+@pytest.fixture
+def sync(engines: dict[str, Verifier]) -> Verifier:
+    return engines["sync"]
+
+
+def check(verifier: Verifier, drafts: bool) -> VerifierStats:
+    """All responses at once; returns the counters."""
+    params = [forced(tokens, temperature=i % 2, seed=i) for i, tokens in enumerate(RESPONSES)]
+    ids = [verifier.client.add(prompt, each) for prompt, each in zip(PROMPTS, params, strict=True)]
+    verifier.client.finish_all()
+    answers: list[Answer] = [verifier.client.answers.pop(request_id) for request_id in ids]
+    assert [answer.tokens for answer in answers] == RESPONSES
+    assert {answer.finish_reason for answer in answers} == {"length"}
+    assert all(len(output.new_token_ids) <= K + 1 for answer in answers for output in answer.outputs)
+    stats = verifier.client.fresh_stats()
+    mine = stats.teacher_forced
+    assert (mine.draft_tokens > 0) == drafts
+    assert sum(each.drafts for each in stats.drafters.values()) == 0, "no live figure may know of them"
+    # Each verification emits what it accepted and one more; the last of a request may have been cut by that one.
+    surplus = mine.accepted_tokens + stats.verifications - sum(LENGTHS)
+    assert 0 <= surplus <= len(LENGTHS)
+    return stats
+
+
+@pytest.mark.parametrize("mode", ["off", "native"])
+def test_without_remote_drafters(engines: dict[str, Verifier], mode: str) -> None:
+    check(engines[mode], drafts=mode != "off")
+
+
+def test_a_free_request_among_fixed_ones_is_as_free_and_counted_as_ever(engines: dict[str, Verifier]) -> None:
+    client = engines["native"].client
+    free = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
+    stats = [client.fresh_stats()]
+    (alone,) = client.generate(PROMPTS[3:4], free)
+    stats.append(client.fresh_stats())
+    beside, *_ = client.generate([PROMPTS[3], *PROMPTS], [free, *map(forced, RESPONSES)])
+    stats.append(client.fresh_stats())
+    assert beside.tokens == alone.tokens
+    live = [sum(each.draft_tokens for each in at.drafters.values()) for at in stats]
+    assert live[1] - live[0] == live[2] - live[1] > 0
+    forced_drafts = [at.teacher_forced.drafts for at in stats]
+    assert forced_drafts[0] == forced_drafts[1] < forced_drafts[2]
+
+
+def test_with_a_real_drafter_in_mode_auto(directory: Path, engines: dict[str, Verifier]) -> None:
+    drafter = Drafter(directory)
+    try:
+        engines["auto"].set_drafters(drafter.ref)
+        check(engines["auto"], drafts=True)
+    finally:
+        engines["auto"].set_drafters()
+        drafter.close()
+
+
+@pytest.mark.parametrize("wrong_from", [0, 2, K])
+def test_drafts_are_accepted_exactly_as_far_as_they_agree(directory: Path, sync: Verifier, wrong_from: int) -> None:
+    """A drafter that knows the response up to `wrong_from` tokens ahead: arithmetic to the token."""
+    prompt, tokens = PROMPTS[2], response(2, 61)
+    text = prompt + tokens
+
+    def script(request_id: str, known: list[int], k: int) -> list[int]:
+        right = text[len(known) : len(known) + k]
+        return [t if i < wrong_from else (t + 1) % 900 for i, t in enumerate(right)]
+
+    scripted = ScriptedDrafter(f"ipc://{directory}/s{os.urandom(3).hex()}.sock", script, f"drafter-{wrong_from}")
+    try:
+        sync.set_drafters(scripted.ref)
+        sync.client.run_until(lambda: bool(scripted._listeners))
+        before = sync.client.fresh_stats()
+        (answer,) = sync.client.generate([prompt], forced(tokens))
+        after = sync.client.fresh_stats()
+    finally:
+        sync.set_drafters()
+        scripted.close()
+    assert answer.tokens == tokens
+    drafts = after.teacher_forced.drafts - before.teacher_forced.drafts
+    accepted = after.teacher_forced.accepted_tokens - before.teacher_forced.accepted_tokens
+    # One token by prefill, then `wrong_from + 1` a verification: 60 is a multiple of 1, 3 and 5.
+    assert drafts == 60 // (wrong_from + 1)
+    assert accepted == drafts * wrong_from
+    assert [len(output.new_token_ids) for output in answer.outputs] == [1] + [wrong_from + 1] * drafts
+
+
+def test_unfit_requests_end_with_an_error_and_the_others_go_on(sync: Verifier) -> None:
+    client = sync.client
+    good = client.add(PROMPTS[0], forced(RESPONSES[3]))
+    bad = client.add(PROMPTS[0], forced([10**6]))
+    client.finish_all()
+    assert client.answers.pop(bad).finish_reason == "error"
+    assert client.answers.pop(good).tokens == RESPONSES[3]

@@ -1,0 +1,107 @@
+"""What a rollout can be told: its own options, the settings, and the names people know from elsewhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from backend.config import Settings, sources
+from backend.config.sources import ConfigError
+from backend.rollout.options import KEPT_ROWS, fleet_settings, rollout_options, trace_options
+from gateway import cli
+
+NEEDED = ("--trace", "train.3.parquet", "--out", "o")
+
+
+def settings(*arguments: str) -> Settings:
+    options, rest = rollout_options([*NEEDED, *arguments])
+    return fleet_settings(options, sources.load(rest, "outrider rollout"))
+
+
+def test_defaults() -> None:
+    options, rest = rollout_options(NEEDED)
+    assert (options.rounds, options.limit, options.temperature, options.fixed, rest) == (1, None, 1.0, False, [])
+    made = settings()
+    assert (made.mode, made.verifier.kept_rows, made.verifier.fixed_responses) == ("auto", KEPT_ROWS, False)
+
+
+def test_settings_and_their_other_names() -> None:
+    made = settings(
+        "--verifiers", "3", "--k", "7", "--draft-mode=ahead", "--target", "t", "--draft-model", "d", "--fixed-responses"
+    )
+    assert (made.verifiers, made.num_speculative_tokens, made.mode, made.model, made.drafter) == (3, 7, "ahead", "t", "d")
+    assert made.verifier.fixed_responses
+
+
+@pytest.mark.parametrize(
+    ("arguments", "mode", "drafter"),
+    [
+        (["--impl", "native"], "native", "demo"),
+        (["--impl", "native", "--method", "ngram"], "native", "ngram"),
+        (["--impl", "disaggregated"], "auto", "demo"),
+        (["--impl", "disaggregated", "--mode", "sync", "--method", "eagle3"], "sync", "demo"),
+        (["--mode", "off"], "off", "demo"),
+        (["--mode", "native"], "native", "demo"),
+    ],
+)
+def test_implementation_and_method(arguments: list[str], mode: str, drafter: str) -> None:
+    made = settings(*arguments)
+    assert (made.mode, made.drafter) == (mode, drafter)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--impl", "native", "--mode", "sync"], "--mode sync contradicts it"),
+        (["--impl", "disaggregated", "--mode", "native"], "--mode native contradicts it"),
+        (["--method", "ngram", "--drafter", "demo"], "--drafter demo contradicts it"),
+        (["--method", "eagle", "--drafter", "ngram"], "--drafter ngram contradicts it"),
+        (["--method", "eagle", "--mode", "off"], "drafts nothing"),
+        (["--impl", "remote"], "invalid choice"),
+        (["--rounds", "0"], "1 is the least"),
+        (["--limit", "x"], "no number"),
+        (["--temperature", "-1"], "between 0 and 100"),
+        (["--fixed-response"], "did you mean --fixed-responses?"),
+        (["--draft-mod", "sync"], "did you mean --draft-mode?"),
+        (["--verifier", "2"], "did you mean --verifiers?"),
+        (["--verifiers", "0"], "greater than or equal to 1"),
+    ],
+)
+def test_a_mistake_is_named(arguments: list[str], complaint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        settings(*arguments)
+    assert complaint in str(caught.value)
+
+
+def test_trace_lengths_must_make_sense() -> None:
+    with pytest.raises(ConfigError, match="--min-gen must not be greater"):
+        trace_options(["x", "--out", "o", "--min-gen", "9", "--max-gen", "8"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["rollout"], "required: --trace, --out"),
+        (["rollout", "--trace", "nowhere.parquet", "--out", "{tmp}"], "nowhere.parquet: no such file"),
+        (["trace"], "outrider trace make"),
+        (["trace", "make", "nowhere.txt", "--out", "{tmp}/t"], "nowhere.txt: cannot be read"),
+    ],
+)
+def test_the_command_line_says_it_in_one_line(
+    arguments: list[str], line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([argument.replace("{tmp}", str(tmp_path)) for argument in arguments]) == 2
+    error = capsys.readouterr().err
+    assert line in error
+    assert error.count("\n") == 1
+
+
+def test_help_shows_both_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert "rollout" in text
+    assert "trace" in text
+    with pytest.raises(SystemExit):
+        rollout_options(["--help"])
+    assert "--fixed-responses" in capsys.readouterr().out

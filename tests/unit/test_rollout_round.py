@@ -1,0 +1,278 @@
+"""A round against verifiers without engines: all requests complete, whoever dies, aborts or keeps its rows to itself."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.v1.engine import FinishReason
+
+from backend.coordinator import CoordinatorUnavailable
+from backend.engine_wire import FIXED_RESPONSE
+from backend.fleet import FleetSnapshot, MemberView
+from backend.records.rows import RequestRow, StepRow, VerificationRow
+from backend.rollout import run as run_module
+from backend.rollout.bar import Bar
+from backend.rollout.outcome import Round
+from backend.rollout.requests import Request
+from backend.rollout.run import RolloutError, RoundRunner, Sampling
+from backend.rollout.tables import markov_table
+from backend.rollout.trace import Case
+from backend.rollout.workers import Workers
+from tests.support.fake_verifier import FakeVerifier, Sequence
+
+LENGTHS = [3, 8, 1, 12, 5, 7, 2, 6]
+
+
+def requests() -> list[Request]:
+    made = []
+    for number, length in enumerate(LENGTHS):
+        tokens = [100 * number + j for j in range(length)]
+        made.append(Request(Case(number, f"p{number}", "g"), [1, 2, number], tokens, length, length))
+    return made
+
+
+class Fleet:
+    """Verifiers in a thread of their own, and the coordinator's view of them.  `on_look` runs before every snapshot."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.verifiers: dict[str, FakeVerifier] = {}
+        self.workers: Workers | None = None
+        self._all: list[FakeVerifier] = []
+        self.on_look: Callable[[], None] = lambda: None
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+
+    def start(self, name: str, behaviour: Any) -> FakeVerifier:
+        async def begin() -> FakeVerifier:
+            verifier = FakeVerifier(self.directory, name)
+            verifier.behaviour = behaviour
+            return verifier.start()
+
+        self.verifiers[name] = asyncio.run_coroutine_threadsafe(begin(), self._loop).result(10)
+        self._all.append(self.verifiers[name])
+        return self.verifiers[name]
+
+    def kill(self, name: str) -> None:
+        self._loop.call_soon_threadsafe(self.verifiers.pop(name).kill)
+
+    def snapshot(self) -> FleetSnapshot:
+        self.on_look()
+        return FleetSnapshot(1, [MemberView(each.member, 0.0) for each in self.verifiers.values()], [], {})
+
+    def close(self) -> None:
+        async def end() -> None:
+            for verifier in self._all:
+                verifier.kill()
+            await asyncio.sleep(0)
+
+        asyncio.run_coroutine_threadsafe(end(), self._loop).result(10)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)
+        self._loop.close()
+
+
+@pytest.fixture
+def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
+    monkeypatch.setattr(run_module, "LOOK_S", 0.05)
+    monkeypatch.setattr(run_module, "TEND_S", 0.05)
+    fleet = Fleet(tmp_path)
+    yield fleet
+    fleet.close()
+
+
+async def respond(verifier: FakeVerifier, sequence: Sequence, upto: int | None = None, with_row: bool = True) -> None:
+    """The fixed response, two tokens a step, and the rows of it."""
+    tokens: list[int] = sequence.request.sampling_params.extra_args[FIXED_RESPONSE]
+    name = sequence.request.request_id
+    verifications = 0
+    for step, begin in enumerate(range(0, len(tokens) if upto is None else upto, 2)):
+        chunk = tokens[begin : begin + 2]
+        sequence.emit(chunk, FinishReason.LENGTH if begin + 2 >= len(tokens) else None)
+        verifications += 1
+        verifier.rows.verifications.append(VerificationRow(step, name, 3, 1, len(chunk) - 1, len(chunk), "d", False, True))
+        verifier.rows.steps.append(StepRow(step, 1.0, 1.0, 1, 0, len(chunk), 1, len(chunk), 4, 1, 0, 1.0, 1.0, 2.0, {}))
+        await asyncio.sleep(0)
+    if upto is None and with_row:
+        row = RequestRow(name, 0.0, 0.0, 1.0, 3, len(tokens), verifications, verifications, 0, "length", True)
+        verifier.rows.requests.append(row)
+
+
+async def stall(verifier: FakeVerifier, sequence: Sequence) -> None:
+    """Two tokens, and nothing more."""
+    await respond(verifier, sequence, upto=2)
+
+
+def play(fleet: Fleet, window: int = 3) -> Round:
+    workers = fleet.workers = Workers(fleet, None)  # type: ignore[arg-type]
+    try:
+        workers.look()
+        bar = Bar(io.StringIO(), "round 0", len(LENGTHS))
+        return RoundRunner(0, requests(), workers, window, Sampling(0.0, [], None), bar).run()
+    finally:
+        workers.close()
+
+
+def check(finished: Round) -> None:
+    """Every response is there once, and the rows of the workers tell the same story."""
+    wanted = requests()
+    assert finished.responses == {each.case.number: each.fixed for each in wanted}
+    owned = [number for part in finished.parts for number in part.numbers.values()]
+    assert sorted(owned) == list(range(len(wanted))), "every request has one owner"
+    emitted = dict.fromkeys(owned, 0)
+    for part in finished.parts:
+        for tokens, _, _, _, number in markov_table(part.rows.verifications, part.numbers):
+            emitted[number] += tokens
+    assert emitted == {each.case.number: len(each.fixed or ()) for each in wanted}
+
+
+def test_all_is_well(fleet: Fleet) -> None:
+    fleet.start("verifier-0", respond)
+    fleet.start("verifier-1", respond)
+    finished = play(fleet)
+    check(finished)
+    assert not finished.deaths
+    assert sorted(part.number for part in finished.parts) == [0, 1]
+    assert all(part.numbers for part in finished.parts)
+
+
+def test_a_worker_that_dies_is_replaced_by_the_others(fleet: Fleet) -> None:
+    fleet.start("verifier-0", respond)
+    doomed = fleet.start("verifier-1", stall)
+
+    def die_once_busy() -> None:
+        if "verifier-1" in fleet.verifiers and doomed.sequences:
+            fleet.kill("verifier-1")
+
+    fleet.on_look = die_once_busy
+    finished = play(fleet)
+    check(finished)
+    (death,) = finished.deaths
+    assert (death.worker, death.reason, death.restarted) == (1, "died", 3)
+    assert all(not part.numbers for part in finished.parts if part.number == 1)
+
+
+def test_the_only_worker_comes_back(fleet: Fleet) -> None:
+    doomed = fleet.start("verifier-0", stall)
+
+    def restart_once_busy() -> None:
+        assert fleet.workers is not None
+        known = fleet.workers.present.get("verifier-0")
+        if known is not None and known.rows.steps and fleet.verifiers["verifier-0"] is doomed:
+            fleet.kill("verifier-0")
+            fleet.start("verifier-0", respond)
+
+    fleet.on_look = restart_once_busy
+    finished = play(fleet)
+    check(finished)
+    assert len(finished.deaths) == 1
+    first, second = finished.parts
+    assert (first.number, second.number) == (0, 0)
+    last = max(row.step for row in first.rows.steps)
+    assert last < min(row.step for row in second.rows.steps), "steps of one worker never go back"
+    assert last < min(row.step for row in second.rows.verifications)
+
+
+def test_an_answer_without_its_row_is_not_complete(fleet: Fleet) -> None:
+    """The verifier dies between the last token and the row: the request starts again, so that tables and answers agree."""
+
+    async def forget_rows(verifier: FakeVerifier, sequence: Sequence) -> None:
+        await respond(verifier, sequence, with_row=False)
+
+    fleet.start("verifier-0", respond)
+    doomed = fleet.start("verifier-1", forget_rows)
+    looks = 0
+
+    def die_later() -> None:
+        nonlocal looks
+        looks += bool(doomed.sequences)
+        if looks > 3 and "verifier-1" in fleet.verifiers:
+            fleet.kill("verifier-1")
+
+    fleet.on_look = die_later
+    finished = play(fleet)
+    check(finished)
+    assert finished.deaths[0].restarted > 0
+
+
+def test_an_aborted_request_starts_again(fleet: Fleet) -> None:
+    async def abort_first(verifier: FakeVerifier, sequence: Sequence) -> None:
+        if sequence.request.request_id.endswith("-1"):
+            sequence.emit([], FinishReason.ABORT)
+        else:
+            await respond(verifier, sequence)
+
+    fleet.start("verifier-0", abort_first)
+    finished = play(fleet)
+    check(finished)
+    assert all(request_id.endswith("-2") for request_id in finished.parts[0].numbers)
+
+
+def test_a_coordinator_that_is_away_disturbs_nothing(fleet: Fleet) -> None:
+    fleet.start("verifier-0", respond)
+    looks = iter(range(1000))
+
+    def away() -> None:
+        if next(looks):
+            raise CoordinatorUnavailable("away")
+
+    fleet.on_look = away
+    check(play(fleet))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "reason", "complaint"),
+    [
+        ([], FinishReason.ERROR, "verifier-0 refused the request"),
+        ([7], FinishReason.LENGTH, "verifier-0 did not keep to the response"),
+    ],
+)
+def test_what_must_not_happen_ends_the_rollout(fleet: Fleet, tokens: list[int], reason: FinishReason, complaint: str) -> None:
+    async def misbehave(verifier: FakeVerifier, sequence: Sequence) -> None:
+        sequence.emit(tokens, reason)
+
+    fleet.start("verifier-0", misbehave)
+    with pytest.raises(RolloutError, match=rf"row \d: {complaint}"):
+        play(fleet)
+
+
+def test_lost_rows_end_the_rollout(fleet: Fleet) -> None:
+    async def lossy(verifier: FakeVerifier, sequence: Sequence) -> None:
+        verifier.rows.lost = 3
+        await respond(verifier, sequence)
+
+    fleet.start("verifier-0", lossy)
+    with pytest.raises(RolloutError, match="verifier-0 lost 3 rows"):
+        play(fleet)
+
+
+def test_the_bar_draws_lines_where_there_is_no_terminal() -> None:
+    stream = io.StringIO()
+    bar = Bar(stream, "round 1", 8)
+    bar.show(1, 10)
+    assert stream.getvalue() == "", "not yet due"
+    bar.end(8, 44)
+    assert "round 1 [########################] 8/8 requests, 44 tokens" in stream.getvalue()
+    assert stream.getvalue().endswith("\n")
+
+
+def test_the_bar_draws_over_itself_on_a_terminal() -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    stream = Terminal()
+    bar = Bar(stream, "round 1", 8)
+    bar.show(2, 10)
+    bar.end(8, 44)
+    first, second = stream.getvalue().split("\r")[1:]
+    assert "2/8 requests" in first
+    assert "\n" not in first
+    assert "8/8 requests" in second

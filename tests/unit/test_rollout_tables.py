@@ -1,0 +1,222 @@
+"""Tables made of rows: their columns are a contract, and their numbers add up whatever the rows were."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections import defaultdict
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from backend.records.kept import KeptRows, RowBatch
+from backend.records.rows import RequestRow, StepRow, VerificationRow
+from backend.rollout import tables
+from backend.rollout.outcome import Death, Part, Round
+from backend.rollout.report import markdown, merged, round_report
+
+CONTRACT = {
+    "perf": "step_tgs,step_tokens,cur_acc_len,step_batchsize,step_ts,step_interval,draft_nstep,"
+    "draft_time,verify_time,idle_time",
+    "request": "req_id,rollout_time,rollout_step,prompt_length,response_length,spec_accept_rate,spec_matched_total,"
+    "spec_draft_total,spec_accepted_total",
+    "markov": "acc_token_num,draft_token_num,verify_token_num,cur_step,req_id",
+}
+
+
+def step(number: int, verified: list[VerificationRow], began_at: float, interval_ms: float) -> StepRow:
+    drafted = [row for row in verified if row.draft_tokens]
+    return StepRow(
+        step=number,
+        began_at=began_at,
+        interval_ms=interval_ms,
+        requests=len(verified),
+        prefill_tokens=0,
+        tokens=sum(row.tokens for row in verified),
+        drafted=len(drafted),
+        drafted_tokens=sum(row.tokens for row in drafted),
+        plan_k=4,
+        plan_groups=1,
+        plan_outcomes=0,
+        draft_ms=1.25,
+        verify_ms=2.5,
+        busy_ms=4.0,
+        idle_ms={"awaiting_draft": 0.5, "no_work": 0.25},
+    )
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> tuple[RowBatch, dict[str, int]]:
+    """Requests of random lengths, verified in random steps; some of them are not this worker's to report."""
+    lengths = draw(st.lists(st.integers(1, 12), min_size=1, max_size=6))
+    names = {f"0-{number}-1": number for number in range(len(lengths))}
+    left = dict(zip(names, lengths, strict=True))
+    made: dict[str, list[VerificationRow]] = defaultdict(list)
+    kept = KeptRows(10_000)
+    now, number = 1000.0, 7
+    while left:
+        ready = draw(st.lists(st.sampled_from(sorted(left)), min_size=1, unique=True))
+        rows = []
+        for name in ready:
+            drafted = draw(st.integers(0, 4)) if made[name] else 0
+            accepted = draw(st.integers(0, drafted))
+            tokens = min(accepted + 1, left[name])
+            row = VerificationRow(number, name, 5, drafted, accepted, tokens, "d" if drafted else "", False, True)
+            made[name].append(row)
+            rows.append(row)
+            left[name] -= tokens
+            if not left[name]:
+                del left[name]
+        interval_ms = draw(st.floats(0.5, 50.0))
+        now += interval_ms / 1e3
+        for row in rows:
+            kept.verification(row)
+            if row.request_id not in left:
+                mine = made[row.request_id]
+                kept.request(
+                    RequestRow(
+                        request_id=row.request_id,
+                        arrived_at=999.0,
+                        first_token_at=1000.0,
+                        ended_at=now,
+                        prompt_tokens=5,
+                        tokens=sum(each.tokens for each in mine),
+                        verifications=len(mine),
+                        draft_tokens=sum(each.draft_tokens for each in mine),
+                        accepted=sum(each.accepted for each in mine),
+                        finish_reason="length",
+                        teacher_forced=True,
+                    )
+                )
+        kept.step(step(number, rows, now, interval_ms))
+        number += 1
+    dropped = draw(st.sets(st.sampled_from(sorted(names)), max_size=2))
+    return kept.take(), {name: number for name, number in names.items() if name not in dropped}
+
+
+def read(columns: tuple[str, ...], rows: tables.Table) -> list[dict[str, Any]]:
+    return list(csv.DictReader(io.StringIO(tables.csv_text(columns, rows))))
+
+
+def test_columns_are_the_contract() -> None:
+    assert ",".join(tables.PERF_COLUMNS) == CONTRACT["perf"]
+    assert ",".join(tables.REQUEST_COLUMNS) == CONTRACT["request"]
+    assert ",".join(tables.MARKOV_COLUMNS) == CONTRACT["markov"]
+
+
+@given(batches())
+def test_tables_add_up(made: tuple[RowBatch, dict[str, int]]) -> None:
+    batch, names = made
+    perf = read(tables.PERF_COLUMNS, tables.perf_table(batch.steps))
+    requests = read(tables.REQUEST_COLUMNS, tables.request_table(batch.requests, names))
+    markov = read(tables.MARKOV_COLUMNS, tables.markov_table(batch.verifications, names))
+
+    assert {int(row["req_id"]) for row in requests} == set(names.values())
+    by_request: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for row in markov:
+        by_request[row["req_id"]].append(row)
+        assert int(row["verify_token_num"]) == int(row["draft_token_num"]) + 1
+        assert 1 <= int(row["acc_token_num"]) <= int(row["verify_token_num"])
+    for row in requests:
+        mine = by_request[row["req_id"]]
+        assert (
+            sum(int(each["acc_token_num"]) for each in mine) == int(row["response_length"]) == int(row["spec_accepted_total"])
+        )
+        assert len(mine) == int(row["rollout_step"])
+        assert sum(int(each["draft_token_num"]) for each in mine) == int(row["spec_draft_total"])
+        drafted = int(row["spec_draft_total"])
+        rate = int(row["spec_matched_total"]) / drafted if drafted else 0
+        assert float(row["spec_accept_rate"]) == pytest.approx(rate, abs=1e-6)
+    assert [(int(r["response_length"]), int(r["req_id"])) for r in requests] == sorted(
+        (int(r["response_length"]), int(r["req_id"])) for r in requests
+    )
+    order = [(int(row["req_id"]), int(row["cur_step"])) for row in markov]
+    assert order == sorted(order)
+    assert len(set(order)) == len(order)
+
+    assert len(perf) == len(batch.steps)
+    tokens_by_step: dict[int, int] = defaultdict(int)
+    for row in batch.verifications:
+        tokens_by_step[row.step] += row.tokens
+    for place, (row, source) in enumerate(zip(perf, batch.steps, strict=True)):
+        assert int(row["step_tokens"]) == tokens_by_step[source.step]
+        wall_s = (float(row["step_interval"]) if place else source.busy_ms) / 1e3
+        assert float(row["step_tgs"]) == pytest.approx(int(row["step_tokens"]) / int(row["step_batchsize"]) / wall_s, rel=1e-2)
+        assert all(
+            len(row[name].partition(".")[2]) == 3 for name in ("step_interval", "draft_time", "verify_time", "idle_time")
+        )
+    assert float(perf[0]["step_ts"]) == float(perf[0]["step_interval"]) == float(perf[0]["idle_time"]) == 0
+
+
+def test_numbers_sort_as_numbers() -> None:
+    rows = [VerificationRow(s, f"0-{n}-1", 5, 0, 0, 1, "", False, False) for n in (10, 9) for s in (11, 2)]
+    table = tables.markov_table(rows, {"0-10-1": 10, "0-9-1": 9})
+    assert [row[3:] for row in table] == [(2, 9), (11, 9), (2, 10), (11, 10)]
+
+
+def test_the_first_step_of_a_verifier_that_came_back_follows_the_last_of_the_one_before() -> None:
+    verified = VerificationRow(0, "0-1-1", 5, 0, 0, 3, "", False, False)
+    rows = tables.perf_table([step(0, [verified], 100.0, 0.0), step(1, [verified], 102.0, 0.0)])
+    assert rows[1][4:6] == ("2.000", "2000.000")
+    assert rows[1][0] == "1.500"
+
+
+def test_a_step_without_requests_or_drafts_is_no_division_by_zero() -> None:
+    (row,) = tables.perf_table([step(0, [], 5.0, 0.0)])
+    assert row[:4] == ("0.000", 0, "0.000", 0)
+
+
+ABOUT = {
+    "step": 3,
+    "implementation": "disaggregated",
+    "mode": "sync",
+    "method": "eagle3",
+    "k": 4,
+    "model": "demo",
+    "verifiers": 2,
+    "drafters": 1,
+    "fixed_responses": True,
+    "temperature": 1.0,
+}
+
+
+def part(number: int, finished_s: float, tokens: int, first_step: int = 0) -> Part:
+    name = f"0-{number}-{first_step}"
+    verified = VerificationRow(first_step, name, 5, 4, tokens - 1, tokens, "d", False, True)
+    rows = RowBatch(steps=[step(first_step, [verified], 1.0, 0.0)], verifications=[verified])
+    return Part(number, rows, {name: number * 10 + first_step}, finished_s)
+
+
+def test_the_report_names_the_straggler_and_the_dead() -> None:
+    parts = [part(1, 4.0, 3), part(0, 2.5, 5), part(1, 3.0, 2, first_step=1)]
+    finished = Round(0, 4.0, parts, {0: [1] * 5, 10: [1] * 3, 11: [1] * 2}, [Death(1, "died", 1.5, 7)])
+    report = round_report(finished, ABOUT)
+    assert [each["worker"] for each in report["workers"]] == [0, 1], "a verifier that came back is one worker"
+    assert report["workers"][1]["steps"] == 2
+    assert report["straggler"] == {"worker": 1, "finished_s": 4.0, "behind_the_others_s": 1.5}
+    assert report["tokens_per_s"] == 2.5
+    assert report["died"][0]["requests_restarted"] == 7
+    assert report["teacher_forced_acceptance_length"] == pytest.approx(1 + (2 + 4 + 1) / 3, abs=1e-3)
+    text = markdown(report)
+    assert "teacher-forced" in text
+    assert "worker 1 died" in text
+    assert len(merged(parts)) == 2
+
+
+def test_live_and_teacher_forced_acceptance_never_share_a_name() -> None:
+    finished = Round(0, 1.0, [part(0, 1.0, 3)], {0: [1, 1, 1]})
+    forced, live = round_report(finished, ABOUT), round_report(finished, ABOUT | {"fixed_responses": False})
+    assert "live_acceptance_length" not in forced
+    assert "teacher_forced_acceptance_length" not in live
+    assert "teacher-forced" not in markdown(live)
+
+
+def test_rows_beyond_the_bound_are_counted() -> None:
+    kept = KeptRows(1)
+    for number in range(3):
+        kept.step(step(number, [], 0.0, 0.0))
+    taken = kept.take()
+    assert (len(taken), taken.lost) == (1, 2)
+    assert (len(kept.take()), kept.take().lost) == (0, 0)

@@ -1,0 +1,186 @@
+"""Traces: read, matched, made; and what is wrong with one is said in a line that names it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from backend.demo import TARGET_DIR
+from backend.rollout.make import make_trace
+from backend.rollout.options import trace_options
+from backend.rollout.requests import Tokenizer, context_length, make_requests
+from backend.rollout.trace import Case, TraceError, match, read_prompts, read_trace, trace_file, write_cases
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer(str(TARGET_DIR))
+
+
+def written(directory: Path, columns: dict[str, Any], name: str = "train.3.parquet") -> Path:
+    file = directory / name
+    pq.write_table(pa.table(columns), file)
+    return file
+
+
+def test_a_trace_is_read_in_order_and_its_name_tells_the_step(tmp_path: Path) -> None:
+    file = written(tmp_path, {"extra": [1, 2], "gen": ["a", "b"], "prompt": ["x", "y"]})
+    assert read_trace(file) == [Case(0, "x", "a"), Case(1, "y", "b")]
+    assert trace_file(str(file), None) == (file, 3)
+    assert trace_file(str(file), 8) == (file, 8)
+    assert trace_file("t/train.{S}.parquet", 4) == (Path("t/train.4.parquet"), 4)
+    assert trace_file("cases.parquet", None)[1] == 0
+
+
+@pytest.mark.parametrize(
+    ("columns", "complaint"),
+    [
+        ({"prompt": ["x"]}, "no column 'gen'; it has prompt"),
+        ({"gen": ["x"]}, "no column 'prompt'; it has gen"),
+        ({"prompt": ["x"], "gen": [7]}, "column 'gen' holds int64, not strings"),
+        ({"prompt": [["x"]], "gen": ["y"]}, "column 'prompt' holds list"),
+        ({"prompt": ["x", None], "gen": ["a", "b"]}, "row 1: no prompt"),
+        ({"prompt": ["x", "y"], "gen": ["a", None]}, "row 1: no gen"),
+        ({"prompt": pa.array([], pa.string()), "gen": pa.array([], pa.string())}, "the trace is empty"),
+    ],
+)
+def test_what_is_wrong_with_a_trace_is_named(tmp_path: Path, columns: dict[str, Any], complaint: str) -> None:
+    file = written(tmp_path, columns)
+    with pytest.raises(TraceError, match=complaint) as caught:
+        read_trace(file)
+    assert str(file) in str(caught.value)
+
+
+def test_files_that_are_no_traces(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="no such file"):
+        read_trace(tmp_path / "nothing.parquet")
+    (tmp_path / "text.parquet").write_text("not parquet at all")
+    with pytest.raises(TraceError, match="not a parquet file"):
+        read_trace(tmp_path / "text.parquet")
+    with pytest.raises(TraceError, match="give --step"):
+        trace_file("train.{S}.parquet", None)
+
+
+def test_prompts_take_their_responses_from_the_trace(tmp_path: Path) -> None:
+    cases = [Case(0, "x", "a"), Case(1, "y", "b"), Case(2, "x", "c")]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "y"}\n\n{"prompt": "x"}\n{"prompt": "x"}\n')
+    assert match(read_prompts(file), cases, file, Path("t")) == [Case(0, "y", "b"), Case(1, "x", "a"), Case(2, "x", "c")]
+    file.write_text('{"prompt": "y"}\n{"prompt": "z"}\n')
+    with pytest.raises(TraceError, match=r"prompts.jsonl: row 1: t has no row with the prompt 'z'"):
+        match(read_prompts(file), cases, file, Path("t"))
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [("", "no prompts"), ("{", "line 1: not JSON"), ("3", "line 1: not a JSON object"), ('{"prompt": 3}', "row 0: no prompt")],
+)
+def test_what_is_wrong_with_prompts_is_named(tmp_path: Path, text: str, complaint: str) -> None:
+    file = tmp_path / "p.jsonl"
+    file.write_text(text)
+    with pytest.raises(TraceError, match=complaint):
+        read_prompts(file)
+
+
+def test_cases_can_be_replayed(tmp_path: Path) -> None:
+    cases = [Case(0, "x", "a"), Case(1, "ü\n", "")]
+    file = tmp_path / "cases" / "train.1.parquet"
+    write_cases(file, cases)
+    assert pq.read_schema(file).names == ["id", "prompt", "gen"]
+    assert pq.read_table(file).column("id").to_pylist() == [0, 1]
+    assert read_trace(file) == cases
+
+
+def test_fixed_requests_carry_the_tokens_of_their_response(tokenizer: Tokenizer) -> None:
+    (request,) = make_requests([Case(4, "def f(x):\n", "    return x\n")], tokenizer, Path("t"), True, None, 99, 4096)
+    assert request.fixed == tokenizer.response("    return x\n")
+    assert request.max_tokens == request.expected == len(request.fixed)
+    assert request.prompt[0] == 0, "a prompt begins with the tokenizer's own first token"
+    assert tokenizer.text(request.fixed) == "    return x\n"
+
+
+def test_free_requests_know_what_to_expect(tokenizer: Tokenizer) -> None:
+    cases = [Case(0, "def f(x):\n", "    return x\n"), Case(1, "class A:\n", "")]
+    known, unknown = make_requests(cases, tokenizer, Path("t"), False, None, 99, 64)
+    assert known.fixed is None
+    assert known.expected == len(tokenizer.response("    return x\n"))
+    assert known.max_tokens == 64 - len(known.prompt)
+    assert unknown.expected == unknown.max_tokens
+    assert make_requests(cases, tokenizer, Path("t"), False, 3, 99, 64)[0].max_tokens == 3
+
+
+@pytest.mark.parametrize(
+    ("prompt", "gen", "fixed", "max_tokens", "complaint"),
+    [
+        ("word " * 70, "x", True, None, "the prompt has"),
+        ("word " * 70, "x", False, None, "the prompt has"),
+        ("x", "word " * 70, True, None, "the context has 64"),
+        ("x", "", True, None, "the response to 'x' is empty"),
+        ("x", "word " * 9, True, 2, "more than --max-tokens 2"),
+    ],
+)
+def test_a_case_that_cannot_be_run_is_named(
+    tokenizer: Tokenizer, prompt: str, gen: str, fixed: bool, max_tokens: int | None, complaint: str
+) -> None:
+    cases = [Case(0, "fine", "fine"), Case(1, prompt, gen)]
+    with pytest.raises(TraceError, match=rf"trace: row 1: .*{complaint}"):
+        make_requests(cases, tokenizer, Path("trace"), fixed, max_tokens, 99, 64)
+
+
+def test_the_context_is_the_smaller_of_what_is_asked_and_what_is_there() -> None:
+    assert context_length(str(TARGET_DIR), None) == 4096
+    assert context_length(str(TARGET_DIR), 100) == 100
+
+
+def make(*arguments: str) -> str:
+    return make_trace(trace_options(arguments))
+
+
+def test_text_is_cut_by_tokens(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    text = tmp_path / "words.txt"
+    text.write_text("\n".join(f"value_{i} = {i} + {i}" for i in range(300)))
+    out = tmp_path / "train.0.parquet"
+    lengths = ("--min-prompt", "8", "--max-prompt", "12", "--min-gen", "20", "--max-gen", "40")
+    line = make(str(text), "--out", str(out), *lengths)
+    cases = read_trace(out)
+    assert f"{len(cases)} rows" in line
+    assert len(cases) > 10
+    assert all(20 <= len(tokenizer.response(case.gen)) <= 40 for case in cases)
+    joined = "".join(case.prompt + case.gen for case in cases[:1])
+    assert text.read_text().startswith(joined)
+    first = out.read_bytes()
+    make(str(text), "--out", str(out), *lengths)
+    assert out.read_bytes() == first, "the same seed makes the same trace"
+    make(str(text), "--out", str(out), *lengths, "--limit", "2")
+    assert len(read_trace(out)) == 2
+
+
+def test_pairs_and_cases_are_taken_as_they_are(tmp_path: Path) -> None:
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text("".join(json.dumps({"prompt": "p", key: "r"}) + "\n" for key in ("gen", "response", "completion")))
+    write_cases(tmp_path / "train.1.parquet", [Case(0, "x", "a")])
+    out = tmp_path / "train.2.parquet"
+    make(str(pairs), str(tmp_path / "train.1.parquet"), "--out", str(out))
+    assert [(case.prompt, case.gen) for case in read_trace(out)] == [("p", "r")] * 3 + [("x", "a")]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "complaint"),
+    [
+        ("a.jsonl", '{"prompt": "p"}', "line 1: no strings prompt and completion or gen or response; it has prompt"),
+        ("a.jsonl", "[]", "line 1: not a JSON object"),
+        ("a.txt", "short", "nothing of --min-prompt"),
+    ],
+)
+def test_what_no_trace_can_be_made_of_is_named(tmp_path: Path, name: str, text: str, complaint: str) -> None:
+    file = tmp_path / name
+    file.write_text(text)
+    with pytest.raises(TraceError, match=complaint):
+        make(str(file), "--out", str(tmp_path / "o.parquet"))
+    with pytest.raises(TraceError, match="cannot be read: No such file"):
+        make(str(tmp_path / "missing.txt"), "--out", str(tmp_path / "o.parquet"))

@@ -1,0 +1,262 @@
+"""The shared-memory ring: what is read is what was written, nothing unread is overwritten, and nothing outlives its users."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import deque
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from backend.drafter.service import DrafterService
+from backend.fleet import DrafterRef
+from backend.protocol import (
+    HELLO_FIRST,
+    PROTOCOL_VERSION,
+    Close,
+    Drafts,
+    Hello,
+    Open,
+    Refused,
+    Round,
+    Welcome,
+    decode_to_drafter,
+    decode_to_verifier,
+    encode,
+)
+from backend.transport import RingReader, RingWriter, Wire
+from backend.verifier import features
+from backend.verifier.features import FeatureShipper, Span
+from tests.support.drafter_heads import TinyHead, make_proposer
+
+HEAD = TinyHead(hidden=16, heads=2, kv_heads=1)
+
+
+def content(number: int, size: int) -> bytes:
+    return bytes((number * 31 + i) % 251 for i in range(size))
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(st.one_of(st.integers(0, 120), st.sampled_from(["read", "lost"])), max_size=60))
+def test_unread_data_is_never_overwritten(events: list[int | str]) -> None:
+    writer = RingWriter(100)
+    reader = RingReader(writer.ref)
+    unread: deque[tuple[int, bytes]] = deque()
+    for number, event in enumerate(events):
+        if event == "read" and unread:
+            position, data = unread.popleft()
+            assert reader.read(position, len(data)) == data
+        elif event == "lost" and unread:
+            unread.popleft()  # Its message was dropped: it is never read.
+        elif isinstance(event, int):
+            data = content(number, event)
+            position = writer.write(data)
+            if position is not None:
+                unread.append((position, data))
+            else:
+                assert unread or event > 100 or "lost" in events, "an empty ring has room for all that it can hold"
+    for position, data in unread:
+        assert reader.read(position, len(data)) == data
+    reader.close()
+    writer.close()
+
+
+def test_it_goes_round() -> None:
+    writer = RingWriter(1000)
+    reader = RingReader(writer.ref)
+    for number in range(100):
+        data = content(number, 300)
+        position = writer.write(data)
+        assert position is not None
+        assert reader.read(position, 300) == data
+    ahead = [writer.write(content(number, 300)) for number in range(5)]
+    assert [position is None for position in ahead] == [False, False, False, True, True]
+    reader.close()
+    writer.close()
+
+
+def test_a_segment_outlives_neither_side_and_has_no_name() -> None:
+    writer = RingWriter(4096)
+    position = writer.write(b"abc")
+    assert position is not None
+    reader = RingReader(writer.ref)
+    writer.close()
+    assert reader.read(position, 3) == b"abc", "what was mapped stays"
+    with pytest.raises(OSError, match="No such file"):
+        RingReader(writer.ref)
+    reader.close()
+
+
+def test_only_the_ring_that_was_meant_is_mapped(tmp_path: Path) -> None:
+    writer, other = RingWriter(4096), RingWriter(4096)
+    forged = msgspec.structs.replace
+    for bad in (
+        forged(writer.ref, fd=other.ref.fd),
+        forged(writer.ref, capacity=8192),
+        forged(writer.ref, token=b"x"),
+        forged(writer.ref, capacity=0),
+        forged(writer.ref, pid=-1),
+    ):
+        with pytest.raises(ValueError, match=r"segment|ring"):
+            RingReader(bad)
+    with open(tmp_path / "file", "w") as file, pytest.raises(ValueError, match="not a ring"):
+        RingReader(forged(writer.ref, fd=file.fileno()))
+    with pytest.raises(OSError, match="No such file"):
+        RingReader(forged(writer.ref, pid=2**22 - 1))
+    with pytest.raises(PermissionError):
+        os.ftruncate(writer.ref.fd, 10)
+    writer.close()
+    other.close()
+
+
+@pytest.mark.parametrize(("position", "size"), [(-1, 3), (4095, 2), (0, 4097), (0, -1), (2**63, 1)])
+def test_a_position_outside_is_refused(position: int, size: int) -> None:
+    writer = RingWriter(4096)
+    reader = RingReader(writer.ref)
+    with pytest.raises(ValueError, match="outside"):
+        reader.read(position, size)
+    reader.close()
+    writer.close()
+
+
+def test_a_writer_that_is_killed_leaves_a_readable_ring() -> None:
+    code = (
+        "import sys, msgspec; from backend.transport import RingWriter; w = RingWriter(4096); at = w.write(b'last words'); "
+        "sys.stdout.write(msgspec.json.encode([w.ref, at]).decode() + '\\n'); sys.stdout.flush(); sys.stdin.read()"
+    )
+    child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    from backend.protocol import RingRef
+
+    ref, position = msgspec.json.decode(child.stdout.readline(), type=tuple[RingRef, int])
+    reader = RingReader(ref)
+    child.kill()
+    child.communicate()
+    assert reader.read(position, 10) == b"last words"
+    with pytest.raises(OSError, match=r"."):
+        RingReader(ref)
+    reader.close()
+
+
+def drafter(directory: Path) -> DrafterService:
+    return DrafterService("d0", make_proposer(directory, HEAD), 60.0)
+
+
+def greet(service: DrafterService, ring: object) -> Welcome:
+    ((_, payload),) = service.handle(b"f", [encode(Hello(PROTOCOL_VERSION, "v", "features", 1, ring))])  # type: ignore[arg-type]
+    service.handle(b"d", [encode(Hello(PROTOCOL_VERSION, "v", "drafts", 1))])
+    welcome = decode_to_verifier(payload)
+    assert isinstance(welcome, Welcome)
+    return welcome
+
+
+def test_rounds_through_the_ring_are_drafted_for_alike(tmp_path: Path) -> None:
+    rows = torch.randn(5, HEAD.hidden, generator=torch.Generator().manual_seed(1)).numpy().tobytes()
+    opening = Open("a", 6, [1, 2, 3, 4, 5, 6], 5, 4)
+    plain, ringed = drafter(tmp_path / "a"), drafter(tmp_path / "b")
+    assert not greet(plain, None).ring
+    writer = RingWriter(4096)
+    assert greet(ringed, writer.ref).ring
+    at = writer.write(rows)
+    ((_, expected),) = plain.handle(b"f", [encode(Round(1, 1, "float32", HEAD.hidden, [opening])), rows])
+    ((_, got),) = ringed.handle(b"f", [encode(Round(1, 1, "float32", HEAD.hidden, [opening], at)), b""])
+    answers = [decode_to_verifier(each) for each in (expected, got)]
+    assert all(isinstance(answer, Drafts) for answer in answers)
+    assert answers[0].items == answers[1].items  # type: ignore[union-attr]
+    for bad in (Round(1, 2, "float32", HEAD.hidden, [opening], 4000), Round(1, 2, "float32", HEAD.hidden, [opening], -3)):
+        ((listener, refused),) = ringed.handle(b"f", [encode(bad), b""])
+        assert listener == b"d"
+        assert isinstance(decode_to_verifier(refused), Refused)
+    writer.close()
+
+
+def test_a_ring_nobody_mapped_asks_for_a_greeting(tmp_path: Path) -> None:
+    service = drafter(tmp_path)
+    greet(service, None)
+    ((listener, payload),) = service.handle(b"f", [encode(Round(1, 1, "float32", HEAD.hidden, [Close("a", "x")], 0)), b""])
+    assert listener == b"f", "the sender has to hear it"
+    assert decode_to_verifier(payload) == Refused(HELLO_FIRST)
+
+
+def test_an_unreachable_ring_is_declined(tmp_path: Path) -> None:
+    writer = RingWriter(4096)
+    ref = writer.ref
+    writer.close()
+    assert not greet(drafter(tmp_path), ref).ring
+
+
+class _Peer:
+    """A drafter's socket as the shipper sees it: everything sent is kept, answers are put in."""
+
+    def __init__(self) -> None:
+        self.sent: list[list[bytes]] = []
+        self.inbox: deque[list[bytes]] = deque()
+
+    def send(self, *frames: bytes) -> bool:
+        self.sent.append([bytes(frame) for frame in frames])
+        return True
+
+    def receive(self) -> list[bytes] | None:
+        return self.inbox.popleft() if self.inbox else None
+
+    def close(self) -> None:
+        pass
+
+
+def test_the_shipper_uses_the_ring_once_it_is_read_and_only_for_large_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    peer = _Peer()
+    monkeypatch.setattr(features, "connect_dealer", lambda *_: None)
+    monkeypatch.setattr(features, "Dealer", lambda _: peer)
+    monkeypatch.setattr(features, "RING_FROM_BYTES", 1024)
+    shipper = FeatureShipper("v", None, ring_bytes=2048)
+    shipper.set_drafters(Wire(), [DrafterRef("d0", "i", "ipc:///nowhere", "", 1)], 1)
+    hello = decode_to_drafter(peer.sent.pop()[0])
+    assert isinstance(hello, Hello)
+    assert hello.ring is not None
+    reader = RingReader(hello.ring)
+
+    def ship(start: int, rows: int) -> tuple[Round, bytes]:
+        span = Span("a", start, 0, rows, True, lambda a, b: list(range(a, b)))
+        shipper.ship([span], torch.full((rows, 16), float(start)))
+        message = decode_to_drafter(peer.sent[-1][0])
+        assert isinstance(message, Round)
+        return message, peer.sent[-1][1]
+
+    message, frame = ship(0, 20)
+    assert (message.at, len(frame)) == (None, 20 * 64), "not before the drafter has said that it reads the ring"
+    peer.inbox.append([encode(Welcome(PROTOCOL_VERSION, "d0", "eagle3", True))])
+    message, frame = ship(20, 20)
+    assert frame == b""
+    assert message.at is not None
+    assert torch.frombuffer(reader.read(message.at, 20 * 64), dtype=torch.float32).tolist() == [20.0] * 320
+    assert ship(40, 4)[0].at is None, "small ones are quicker in the message"
+    assert ship(44, 20)[0].at is not None
+    assert ship(64, 20)[0].at is None, "no room: the drafter has not read the last one"
+    peer.inbox.append([encode(Refused(HELLO_FIRST))])
+    monkeypatch.setattr(features, "GREET_EVERY_S", 0.0)
+    peer.sent.clear()
+    ship(84, 20)
+    again = decode_to_drafter(peer.sent[0][0])
+    assert isinstance(again, Hello)
+    assert again.ring is not None
+    assert again.ring != hello.ring, "a fresh ring for a drafter that forgot"
+    assert shipper.take_counters().greeted == ["d0"]
+    reader.close()
+    shipper.set_drafters(Wire(), [], 2)
+
+
+def test_between_hosts_no_ring_is_offered(monkeypatch: pytest.MonkeyPatch) -> None:
+    peer = _Peer()
+    monkeypatch.setattr(features, "connect_dealer", lambda *_: None)
+    monkeypatch.setattr(features, "Dealer", lambda _: peer)
+    shipper = FeatureShipper("v", None, ring_bytes=2048)
+    shipper.set_drafters(Wire(), [DrafterRef("d0", "i", "tcp://127.0.0.1:1", "", 1)], 1)
+    hello = decode_to_drafter(peer.sent[0][0])
+    assert isinstance(hello, Hello)
+    assert hello.ring is None

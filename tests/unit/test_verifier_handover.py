@@ -1,0 +1,235 @@
+"""A drafter that takes over a running request drafts what the old one would have drafted, if it was handed the features."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from backend.drafter.service import DrafterService
+from backend.fleet import DrafterRef
+from backend.protocol import (
+    PROTOCOL_VERSION,
+    Close,
+    Commit,
+    Drafts,
+    Hello,
+    Open,
+    Round,
+    decode_to_drafter,
+    decode_to_verifier,
+    encode,
+)
+from backend.transport import Wire
+from backend.verifier import features
+from backend.verifier.feature_store import FeatureStore
+from backend.verifier.features import FeatureShipper, Span
+from backend.verifier.pairing import drafter_for
+from tests.support.drafter_heads import TinyHead, make_proposer
+
+HEAD = TinyHead(hidden=16, heads=2, kv_heads=1)
+K = 4
+
+
+@dataclass
+class Line:
+    """Stands for a socket to a drafter: what is sent is answered at once."""
+
+    service: DrafterService
+    name: bytes = b"v/features"
+    is_full: bool = False
+    rounds: list[Round] = field(default_factory=list)
+    drafts: dict[str, list[int]] = field(default_factory=dict)
+
+    def send(self, *frames: bytes) -> bool:
+        if self.is_full:
+            return False
+        message = decode_to_drafter(frames[0])
+        replies = self.service.handle(self.name, frames)
+        if isinstance(message, Hello):
+            self.drafts.clear()
+            listener = Hello(PROTOCOL_VERSION, message.verifier_id, "drafts", message.epoch)
+            self.service.handle(b"v/drafts", (encode(listener),))
+        else:
+            assert isinstance(message, Round)
+            self.rounds.append(message)
+            for _, payload in replies:
+                answer = decode_to_verifier(payload)
+                assert isinstance(answer, Drafts), answer
+                self.drafts |= {draft.request_id: draft.tokens for draft in answer.items}
+        return True
+
+    def receive(self) -> None:
+        return None
+
+    def close(self) -> None:
+        pass
+
+
+class Bench:
+    """A verifier's worker, its drafters behind lines, and requests whose tokens and features are drawn from a seed."""
+
+    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch, handover_bytes: int) -> None:
+        self.lines: dict[str, Line] = {}
+        monkeypatch.setattr(features, "connect_dealer", lambda wire, address, *_: address)
+        monkeypatch.setattr(features, "Dealer", lambda address: self.lines[address])
+        for name in ("d0", "d1"):
+            service = DrafterService(name, make_proposer(directory / name, HEAD), 60.0)
+            self.lines[name] = Line(service)
+        self.shipper = FeatureShipper("v", None, handover_bytes=handover_bytes)
+        self.shipper.k = K
+        self.epoch = 0
+        generator = torch.Generator().manual_seed(3)
+        self.tokens = torch.randint(HEAD.vocab, (4, 400), generator=generator).tolist()
+        self.rows = torch.randn((4, 400, HEAD.hidden), generator=generator)
+        self.lengths = [0] * 4
+
+    def assign(self, *names: str) -> None:
+        self.epoch += 1
+        self.shipper.set_drafters(Wire(), [DrafterRef(name, "i", name, "", 1) for name in names], self.epoch)
+
+    def step(self, advance: dict[int, int]) -> None:
+        """Each of these requests advances by so many rows."""
+        spans, rows, offset = [], [], 0
+        for i, count in advance.items():
+            start = self.lengths[i]
+            tokens = self.tokens[i]
+            spans.append(Span(f"r{i}", start, offset, count, True, lambda a, b, tokens=tokens: tokens[a:b]))
+            rows.append(self.rows[i, start : start + count])
+            self.lengths[i] += count
+            offset += count
+        self.shipper.ship(spans, torch.cat(rows))
+
+    def live(self, steps: int, requests: tuple[int, ...] = (0, 1)) -> None:
+        for n in range(steps):
+            self.step({i: 40 + 7 * i if not self.lengths[i] else 1 + (n + i) % K for i in requests})
+
+
+def drafts_after(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, handover_bytes: int, moved: bool
+) -> tuple[Bench, dict[str, list[int]]]:
+    bench = Bench(directory, monkeypatch, handover_bytes)
+    bench.assign("d0")
+    bench.live(10)
+    bench.assign("d1" if moved else "d0")
+    bench.live(2)
+    return bench, bench.lines["d1" if moved else "d0"].drafts
+
+
+def test_drafts_after_a_hand_over_are_those_of_a_drafter_that_was_there_from_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, stayed = drafts_after(tmp_path / "a", monkeypatch, 1 << 20, moved=False)
+    bench, warm = drafts_after(tmp_path / "b", monkeypatch, 1 << 20, moved=True)
+    _, cold = drafts_after(tmp_path / "c", monkeypatch, 0, moved=True)
+    assert set(stayed) == {"r0", "r1"}
+    assert all(len(draft) == K for draft in stayed.values())
+    assert warm == stayed
+    assert cold != stayed, "without the features it does not know enough"
+    shipped = bench.shipper.take_counters()
+    given = shipped.handovers["d1"]
+    assert (given.requests, given.bytes_sent) == (2, given.rows * HEAD.hidden * 4)
+    # The step after the change brings new rows of its own; all others were computed before.
+    opened = [item for item in bench.lines["d1"].rounds[0].items if isinstance(item, Open)]
+    assert [item.rows for item in opened] == [item.base_len - 1 for item in opened]
+    assert given.bytes_sent < shipped.bytes_sent["d1"]
+
+
+def test_much_is_handed_over_in_parts_and_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(features, "HANDOVER_ROWS", 32)
+    _, stayed = drafts_after(tmp_path / "a", monkeypatch, 1 << 20, moved=False)
+    bench, warm = drafts_after(tmp_path / "b", monkeypatch, 1 << 20, moved=True)
+    assert warm == stayed
+    rounds = bench.lines["d1"].rounds
+    assert all(sum(item.rows for item in each.items if not isinstance(item, Close)) <= 32 + 2 * K for each in rounds)
+    parts = [item for each in rounds for item in each.items if not isinstance(item, Close) and item.request_id == "r0"]
+    assert [(type(item), item.k) for item in parts[:2]] == [(Open, 0), (Commit, K)], "only the last part asks for a draft"
+    # Only one request's turn per step: the other was drafted for without its context at first.
+    opens = [item for each in rounds for item in each.items if isinstance(item, Open) and item.request_id == "r1"]
+    assert len(opens) == 2
+
+
+def test_a_full_queue_loses_nothing_but_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, stayed = drafts_after(tmp_path / "a", monkeypatch, 1 << 20, moved=False)
+    bench = Bench(tmp_path / "b", monkeypatch, 1 << 20)
+    bench.assign("d0")
+    bench.live(10)
+    bench.assign("d1")
+    bench.lines["d1"].is_full = True
+    bench.live(1)
+    assert bench.shipper.take_counters().overflows == {"d1": 1}
+    bench.lines["d1"].is_full = False
+    bench.lengths = [length - 1 - (0 + i) % K if i < 2 else 0 for i, length in enumerate(bench.lengths)]
+    bench.live(2)
+    assert bench.lines["d1"].drafts == stayed
+
+
+def test_requests_that_another_drafter_takes_over_are_closed_and_opened_warm_when_they_come_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved = next(i for i in range(4) if drafter_for(f"r{i}", ["d0", "d1"]) == "d1")
+    bench = Bench(tmp_path, monkeypatch, 1 << 20)
+    bench.assign("d0")
+    bench.live(6, (moved,))
+    bench.assign("d0", "d1")
+    bench.live(3, (moved,))
+    closed = [item for each in bench.lines["d0"].rounds for item in each.items if isinstance(item, Close)]
+    assert [(item.request_id, item.reason) for item in closed] == [(f"r{moved}", "moved")]
+    bench.assign("d0")
+    bench.live(2, (moved,))
+    got = bench.lines["d0"].drafts
+    bench = Bench(tmp_path / "b", monkeypatch, 1 << 20)
+    bench.assign("d0")
+    bench.live(6, (moved,))
+    bench.live(3, (moved,))
+    bench.live(2, (moved,))
+    assert got == bench.lines["d0"].drafts
+
+
+def test_rows_computed_while_there_was_no_drafter_are_handed_over_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(tmp_path, monkeypatch, 1 << 20)
+    bench.live(5)
+    bench.assign("d0")
+    bench.live(1)
+    assert bench.shipper.take_counters().handovers["d0"].requests == 2
+    bench.shipper.finish(["r0", "r1"])
+    assert bench.shipper._store.held == 0
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.integers(0, 60),
+    st.lists(
+        st.tuples(st.sampled_from("abc"), st.sampled_from(["next", "gap", "again", "over"]), st.integers(1, 9)), max_size=40
+    ),
+)
+def test_the_store_keeps_the_newest_consecutive_rows_within_its_bounds(
+    capacity: int, events: list[tuple[str, str, int]]
+) -> None:
+    store, ends = FeatureStore(4 * capacity), dict[str, int]()
+
+    def row(name: str, position: int) -> bytes:
+        return name.encode() + position.to_bytes(3, "big")
+
+    for name, kind, count in events:
+        end = ends.get(name, 0)
+        if kind == "over":
+            store.forget(name)
+            ends.pop(name, None)
+            continue
+        start = {"next": end, "gap": end + 3, "again": max(end - count, 0)}[kind]
+        store.add(name, start, b"".join(row(name, p) for p in range(start, start + count)), 4)
+        ends[name] = max(end, start + count)
+        assert store.held <= 4 * capacity
+        for each, upto in ends.items():
+            first = store.start(each, upto)
+            assert store.held or first == upto
+            if first < upto:
+                assert store.rows(each, first, upto, 4) == b"".join(row(each, p) for p in range(first, upto))
+    for name in list(ends):
+        store.forget(name)
+    assert store.held == 0

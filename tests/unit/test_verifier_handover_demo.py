@@ -1,0 +1,106 @@
+"""What a change of drafters costs in acceptance, with the demo models and real text: the shipper, the protocol and the drafter
+are the real ones; sockets and vLLM are left out, as greedy texts and their features can be computed beforehand."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+from dataclasses import dataclass
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from backend.config.settings import DraftingSettings
+from backend.demo import DRAFTER_DIR, TARGET_DIR
+from backend.demo.checkpoints import load_target
+from backend.demo.generate import generate
+from backend.drafter.checkpoint import load_config, load_fc
+from backend.drafter.process import DrafterModel, build_proposer
+from backend.drafter.service import DrafterService
+from backend.fleet import DrafterRef
+from backend.transport import Wire
+from backend.verifier import features
+from backend.verifier.features import FeatureShipper, Handover, Span
+from tests.unit.test_verifier_handover import K, Line
+
+REQUESTS, PROMPT, TOKENS, CHANGE_AT = 6, 200, 120, 40
+
+
+@dataclass
+class Texts:
+    """Greedy continuations `[requests, tokens]` and the target's features of every position."""
+
+    tokens: list[list[int]]
+    rows: torch.Tensor
+
+
+@pytest.fixture(scope="module")
+def texts() -> Texts:
+    target = load_target(TARGET_DIR).float()
+    layers = load_config(str(DRAFTER_DIR), str(TARGET_DIR)).aux_layers
+    source = Tokenizer.from_file(str(TARGET_DIR / "tokenizer.json")).encode(inspect.getsource(argparse)).ids
+    prompts = torch.tensor([source[900 * i : 900 * i + PROMPT] for i in range(REQUESTS)])
+    with torch.no_grad():
+        text = generate(target, prompts, TOKENS, torch.zeros(REQUESTS), torch.Generator())
+        _, rows = target(text, None, layers)
+    assert rows is not None
+    return Texts(text.tolist(), rows)
+
+
+def serve(
+    texts: Texts, monkeypatch: pytest.MonkeyPatch, handover_bytes: int, changes: bool
+) -> tuple[float, float, Handover | None, int]:
+    """Acceptance lengths before and after the change, what was handed over, and the bytes sent to the second drafter."""
+    lines = {}
+    for name in ("d0", "d1"):
+        proposer = build_proposer(DrafterModel(str(TARGET_DIR), str(DRAFTER_DIR)), DraftingSettings(gpus=0))
+        lines[name] = Line(DrafterService(name, proposer, 60.0))
+    monkeypatch.setattr(features, "connect_dealer", lambda wire, address, *_: address)
+    monkeypatch.setattr(features, "Dealer", lambda address: lines[address])
+    shipper = FeatureShipper("v", load_fc(str(DRAFTER_DIR)), handover_bytes)
+    shipper.k = K
+    drafts, accepted = [0, 0], [0, 0]
+    lengths = [PROMPT + 1] * REQUESTS
+    shipped = [0] * REQUESTS
+    name, phase = "d0", 0
+    shipper.set_drafters(Wire(), [DrafterRef(name, "i", name, "", 1)], 1)
+    while min(lengths) < PROMPT + TOKENS - K:
+        if not phase and min(lengths) >= PROMPT + CHANGE_AT:
+            phase = 1
+            if changes:
+                name = "d1"
+                shipper.set_drafters(Wire(), [DrafterRef(name, "i", name, "", 2)], 2)
+        live = [i for i in range(REQUESTS) if lengths[i] < PROMPT + TOKENS - K]
+        spans, rows, offset = [], [], 0
+        for i in live:
+            count, tokens = lengths[i] - 1 - shipped[i], texts.tokens[i]
+            spans.append(Span(f"r{i}", shipped[i], offset, count, True, lambda a, b, tokens=tokens: tokens[a:b]))
+            rows.append(texts.rows[i, shipped[i] : shipped[i] + count])
+            shipped[i] += count
+            offset += count
+        with torch.no_grad():
+            shipper.ship(spans, torch.cat(rows))
+        for i in live:
+            draft, true = lines[name].drafts[f"r{i}"], texts.tokens[i][lengths[i] : lengths[i] + K]
+            kept = next((n for n in range(K) if draft[n] != true[n]), K)
+            drafts[phase], accepted[phase] = drafts[phase] + 1, accepted[phase] + kept
+            lengths[i] += kept + 1
+    taken = shipper.take_counters()
+    before, after = (1 + accepted[n] / drafts[n] for n in range(2))
+    return before, after, taken.handovers.get("d1"), taken.bytes_sent.get("d1", 0)
+
+
+def test_acceptance_after_a_change_of_drafters(texts: Texts, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, warm, _, _ = serve(texts, monkeypatch, 1 << 24, changes=False)
+    _, handed, given, sent = serve(texts, monkeypatch, 1 << 24, changes=True)
+    _, cold, nothing, _ = serve(texts, monkeypatch, 0, changes=True)
+    print(f"acceptance length {before:.3f} before; undisturbed {warm:.3f}, handed over {handed:.3f}, cold {cold:.3f}")
+    print(f"{given} of {sent} bytes sent to the new drafter")
+    assert given is not None
+    assert nothing is None
+    assert given.requests == REQUESTS
+    assert given.rows >= REQUESTS * (PROMPT + CHANGE_AT - K)
+    assert given.bytes_sent == given.rows * texts.rows.shape[-1] // 3 * 4 < sent
+    assert handed == pytest.approx(warm, rel=0.05)
+    assert cold < 0.95 * warm
