@@ -18,7 +18,7 @@ from backend.transport import ServerKeys, Wire
 from backend.verifier.cpu_kernels import repair_cpu_kernels
 from backend.verifier.features import FeatureShipper, Shipped
 from backend.verifier.fixed import FixedResponses
-from backend.verifier.runner import RemoteDrafting, ResumedOutputs, SeededPrefill
+from backend.verifier.runner import RemoteDrafting, ResumedOutputs, SeededPrefill, UndraftedSteps
 
 
 class _Mixed:
@@ -36,7 +36,7 @@ class _Mixed:
         mixins: tuple[type, ...] = (ResumedOutputs,) if issubclass(runner_type, GPUModelRunner) else ()
         if isinstance(self, CPUWorker):
             repair_cpu_kernels()
-            mixins = (SeededPrefill, *mixins)
+            mixins = (SeededPrefill, UndraftedSteps, *mixins)
         if options["fixed_responses"]:
             mixins = (FixedResponses, *mixins)
         if options["remote"]:
