@@ -1,8 +1,9 @@
 """What we add to vLLM's V1 model runner.  Worker process, on the thread that runs the model.
 
 `RemoteDrafting` hands every step's final features to the `FeatureShipper`.  `SeededPrefill` repairs seeded requests whose
-prompt takes several chunks on the CPU.  `ResumedOutputs` takes in requests that another verifier has begun.  They are mixed
-into whichever runner class vLLM chose (see `worker.py`).
+prompt takes several chunks on the CPU.  `UndraftedSteps` keeps steps without drafts out of vLLM's
+rejection sampler.  `ResumedOutputs` takes in requests that another verifier has begun.  They are mixed into whichever runner
+class vLLM chose (see `worker.py`).
 """
 
 from __future__ import annotations
@@ -40,6 +41,21 @@ class SeededPrefill:
             yield
         finally:
             batch.generators.update(aside)
+
+
+class UndraftedSteps:
+    """A step without a single draft token is sampled as a plain step.
+
+    With speculation configured, vLLM sends every step through its rejection sampler.  Given no draft tokens at all, that one
+    fails on the CPU for a request with `top_k` and without `top_p` (the maximum of nothing), and the engine with it.  What it
+    would do without drafts is what the plain sampler does.  (vLLM 0.32, `v1/sample/ops/topk_topp_sampler.py`,
+    `apply_top_k_only`.)
+    """
+
+    def _sample(self, logits: Any, spec_decode_metadata: Any) -> Any:
+        if spec_decode_metadata is not None and not any(spec_decode_metadata.num_draft_tokens):
+            spec_decode_metadata = None
+        return super()._sample(logits, spec_decode_metadata)  # type: ignore[misc]
 
 
 class ResumedOutputs:

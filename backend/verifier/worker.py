@@ -20,7 +20,7 @@ from backend.verifier.cpu_kernels import repair_cpu_kernels
 from backend.verifier.feature_link import Projection
 from backend.verifier.features import FeatureShipper, Shipped
 from backend.verifier.fixed import FixedResponses
-from backend.verifier.runner import RemoteDrafting, ResumedOutputs, SeededPrefill
+from backend.verifier.runner import RemoteDrafting, ResumedOutputs, SeededPrefill, UndraftedSteps
 
 KEPT_PROJECTIONS = 8
 """Heads whose `fc` is kept at hand: each drafter may have another."""
@@ -41,7 +41,7 @@ class _Mixed:
         mixins: tuple[type, ...] = (ResumedOutputs,) if issubclass(runner_type, GPUModelRunner) else ()
         if isinstance(self, CPUWorker):
             repair_cpu_kernels()
-            mixins = (SeededPrefill, *mixins)
+            mixins = (SeededPrefill, UndraftedSteps, *mixins)
         if options["fixed_responses"]:
             mixins = (FixedResponses, *mixins)
         if options["remote"]:

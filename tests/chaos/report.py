@@ -61,15 +61,16 @@ def _migration(moved: Moved | None) -> dict[str, Any] | None:
     return {
         "requests": moved.requests,
         "sequences moved": moved.sequences_moved,
-        "acceptance length before the cut": _pair(moved.before),
-        "acceptance length after the cut": _pair(moved.after),
+        "acceptance length": {
+            "left alone": round(moved.alone, 3),
+            "moved": round(moved.moved, 3),
+            "moved, up to the cut": round(moved.before, 3),
+            "moved, after the cut": round(moved.after, 3),
+        },
+        "mean time without tokens s": round(moved.recovery_s, 3),
         "seconds": round(moved.seconds, 1),
         "problems": moved.problems,
     }
-
-
-def _pair(values: tuple[float, float]) -> dict[str, float]:
-    return {"moved": round(values[0], 3), "left alone": round(values[1], 3)}
 
 
 def _markdown(document: dict[str, Any]) -> str:
@@ -90,11 +91,12 @@ def _markdown(document: dict[str, Any]) -> str:
             lines.append("| " + " | ".join([kind, *cells]) + " |")
         lines += ["", *_problems(faults["problems"])]
     if migration is not None:
-        before, after = migration["acceptance length before the cut"], migration["acceptance length after the cut"]
+        lengths = migration["acceptance length"]
         lines += [
-            f"{migration['requests']} requests ({migration['sequences moved']} sequences) moved in their midst. "
-            f"Acceptance length before the cut {before['moved']}, left alone {before['left alone']}; "
-            f"after the cut {after['moved']}, left alone {after['left alone']}.",
+            f"{migration['requests']} requests ({migration['sequences moved']} sequences) moved in their midst, "
+            f"{migration['mean time without tokens s']} s without tokens on average. Acceptance length {lengths['moved']} "
+            f"({lengths['moved, up to the cut']} up to the cut, {lengths['moved, after the cut']} after it), left alone "
+            f"{lengths['left alone']}.",
             "",
             *_problems(migration["problems"]),
         ]

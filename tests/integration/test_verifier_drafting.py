@@ -200,6 +200,7 @@ SAMPLING = {
     ),
     "logprobs": SamplingParams(temperature=0, max_tokens=24, logprobs=3),
     "min_tokens": SamplingParams(temperature=0, max_tokens=30, min_tokens=20, stop_token_ids=list(range(0, 900, 3))),
+    "top_k": SamplingParams(temperature=1, top_k=1, max_tokens=24),
     "bad_words": SamplingParams(temperature=0, max_tokens=24, bad_words=[]),
     "json": SamplingParams(
         temperature=0,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -69,6 +70,10 @@ class Child:
             self.process.wait(30)
         finally:
             self.process.kill()
+            if self.process.returncode not in (0, -signal.SIGKILL):
+                # Shown with the test that fails for it.
+                self._log.seek(0)
+                print(f"{self.process.args[2]} ended with {self.process.returncode}:\n{self._log.read()[-6000:]}")
             self._log.close()
 
 

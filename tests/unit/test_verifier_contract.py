@@ -11,6 +11,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from vllm.v1.request import Request
 from vllm.v1.sample import rejection_sampler
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_only
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.backend_xgrammar import XgrammarGrammar
 from vllm.v1.structured_output.request import StructuredOutputRequest
@@ -122,6 +123,13 @@ def test_a_grammar_can_be_advanced_before_its_request_is_scheduled() -> None:
         "one request fails alone"
     )
     assert "struct_output_req.grammar is None" in inspect.getsource(Scheduler._handle_blocked_waiting_request)
+
+
+def test_steps_without_drafts_still_go_through_the_rejection_sampler() -> None:
+    source = inspect.getsource(GPUModelRunner._prepare_inputs)
+    assert "use_spec_decode = self.speculative_config is not None" in source, "UndraftedSteps can go when this has gone"
+    with pytest.raises(RuntimeError, match="numel"):
+        apply_top_k_only(torch.empty(0, 8), torch.empty(0, dtype=torch.int32))
 
 
 def test_the_kernel_we_replace_still_has_its_place() -> None:
