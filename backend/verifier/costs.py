@@ -145,6 +145,13 @@ class Cycles:
         seconds = min(seconds, HICCUP * known.seconds) if known.seen > FEW else seconds
         known.seconds += max(1 / known.seen, SLOWEST) * (seconds - known.seconds)
 
+    def fade(self) -> None:
+        """What is measured next counts for more than what was: what made drafting slow may be over."""
+        for plan, place in self.measured:
+            if plan.k:
+                known = self.measured[plan, place]
+                known.seen = min(known.seen, FEW)
+
     def at(self, plan: Plan, requests: float) -> float | None:
         """Seconds per verification; None where it was never measured, or hardly."""
         known = self.measured.get((plan, place_of(requests)))
@@ -204,8 +211,9 @@ class Costs:
         elif drafted:
             self.fresh.observe(drafted, accepted)
 
-    def fade_acceptance(self) -> None:
+    def fade(self) -> None:
         """Nothing was drafted for long: what is drafted next counts for more than what was drafted then."""
+        self.cycles.fade()
         for acceptance in (self.fresh, self.ahead, self.after_miss):
             acceptance.fade(FADED)
 

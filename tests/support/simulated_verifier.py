@@ -301,7 +301,7 @@ def simulated(world: World, network: Network) -> Iterator[None]:
         return SimulatedDealer(network, address, identity)
 
     with ExitStack() as stack:
-        for module in ("loop", "scheduler", "features", "counting"):
+        for module in ("loop", "scheduler", "feature_link", "counting"):
             stack.enter_context(mock.patch(f"backend.verifier.{module}.time", world))
         stack.enter_context(mock.patch("backend.verifier.feature_link.connect_dealer", connect))
         stack.enter_context(mock.patch("backend.verifier.feature_link.Dealer", lambda socket: socket))
