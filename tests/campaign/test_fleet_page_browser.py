@@ -1,4 +1,4 @@
-"""The fleet page in a real browser.  Without a Chromium these tests are skipped; `make campaign` runs them, `make test` does not."""
+"""The fleet page in a real browser; skipped without a Chromium.  `make campaign` runs this, `make test` does not."""
 
 from collections.abc import Iterator
 
