@@ -1,4 +1,4 @@
-"""The fleet page and its events over HTTP, without an engine; the page in a browser is in `test_fleet_page_browser.py`."""
+"""The fleet page and its events over HTTP, without an engine; `tests/campaign` looks at the page in a browser."""
 
 import asyncio
 import json

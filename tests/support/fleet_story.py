@@ -145,6 +145,6 @@ def page_app(feed: FleetFeed, api_key: str | None = None) -> FastAPI:
     app.state.gateway = SimpleNamespace(feed=feed)
     app.include_router(page.router)
     metrics = GatewayMetrics()
-    app.add_middleware(Admission, metrics=metrics, api_key=api_key, max_in_flight=1)
+    app.add_middleware(Admission, metrics=metrics, api_key=api_key, admin_key=None, max_in_flight=1)
     app.add_middleware(Envelope, metrics=metrics)
     return app

@@ -1,4 +1,4 @@
-"""The fleet page in a real browser.  Without a Chromium these tests are skipped; nothing else needs one."""
+"""The fleet page in a real browser; skipped without a Chromium.  `make campaign` runs this, `make test` does not."""
 
 from collections.abc import Iterator
 
@@ -11,7 +11,7 @@ from tests.support.fleet_story import Story, member
 from tests.support.story_page import served
 
 PROGRAM = find_browser()
-pytestmark = pytest.mark.skipif(PROGRAM is None, reason="no Chromium on this machine")
+pytestmark = [pytest.mark.campaign, pytest.mark.skipif(PROGRAM is None, reason="no Chromium on this machine")]
 ROWS = "document.querySelectorAll('#verifier-table tbody tr').length"
 EVIL = "<img src=x onerror=document.title='owned'>0"
 
