@@ -88,6 +88,8 @@ class VerifierStats(msgspec.Struct):
     preemptions: int = 0
     running: int = 0
     waiting: int = 0
+    paused: bool = False
+    """It sleeps, or its weights are being exchanged: requests wait, and so do answers to pings."""
     tokens_in_flight: int = 0
     """Tokens held by running and waiting requests, prompts included."""
     kv_usage: float = 0.0
@@ -156,6 +158,8 @@ class Member(msgspec.Struct, frozen=True):
     pid: int
     model: str
     state: MemberState = "starting"
+    head: str = ""
+    """A drafter's: the directory of the head it was given while it ran; empty: the fleet's own."""
 
 
 class DrafterRef(msgspec.Struct, frozen=True):
@@ -167,6 +171,8 @@ class DrafterRef(msgspec.Struct, frozen=True):
     server_key: str
     generation: int
     """The assignment's generation; grows with every change of this pair."""
+    head: str = ""
+    """As in `Member`: the verifier applies the projection that belongs to it."""
 
 
 class Orders(msgspec.Struct, frozen=True):
@@ -186,6 +192,15 @@ class Assignment(msgspec.Struct, frozen=True):
     generation: int
 
 
+class Draining(msgspec.Struct, frozen=True):
+    """A member takes no new work; what it has may finish."""
+
+    migrate: bool
+    """Gateways move its requests elsewhere now: that was asked for, or the time to finish is over."""
+    ordered: bool = True
+    """False: nobody asked for it, the member itself is about to end."""
+
+
 class MemberView(msgspec.Struct, frozen=True):
     """A member in the fleet snapshot."""
 
@@ -194,6 +209,34 @@ class MemberView(msgspec.Struct, frozen=True):
     """Seconds since its last report."""
     verifier: VerifierStats | None = None
     drafter: DrafterStats | None = None
+    drain: Draining | None = None
+    seen_version: int = 0
+    """The last snapshot a gateway has acted upon; 0 for other members."""
+
+
+OperationKind = Literal["add", "remove", "restart", "swap-drafter"]
+OperationState = Literal["waiting", "running", "done", "failed"]
+
+
+class Operation(msgspec.Struct, frozen=True):
+    """A change of the fleet that the launcher carries out, one at a time."""
+
+    id: int
+    kind: OperationKind
+    members: list[str]
+    """The members it is about, in the order they are dealt with; of `add`, those that it has started."""
+    state: OperationState = "waiting"
+    note: str = ""
+    """What is being done, was done, or went wrong."""
+    add: MemberKind | None = None
+    """What `add` is to start."""
+    path: str = ""
+    """The head that `swap-drafter` is to load."""
+    migrate: bool = False
+    """Requests are moved at once; else only after `deadline_s`."""
+    deadline_s: float = 0.0
+    force: bool = False
+    """`remove` and `restart` go on although requests are left after the deadline; they end with an error."""
 
 
 class FleetSnapshot(msgspec.Struct, frozen=True):
@@ -206,3 +249,9 @@ class FleetSnapshot(msgspec.Struct, frozen=True):
     counters: dict[str, int]
     """`registrations`, `restarts`, `leases_expired`, `assignments_made`, `assignments_dropped`, and of the latter
     `reassignments`: those whose both ends were fit to go on; `decisions`."""
+    pins: dict[str, list[str]] = {}
+    """Drafters that an administrator has bound, and to which verifiers."""
+    coordinator: str = ""
+    """Another name for each process of the coordinator: one that Ray has restarted remembers no orders."""
+    operations: list[Operation] = []
+    """Changes that take time, the newest last; those that ended are kept for a while."""

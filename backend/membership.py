@@ -50,8 +50,9 @@ class Membership:
         self._interval_s = interval_s
         self._read_stats = read_stats
         self._obey = obey
-        self._registered_at = member.address
+        self._registered = _place(member)
         self._away = False
+        self._retiring = False
         self._leave = threading.Event()
         self._thread = threading.Thread(target=self._run, name="membership", daemon=True)
 
@@ -74,6 +75,21 @@ class Membership:
             self._member, state=state, address=self._member.address if address is None else address
         )
 
+    def take_head(self, head: str) -> None:
+        """A drafter drafts with another head from now on."""
+        self._member = msgspec.structs.replace(self._member, head=head)
+
+    def drain(self, ordered: bool) -> None:
+        """Between `ready` and `draining`, as ordered; a member that starts goes on starting."""
+        state = self._member.state
+        if state in ("ready", "draining"):
+            self.become("draining" if ordered or self._retiring else "ready")
+
+    def retire(self) -> None:
+        """Drains for good, whatever is ordered: this process is about to end."""
+        self._retiring = True
+        self.drain(ordered=True)
+
     def _run(self) -> None:
         while not self._leave.wait(self._interval_s):
             try:
@@ -87,8 +103,13 @@ class Membership:
     def _report(self) -> None:
         member = self._member
         orders = self._coordinator.report(member.id, member.incarnation, self._read_stats(), member.state)
-        if orders.known and self._registered_at == member.address:
+        if orders.known and self._registered == _place(member):
             self._obey(orders)
             return
         self._coordinator.register(member)
-        self._registered_at = member.address
+        self._registered = _place(member)
+
+
+def _place(member: Member) -> tuple[str, str]:
+    """What the fleet must be told anew when it changes."""
+    return member.address, member.head

@@ -22,7 +22,7 @@ from typing import Literal
 
 import msgspec
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 HELLO_FIRST = "hello first"
 """The reason of a refusal that greeting again, and opening all requests again, will cure."""
@@ -50,6 +50,8 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     """Counts this verifier's process starts and reassignments: answers to an older epoch are dropped by both sides."""
     ring: RingRef | None = None
     """Shared memory in which this socket's rounds may leave their features."""
+    weights: int = 0
+    """Counts the exchanges of the target's weights: features of another number fit these no longer."""
 
 
 class Open(msgspec.Struct, frozen=True, tag="open"):

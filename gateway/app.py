@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 from gateway.balancing import Balancer
 from gateway.errors import translate
 from gateway.middleware import Admission, Envelope
-from gateway.routes import generate, models, operations, page
+from gateway.routes import admin, generate, models, operations, page, weights
 from gateway.state import Gateway
 from gateway.traces import RequestSpans
 
@@ -41,11 +41,17 @@ def build_app(gateway: Gateway) -> FastAPI:
     app = FastAPI(title="Outrider", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
     app.router.redirect_slashes = False
     app.state.gateway = gateway
-    for routes in (generate, models, operations, page):
+    for routes in (weights, admin, generate, models, operations, page):
         app.include_router(routes.router)
     app.add_exception_handler(HTTPException, _http_error)
     settings = gateway.settings.gateway
-    app.add_middleware(Admission, metrics=gateway.metrics, api_key=settings.api_key, max_in_flight=settings.max_in_flight)
+    app.add_middleware(
+        Admission,
+        metrics=gateway.metrics,
+        api_key=settings.api_key,
+        admin_key=settings.admin_key,
+        max_in_flight=settings.max_in_flight,
+    )
     # Added last, so outermost.
     app.add_middleware(Envelope, metrics=gateway.metrics)
     if gateway.tracing is not None:

@@ -1,4 +1,4 @@
-"""The command line: `outrider serve | gateway | status | check-config | records | report | bench | ...`.
+"""The command line: `outrider serve | gateway | status | ...`, see `usage.py`.
 
 `serve` is the launcher and the gateway in one process: it starts the fleet (Ray actors), imports vLLM while the engines load,
 serves HTTP from this process's main thread, and ends everything it started.  The heavy imports are inside the commands, so that
@@ -11,18 +11,19 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import logging
-import runpy
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 from backend.config import sources
 from backend.config.sources import ConfigError, Loaded
-from gateway import present
+from gateway import administer, present, tools
+from gateway.exits import FAILED, INTERRUPTED, MISUSED, OK, configure_logging, fail
 from gateway.signals import Interrupted, signals
+from gateway.usage import USAGE
 
 if TYPE_CHECKING:
     from backend.config import Settings
@@ -30,26 +31,6 @@ if TYPE_CHECKING:
     from backend.models import ResolvedModels
     from backend.transport import ServerKeys
 
-USAGE = """usage: outrider COMMAND [--name value ...]
-
-commands:
-  serve         start a fleet and its gateway, until Ctrl-C
-  gateway       start a further gateway for a running fleet
-  status        show a running fleet
-  check-config  show the settings in force and where each came from
-  records       sum up, join or export what verifiers wrote down
-  report        draw a recorded period, or a rollout, as one HTML page
-  bench         measure every mode on this machine (it has options of its own)
-  simulate      simulate a large fleet under the coordinator's policy (it has options of its own)
-  rollout       run a trace's prompts over a fleet of its own, with a row of every step (it has options of its own)
-  trace         make traces (it has options of its own)
-  train-demo    train the built-in demo models again
-
-`outrider COMMAND --help` lists the settings; each is also a variable (OUTRIDER_GATEWAY__PORT) and a key
-of the YAML file given with --config.  `outrider --version` prints the version.
-"""
-
-OK, FAILED, MISUSED, INTERRUPTED = 0, 1, 2, 130
 FOUND_FLEET_TIMEOUT_S = 10.0
 
 
@@ -61,13 +42,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "gateway": gateway,
         "status": status,
         "check-config": check_config,
-        "records": records,
-        "report": report,
-        "bench": bench,
-        "simulate": simulate,
-        "rollout": rollout,
-        "trace": trace,
-        "train-demo": train_demo,
+        "records": tools.records,
+        "report": tools.report,
+        "bench": tools.bench,
+        "simulate": tools.simulate,
+        "rollout": tools.rollout,
+        "trace": tools.trace,
+        "train-demo": tools.train_demo,
+        **{name: partial(administration, name) for name in administer.SUMMARIES},
     }
     if not given or given[0] in ("-h", "--help", "help"):
         print(USAGE, end="")
@@ -76,11 +58,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"outrider {version()}")
         return OK
     if given[0] not in commands:
-        return _fail(f"no command {given[0]!r}; there are {', '.join(commands)}", MISUSED)
+        return fail(f"no command {given[0]!r}; there are {', '.join(commands)}", MISUSED)
     try:
         return commands[given[0]](given[1:])
     except ConfigError as error:
-        return _fail(str(error), MISUSED)
+        return fail(str(error), MISUSED)
     except (Interrupted, KeyboardInterrupt):
         return INTERRUPTED
     except BrokenPipeError:
@@ -100,14 +82,15 @@ def serve(arguments: list[str]) -> int:
     loaded = sources.load(arguments, "outrider serve", "Starts verifiers, drafters and a gateway.")
     settings = loaded.settings
     progress = present.Progress()
-    _configure_logging(settings.log_level)
+    configure_logging(settings.log_level)
     with signals() as forced:
         models = _resolved(settings, progress)
         _check_port(settings)
         _check_tracing(settings)
         from backend.launch.cluster import ClusterError
-        from backend.launch.fleet import Fleet, LaunchError
+        from backend.launch.fleet import Fleet
         from backend.launch.plan import PlanError
+        from backend.launch.processes import LaunchError
         from backend.launch.state import StateError
 
         fleet: Fleet | None = None
@@ -116,6 +99,7 @@ def serve(arguments: list[str]) -> int:
             _prepare_vllm()
             preparing = _import_in_background("gateway.server")
             fleet.wait_ready(progress.say)
+            fleet.operate(progress.say)
             preparing.join()
 
             def announce(url: str) -> None:
@@ -127,9 +111,9 @@ def serve(arguments: list[str]) -> int:
             _run_gateway(fleet.settings, models, fleet.coordinator, info.fleet_keys, announce)
             return OK
         except (ClusterError, LaunchError, PlanError, StateError) as error:
-            return _fail(str(error), FAILED)
+            return fail(str(error), FAILED)
         except OSError as error:
-            return _fail(f"{settings.gateway.host}:{settings.gateway.port}: {error.strerror or error}", FAILED)
+            return fail(f"{settings.gateway.host}:{settings.gateway.port}: {error.strerror or error}", FAILED)
         finally:
             forced.armed = True
             if fleet is not None:
@@ -141,7 +125,7 @@ def serve(arguments: list[str]) -> int:
 def gateway(arguments: list[str]) -> int:
     """A gateway for a fleet that runs already; it takes the fleet's settings, and its own `--gateway-*` ones."""
     loaded = sources.load(arguments, "outrider gateway", "Starts a further gateway for a running fleet.")
-    _configure_logging(loaded.settings.log_level)
+    configure_logging(loaded.settings.log_level)
     progress = present.Progress()
     with signals() as forced, _found_fleet(loaded, None) as coordinator:
         _prepare_vllm()
@@ -156,7 +140,7 @@ def gateway(arguments: list[str]) -> int:
         try:
             _run_gateway(settings, info.models, coordinator, info.fleet_keys, announce)
         except OSError as error:
-            return _fail(f"{settings.gateway.host}:{settings.gateway.port}: {error.strerror or error}", FAILED)
+            return fail(f"{settings.gateway.host}:{settings.gateway.port}: {error.strerror or error}", FAILED)
         finally:
             forced.armed = True
         return OK
@@ -175,6 +159,12 @@ def status(arguments: list[str]) -> int:
     return OK
 
 
+def administration(name: str, arguments: list[str]) -> int:
+    """Changes a running fleet."""
+    with signals():
+        return administer.main(name, arguments, _found_fleet)
+
+
 def check_config(arguments: list[str]) -> int:
     """Prints the settings in force as YAML, each with its source."""
     loaded = sources.load(arguments, "outrider check-config", "Shows the settings in force.")
@@ -185,87 +175,6 @@ def check_config(arguments: list[str]) -> int:
         check_without_download(loaded.settings, lambda line: print(line, file=sys.stderr))
     except ModelError as error:
         raise ConfigError(str(error)) from error
-    return OK
-
-
-def records(arguments: list[str]) -> int:
-    """Reads records; the command has its own options."""
-    from backend.records.main import main
-    from backend.records.reading import RecordsError
-
-    try:
-        main(arguments, print, lambda line: print(f"outrider: {line}", file=sys.stderr))
-    except RecordsError as error:
-        return _fail(str(error), FAILED)
-    return OK
-
-
-def report(arguments: list[str]) -> int:
-    """Draws records or a rollout; the command has its own options."""
-    from backend.records.reading import RecordsError
-    from backend.records.report import main
-
-    try:
-        main(arguments, present.Progress().say)
-    except RecordsError as error:
-        return _fail(str(error), FAILED)
-    return OK
-
-
-def bench(arguments: list[str]) -> int:
-    """Measures every mode; the benchmark has its own options."""
-    from backend.bench.main import BenchError, main
-
-    with signals() as forced:
-        try:
-            main(arguments, present.Progress().say)
-        except BenchError as error:
-            return _fail(str(error), FAILED)
-        finally:
-            forced.armed = True
-    return OK
-
-
-def simulate(arguments: list[str]) -> int:
-    """Simulates a fleet; the simulator has its own options."""
-    from gateway.simulated_routing import simulate
-
-    simulate(arguments, print)
-    return OK
-
-
-def rollout(arguments: list[str]) -> int:
-    """Runs a trace over a fleet of its own; a rollout has its own options beside the settings."""
-    from backend.rollout.main import CommandError
-    from backend.rollout.main import rollout as run
-
-    _configure_logging("warning")
-    with signals() as forced:
-        try:
-            run(arguments, present.Progress().say)
-        except CommandError as error:
-            return _fail(str(error), FAILED)
-        finally:
-            forced.armed = True
-    return OK
-
-
-def trace(arguments: list[str]) -> int:
-    """Makes traces; the command has its own options."""
-    from backend.rollout.main import trace as run
-
-    run(arguments, print)
-    return OK
-
-
-def train_demo(arguments: list[str]) -> int:
-    """Trains the built-in models; the demo package has its own options."""
-    before = sys.argv
-    sys.argv = ["outrider train-demo", *arguments]
-    try:
-        runpy.run_module("backend.demo", run_name="__main__")
-    finally:
-        sys.argv = before
     return OK
 
 
@@ -384,19 +293,7 @@ def _found_fleet(loaded: Loaded, name: str | None) -> Iterator[CoordinatorHandle
         with RayCluster.start(address, namespace, {}, state.ray_token() if own else None):
             yield CoordinatorHandle.connect(namespace, FOUND_FLEET_TIMEOUT_S)
     except (ClusterError, CoordinatorUnavailable, state.StateError) as error:
-        sys.exit(_fail(str(error), FAILED))
-
-
-def _configure_logging(level: str) -> None:
-    logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    logging.Formatter.converter = time.gmtime
-    for noisy in ("ray", "urllib3", "httpx", "filelock", "asyncio", "uvicorn.error", "vllm"):
-        logging.getLogger(noisy).setLevel(logging.ERROR)
-
-
-def _fail(line: str, code: int) -> int:
-    print(f"outrider: {line}", file=sys.stderr)
-    return code
+        sys.exit(fail(str(error), FAILED))
 
 
 if __name__ == "__main__":

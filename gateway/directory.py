@@ -5,12 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
+from backend.coordinator import CoordinatorUnavailable
+from backend.coordinator.commands import Answer, AnyCommand, Refused
 from backend.fleet import FleetSnapshot, Member, MemberView
+from gateway.errors import NoCoordinator
 
 if TYPE_CHECKING:
     from backend.coordinator.actor import CoordinatorHandle
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +26,15 @@ class Directory(Protocol):
     """The fleet's membership.  Asked about twice a second; whatever it raises leaves the last answer standing."""
 
     async def snapshot(self) -> FleetSnapshot:
-        """The fleet now."""
+        """The fleet now.  Asking says that the caller has acted upon the last answer."""
+        ...
+
+    async def look(self) -> FleetSnapshot:
+        """The fleet now, to be shown to somebody."""
+        ...
+
+    async def submit(self, command: AnyCommand) -> Answer:
+        """Has an administrator's command carried out."""
         ...
 
 
@@ -69,6 +82,12 @@ class StaticDirectory:
         views = [MemberView(member, 0.0) for member in self._members]
         return FleetSnapshot(self._version, views, [], {})
 
+    async def look(self) -> FleetSnapshot:
+        return await self.snapshot()
+
+    async def submit(self, command: AnyCommand) -> Answer:
+        return Refused("invalid", "this fleet has no coordinator", self._version)
+
 
 class CoordinatorDirectory:
     """The coordinator's view of the fleet; it also keeps this gateway's own membership alive.
@@ -79,13 +98,31 @@ class CoordinatorDirectory:
     def __init__(self, handle: CoordinatorHandle, member: Member | None = None) -> None:
         self._handle = handle
         self._member = member
+        self._seen_version = 0
 
     async def snapshot(self) -> FleetSnapshot:
-        return await asyncio.to_thread(self._ask)
+        answer = await asyncio.to_thread(self._ask)
+        self._seen_version = answer.version
+        return answer
+
+    async def look(self) -> FleetSnapshot:
+        return await _reached(self._handle.snapshot)
+
+    async def submit(self, command: AnyCommand) -> Answer:
+        return await _reached(self._handle.submit, command)
 
     def _ask(self) -> FleetSnapshot:
         if self._member is not None:
-            orders = self._handle.report(self._member.id, self._member.incarnation, None, "ready")
+            member = self._member
+            orders = self._handle.report(member.id, member.incarnation, None, "ready", self._seen_version)
             if not orders.known:
-                self._handle.register(self._member)
+                self._handle.register(member)
         return self._handle.snapshot()
+
+
+async def _reached(call: Callable[..., T], *arguments: Any) -> T:
+    """`call` in a thread; raises `NoCoordinator` for a client to see."""
+    try:
+        return await asyncio.to_thread(call, *arguments)
+    except CoordinatorUnavailable as error:
+        raise NoCoordinator from error

@@ -81,6 +81,8 @@ class LinkListener(Protocol):
 
     def on_outputs(self, link: VerifierLink, outputs: EngineCoreOutputs) -> None: ...
 
+    def on_stats(self, link: VerifierLink, stats: VerifierStats) -> None: ...
+
     def on_forgotten(self, link: VerifierLink) -> None:
         """The verifier lives and knows nothing of us any more: what ran there for us has ended."""
         ...
@@ -180,6 +182,7 @@ class VerifierLink:
             self._listener.on_taken(self, bytes(frames[0]).decode())
         elif kind == STATS:
             self.stats = msgspec.msgpack.decode(frames[0], type=VerifierStats)
+            self._listener.on_stats(self, self.stats)
         elif kind == WELCOME:
             self._welcomed(msgspec.msgpack.decode(frames[0], type=EngineWelcome))
         elif kind == REFUSED:
@@ -241,7 +244,8 @@ class VerifierLink:
                 # What they sent meanwhile is still to be read.
                 self._heard_at = now
             self._awake_at = now
-            if self.state == "ready" and now - self._heard_at > self._silence_limit_s:
+            paused = self.stats is not None and self.stats.paused
+            if self.state == "ready" and not paused and now - self._heard_at > self._silence_limit_s:
                 self.close(Loss("silent", True))
 
     def _stalled(self, now: float) -> bool:

@@ -4,20 +4,26 @@
     |-- BadRequest          400  invalid_request_error
     |   `-- ContextTooLong  400  context_length_exceeded
     |-- Unauthorized        401  invalid_api_key
+    |-- Forbidden           403  administration from where it is not allowed
     |-- NotFound            404
     |   `-- ModelNotFound   404  model_not_found
     |-- MethodNotAllowed    405
+    |-- Conflict            409  the fleet is not in the state that the command needs; not to be retried as it is
     |-- PayloadTooLarge     413
     |-- UnsupportedMedia    415
     |-- TooManyRequests     429  with Retry-After
+    |-- NotSupported        501  this build of the engine cannot do that
+    |-- EngineFailed        500  a verifier could not do what an administrator asked of its engine
     |-- InternalError       500  says nothing of what went wrong; the log does
     `-- Unavailable         503  with Retry-After
         |-- NoVerifier           none is ready
         |-- VerifierLost         the one that served this request went away, and no other came in time
         |-- Poisoned        500  several verifiers were lost while they served this request
+        |-- NoCoordinator        it does not answer; only administration needs it
         `-- ShuttingDown         this gateway is going away
 
-The last four are also raised inside vLLM's request pipeline, which lets through what derives from `GracefulHTTPError`.
+But for NoCoordinator, the last are also raised inside vLLM's request pipeline, which lets through what derives from
+`GracefulHTTPError`.
 Messages carry no paths, addresses, tracebacks or values of the request beyond field names.
 """
 
@@ -96,6 +102,12 @@ class Unauthorized(ApiError):
         return {"www-authenticate": "Bearer"}
 
 
+class Forbidden(ApiError):
+    status = 403
+    type = "permission_error"
+    code = "forbidden"
+
+
 class NotFound(ApiError):
     status = 404
     type = "invalid_request_error"
@@ -110,6 +122,15 @@ class MethodNotAllowed(ApiError):
     status = 405
     type = "invalid_request_error"
     code = "method_not_allowed"
+
+
+class Conflict(ApiError):
+    status = 409
+    type = "invalid_request_error"
+    code = "conflict"
+
+    def headers(self) -> dict[str, str]:
+        return {"x-should-retry": "false"}
 
 
 class PayloadTooLarge(ApiError):
@@ -131,6 +152,15 @@ class TooManyRequests(ApiError):
     retry_after_s = 1
 
 
+class NotSupported(ApiError):
+    status = 501
+    type = "server_error"
+    code = "not_supported"
+
+    def headers(self) -> dict[str, str]:
+        return {"x-should-retry": "false"}
+
+
 class InternalError(ApiError):
     status = 500
     type = "server_error"
@@ -138,6 +168,12 @@ class InternalError(ApiError):
 
     def __init__(self) -> None:
         super().__init__("The server had an error while processing your request.")
+
+
+class EngineFailed(ApiError):
+    status = 500
+    type = "server_error"
+    code = "engine_error"
 
 
 class Unavailable(ApiError, GracefulHTTPError):
@@ -171,6 +207,11 @@ class Poisoned(Unavailable):
     def headers(self) -> dict[str, str]:
         # OpenAI's clients would send it again: an error 500 looks temporary to them.
         return {"x-should-retry": "false"}
+
+
+class NoCoordinator(Unavailable):
+    code = "coordinator_unavailable"
+    text = "The coordinator does not answer; serving goes on, administration does not. Try again."
 
 
 class ShuttingDown(Unavailable):

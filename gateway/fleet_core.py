@@ -21,12 +21,14 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreReques
 from vllm.v1.engine.core_client import EngineCoreClient
 
 from backend.fleet import FleetSnapshot, Member, VerifierStats
+from backend.routing import LeastLoaded, Router
 from backend.transport.sockets import Wire
+from gateway.choosing import Choosing
 from gateway.directory import Directory, follow
 from gateway.engine_link import DECLARED_LOST, RESTARTED, Loss, VerifierLink
 from gateway.errors import NoVerifier, Poisoned, ShuttingDown, Unavailable, VerifierLost
 from gateway.in_flight import Cut, InFlight, Sequences, TrafficObserver
-from gateway.routing import Candidate, LeastLoaded, Router
+from gateway.session import current_session
 
 logger = logging.getLogger(__name__)
 
@@ -61,10 +63,10 @@ class FleetCore(EngineCoreClient):
         self.first_ready = asyncio.Event()
         # AsyncLLM asks its engine core whether it is dead; a fleet never is.
         self.resources = SimpleNamespace(engine_dead=False)
-        self._directory = directory
+        self.directory = directory
         self._wire = wire
         self._observer = observer
-        self._router: Router = router or LeastLoaded()
+        self.choosing = Choosing(router or LeastLoaded())
         self._silence_limit_s = silence_limit_s
         self._failover_wait_s = failover_wait_s
         self._poison_after = poison_after
@@ -72,7 +74,6 @@ class FleetCore(EngineCoreClient):
         self._sequences = Sequences()
         # What still runs at a verifier whose link was lost, should it come back: by its id and incarnation.
         self._strays: dict[tuple[str, str], list[str]] = {}
-        self._routed: dict[str, int] = {}
         self._outputs: asyncio.Queue[EngineCoreOutputs] = asyncio.Queue()
         self._poller: asyncio.Task[None] | None = None
 
@@ -81,7 +82,7 @@ class FleetCore(EngineCoreClient):
     def start(self) -> None:
         """Begins to follow the directory; needs the running event loop."""
         if self._poller is None:
-            self._poller = asyncio.create_task(follow(self._directory, self._look), name="fleet-directory")
+            self._poller = asyncio.create_task(follow(self.directory, self._look), name="fleet-directory")
 
     @property
     def ready_links(self) -> list[VerifierLink]:
@@ -113,12 +114,17 @@ class FleetCore(EngineCoreClient):
         return [link.stats for link in self.ready_links if link.stats is not None]
 
     def routable(self) -> list[VerifierLink]:
-        """The verifiers that take new requests."""
-        return [link for link in self.ready_links if link.member.state == "ready"]
+        """The verifiers that take new requests; those that sleep only while all do."""
+        ready = [link for link in self.ready_links if link.member.state == "ready"]
+        return [link for link in ready if link.stats is None or not link.stats.paused] or ready
 
     def _look(self, snapshot: FleetSnapshot) -> None:
         self.snapshot = snapshot
         self._apply([view.member for view in snapshot.members if view.member.kind == "verifier"])
+        for view in snapshot.members:
+            # What nobody else takes stays, and is tried again.
+            if view.drain is not None and view.drain.migrate:
+                self.migrate(self.requests_at(view.member.id), None, "drain")
 
     def _apply(self, members: Iterable[Member]) -> None:
         """Connects to new verifiers, drops lost ones.  One missing from the directory keeps its link while it answers:
@@ -176,12 +182,16 @@ class FleetCore(EngineCoreClient):
             outputs.outputs = kept
             self._outputs.put_nowait(outputs)
 
+    def on_stats(self, link: VerifierLink, stats: VerifierStats) -> None:
+        self.choosing.observe(stats, link.welcome)
+
     def on_forgotten(self, link: VerifierLink) -> None:
         self._fail_over(self._sequences.at(link), "forgotten")
 
     def on_lost(self, link: VerifierLink, loss: Loss) -> None:
         if self.links.get(link.member.id) is link:
             del self.links[link.member.id]
+            self.choosing.gone(link.member.id)
         orphans = self._sequences.at(link)
         level = logging.WARNING if orphans else logging.INFO
         logger.log(level, "verifier %s gone (%s) with %d sequences", link.member.id, loss.cause, len(orphans))
@@ -290,7 +300,7 @@ class FleetCore(EngineCoreClient):
             for link in self.routable()
             if link is not without and target in (None, link.member.id) and _takes(link, record)
         }
-        chosen = self._router.choose(record.tokens, self._candidates(links))
+        chosen = self.choosing.choose(record.ask, self._sequences.load(links))
         return links.get(chosen) if chosen is not None else None
 
     def _give(self, record: InFlight, link: VerifierLink) -> None:
@@ -304,7 +314,7 @@ class FleetCore(EngineCoreClient):
         record.taken = False
         link.add(record.request, record.place_id, record.emitted)
         self._sequences.put(record, link)
-        self._routed[link.member.id] = self._routed.get(link.member.id, 0) + 1
+        self.choosing.given(link.member.id)
         if record.cut is not None:
             self._observer.on_moved(record, record.cut)
 
@@ -322,16 +332,12 @@ class FleetCore(EngineCoreClient):
     async def add_request_async(self, request: EngineCoreRequest) -> None:
         """Routes and submits; raises `NoVerifier` when nobody can take it, `VLLMValidationError` when it does not encode."""
         arrived = time.monotonic() - max(0.0, time.time() - request.arrival_time)
-        record = InFlight(request, None, arrived)
+        record = InFlight(request, None, arrived, session=current_session())
         try:
             if not self._place(record):
                 raise NoVerifier
         except OverflowError:
             raise VLLMValidationError("A number in the request is out of range.") from None
-
-    def _candidates(self, routable: Iterable[str]) -> list[Candidate]:
-        load = self._sequences.load(routable)
-        return [Candidate(each, tokens, count, self._routed.get(each, 0)) for each, (tokens, count) in load.items()]
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
         """Never suspends, so that it also works in a task that is being cancelled."""
@@ -360,6 +366,7 @@ class FleetCore(EngineCoreClient):
         return all(await self._everywhere("remove_lora", lora_id))
 
     async def reset_prefix_cache_async(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        self.choosing.emptied(self.links)
         return all(await self._everywhere("reset_prefix_cache", reset_running_requests, reset_connector))
 
     def dp_engines_running(self) -> bool:

@@ -10,6 +10,7 @@ from typing import Literal, Protocol
 import vllm  # noqa: F401  (first: its submodules do not import alone)
 from vllm.v1.engine import EngineCoreRequest
 
+from backend.routing import Ask
 from gateway.engine_link import VerifierLink
 
 MoveKind = Literal["failover", "migration"]
@@ -47,6 +48,8 @@ class InFlight:
     """How many verifiers were lost that had it in their engines."""
     context: int = 0
     """Context length of the first verifier it was given to."""
+    session: str | None = None
+    """Which the client named, for affinity."""
     cut: Cut | None = None
     giving_up: asyncio.TimerHandle | None = None
     """Runs while it waits for a verifier."""
@@ -54,6 +57,14 @@ class InFlight:
     @property
     def tokens(self) -> int:
         return len(self.request.prompt_token_ids or ()) + len(self.emitted)
+
+    @property
+    def ask(self) -> Ask:
+        """What routing may know of it."""
+        request = self.request
+        adapter = request.lora_request.lora_name if request.lora_request is not None else ""
+        scope = f"{adapter}/{request.cache_salt or ''}"
+        return Ask(self.tokens, request.prompt_token_ids or (), scope, self.session)
 
     @property
     def place_id(self) -> str:

@@ -7,6 +7,7 @@ checks the key and the number of requests in flight.
 from __future__ import annotations
 
 import hmac
+import ipaddress
 import json
 import logging
 import re
@@ -16,7 +17,7 @@ import uuid
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.errors import ApiError, TooManyRequests, Unauthorized, translate
+from gateway.errors import ApiError, Forbidden, TooManyRequests, Unauthorized, translate
 from gateway.metrics import GatewayMetrics
 from gateway.page import FILES
 from gateway.sse import ClientGone
@@ -26,9 +27,13 @@ logger = logging.getLogger(__name__)
 OPEN_PATHS = frozenset({"/livez", "/readyz", "/health", "/metrics", *FILES})
 """Reached without a key: probes and scrapers have none, and the page's files say nothing of the fleet."""
 
+ADMIN_PATH = "/admin"
+"""Here and below the fleet is changed."""
+
 LIMITED_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})
 """The paths whose requests count against `max_in_flight`."""
 
+_HOST = re.compile(r"(?P<name>\[[^\]]*\]|[^:]*)(?::\d+)?")
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -84,10 +89,13 @@ class Envelope:
 class Admission:
     """The API key, then the limit on requests in flight."""
 
-    def __init__(self, app: ASGIApp, metrics: GatewayMetrics, api_key: str | None, max_in_flight: int) -> None:
+    def __init__(
+        self, app: ASGIApp, metrics: GatewayMetrics, api_key: str | None, admin_key: str | None, max_in_flight: int
+    ) -> None:
         self._app = app
         self._metrics = metrics
         self._api_key = api_key.encode() if api_key else None
+        self._admin_key = admin_key.encode() if admin_key else None
         self._max_in_flight = max_in_flight
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -95,7 +103,9 @@ class Admission:
             await self._app(scope, receive, send)
             return
         path = scope["path"]
-        if path not in OPEN_PATHS and not self._may_enter(scope):
+        if path == ADMIN_PATH or path.startswith(f"{ADMIN_PATH}/"):
+            self._check_administrator(scope)
+        elif path not in OPEN_PATHS and not _shows(self._api_key, scope):
             raise Unauthorized("Missing or wrong API key. Send it as `Authorization: Bearer <key>`.")
         if path not in LIMITED_PATHS or scope["method"] != "POST":
             await self._app(scope, receive, send)
@@ -105,11 +115,39 @@ class Admission:
         with self._metrics.one_in_flight():
             await self._app(scope, receive, send)
 
-    def _may_enter(self, scope: Scope) -> bool:
-        if self._api_key is None:
-            return True
-        scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-        return scheme.lower() == "bearer" and hmac.compare_digest(key.strip().encode(), self._api_key)
+    def _check_administrator(self, scope: Scope) -> None:
+        """The admin key where there is one; else this very machine, and the API key where there is one of those.
+
+        Without a key a web page could have its visitor's browser call us under a name of its own that leads to 127.0.0.1: so
+        the name we are called by counts too.
+        """
+        if self._admin_key is not None:
+            if not _shows(self._admin_key, scope):
+                raise Unauthorized("Missing or wrong admin key. Send it as `Authorization: Bearer <key>`.")
+            return
+        client = scope.get("client")
+        named = _HOST.fullmatch(Headers(scope=scope).get("host", ""))
+        if client is None or named is None or not (_is_loopback(client[0]) and _is_loopback(named["name"].strip("[]"))):
+            raise Forbidden("Without `gateway.admin_key` the fleet is administered from the gateway's own machine only.")
+        if not _shows(self._api_key, scope):
+            raise Unauthorized("Missing or wrong API key. Send it as `Authorization: Bearer <key>`.")
+
+
+def _shows(key: bytes | None, scope: Scope) -> bool:
+    """Whether the request carries `key`, or needs none."""
+    if key is None:
+        return True
+    scheme, _, shown = Headers(scope=scope).get("authorization", "").partition(" ")
+    return scheme.lower() == "bearer" and hmac.compare_digest(shown.strip().encode(), key)
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def _take_request_id(scope: Scope) -> str:

@@ -15,6 +15,8 @@ from backend.config.sources import DEFAULT, SECRETS, Loaded, leaves
 from backend.fleet import FleetSnapshot, MemberView, VerifierStats
 from backend.models import ResolvedModels
 
+SHOWN_OPERATIONS = 5
+
 
 class Progress:
     """Lines with the seconds since the start, as they happen."""
@@ -95,11 +97,19 @@ def table(snapshot: FleetSnapshot) -> str:
         member = view.member
         heard = f"{view.last_report_s:.1f} s"
         work, detail = _work(view, snapshot)
-        rows.append((member.id, member.state, str(member.pid), member.node[:15], heard, work, detail))
+        moving = " (moving)" if view.drain is not None and view.drain.migrate and member.kind == "verifier" else ""
+        rows.append((member.id, member.state + moving, str(member.pid), member.node[:15], heard, work, detail))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     text = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     counters = ", ".join(f"{name.replace('_', ' ')} {count}" for name, count in snapshot.counters.items())
-    return "\n".join([*text, "", counters])
+    pins = [f"pinned: {drafter} to {' '.join(verifiers) or 'nobody'}" for drafter, verifiers in sorted(snapshot.pins.items())]
+    operations = [
+        f"operation {each.id}: {each.kind} {' '.join(each.members)}".rstrip()
+        + f", {each.state}"
+        + (each.note and f": {each.note}")
+        for each in snapshot.operations[-SHOWN_OPERATIONS:]
+    ]
+    return "\n".join([*text, "", *pins, *operations, f"fleet version {snapshot.version}", counters])
 
 
 def _work(view: MemberView, snapshot: FleetSnapshot) -> tuple[str, str]:

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import secrets
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from pathlib import Path
 import uvicorn
 
 from backend.config import Settings
+from backend.routing import make_router
 from backend.tracing import open_tracing
 from backend.transport.sockets import Wire
 from gateway.app import build_app
@@ -52,10 +54,20 @@ def build_gateway(
     metrics = GatewayMetrics()
     tracing = open_tracing(settings.tracing, "gateway", f"gateway-{os.getpid()}")
     vllm_config = build_vllm_config(settings, model_dir)
+    asked = settings.gateway
+    router = make_router(
+        asked.routing,
+        asked.affinity,
+        seed=secrets.randbits(32),
+        slots=settings.verifier.max_num_seqs,
+        slack=asked.affinity_slack,
+        entries=asked.affinity_entries,
+    )
     core = FleetCore(
         directory,
         wire or Wire(),
         metrics if tracing is None else SequenceSpans(tracing, metrics),
+        router=router,
         silence_limit_s=settings.verifier.gateway_lease_s,
         failover_wait_s=settings.gateway.failover_wait_s,
         poison_after=settings.gateway.poison_after,

@@ -1,4 +1,4 @@
-"""The simulator with the gateway's routing, which as a part of the backend it knows nothing of.  The command's own process."""
+"""The simulator with the routing that a gateway uses by default.  The command's own process."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, cast
 
 from backend.config.sources import ConfigError
-from gateway.routing import Candidate, LeastLoaded
+from backend.routing import Ask, Candidate, LeastLoaded
 
 if TYPE_CHECKING:
     from backend.simulator.fleet import Place, Route
@@ -29,6 +29,6 @@ def make_route() -> Route:
 
     def route(tokens: int, places: Sequence[Place]) -> str | None:
         # A place has all that a candidate has; making thousands of candidates for every request would take most of the time.
-        return router.choose(tokens, cast("Sequence[Candidate]", places))
+        return router.choose(Ask(tokens), cast("Sequence[Candidate]", places))
 
     return route

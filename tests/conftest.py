@@ -7,7 +7,9 @@ import os
 import hypothesis
 import pytest
 
-hypothesis.settings.register_profile("outrider", deadline=None)
+# The same examples everywhere: a change is judged by what it did.  `--hypothesis-profile search` looks for new ones.
+hypothesis.settings.register_profile("outrider", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("search", deadline=None)
 hypothesis.settings.load_profile("outrider")
 
 

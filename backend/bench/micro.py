@@ -1,4 +1,4 @@
-"""`outrider bench --micro`: the drafter, the drafting codec and the transport, each alone.
+"""`outrider bench --micro`: the drafter, the drafting codec, the transport and routing, each alone.
 
 `run` is the parent's; `measure_drafter` runs in a child on the drafter's cores, the echo of the transport in another.
 """
@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from backend.bench.children import ENVIRONMENT, Child, close_all
 from backend.bench.options import OWN, Options
@@ -20,7 +20,8 @@ from backend.bench.plan import CoreSplit
 from backend.config import DraftingSettings, Settings
 from backend.models import Say, resolve
 from backend.protocol import Commit, Draft, Drafts, Round, decode_to_drafter, decode_to_verifier, encode
-from backend.transport import Buffer, Dealer, Hub, Wire
+from backend.routing import Affinity, Ask, Candidate, Measured, Policy, make_router
+from backend.transport import Buffer, Dealer, Hub, RingReader, RingWriter, Wire
 
 BATCHES = (1, 4, 16)
 CONTEXTS = (64, 512, 2048)
@@ -37,12 +38,14 @@ ROWS = 3
 """Rows that a verification adds to each request: a usual acceptance length."""
 REPEATS = 30
 CODEC_REPEATS = 300
+VERIFIERS = 1000
+PROMPT_TOKENS = 1024
 WARM_UP = 3
 ANSWER_TIMEOUT_S = 30.0
 
 
 def run(options: Options, split: CoreSplit, about: Mapping[str, Any], output: Path, say: Say) -> None:
-    """Measures all three and writes micro.json."""
+    """Measures all four and writes micro.json."""
     own = options.targets == (OWN,)
     settings = Settings(model=options.model or "", drafter=options.drafter or "") if own else Settings()
     models = resolve(settings, say)
@@ -54,7 +57,18 @@ def run(options: Options, split: CoreSplit, about: Mapping[str, Any], output: Pa
         for row in codec:
             say(f"codec, batch {row['batch']}: encode {row['encode_us']:.0f} us, decode {row['decode_us']:.0f} us")
         transport, rounds = _transport(split, directory, say)
-    content = {**about, "k": k, "drafter": drafter, "codec": codec, "transport": transport, "rounds": rounds}
+    routing = [measure_routing(policy, affinity) for affinity in ("none", "both") for policy in get_args(Policy)]
+    for row in routing:
+        say(f"routing, {VERIFIERS} verifiers, {row['policy']}, affinity {row['affinity']}: {row['choose_us']:.0f} us")
+    content = {
+        **about,
+        "k": k,
+        "drafter": drafter,
+        "codec": codec,
+        "transport": transport,
+        "rounds": rounds,
+        "routing": routing,
+    }
     (output / "micro.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     say(f"wrote {output}/micro.json")
 
@@ -142,6 +156,17 @@ def measure_codec(batch: int, k: int) -> dict[str, float]:
     }
 
 
+def measure_routing(policy: Policy, affinity: Affinity) -> dict[str, Any]:
+    """Median time of one choice among `VERIFIERS`, all of them measured, for a prompt seen before."""
+    dice = random.Random(0)
+    measured = Measured(3, 0, 1e5, 1e3, 3.0, 0.02, 0.002, 100.0)
+    candidates = [Candidate(f"verifier-{i}", dice.randrange(9999), dice.randrange(9), i, measured) for i in range(VERIFIERS)]
+    ask = Ask(PROMPT_TOKENS, [dice.randrange(4000) for _ in range(PROMPT_TOKENS)], session="one")
+    router = make_router(policy, affinity, seed=0, slots=64, slack=8, entries=65536)
+    chosen_us = _median_us(lambda: router.choose(ask, candidates), CODEC_REPEATS)
+    return {"policy": policy, "affinity": affinity, "choose_us": chosen_us}
+
+
 def _transport(split: CoreSplit, directory: Path, say: Say) -> tuple[list[dict[str, float]], list[dict[str, Any]]]:
     """There and back over ipc, to a process on the drafter's cores."""
     job = {"role": "echo", "cores": split.drafter, "address": f"ipc://{directory}/echo"}
@@ -163,19 +188,29 @@ def _transport(split: CoreSplit, directory: Path, say: Say) -> tuple[list[dict[s
 
 
 def _rounds(hub: Hub, dealer: Dealer, say: Say) -> list[dict[str, Any]]:
-    """What the wire adds to a drafting round, and what is left of that where the features do not travel."""
+    """What a round costs beside the drafter's compute: all through the socket, and with the features in a ring.
+
+    The ring is written and read here, around a message and its answer: the same work, in the same order, as by two processes.
+    """
     answer = bytes(ANSWER_BYTES)
-    small = _median_us(lambda: _there_and_back(hub, dealer, answer), REPEATS)
+    writer = RingWriter(2 * max(ROUNDS.values()))
+    reader = RingReader(writer.ref)
+
+    def by_ring(features: memoryview) -> None:
+        at = writer.write(features)
+        _there_and_back(hub, dealer, answer)
+        assert at is not None
+        reader.read(at, len(features))
+
     rows: list[dict[str, Any]] = []
     for name, size in ROUNDS.items():
         features = memoryview(bytearray(size))
-        target = bytearray(size)
-        wire_us = _median_us(lambda features=features: _there_and_back(hub, dealer, answer, features), REPEATS)  # type: ignore[misc]
-        copy_us = _median_us(lambda a=target, b=features: a.__setitem__(slice(None), b), REPEATS)  # type: ignore[misc]
-        rows.append({"round": name, "bytes": size, "wire_us": wire_us, "without_features_us": small, "one_copy_us": copy_us})
-        say(
-            f"round of {name}: {wire_us:.0f} us on the wire, {small:.0f} us without its features, {copy_us:.0f} us to copy them"
-        )
+        socket_us = _median_us(lambda features=features: _there_and_back(hub, dealer, answer, features), REPEATS)  # type: ignore[misc]
+        ring_us = _median_us(lambda features=features: by_ring(features), REPEATS)  # type: ignore[misc]
+        rows.append({"round": name, "bytes": size, "socket_us": socket_us, "ring_us": ring_us})
+        say(f"round of {name}: {socket_us:.0f} us by socket, {ring_us:.0f} us by ring")
+    reader.close()
+    writer.close()
     return rows
 
 

@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from backend.routing import Affinity, Policy
+
 Mode = Literal["off", "native", "sync", "pipelined", "ahead", "auto"]
 REMOTE_MODES: frozenset[Mode] = frozenset({"sync", "pipelined", "ahead", "auto"})
 """Modes that draft on drafters of their own."""
@@ -23,11 +25,14 @@ class Section(BaseModel):
 
 
 class GatewaySettings(Section):
-    """The HTTP side."""
+    """The HTTP side, and which verifier takes a request."""
 
     host: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 takes a free one")
     api_key: str | None = Field(None, description="bearer key that clients must send; none: open to all who reach the port")
+    admin_key: str | None = Field(
+        None, description="bearer key for /admin, where the fleet is changed; none: only from the gateway's own machine"
+    )
     served_model_name: str | None = Field(None, description="model name in the API; default: the model's own name")
     max_in_flight: int = Field(256, ge=1, description="requests served at once; more are answered 429 with Retry-After")
     max_body_mib: int = Field(16, ge=1, description="largest request body in MiB")
@@ -47,6 +52,18 @@ class GatewaySettings(Section):
     balance_dwell_s: float = Field(10.0, ge=0, description="seconds that a request stays where it is before it may be moved")
     tool_call_parser: str | None = Field(None, description="vLLM's tool call parser for this model; none: tools are refused")
     chat_template: str | None = Field(None, description="chat template file or text; default: the model's own")
+    routing: Policy = Field(
+        "least-loaded",
+        description="who takes a request. least-loaded: fewest tokens in flight; power-of-two: the less loaded of two drawn at "
+        "random, for many verifiers and several gateways; predicted-tgs: most tokens per second by measured step times",
+    )
+    affinity: Affinity = Field(
+        "none",
+        description="before routing, prefer the verifier that served the same session (header x-session-id, else `user`), the "
+        "same beginning of a prompt, or both",
+    )
+    affinity_slack: int = Field(8, ge=0, description="requests a preferred verifier may have more than the least loaded one")
+    affinity_entries: int = Field(65536, ge=1, description="sessions, and prompt blocks of 16 tokens, remembered at most")
 
 
 class VerifierSettings(Section):
@@ -101,6 +118,12 @@ class CoordinatorSettings(Section):
 
     report_interval_s: float = Field(0.25, gt=0, description="time between two reports of a member")
     lease_s: float = Field(2.0, gt=0, description="a member silent for so long is lost")
+    drain_deadline_s: float = Field(
+        30.0,
+        ge=0,
+        description="remove and restart: a verifier's requests that take longer are moved elsewhere; SIGTERM: a member that "
+        "takes longer to move its requests ends all the same",
+    )
     policy: Literal["goodput", "least-drafters"] = Field(
         "goodput",
         description="who drafts for whom: goodput: where a drafter brings the most tokens per second, by what is measured; "

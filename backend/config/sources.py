@@ -28,7 +28,7 @@ from backend.config.settings import Settings
 KeyPath = tuple[str, ...]
 
 ALIASES = {"--host": ("gateway", "host"), "--port": ("gateway", "port"), "--api-key": ("gateway", "api_key")}
-SECRETS = frozenset({("gateway", "api_key")})
+SECRETS = frozenset({("gateway", "api_key"), ("gateway", "admin_key")})
 CONFIG_VARIABLE = environment.PREFIX + "CONFIG"
 DEFAULT = "default"
 

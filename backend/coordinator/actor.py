@@ -11,16 +11,19 @@ Calls carry MessagePack bytes, not pickles: both ends check what they are given.
 from __future__ import annotations
 
 import time
+import uuid
 from typing import Any
 
 import msgspec
 import ray
 import ray.exceptions
 
-from backend.config import Settings
-from backend.coordinator.messages import CoordinatorUnavailable, Credentials, FleetInfo, Report
+from backend.config import REMOTE_MODES, Settings
+from backend.coordinator.administration import Administration
+from backend.coordinator.commands import Answer, AnyCommand
+from backend.coordinator.messages import CoordinatorUnavailable, Credentials, FleetInfo, Progress, Report
 from backend.coordinator.policy import Coordinator
-from backend.fleet import DrafterStats, FleetSnapshot, Member, MemberState, Orders, VerifierStats
+from backend.fleet import DrafterStats, FleetSnapshot, Member, MemberState, Operation, Orders, VerifierStats
 
 NAME = "outrider-coordinator"
 CALL_TIMEOUT_S = 5.0
@@ -35,9 +38,11 @@ class CoordinatorActor:
         self._info = info
         known = msgspec.msgpack.decode(info, type=FleetInfo)
         self._fleet_keys = known.fleet_keys
-        settings = Settings.model_validate_json(known.settings_json).coordinator
+        settings = Settings.model_validate_json(known.settings_json)
         # Milliseconds of the wall clock: generations go on growing when Ray restarts this actor.
-        self._policy = Coordinator(lease_s, time.time_ns() // 1_000_000, settings)
+        self._policy = Coordinator(lease_s, time.time_ns() // 1_000_000, settings.coordinator)
+        deadline_s = settings.coordinator.drain_deadline_s
+        self._administration = Administration(self._policy, deadline_s, settings.mode in REMOTE_MODES, uuid.uuid4().hex)
 
     def register(self, payload: bytes) -> bytes:
         self._policy.register(msgspec.msgpack.decode(payload, type=Member), time.monotonic())
@@ -47,18 +52,37 @@ class CoordinatorActor:
         sent = msgspec.msgpack.decode(payload, type=Report)
         now = time.monotonic()
         orders = self._policy.report(
-            sent.member_id, sent.incarnation, sent.state, now, verifier=sent.verifier, drafter=sent.drafter
+            sent.member_id,
+            sent.incarnation,
+            sent.state,
+            now,
+            verifier=sent.verifier,
+            drafter=sent.drafter,
+            seen_version=sent.seen_version,
         )
         return _encode(orders)
 
     def deregister(self, member_id: str, incarnation: str) -> None:
         self._policy.deregister(member_id, incarnation, time.monotonic())
 
-    def drain(self, member_id: str) -> bool:
-        return self._policy.drain(member_id, time.monotonic())
+    def drain(self, member_id: str, migrate_after_s: float | None) -> bool:
+        return self._policy.drain(member_id, time.monotonic(), migrate_after_s)
+
+    def resume(self, member_id: str) -> bool:
+        return self._policy.resume(member_id, time.monotonic())
+
+    def submit(self, payload: bytes) -> bytes:
+        command = msgspec.msgpack.decode(payload, type=AnyCommand)
+        return _encode(self._administration.submit(command, time.monotonic()))
+
+    def progress(self, payload: bytes | None) -> bytes:
+        if payload is not None:
+            told = msgspec.msgpack.decode(payload, type=Progress)
+            self._administration.progress(told.operation, told.state, told.note, told.members)
+        return _encode(self._administration.next_operation())
 
     def snapshot(self) -> bytes:
-        return _encode(self._policy.snapshot(time.monotonic()))
+        return _encode(self._administration.snapshot(time.monotonic()))
 
     def info(self) -> bytes:
         return self._info
@@ -112,20 +136,38 @@ class CoordinatorHandle:
         incarnation: str,
         stats: VerifierStats | DrafterStats | None,
         state: MemberState,
+        seen_version: int = 0,
     ) -> Orders:
-        """Renews this member's lease.  `known=False` in the answer: register again."""
+        """Renews this member's lease.  `known=False` in the answer: register again.
+
+        A gateway tells the version of the snapshot it acts upon.
+        """
         verifier = stats if isinstance(stats, VerifierStats) else None
         drafter = stats if isinstance(stats, DrafterStats) else None
-        payload = _encode(Report(member_id, incarnation, state, verifier, drafter))
+        payload = _encode(Report(member_id, incarnation, state, verifier, drafter, seen_version))
         return msgspec.msgpack.decode(self._call("report", payload), type=Orders)
 
     def deregister(self, member_id: str, incarnation: str) -> None:
         """Leaves the fleet."""
         self._call("deregister", member_id, incarnation)
 
-    def drain(self, member_id: str) -> bool:
-        """Has a member told to take no new work; False when there is no such member."""
-        return bool(self._call("drain", member_id))
+    def drain(self, member_id: str, migrate_after_s: float | None = None) -> bool:
+        """The launcher's: as `Coordinator.drain`.  Administrators `submit`."""
+        return bool(self._call("drain", member_id, migrate_after_s))
+
+    def resume(self, member_id: str) -> bool:
+        """The launcher's: as `Coordinator.resume`."""
+        return bool(self._call("resume", member_id))
+
+    def submit(self, command: AnyCommand) -> Answer:
+        """Has an administrator's command checked and taken."""
+        answer: Answer = msgspec.msgpack.decode(self._call("submit", _encode(command)), type=Answer)
+        return answer
+
+    def progress(self, told: Progress | None = None) -> Operation | None:
+        """The launcher tells how an operation goes, and is told which one it has to work on."""
+        payload = None if told is None else _encode(told)
+        return msgspec.msgpack.decode(self._call("progress", payload), type=Operation | None)
 
     def snapshot(self) -> FleetSnapshot:
         """The fleet as the coordinator sees it now."""

@@ -59,7 +59,7 @@ class _Search:
 
     def may_remove(self, edge: Edge) -> bool:
         """Whether a pair is neither pinned nor too young."""
-        since = self.model.since.get(edge)
+        since = self.model.since(edge)
         return edge[1] not in self.model.pinned and (since is None or self.now - since >= self.min_dwell_s)
 
     def may_add(self, edge: Edge) -> bool:
@@ -175,13 +175,15 @@ def _improve(search: _Search) -> None:
         )
         if not found:
             return
-        touched: set[int] = set()
+        touched: tuple[set[int], set[int]] = set(), set()
         for _, change in found:
-            drafters = {d for v, _ in (*change.remove, *change.add) for d in search.model.of_verifier[v]}
-            drafters.update(d for _, d in change.add)
-            if not drafters & touched:
+            edges = (*change.remove, *change.add)
+            ends = {v for v, _ in edges}
+            drafters = {d for _, d in edges}.union(*(search.model.of_verifier[v] for v in ends))
+            if not ends & touched[0] and not drafters & touched[1]:
                 search.apply(change)
-                touched |= drafters
+                touched[0].update(ends)
+                touched[1].update(drafters)
 
 
 def _worth(search: _Search, change: Change) -> float | None:
@@ -189,9 +191,9 @@ def _worth(search: _Search, change: Change) -> float | None:
     model = search.model
     gain, affected = model.gain(change.remove, change.add)
     ends = {v for v, _ in (*change.remove, *change.add)}
-    if not any((v, d) in model.since for v in ends for d in model.of_verifier[v]):
+    if all(model.since((v, d)) is None for v in ends for d in model.of_verifier[v]):
         wanted = (FREE_GAIN if change.remove else START_GAIN) * sum(model.weighted(v) for v in ends)
-    elif change.remove and not any(edge in model.since for edge in change.remove):
+    elif change.remove and all(model.since(edge) is None for edge in change.remove):
         wanted = FREE_GAIN * sum(model.weighted(v) for v in ends)
     elif not all(model.of_verifier[v] for v in ends) or (not change.add and any(len(model.of_verifier[v]) == 1 for v in ends)):
         # Whether a verifier has any drafter is judged by itself: the smallest has a right to one that does not harm.

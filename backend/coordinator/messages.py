@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from backend.fleet import DrafterStats, MemberState, VerifierStats
+from backend.fleet import DrafterStats, MemberState, OperationState, VerifierStats
 from backend.models import ResolvedModels
 from backend.transport.sockets import ServerKeys
 
@@ -37,3 +37,15 @@ class Report(msgspec.Struct, frozen=True):
     state: MemberState
     verifier: VerifierStats | None = None
     drafter: DrafterStats | None = None
+    seen_version: int = 0
+    """A gateway's: the snapshot it acts upon."""
+
+
+class Progress(msgspec.Struct, frozen=True):
+    """What the launcher tells of an operation."""
+
+    operation: int
+    state: OperationState
+    note: str
+    members: list[str] | None = None
+    """Set where the operation has decided on its members itself (`add`)."""

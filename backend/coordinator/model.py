@@ -49,10 +49,11 @@ class FleetModel:
         self.pinned = {self._drafters[each] for each in situation.pins if each in self._drafters}
         self._read_verifiers(situation.verifiers, straggler_weight)
         self._read_drafters(situation.drafters)
-        self.of_verifier: list[set[int]] = [set() for _ in self._verifiers]
-        self.of_drafter: list[set[int]] = [set() for _ in self._drafters]
-        self.since: dict[Edge, float] = {}
-        """The pairs that were there before and may stay."""
+        # Lists, as nearly all are of one or two: thousands of sets would take longer to make than all the rest.
+        self.of_verifier: list[list[int]] = [[] for _ in self._verifiers]
+        self.of_drafter: list[list[int]] = [[] for _ in self._drafters]
+        self._stayed = 0
+        """Pairs that were there before and may stay."""
         self.is_changed = False
         self._edges: tuple[Array, Array] | None = None
         self._read_bindings()
@@ -61,6 +62,10 @@ class FleetModel:
         self._rest: list[float] = []
         self.arrays = Arrays(self)
         self._sum_up()
+
+    def since(self, edge: Edge) -> float | None:
+        """Since when a pair was there before this decision; None: it was not."""
+        return self._situation.bindings.get((self._situation.verifiers[edge[0]].id, self._situation.drafters[edge[1]].id))
 
     # What it is worth.
 
@@ -157,7 +162,7 @@ class FleetModel:
     def actions(self) -> list[Action]:
         """What leads from the situation to the assignment as it is now."""
         verifiers, drafters = self._situation.verifiers, self._situation.drafters
-        if not self.is_changed and len(self.since) == len(self._situation.bindings):
+        if not self.is_changed and self._stayed == len(self._situation.bindings):
             return []
         after = {(verifiers[v].id, drafters[d].id) for v, served in enumerate(self.of_verifier) for d in served}
         return actions_between(self._situation.bindings, after)
@@ -251,12 +256,12 @@ class FleetModel:
 
     def _read_bindings(self) -> None:
         pins = self._situation.pins
-        for (verifier, drafter), since in self._situation.bindings.items():
+        for verifier, drafter in self._situation.bindings:
             v, d = self._verifiers.get(verifier), self._drafters.get(drafter)
             if v is not None and d is not None and (d not in self.pinned or verifier in pins[drafter]):
-                self.of_verifier[v].add(d)
-                self.of_drafter[d].add(v)
-                self.since[v, d] = since
+                self.of_verifier[v].append(d)
+                self.of_drafter[d].append(v)
+                self._stayed += 1
         for d in self.pinned:
             for verifier in pins[self._situation.drafters[d].id]:
                 v = self._verifiers.get(verifier)
@@ -266,11 +271,11 @@ class FleetModel:
 
     def _change(self, remove: Sequence[Edge], add: Sequence[Edge]) -> None:
         for v, d in remove:
-            self.of_verifier[v].discard(d)
-            self.of_drafter[d].discard(v)
+            self.of_verifier[v].remove(d)
+            self.of_drafter[d].remove(v)
         for v, d in add:
-            self.of_verifier[v].add(d)
-            self.of_drafter[d].add(v)
+            self.of_verifier[v].append(d)
+            self.of_drafter[d].append(v)
 
     def _refresh(self, drafters: Iterable[int]) -> None:
         for d in drafters:

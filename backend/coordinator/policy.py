@@ -15,6 +15,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import msgspec
+
 from backend.config.settings import CoordinatorSettings
 from backend.coordinator.assignment import (
     AssignmentPolicy,
@@ -32,6 +34,7 @@ from backend.fleet import (
     Assignment,
     DrafterRef,
     DrafterStats,
+    Draining,
     FleetSnapshot,
     Member,
     MemberState,
@@ -56,6 +59,9 @@ class _Entry:
     heard: float
     state: MemberState
     drain: bool = False
+    migrate_at: float | None = None
+    """When the requests of a draining verifier are to be moved; None: never."""
+    seen_version: int = 0
     verifier: VerifierStats | None = None
     drafter: DrafterStats | None = None
 
@@ -65,24 +71,21 @@ class _Entry:
         return self.state == "ready" and not self.drain
 
     def view(self, now: float) -> MemberView:
-        member = self.member
-        shown = Member(
-            id=member.id,
-            kind=member.kind,
-            incarnation=member.incarnation,
-            address=member.address,
-            server_key=member.server_key,
-            node=member.node,
-            pid=member.pid,
-            model=member.model,
-            state=self.state,
-        )
-        return MemberView(shown, max(0.0, now - self.heard), self.verifier, self.drafter)
+        state: MemberState = "draining" if self.drain and self.state == "ready" else self.state
+        shown = msgspec.structs.replace(self.member, state=state)
+        heard = max(0.0, now - self.heard)
+        return MemberView(shown, heard, self.verifier, self.drafter, self._drain(now), self.seen_version)
+
+    def _drain(self, now: float) -> Draining | None:
+        if self.drain:
+            return Draining(self.migrate_at is not None and now >= self.migrate_at)
+        # A member that drains of itself is about to be ended by somebody else.
+        return Draining(migrate=True, ordered=False) if self.state == "draining" else None
 
 
-def _route(member: Member) -> tuple[str, str, str]:
+def _route(member: Member) -> tuple[str, str, str, str]:
     """What the peers of a member connect to; another route needs another generation."""
-    return member.incarnation, member.address, member.server_key
+    return member.incarnation, member.address, member.server_key, member.head
 
 
 @dataclass
@@ -146,6 +149,8 @@ class Coordinator:
             self._changed()
         entry = _Entry(member, now, member.state)
         if known is not None:
+            # A drain is about the place in the fleet: it holds for the next process there, until it is ended.
+            entry.drain, entry.migrate_at = known.drain, known.migrate_at
             if known.member.incarnation != member.incarnation:
                 self._counters.restarts += 1
                 self._forget_rates(member.id)
@@ -165,6 +170,7 @@ class Coordinator:
         now: float,
         verifier: VerifierStats | None = None,
         drafter: DrafterStats | None = None,
+        seen_version: int = 0,
     ) -> Orders:
         """Renews a lease and answers with the member's orders; `known=False` asks it to register again."""
         self._expire(now)
@@ -173,6 +179,7 @@ class Coordinator:
             self.tick(now)
             return UNKNOWN
         entry.heard = now
+        entry.seen_version = max(entry.seen_version, seen_version)
         if entry.state != state:
             entry.state = state
             self._changed()
@@ -189,13 +196,17 @@ class Coordinator:
         self._remove(member_id)
         self.tick(now)
 
-    def drain(self, member_id: str, now: float) -> bool:
-        """Orders a member to take no new work; False when there is no such member."""
+    def drain(self, member_id: str, now: float, migrate_after_s: float | None = None) -> bool:
+        """Orders a member to take no new work; False when there is no such member.
+
+        A verifier's requests are moved elsewhere after `migrate_after_s`, never with None.  Asked again, the latest word holds.
+        """
         entry = self._entries.get(member_id)
         if entry is None:
             return False
-        if not entry.drain:
-            entry.drain = True
+        migrate_at = None if migrate_after_s is None else now + migrate_after_s
+        if not entry.drain or migrate_at != entry.migrate_at:
+            entry.drain, entry.migrate_at = True, migrate_at
             self._changed()
         self.tick(now)
         return True
@@ -216,6 +227,22 @@ class Coordinator:
         self._is_dirty = True
         self.tick(now)
         return True
+
+    def resume(self, member_id: str, now: float) -> bool:
+        """Ends a drain; False when there is no such member."""
+        entry = self._entries.get(member_id)
+        if entry is None:
+            return False
+        if entry.drain:
+            entry.drain, entry.migrate_at = False, None
+            self._changed()
+        self.tick(now)
+        return True
+
+    def changed(self) -> int:
+        """Something about the fleet changed that is kept elsewhere; returns the version from here on."""
+        self._version += 1
+        return self._version
 
     def tick(self, now: float) -> None:
         """Brings leases and assignments up to date."""
@@ -343,7 +370,7 @@ class Coordinator:
         for drafter in sorted(self._drafters.get(verifier, ())):
             member = self._entries[drafter].member
             generation = self._generation[verifier, drafter]
-            refs.append(DrafterRef(drafter, member.incarnation, member.address, member.server_key, generation))
+            refs.append(DrafterRef(drafter, member.incarnation, member.address, member.server_key, generation, member.head))
         return refs
 
     def _bind(self, pair: Pair, now: float) -> None:

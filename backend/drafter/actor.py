@@ -1,6 +1,6 @@
 """The drafter as a Ray actor: registers with the coordinator, serves, and reports.
 
-Three threads: Ray's (constructor, `ping`, `stop`), the drafting thread (`process.py`), and the membership's.
+Three threads: Ray's (constructor, `ping`, `swap_head`, `stop`), the drafting thread (`process.py`), and the membership's.
 Should the drafting thread die, the process exits, for Ray to restart it: a drafter that answers pings and no rounds helps
 nobody.
 """
@@ -16,6 +16,8 @@ import ray
 
 from backend.config.settings import Settings
 from backend.coordinator.actor import CoordinatorHandle
+from backend.departure import Departure
+from backend.drafter.head_config import CheckpointError
 from backend.drafter.process import DrafterModel, DrafterProcess, pin_cores
 from backend.fleet import Member, Orders
 from backend.membership import Membership
@@ -73,10 +75,21 @@ class DrafterActor:
         )
         self._membership.become("ready", self._process.address)
         self._membership.join_fleet()
+        # Verifiers let go of it within a report or two, and need nothing from it.
+        Departure(self._membership, lambda: True, self.stop, parsed.coordinator.drain_deadline_s).on_sigterm()
 
     def ping(self) -> bool:
         """For liveness checks."""
         return self._process.is_alive
+
+    def swap_head(self, head_dir: str) -> str | None:
+        """Drafts with another head from now on; why not, when it does not fit.  Verifiers learn of it from the coordinator."""
+        try:
+            self._process.swap_head(head_dir)
+        except (CheckpointError, TimeoutError) as error:
+            return str(error)
+        self._membership.take_head(head_dir)
+        return None
 
     def stop(self) -> None:
         """Leaves the fleet and ends serving."""
@@ -84,9 +97,8 @@ class DrafterActor:
         self._process.stop()
 
     def _obey(self, orders: Orders) -> None:
-        if orders.drain:
-            # Verifiers take their requests elsewhere; what they still send is answered.
-            self._membership.become("draining")
+        # Verifiers take their requests elsewhere; what they still send is answered.
+        self._membership.drain(orders.drain)
 
 
 def _exit() -> None:

@@ -40,6 +40,8 @@ class Sequence:
     """Rows of its stretch; 0: it has none."""
     chain: list[int] = field(default_factory=list)
     """Hashes of the leading token blocks under which others may find it."""
+    is_current: bool = True
+    """Whether its rows come from the weights that the target has now."""
     tip: tuple[int, Tensor] | None = None
     """The base length of its last round, and the head's output `[1, hidden]` for the last row of it: drafting starts here."""
 
@@ -169,8 +171,21 @@ class RowCache:
         sequence.length += rows
         return place
 
+    def invalidate(self) -> None:
+        """The target's weights were exchanged: no new sequence may begin with rows there are now.
+
+        Open ones, of other verifiers, keep theirs; they end soon enough.
+        """
+        for sequence in list(self._closed):
+            self._forget(sequence)
+        for sequence in self._open.values():
+            sequence.is_current = False
+            self._unchain(sequence, 0)
+
     def publish(self, sequence: Sequence) -> None:
         """Lets others find the rows this sequence has by now."""
+        if not sequence.is_current:
+            return
         tokens, chain = sequence.tokens, sequence.chain
         while sequence.unbroken + 1 >= BLOCK * (len(chain) + 1):
             at = BLOCK * len(chain)

@@ -97,6 +97,10 @@ class EagleProposer:
         for key in self._cache.idle_since(before):
             self._cache.close(key)
 
+    def invalidate(self) -> None:
+        """Rows made from the target's earlier features serve no further sequence."""
+        self._cache.invalidate()
+
     def usage(self) -> Usage:
         """Counters and load."""
         held = self._cache

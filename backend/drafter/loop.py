@@ -1,13 +1,17 @@
 """The drafter's loop: take what has come, draft, answer.  Runs on the drafting thread, which owns the socket and the proposer.
 
-`stop` and `stats` may be called from any thread.
+`stop`, `replace` and `stats` may be called from any thread.
 """
 
 from __future__ import annotations
 
 import logging
+import queue
+import threading
 import time
+from collections.abc import Callable
 
+from backend.drafter.proposer import Proposer
 from backend.drafter.service import DrafterService, Reply
 from backend.fleet import DrafterStats
 from backend.transport.hub import Hub, Router
@@ -29,6 +33,7 @@ class DrafterLoop:
         self._router = router
         self._service = service
         self._stopping = False
+        self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._started_at = time.time()
         self._published = service.stats(self._started_at)
         self._next_sweep = 0.0
@@ -39,6 +44,8 @@ class DrafterLoop:
         while not self._stopping:
             if not self._service.has_work:
                 self._hub.poll(POLL_S)
+            while not self._orders.empty():
+                self._orders.get_nowait()()
             self._send(self._receive())
             self._send(self._service.work() if self._service.has_work else [])
             self._house_keep(time.monotonic())
@@ -47,6 +54,19 @@ class DrafterLoop:
         """Ends `run` after the batch at hand."""
         self._stopping = True
         self._hub.wake()
+
+    def replace(self, proposer: Proposer, timeout_s: float) -> None:
+        """Exchanges the proposer between two batches.  Raises `TimeoutError` when none ends in time."""
+        done = threading.Event()
+
+        def exchange() -> None:
+            self._service.replace(proposer)
+            done.set()
+
+        self._orders.put(exchange)
+        self._hub.wake()
+        if not done.wait(timeout_s):
+            raise TimeoutError("the drafting thread does not come round")
 
     def stats(self) -> DrafterStats:
         """The counters as of a moment ago."""

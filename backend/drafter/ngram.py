@@ -82,6 +82,9 @@ class NgramProposer:
         for key in [key for key, lookup in self._lookups.items() if lookup.last_used < before]:
             self.close(key)
 
+    def invalidate(self) -> None:
+        """Nothing here depends on the target's weights."""
+
     def usage(self) -> Usage:
         """Counters and load."""
         return Usage(len(self._lookups), min(self._held / self._capacity, 1.0), 0, self._evictions)

@@ -10,13 +10,14 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from backend.config.settings import DraftingSettings
 from backend.drafter.checkpoint import load_head
 from backend.drafter.eagle import EagleProposer
-from backend.drafter.head_config import CheckpointError, read_config, text_config
+from backend.drafter.head_config import CheckpointError, load_config, read_config, text_config
 from backend.drafter.loop import DrafterLoop
 from backend.drafter.ngram import NgramProposer
 from backend.drafter.proposer import Proposer
@@ -30,6 +31,7 @@ from backend.transport.sockets import ServerKeys, Wire, unlink_ipc_on_exit
 logger = logging.getLogger(__name__)
 
 JOIN_S = 10.0
+SWAP_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,8 @@ class DrafterProcess:
         tracing: Tracing | None = None,
     ) -> None:
         self._drafter_id = drafter_id
+        self._model = model
+        self._settings = settings
         self._tracing = tracing
         self._on_crash = on_crash
         proposer = build_proposer(model, settings)
@@ -112,6 +116,26 @@ class DrafterProcess:
             self._thread.join(JOIN_S)
         if self._tracing is not None:
             self._tracing.close()
+
+    def swap_head(self, head_dir: str) -> None:
+        """Drafts with the head in `head_dir` from the next batch on.  Any thread but the drafting one.
+
+        Raises `CheckpointError` when it does not fit the target or what verifiers send for the present head; that one is kept.
+        """
+        present = self._model.head_dir
+        if present is None:
+            raise CheckpointError("this drafter looks tokens up in the prompt; it has no head")
+        if not Path(head_dir).is_dir():
+            raise CheckpointError(f"{head_dir}: no such directory")
+        new, old = load_config(head_dir, self._model.target_dir), load_config(present, self._model.target_dir)
+        for what in ("kind", "hidden_size", "target_hidden_size", "vocab_size", "aux_layers"):
+            if getattr(new, what) != getattr(old, what):
+                raise CheckpointError(
+                    f"{head_dir}: {what} is {getattr(new, what)}, the fleet's heads have {getattr(old, what)}"
+                )
+        model = DrafterModel(self._model.target_dir, head_dir)
+        self._loop.replace(build_proposer(model, self._settings), SWAP_TIMEOUT_S)
+        self._model = model
 
     def stats(self) -> DrafterStats:
         """Counters and load."""

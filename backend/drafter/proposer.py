@@ -91,5 +91,8 @@ class Proposer(Protocol):
     def close_idle(self, before: float) -> None:
         """Ends requests unheard of since `before`."""
 
+    def invalidate(self) -> None:
+        """What was kept of ended requests fits the target no longer: its weights were exchanged."""
+
     def usage(self) -> Usage:
         """Counters and load."""

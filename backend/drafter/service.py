@@ -74,6 +74,8 @@ class DrafterService:
         self._peers: dict[bytes, tuple[Session, Role]] = {}
         self._waiting: deque[Waiting] = deque()
         self._nexts = Nexts()
+        self._weights: dict[str, int] = {}
+        """Of each verifier that has exchanged its weights: how often."""
         self._unknown: dict[bytes, list[str]] = {}
         """By features socket: requests of the batch at hand that are to be opened again."""
         self._counters = DrafterStats(drafter_id, 0.0)
@@ -132,6 +134,15 @@ class DrafterService:
         replies = self._answer_fresh(fresh, drafts, started, finished)
         return replies + self._answer(rounds, answers, drafts, started, finished) + unknown
 
+    def replace(self, proposer: Proposer) -> None:
+        """Drafts with another proposer from now on.  Verifiers have to greet again, and then open their requests again."""
+        for session in self._sessions.values():
+            self._end(session)
+        self._sessions.clear()
+        self._unknown.clear()
+        self._proposer = proposer
+        self._limits = Limits(proposer.hidden, proposer.vocab_size)
+
     def sweep(self) -> None:
         """Forgets requests unheard of for the configured time."""
         before = self._clock() - self._idle_ttl_s
@@ -161,6 +172,9 @@ class DrafterService:
     def _greet(self, identity: bytes, hello: Hello, now: float) -> Reply:
         if hello.version != PROTOCOL_VERSION:
             raise Malformed(f"protocol version {hello.version}; this drafter speaks {PROTOCOL_VERSION}")
+        if hello.weights != self._weights.get(hello.verifier_id, 0):
+            self._weights[hello.verifier_id] = hello.weights
+            self._proposer.invalidate()
         session = self._sessions.get(hello.verifier_id)
         if session is None or session.epoch != hello.epoch:
             if session is not None:

@@ -112,6 +112,11 @@ class RayCluster:
         """CPUs of the whole cluster."""
         return float(ray.cluster_resources().get("CPU", 0))
 
+    def has_room(self, cpus: float, gpus: float) -> bool:
+        """Whether one more process of that size fits beside those that run."""
+        free = ray.available_resources()
+        return bool(cpus <= free.get("CPU", 0) and gpus <= free.get("GPU", 0))
+
     @property
     def nodes(self) -> int:
         """Live nodes."""

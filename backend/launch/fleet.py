@@ -9,14 +9,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import re
 import shutil
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import ray
 import ray.exceptions
@@ -24,10 +22,12 @@ import ray.exceptions
 from backend.config import Settings, environment
 from backend.coordinator import CoordinatorUnavailable, FleetInfo
 from backend.coordinator.actor import CoordinatorHandle
-from backend.fleet import FleetSnapshot, Member, MemberKind
+from backend.fleet import Member, MemberKind
 from backend.launch import state
 from backend.launch.cluster import RayCluster
-from backend.launch.plan import FleetPlan, Hardware, MemberPlan, PlanError, plan
+from backend.launch.operator import Operator
+from backend.launch.plan import FleetPlan, Hardware, MemberPlan, PlanError, plan, plan_further
+from backend.launch.processes import STARTS_ALLOWED, LaunchError, Started, start, stop
 from backend.models import ResolvedModels
 from backend.transport import new_server_keys
 
@@ -35,17 +35,8 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 0.2
 START_TIMEOUT_S = 1800.0
-STARTS_ALLOWED = 3
-"""A member that dies more often than this while it starts will not get further."""
-STOP_TIMEOUT_S = 10.0
-LONGEST_CAUSE = 500
-EXCEPTION_LINE = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit|Failure): ")
 
 Say = Callable[[str], None]
-
-
-class LaunchError(Exception):
-    """The fleet cannot run; the message is one line."""
 
 
 def member_environment(offline: bool) -> dict[str, str]:
@@ -62,18 +53,6 @@ def member_environment(offline: bool) -> dict[str, str]:
 
 
 @dataclass
-class _Started:
-    """One actor while it starts."""
-
-    plan: MemberPlan
-    actor: Any
-    ready_ref: Any
-    began: float
-    incarnations: set[str] = field(default_factory=set)
-    ready: bool = False
-
-
-@dataclass
 class Fleet:
     """A running fleet and everything it owns."""
 
@@ -82,8 +61,10 @@ class Fleet:
     plan: FleetPlan
     models: ResolvedModels
     runtime_dir: Path
-    _members: list[_Started] = field(default_factory=list)
+    members: dict[str, Started] = field(default_factory=dict)
+    """By id; the operator's thread changes it once the fleet serves."""
     _file: Path | None = None
+    _operator: Operator | None = None
 
     @classmethod
     def launch(cls, settings: Settings, models: ResolvedModels, say: Say) -> Fleet:
@@ -113,7 +94,7 @@ class Fleet:
         try:
             fleet.announce("")
             for member in decided.members:
-                fleet._members.append(_start(member, decided.settings, models, cluster.namespace))
+                fleet.start(member)
         except BaseException:
             fleet.stop()
             raise
@@ -129,64 +110,75 @@ class Fleet:
         directories = [str(self.runtime_dir), *([str(self.cluster.temp_dir)] if self.cluster.temp_dir else [])]
         self._file = state.write(state.FleetFile(os.getpid(), self.cluster.namespace, self.cluster.address, url, directories))
 
-    def wait_ready(self, say: Say, timeout_s: float = START_TIMEOUT_S) -> None:
-        """Returns when every member serves.  Raises `LaunchError` with the cause when one cannot."""
+    def wait_ready(
+        self,
+        say: Say,
+        members: Sequence[Started] | None = None,
+        timeout_s: float = START_TIMEOUT_S,
+        unless: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Returns when these members (by default all) serve, or when `unless` holds.
+
+        Raises `LaunchError` with the cause when one cannot.
+        """
+        waited_for = list(self.members.values() if members is None else members)
         deadline = time.monotonic() + timeout_s
-        while not all(member.ready for member in self._members):
+        while (starting := [member for member in waited_for if not member.ready]) and not unless():
             if time.monotonic() > deadline:
-                late = ", ".join(m.plan.member_id for m in self._members if not m.ready)
+                late = ", ".join(member.member_id for member in starting)
                 raise LaunchError(f"not ready after {timeout_s:g} s: {late}")
-            self._raise_if_one_failed()
-            with contextlib.suppress(CoordinatorUnavailable):
-                self._note_progress(self.coordinator.snapshot(), say)
+            self._note(starting, say)
             time.sleep(POLL_S)
+
+    def operate(self, say: Say) -> None:
+        """From now on administrators' operations are carried out, until `stop`."""
+        self._operator = Operator(self, say)
+        self._operator.start()
+
+    def add(self, kind: MemberKind) -> Started:
+        """Starts one more member.  Raises `LaunchError` where there is no room for it, and `PlanError`."""
+        hardware = _hardware(self.cluster)
+        member = plan_further(
+            self.plan, self.models, hardware, self.runtime_dir, kind, [each.plan for each in self.members.values()]
+        )
+        if not self.cluster.has_room(member.num_cpus, member.num_gpus):
+            raise LaunchError(f"the Ray cluster has no room for another {kind}")
+        return self.start(member)
+
+    def start(self, member: MemberPlan, models: ResolvedModels | None = None) -> Started:
+        """Starts a member, which replaces the one of that name if there was one."""
+        started = start(member, self.settings, models or self.models, self.cluster.namespace)
+        self.members[member.member_id] = started
+        return started
+
+    def end(self, member_id: str) -> None:
+        """Ends a member for good."""
+        stop([self.members.pop(member_id)])
 
     def stop(self) -> None:
         """Ends every actor, Ray (when it is ours) and the runtime directory.  Never raises; may be called twice."""
-        began = [member for member in self._members if member.ready]
-        with contextlib.suppress(ray.exceptions.RayError):
-            goodbyes = [member.actor.stop.remote() for member in began]
-            if goodbyes:
-                ray.wait(goodbyes, num_returns=len(goodbyes), timeout=STOP_TIMEOUT_S)
-        for member in self._members:
-            with contextlib.suppress(ray.exceptions.RayError, ValueError):
-                ray.kill(member.actor, no_restart=True)
+        if self._operator is not None:
+            self._operator.stop()
+        stop(list(self.members.values()))
         with contextlib.suppress(ray.exceptions.RayError, ValueError):
             self.coordinator.kill()
-        self._members.clear()
+        self.members.clear()
         self.cluster.close()
         shutil.rmtree(self.runtime_dir, ignore_errors=True)
         if self._file is not None:
             self._file.unlink(missing_ok=True)
 
-    def _raise_if_one_failed(self) -> None:
-        by_ref = {member.ready_ref: member for member in self._members if not member.ready}
-        done, _ = ray.wait(list(by_ref), num_returns=len(by_ref), timeout=0)
-        for ref in done:
-            member = by_ref[ref]
-            try:
-                ray.get(ref)
-            except ray.exceptions.ActorUnavailableError:
-                member.ready_ref = member.actor.__ray_ready__.remote()
-            except ray.exceptions.RayError as error:
-                raise LaunchError(f"{member.plan.member_id} failed to start: {cause(error)}") from error
-
-    def _note_progress(self, snapshot: FleetSnapshot, say: Say) -> None:
-        views = {view.member.id: view.member for view in snapshot.members}
-        for started in self._members:
-            view = views.get(started.plan.member_id)
-            if view is None or started.ready:
-                continue
-            name, seconds = started.plan.member_id, time.monotonic() - started.began
-            if view.incarnation not in started.incarnations:
-                started.incarnations.add(view.incarnation)
-                again = f" (start {len(started.incarnations)})" if len(started.incarnations) > 1 else ""
-                say(f"{name}: process up in {seconds:.1f} s, loading{again}")
-            if len(started.incarnations) > STARTS_ALLOWED:
-                raise LaunchError(f"{name} died {STARTS_ALLOWED} times while starting")
-            if view.state == "ready":
-                started.ready = True
-                say(f"{name}: ready in {seconds:.1f} s")
+    def _note(self, starting: Sequence[Started], say: Say) -> None:
+        for member in starting:
+            if (failure := member.failure()) is not None:
+                raise LaunchError(failure)
+        with contextlib.suppress(CoordinatorUnavailable):
+            snapshot = self.coordinator.snapshot()
+            for member in starting:
+                if (line := member.progress(snapshot)) is not None:
+                    say(line)
+                if member.gave_up:
+                    raise LaunchError(f"{member.member_id} died {STARTS_ALLOWED} times while starting")
 
 
 def gateway_member(model: str) -> Member:
@@ -203,21 +195,6 @@ def gateway_member(model: str) -> Member:
         model=model,
         state="ready",
     )
-
-
-def cause(error: BaseException) -> str:
-    """The part of a Ray error that tells a person what happened, on one line."""
-    if isinstance(error, ray.exceptions.RayTaskError) and error.cause is not None:
-        return _one_line(f"{type(error.cause).__name__}: {error.cause}")
-    lines = str(error).splitlines()
-    # A constructor's error is in the text: its traceback, then the exception, which may go over several lines.
-    starts = [number for number, line in enumerate(lines) if EXCEPTION_LINE.match(line)]
-    return _one_line(" ".join(lines[starts[-1] :] if starts else lines[-1:])) or type(error).__name__
-
-
-def _one_line(text: str) -> str:
-    text = " ".join(text.split()).partition(" For further information visit")[0]
-    return text if len(text) <= LONGEST_CAUSE else text[: LONGEST_CAUSE - 3] + "..."
 
 
 def _token(ray_address: str | None) -> str | None:
@@ -263,33 +240,3 @@ def _start_coordinator(cluster: RayCluster, decided: FleetPlan, models: Resolved
         return CoordinatorHandle.create(cluster.namespace, decided.settings.coordinator.lease_s, info)
     except CoordinatorUnavailable as error:
         raise LaunchError(str(error)) from error
-
-
-def _actor_class(kind: MemberKind) -> type[Any]:
-    # Imported here: a tool that only looks at fleets needs neither.
-    from backend.launch.members import Drafter, Verifier
-
-    return Verifier if kind == "verifier" else Drafter
-
-
-def _start(member: MemberPlan, settings: Settings, models: ResolvedModels, namespace: str) -> _Started:
-    remote = ray.remote(_actor_class(member.kind)).options(
-        name=member.member_id,
-        namespace=namespace,
-        num_cpus=member.num_cpus,
-        num_gpus=member.num_gpus,
-        max_restarts=-1,
-        max_task_retries=0,
-        max_concurrency=2,
-        runtime_env={"env_vars": member.env},
-    )
-    began = time.monotonic()
-    actor = remote.remote(
-        member_id=member.member_id,
-        settings=settings.model_dump_json(),
-        paths=models,
-        address=member.address,
-        namespace=namespace,
-        cores=member.cores,
-    )
-    return _Started(member, actor, actor.__ray_ready__.remote(), began)

@@ -1,4 +1,5 @@
-"""Who runs where: members, their cores, GPUs, addresses and environment.  Pure; the launcher calls it once.
+"""Who runs where: members, their cores, GPUs, addresses and environment.  Pure; the launcher calls it at the start and for each
+member that is added later.
 
 A GPU counts as one even where processes share it: with fewer GPUs than processes each gets an equal part, and vLLM is told to
 take no more memory than its part.
@@ -7,8 +8,10 @@ take no more memory than its part.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 
 from backend.config import REMOTE_MODES, Settings
@@ -73,33 +76,66 @@ def plan(settings: Settings, models: ResolvedModels, hardware: Hardware, runtime
     filled = _fill_gpus(settings, hardware, drafters, notes)
     names: list[tuple[str, MemberKind]] = [(f"verifier-{i}", "verifier") for i in range(settings.verifiers)]
     names += [(f"drafter-{i}", "drafter") for i in range(drafters)]
-    wanted = {
-        "verifier": 0 if filled.verifier.gpus else filled.verifier.cores,
-        "drafter": 0 if filled.drafting.gpus or models.drafter_kind == "ngram" else filled.drafting.cores,
-    }
-    counts = [wanted[kind] if hardware.local else 0 for _, kind in names]
+    counts = [_cores_wanted(filled, models, kind) if hardware.local else 0 for _, kind in names]
     shares = share_cores(hardware.cores, counts)
     if hardware.local:
         _note_cores(names, shares, counts, hardware, notes)
     tcp = settings.transport.kind == "tcp" or (settings.transport.kind == "auto" and hardware.nodes > 1)
-    members = []
-    for (member_id, kind), cores in zip(names, shares, strict=True):
-        gpus = float((filled.verifier.gpus if kind == "verifier" else filled.drafting.gpus) or 0)
-        if kind == "verifier" and gpus:
-            gpus = min(gpus, _gpu_share(filled, hardware))
-        threads = len(cores) or wanted[kind]
-        members.append(
-            MemberPlan(
-                member_id=member_id,
-                kind=kind,
-                cores=cores,
-                num_cpus=0 if hardware.local else threads,
-                num_gpus=gpus,
-                address=_address(settings, hardware, runtime_dir, member_id, tcp),
-                env={"OMP_NUM_THREADS": str(threads)} if threads else {},
-            )
-        )
+    place = _Place(filled, models, hardware, runtime_dir, tcp)
+    members = [_member(place, member_id, kind, cores) for (member_id, kind), cores in zip(names, shares, strict=True)]
     return FleetPlan(filled, members, tcp, notes)
+
+
+def plan_further(
+    decided: FleetPlan,
+    models: ResolvedModels,
+    hardware: Hardware,
+    runtime_dir: Path,
+    kind: MemberKind,
+    others: Sequence[MemberPlan],
+) -> MemberPlan:
+    """One more member beside `others`: the first free name, and the cores that the fewest of them have."""
+    taken = {other.member_id for other in others}
+    member_id = next(name for i in count() if (name := f"{kind}-{i}") not in taken)
+    wanted = _cores_wanted(decided.settings, models, kind) if hardware.local else 0
+    used = Counter(core for other in others for core in other.cores)
+    cores = sorted(sorted(hardware.cores, key=lambda core: (used[core], core))[:wanted])
+    return _member(_Place(decided.settings, models, hardware, runtime_dir, decided.encrypted), member_id, kind, cores)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where members are put."""
+
+    settings: Settings
+    models: ResolvedModels
+    hardware: Hardware
+    runtime_dir: Path
+    tcp: bool
+
+
+def _cores_wanted(settings: Settings, models: ResolvedModels, kind: MemberKind) -> int:
+    """CPU cores for the computing of one such member; 0: it computes elsewhere, or next to nothing."""
+    if kind == "verifier":
+        return 0 if settings.verifier.gpus else settings.verifier.cores
+    return 0 if settings.drafting.gpus or models.drafter_kind == "ngram" else settings.drafting.cores
+
+
+def _member(place: _Place, member_id: str, kind: MemberKind, cores: list[int]) -> MemberPlan:
+    settings, hardware = place.settings, place.hardware
+    gpus = float((settings.verifier.gpus if kind == "verifier" else settings.drafting.gpus) or 0)
+    if kind == "verifier" and gpus:
+        gpus = min(gpus, _gpu_share(settings, hardware))
+    threads = len(cores) or _cores_wanted(settings, place.models, kind)
+    return MemberPlan(
+        member_id=member_id,
+        kind=kind,
+        cores=cores,
+        num_cpus=0 if hardware.local else threads,
+        num_gpus=gpus,
+        address=_address(settings, hardware, place.runtime_dir, member_id, place.tcp),
+        env={"OMP_NUM_THREADS": str(threads)} if threads else {},
+    )
 
 
 def share_cores(available: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
@@ -110,10 +146,10 @@ def share_cores(available: Sequence[int], counts: Sequence[int]) -> list[list[in
     """
     result = []
     position = 0
-    for count in counts:
-        count = min(count, len(available))
-        result.append(sorted(available[(position + i) % len(available)] for i in range(count)))
-        position += count
+    for wanted in counts:
+        share = min(wanted, len(available))
+        result.append(sorted(available[(position + i) % len(available)] for i in range(share)))
+        position += share
     return result
 
 

@@ -130,8 +130,9 @@ def _run(
 ) -> None:
     from backend.coordinator import CoordinatorUnavailable
     from backend.launch.cluster import ClusterError
-    from backend.launch.fleet import Fleet, LaunchError
+    from backend.launch.fleet import Fleet
     from backend.launch.plan import PlanError
+    from backend.launch.processes import LaunchError
     from backend.launch.state import StateError
     from backend.rollout.run import RolloutError
 

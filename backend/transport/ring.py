@@ -92,9 +92,9 @@ class RingReader:
         at = position % self._capacity
         if position < 0 or size < 0 or at + size > self._capacity or position + size >= 1 << 63:
             raise ValueError("a position outside the ring")
-        data = bytearray(size)
-        with memoryview(self._map) as whole:
-            data[:] = whole[HEADER + at : HEADER + at + size]
+        # Not by slice assignment, which copies what is no bytearray twice.
+        with memoryview(self._map) as whole, whole[HEADER + at : HEADER + at + size] as part:
+            data = bytearray(part)
         if position + size > _get_tail(self._map):
             self._map[TOKEN_BYTES : TOKEN_BYTES + 8] = (position + size).to_bytes(8, "little")
         return data

@@ -10,6 +10,7 @@ import ray
 
 from backend.config import Settings
 from backend.coordinator.actor import CoordinatorHandle
+from backend.departure import Departure
 from backend.fleet import Member, Orders
 from backend.membership import Membership
 from backend.models import ResolvedModels
@@ -60,6 +61,8 @@ class VerifierActor:
         self._membership.join_fleet()
         self._process.start()
         self._membership.become("ready", self._process.address)
+        limit_s = loaded.coordinator.drain_deadline_s
+        Departure(self._membership, self._is_idle, self.stop, limit_s).on_sigterm()
 
     def ping(self) -> str:
         """For liveness checks."""
@@ -70,5 +73,10 @@ class VerifierActor:
         self._membership.leave_fleet()
         self._process.stop()
 
+    def _is_idle(self) -> bool:
+        stats = self._process.stats()
+        return stats is None or not stats.running + stats.waiting
+
     def _obey(self, orders: Orders) -> None:
         self._process.set_drafters(orders.drafters)
+        self._membership.drain(orders.drain)

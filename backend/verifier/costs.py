@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 
 FORGET = 0.995
 """Weight of a verification after one newer one: about the last two hundred count."""
+FADED = 0.2
+"""Weight of all verifications once nothing was drafted for long."""
 PRIOR_CHANCE, PRIOR_WEIGHT = 0.7, 8.0
 """What a new drafter is believed to have achieved: a few bad verifications at the start must not end drafting."""
 NEWEST = 0.1
@@ -67,6 +69,11 @@ class Acceptance:
         for i in range(min(accepted + 1, drafted)):
             self.drafted[i] = FORGET * self.drafted[i] + 1
             self.accepted[i] = FORGET * self.accepted[i] + (i < accepted)
+
+    def fade(self, weight: float) -> None:
+        """What was seen long ago keeps its chances and this share of its weight."""
+        self.drafted = [weight * n for n in self.drafted]
+        self.accepted = [weight * n for n in self.accepted]
 
     def length(self, k: int) -> float:
         """Expected tokens per verification with `k` draft tokens: 1 + the sum of the products of the first i chances.
@@ -196,6 +203,11 @@ class Costs:
                 self.after_miss.observe(drafted, accepted)
         elif drafted:
             self.fresh.observe(drafted, accepted)
+
+    def fade_acceptance(self) -> None:
+        """Nothing was drafted for long: what is drafted next counts for more than what was drafted then."""
+        for acceptance in (self.fresh, self.ahead, self.after_miss):
+            acceptance.fade(FADED)
 
     def verify_s(self, requests: float, k: int) -> float:
         """A step over `requests` requests with `k` draft tokens each."""

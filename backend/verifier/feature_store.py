@@ -60,6 +60,11 @@ class FeatureStore:
         while self.held > self._capacity:
             self._give_up(row_bytes)
 
+    def clear(self) -> None:
+        """Forgets everything: the target has other weights."""
+        self._kept.clear()
+        self.held = 0
+
     def start(self, request_id: str, end: int) -> int:
         """Position of the first row kept for a request whose rows reach up to `end`; `end` itself when there are none."""
         kept = self._kept.get(request_id)

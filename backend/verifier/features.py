@@ -16,45 +16,30 @@ it does not know are opened again.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-import msgspec
 import torch
 
+from backend.drafter.head_config import CheckpointError
 from backend.fleet import DrafterRef
 from backend.protocol import (
-    HELLO_FIRST,
-    PROTOCOL_VERSION,
     Close,
     Commit,
     FeatureDtype,
-    Hello,
     Open,
-    Refused,
     Round,
-    Unknown,
-    Welcome,
-    decode_to_verifier,
     encode,
 )
-from backend.transport import Dealer, RingWriter, Wire, connect_dealer
+from backend.transport import Wire
+from backend.verifier.feature_link import FeatureLink, Projection
 from backend.verifier.feature_store import FeatureStore
 from backend.verifier.pairing import drafter_for
 
 logger = logging.getLogger(__name__)
 
-QUEUED_ROUNDS = 64
-"""Rounds that may wait for a drafter that does not read; further ones are dropped."""
-
-RING_FROM_BYTES = 65536
-"""Smaller frames go with the message: up to here the socket is as quick."""
 HANDOVER_ROWS = 8192
 """Rows handed over to one drafter per step, so that the others' drafts are not kept waiting; also per message."""
-
-GREET_EVERY_S = 0.5
-"""A drafter that refuses every round until it is greeted is greeted this often at most."""
 
 DTYPE_NAMES: dict[torch.dtype, FeatureDtype] = {
     torch.float32: "float32",
@@ -109,82 +94,6 @@ class _Rows:
     row_bytes: int = 0
 
 
-class _Link:
-    """One drafter: its socket, and how far each request's features have been shipped to it."""
-
-    def __init__(self, wire: Wire, ref: DrafterRef, verifier_id: str, epoch: int, ring_bytes: int) -> None:
-        self.ref = ref
-        self._verifier_id, self._epoch = verifier_id, epoch
-        # Only on one host, which an ipc address says.
-        self._ring_bytes = ring_bytes if ref.address.startswith("ipc://") else 0
-        self._ring: RingWriter | None = None
-        self._ring_is_read = False
-        identity = f"{verifier_id}/features/{epoch}".encode()
-        self.socket = Dealer(connect_dealer(wire, ref.address, identity, ref.server_key, QUEUED_ROUNDS))
-        self.next_row: dict[str, int] = {}
-        self.cold: set[str] = set()
-        """Requests whose earlier rows are to be handed over yet."""
-        self.closed: list[Close] = []
-        self._greet(time.monotonic())
-
-    def leave(self, frame: bytes) -> int | None:
-        """Puts a large frame into the ring; None where it has to travel in the message."""
-        if self._ring is None or not self._ring_is_read or len(frame) < RING_FROM_BYTES:
-            return None
-        return self._ring.write(frame)
-
-    def close(self) -> None:
-        """Ends the connection."""
-        self.socket.close()
-        self._drop_ring()
-
-    def listen(self) -> bool:
-        """Reads what the drafter says to this socket; True when it was greeted again."""
-        greeted = False
-        while (frames := self.socket.receive()) is not None:
-            try:
-                message = decode_to_verifier(frames[0])
-            except msgspec.DecodeError:
-                continue
-            if isinstance(message, Unknown):
-                for request_id in message.request_ids:
-                    self.next_row.pop(request_id, None)
-            elif isinstance(message, Welcome):
-                self._ring_is_read = message.ring
-                if not message.ring:
-                    self._drop_ring()
-            elif isinstance(message, Refused) and message.reason == HELLO_FIRST:
-                greeted |= self._greet_again(time.monotonic())
-        return greeted
-
-    def _greet_again(self, now: float) -> bool:
-        if now - self._greeted_at < GREET_EVERY_S:
-            return False
-        self.next_row.clear()
-        self.cold.clear()
-        self.closed.clear()
-        self._greet(now)
-        return True
-
-    def _greet(self, now: float) -> None:
-        """Offers a new ring each time: how much of an old one was read is not known."""
-        self._greeted_at = now
-        self._drop_ring()
-        if self._ring_bytes:
-            try:
-                self._ring = RingWriter(self._ring_bytes)
-            except OSError as error:
-                logger.warning("no shared memory for features, sockets serve: %s", error)
-        ring = None if self._ring is None else self._ring.ref
-        self.socket.send(encode(Hello(PROTOCOL_VERSION, self._verifier_id, "features", self._epoch, ring)))
-
-    def _drop_ring(self) -> None:
-        self._ring_is_read = False
-        if self._ring is not None:
-            self._ring.close()
-            self._ring = None
-
-
 class FeatureShipper:
     """The sockets to all drafters of this verifier, and what each knows of each request."""
 
@@ -196,15 +105,19 @@ class FeatureShipper:
     def __init__(
         self,
         verifier_id: str,
-        project: Callable[[torch.Tensor], torch.Tensor] | None,
+        projection: Callable[[str], Projection | None],
         ring_bytes: int = 0,
         handover_bytes: int = 0,
     ) -> None:
+        """`projection(head)` is what is applied to features for drafters with that head; see `DrafterRef.head`."""
         self._verifier_id = verifier_id
         self._ring_bytes = ring_bytes
-        self._project = project
+        self._projection = projection
+        self._weights = 0
+        self._assigned: list[str] = []
+        """As the scheduler has it, those without a link included: both must choose the same drafter for a request."""
         self._store = FeatureStore(handover_bytes)
-        self._links: dict[str, _Link] = {}
+        self._links: dict[str, FeatureLink] = {}
         self._epoch = 0
         self._seq = 0
         self.bytes_sent: dict[str, int] = {}
@@ -213,21 +126,35 @@ class FeatureShipper:
         self.greeted: set[str] = set()
         """Drafters that had to be greeted again."""
 
-    def set_drafters(self, wire: Wire, refs: list[DrafterRef], epoch: int) -> None:
-        """Connects to new drafters, leaves those no longer assigned.  `epoch` is shared with the scheduler's sockets."""
+    def set_drafters(self, wire: Wire, refs: list[DrafterRef], epoch: int, weights: int = 0) -> None:
+        """Connects to new drafters, leaves those no longer assigned.  `epoch` is shared with the scheduler's sockets.
+
+        With other `weights` of the target every drafter is connected to anew, and earlier features are not handed over.
+        """
         wanted = {ref.id: ref for ref in refs}
         for drafter_id, link in list(self._links.items()):
-            if wanted.get(drafter_id) != link.ref:
+            if wanted.get(drafter_id) != link.ref or weights != self._weights:
                 link.close()
                 del self._links[drafter_id]
-        self._epoch = epoch
+        if weights != self._weights:
+            self._store.clear()
+        self._epoch, self._weights = epoch, weights
+        self._assigned = sorted(wanted)
         for ref in refs:
             if ref.id not in self._links:
-                self._links[ref.id] = _Link(wire, ref, self._verifier_id, epoch, self._ring_bytes)
-        drafter_ids = sorted(self._links)
+                self._connect(wire, ref)
         for drafter_id, link in self._links.items():
             # Should such a request come back, it is opened anew: what it did elsewhere is unknown here.
-            self._close(link, [r for r in link.next_row if drafter_for(r, drafter_ids) != drafter_id], "moved")
+            self._close(link, [r for r in link.next_row if drafter_for(r, self._assigned) != drafter_id], "moved")
+
+    def _connect(self, wire: Wire, ref: DrafterRef) -> None:
+        try:
+            project = self._projection(ref.head)
+        except CheckpointError as error:
+            # It would draft from what it takes for features: rather no drafts.
+            logger.error("drafter %s is not used: %s", ref.id, error)
+            return
+        self._links[ref.id] = FeatureLink(wire, ref, project, self._verifier_id, self._epoch, self._weights, self._ring_bytes)
 
     def finish(self, request_ids: Iterable[str]) -> None:
         """These requests are over; drafters are told with the next round."""
@@ -238,7 +165,7 @@ class FeatureShipper:
             self._close(link, over, "finished")
 
     @staticmethod
-    def _close(link: _Link, request_ids: Iterable[str], reason: str) -> None:
+    def _close(link: FeatureLink, request_ids: Iterable[str], reason: str) -> None:
         for request_id in request_ids:
             if link.next_row.pop(request_id, None) is not None:
                 link.cold.discard(request_id)
@@ -246,23 +173,25 @@ class FeatureShipper:
 
     def ship(self, spans: list[Span], hidden: torch.Tensor | None) -> None:
         """Sends this step's rows.  `hidden`: `[num_tokens, width]` before `fc`, or None when drafters need no features."""
-        drafter_ids = sorted(self._links)
+        drafter_ids = self._assigned
         by_drafter: dict[str, list[Span]] = {drafter_id: [] for drafter_id in drafter_ids}
         for span in spans:
             chosen = drafter_for(span.request_id, drafter_ids)
             if chosen is not None:
                 by_drafter[chosen].append(span)
-        rows = self._features(spans, hidden) if drafter_ids or self._store.is_on else _Rows()
+        rows = self._features(spans, hidden, self._projection("")) if drafter_ids or self._store.is_on else _Rows()
         for span in spans:
             self._store.add(span.request_id, span.start, rows.of.get(span.request_id, b""), rows.row_bytes)
         for drafter_id, its_spans in by_drafter.items():
-            link = self._links[drafter_id]
+            link = self._links.get(drafter_id)
+            if link is None:
+                continue
             if link.listen():
                 self.greeted.add(drafter_id)
             if its_spans or link.closed:
-                self._ship_to(link, its_spans, rows)
+                self._ship_to(link, its_spans, self._features(its_spans, hidden, link.project) if link.ref.head else rows)
 
-    def _ship_to(self, link: _Link, spans: list[Span], rows: _Rows) -> None:
+    def _ship_to(self, link: FeatureLink, spans: list[Span], rows: _Rows) -> None:
         items: list[Open | Commit | Close] = []
         frames: list[bytes] = []
         opened: set[str] = set()
@@ -283,7 +212,7 @@ class FeatureShipper:
                 if isinstance(unsent, Open) or unsent.request_id in opened:
                     link.next_row.pop(unsent.request_id, None)
 
-    def _send(self, link: _Link, items: list[Open | Commit | Close], frame: bytes, rows: _Rows) -> bool:
+    def _send(self, link: FeatureLink, items: list[Open | Commit | Close], frame: bytes, rows: _Rows) -> bool:
         """One round, what is closed first; False when the drafter's queue is full."""
         self._seq += 1
         at = link.leave(frame)
@@ -296,7 +225,7 @@ class FeatureShipper:
         self.overflows[drafter_id] = self.overflows.get(drafter_id, 0) + 1
         return False
 
-    def _hand_over(self, link: _Link, span: Span, rows: _Rows, room: int) -> tuple[Open | Commit, bytes, int] | None:
+    def _hand_over(self, link: FeatureLink, span: Span, rows: _Rows, room: int) -> tuple[Open | Commit, bytes, int] | None:
         """Opens a request with all rows that are kept: the last part of it, its features, and how many rows were handed over.
 
         None when there are no earlier rows, the drafter has them, or it is not this request's turn.  Whoever has more rows
@@ -304,7 +233,13 @@ class FeatureShipper:
         """
         request_id, end = span.request_id, span.start + span.rows
         start = self._store.start(request_id, end)
-        if not rows.width or start >= span.start or (request_id in link.next_row and request_id not in link.cold):
+        # What is kept was projected for the fleet's own head.
+        if (
+            link.ref.head
+            or not rows.width
+            or start >= span.start
+            or (request_id in link.next_row and request_id not in link.cold)
+        ):
             return None
         if span.start - start > room and room < HANDOVER_ROWS:
             link.cold.add(request_id)
@@ -333,7 +268,7 @@ class FeatureShipper:
         handed.bytes_sent += count * rows.row_bytes
         return item, frame, count
 
-    def _item(self, link: _Link, span: Span, with_features: bool) -> tuple[Open | Commit, int]:
+    def _item(self, link: FeatureLink, span: Span, with_features: bool) -> tuple[Open | Commit, int]:
         """The message for one request and the first row of its span that the drafter does not have yet."""
         base_len = span.start + span.rows + 1
         k = self.k if span.wants_draft else 0
@@ -346,13 +281,13 @@ class FeatureShipper:
         tokens = span.tokens(span.start + first + 1, base_len)
         return Commit(span.request_id, base_len, tokens, len(tokens) if with_features else 0, k), first
 
-    def _features(self, spans: list[Span], hidden: torch.Tensor | None) -> _Rows:
-        """All rows of a step, projected together."""
+    def _features(self, spans: list[Span], hidden: torch.Tensor | None, project: Projection | None) -> _Rows:
+        """All rows of these spans, projected together."""
         if hidden is None:
             return _Rows()
         places = [row for span in spans for row in range(span.offset, span.offset + span.rows)]
         picked = hidden[torch.tensor(places, device=hidden.device, dtype=torch.long)]
-        projected = picked if self._project is None else self._project(picked)
+        projected = picked if project is None else project(picked)
         # The step's own read-back of the sampled tokens has already synchronised the stream: this copy waits for `fc` alone.
         raw = projected.contiguous().cpu()
         row_bytes = raw.shape[-1] * raw.element_size()

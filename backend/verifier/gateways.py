@@ -7,9 +7,10 @@ that has gone silent.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason, UtilityOutput
@@ -40,6 +41,9 @@ from backend.transport import Router
 from backend.verifier.fixed import refuse_unfit
 from backend.verifier.resume import add_request
 
+if TYPE_CHECKING:
+    from backend.verifier.weights import WeightControl
+
 logger = logging.getLogger(__name__)
 
 UTILITIES = frozenset(
@@ -57,6 +61,8 @@ UTILITIES = frozenset(
     }
 )
 """Engine methods a gateway may call."""
+SWAPPING = frozenset({"sleep", "wake_up", "reload_weights"})
+"""Methods of `WeightControl` a gateway may call."""
 
 
 @dataclass
@@ -77,7 +83,10 @@ class GatewayPort:
         lease_s: float,
         vllm: str,
         kept: KeptRows | None = None,
+        weights: WeightControl | None = None,
     ) -> None:
+        self._weights = weights
+        self._swapping_s = 0.0
         self._router = router
         self._core = core
         self._welcome = msgspec.msgpack.encode(welcome)
@@ -129,6 +138,11 @@ class GatewayPort:
         payload = msgspec.msgpack.encode(stats)
         for gateway in self._by_identity.values():
             self._router.send(gateway.identity, STATS, payload)
+
+    def take_swapping_s(self) -> float:
+        """Seconds that went into sleeping, waking and loading weights since the last call."""
+        taken, self._swapping_s = self._swapping_s, 0.0
+        return taken
 
     def expire(self, now: float) -> None:
         """Aborts what silent gateways had asked for."""
@@ -186,15 +200,23 @@ class GatewayPort:
 
     def _utility(self, gateway: _Gateway, call_id: int, method: str, arguments: list[Any]) -> None:
         output = UtilityOutput(call_id)
-        if method not in UTILITIES:
+        swapping = method in SWAPPING and self._weights is not None
+        if not swapping and method not in UTILITIES:
             output.failure_message = f"{method} cannot be called on a verifier"
         else:
+            began = time.monotonic()
             try:
-                function = getattr(self._core, method)
+                function = getattr(self._weights if swapping else self._core, method)
                 output.result = UtilityResult(function(*self._convert(function, arguments)))
             except Exception as error:
                 # The caller gets it; the engine goes on.
                 output.failure_message = f"{type(error).__name__}: {error}"
+            if swapping:
+                ended = time.monotonic()
+                self._swapping_s += ended - began
+                # Nobody could be heard meanwhile.
+                for each in self._by_identity.values():
+                    each.last_heard = ended
         self.send_outputs({gateway.index: EngineCoreOutputs(utility_output=output)})
 
     def _convert(self, function: Any, arguments: list[Any]) -> Iterator[Any]:

@@ -25,12 +25,13 @@ from backend.fleet import DrafterRef, VerifierStats
 from backend.protocol import HELLO_FIRST, PROTOCOL_VERSION, Ahead, Drafts, Hello, Next, Refused, decode_to_verifier, encode
 from backend.transport import Dealer, Hub
 from backend.verifier.counting import Counters
-from backend.verifier.features import GREET_EVERY_S
+from backend.verifier.feature_link import GREET_EVERY_S
 from backend.verifier.gateways import GatewayPort
 from backend.verifier.scheduler import DraftingScheduler
 
 if TYPE_CHECKING:
     from backend.records.writer import FileRecorder
+    from backend.verifier.weights import WeightControl
 
 logger = logging.getLogger(__name__)
 
@@ -66,12 +67,25 @@ class DraftLinks:
         self._links: dict[str, _Link] = {}
         # Answers carry the epoch they were asked in: a process that restarts must not accept its predecessor's.
         self._epoch = time.time_ns() & 0xFFFF_FFFF_FFFF
+        self._weights = 0
 
     def set_drafters(self, refs: list[DrafterRef]) -> None:
         """Applies a new assignment between two steps, on the scheduler's side and on every worker."""
         wanted = {ref.id: ref for ref in refs}
-        if wanted == {drafter_id: link.ref for drafter_id, link in self._links.items()}:
-            return
+        if wanted != {drafter_id: link.ref for drafter_id, link in self._links.items()}:
+            self._connect(refs, wanted)
+
+    def renew(self) -> None:
+        """The target has other weights: drafters forget what they have of its features, and all requests are opened anew."""
+        refs = [link.ref for link in self._links.values()]
+        self._weights += 1
+        for link in self._links.values():
+            self._hub.drop(link.dealer)
+            self._scheduler.book.reset_drafter(link.ref.id)
+        self._links.clear()
+        self._connect(refs, {ref.id: ref for ref in refs})
+
+    def _connect(self, refs: list[DrafterRef], wanted: dict[str, DrafterRef]) -> None:
         self._epoch += 1
         for drafter_id, link in list(self._links.items()):
             if wanted.get(drafter_id) != link.ref:
@@ -81,10 +95,10 @@ class DraftLinks:
             if ref.id not in self._links:
                 identity = f"{self._verifier_id}/drafts/{self._epoch}"
                 dealer = self._hub.dealer(ref.address, identity, ref.server_key)
-                hello = encode(Hello(PROTOCOL_VERSION, self._verifier_id, "drafts", self._epoch))
+                hello = encode(Hello(PROTOCOL_VERSION, self._verifier_id, "drafts", self._epoch, weights=self._weights))
                 self._links[ref.id] = _Link(ref, dealer, hello)
                 self._links[ref.id].greet(time.monotonic())
-        self._core.collective_rpc("set_drafters", args=(refs, self._epoch, self._hub.wire.fleet_keys))
+        self._core.collective_rpc("set_drafters", args=(refs, self._epoch, self._hub.wire.fleet_keys, self._weights))
         self._scheduler.set_drafters(refs)
         logger.info("drafters: %s", ", ".join(sorted(wanted)) or "none")
 
@@ -149,7 +163,9 @@ class EngineLoop:
         drafters: DraftLinks | None,
         counters: Counters,
         files: FileRecorder | None = None,
+        weights: WeightControl | None = None,
     ) -> None:
+        self._weights = weights
         self._core = core
         self._scheduler: Any = core.scheduler
         self._hub = hub
@@ -195,8 +211,14 @@ class EngineLoop:
     def _receive(self) -> None:
         now = time.monotonic()
         while not self._orders.empty():
+            self._counters.busy(self._lap())
             self._orders.get_nowait()()
+            # Another head's projection may have to be loaded for it.
+            self._counters.idle("swap", self._lap())
         self._gateways.receive(now)
+        if swapping_s := self._gateways.take_swapping_s():
+            self._counters.busy(self._lap() - swapping_s)
+            self._counters.idle("swap", swapping_s)
         if self._drafters is not None:
             self._drafters.receive(now)
             self._drafters.ask(now)
@@ -207,6 +229,8 @@ class EngineLoop:
     def _wait(self) -> tuple[str, float] | None:
         """Why and how long not to step; None: step now."""
         now = time.monotonic()
+        if self._weights is not None and self._weights.is_paused:
+            return "swap", self._next_tick - now
         if not self._scheduler.has_requests():
             return "no_work", self._next_tick - now
         if self._drafters is not None:
@@ -225,7 +249,7 @@ class EngineLoop:
         self._counters.busy(self._lap())
         self._hub.poll(max(seconds, 0.0))
         self._counters.idle(cause, self._lap())
-        if cause == "no_work":
+        if cause in ("no_work", "swap"):
             self._stepped_at = None
 
     def _step(self) -> None:
@@ -244,6 +268,7 @@ class EngineLoop:
         stats = self._counters.stats
         self._counters.busy(self._lap())
         self._scheduler.read_load(stats)
+        stats.paused = self._weights is not None and self._weights.is_paused
         if self._drafters is not None:
             self._drafters.read_counters(stats)
         if self._files is not None:

@@ -170,6 +170,7 @@ class AutoPlanner:
         others = [plan for plan in self._candidates(requests) if plan != present]
         if self._undrafted >= REVISIT_STEPS:
             self._undrafted = 0
+            self._costs.fade_acceptance()
             return max((p for p in others if p.k), key=lambda plan: self.tokens_per_s(plan, requests))
         least = PROMISING * self.tokens_per_s(present, requests)
         untried = [

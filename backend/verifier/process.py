@@ -29,6 +29,7 @@ from backend.verifier.loop import DraftLinks, EngineLoop
 from backend.verifier.recording import Recording
 from backend.verifier.traces import RequestTraces
 from backend.verifier.warm_up import warm_up
+from backend.verifier.weights import WeightControl
 
 if TYPE_CHECKING:
     from backend.records.writer import FileRecorder
@@ -158,7 +159,12 @@ class VerifierProcess:
             block_size=config.cache_config.block_size,
             supported_tasks=list(core.get_supported_tasks()),
         )
-        gateways = GatewayPort(router, core, welcome, self._settings.verifier.gateway_lease_s, vllm_version(), kept)
+        weights = WeightControl(core, self._paths.target_dir, bool(config.model_config.enable_sleep_mode))
+        gateways = GatewayPort(router, core, welcome, self._settings.verifier.gateway_lease_s, vllm_version(), kept, weights)
         is_remote = self._settings.mode in REMOTE_MODES
         links = DraftLinks(hub, core, self.verifier_id, counters) if is_remote else None
-        return EngineLoop(core, hub, gateways, links, counters, files)
+        weights.on_outputs = gateways.send_outputs
+        weights.on_begin = lambda: gateways.send_stats(msgspec.structs.replace(stats, paused=True))
+        if links is not None:
+            weights.on_renewed = links.renew
+        return EngineLoop(core, hub, gateways, links, counters, files, weights)

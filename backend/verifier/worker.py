@@ -6,6 +6,7 @@ vLLM's CPU worker builds its runner inline, its GPU worker through a factory; sw
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 from vllm.distributed import get_tensor_model_parallel_rank
@@ -16,9 +17,13 @@ from vllm.v1.worker.gpu_worker import Worker
 from backend.fleet import DrafterRef
 from backend.transport import ServerKeys, Wire
 from backend.verifier.cpu_kernels import repair_cpu_kernels
+from backend.verifier.feature_link import Projection
 from backend.verifier.features import FeatureShipper, Shipped
 from backend.verifier.fixed import FixedResponses
 from backend.verifier.runner import RemoteDrafting, ResumedOutputs, SeededPrefill, UndraftedSteps
+
+KEPT_PROJECTIONS = 8
+"""Heads whose `fc` is kept at hand: each drafter may have another."""
 
 
 class _Mixed:
@@ -49,23 +54,29 @@ class _Mixed:
     def _make_shipper(self, options: dict[str, Any]) -> FeatureShipper | None:
         if get_tensor_model_parallel_rank() != 0:
             return None
-        project = None
-        if options["head_dir"] and options["aux_layers"]:
+
+        @lru_cache(maxsize=KEPT_PROJECTIONS)
+        def projection(head: str) -> Projection | None:
+            if not (options["head_dir"] and options["aux_layers"]):
+                return None
             # `fc` runs in the target's own type: features of a bfloat16 model gain nothing from more.
             from backend.drafter.checkpoint import load_fc
 
-            project = load_fc(options["head_dir"]).to(self.model_runner.device, self.model_runner.dtype)
-        handover_bytes = options["handover_mib"] * 2**20
-        return FeatureShipper(options["verifier_id"], project, options["ring_bytes"], handover_bytes)
+            return load_fc(head or options["head_dir"]).to(self.model_runner.device, self.model_runner.dtype)
 
-    def set_drafters(self, refs: list[DrafterRef], epoch: int, fleet_keys: ServerKeys | None) -> None:
+        # What the fleet was started with must load: an error here is one of the start.
+        projection("")
+        handover_bytes = options["handover_mib"] * 2**20
+        return FeatureShipper(options["verifier_id"], projection, options["ring_bytes"], handover_bytes)
+
+    def set_drafters(self, refs: list[DrafterRef], epoch: int, fleet_keys: ServerKeys | None, weights: int = 0) -> None:
         """The assignment changed; called by the engine's thread between two steps, on every rank."""
         shipper = self.model_runner.shipper
         if shipper is None:
             return
         if self.wire is None:
             self.wire = Wire(fleet_keys)
-        shipper.set_drafters(self.wire, refs, epoch)
+        shipper.set_drafters(self.wire, refs, epoch, weights)
 
     def take_drafting_counters(self) -> Shipped:
         """`FeatureShipper.take_counters` of the sending rank, empty on the others."""

@@ -23,7 +23,8 @@ function chip(cell, state, detail) {
 }
 
 function stateOf(row, kind) {
-  if (row.state === "lost" || row.heard_s > 2) return `silent for ${number(row.heard_s)} s`;
+  // Loading a model may keep a member from reporting; that is no silence.
+  if (row.state === "lost" || (row.heard_s > 2 && row.state !== "starting")) return `silent for ${number(row.heard_s)} s`;
   return kind === "verifier" && row.state === "ready" && !row.connected ? "not connected" : "";
 }
 

@@ -16,6 +16,7 @@ from vllm.exceptions import VLLMValidationError
 
 from gateway.errors import ContextTooLong, NoVerifier, from_vllm
 from gateway.requests import check_generation, parse, read_json
+from gateway.session import enter_session
 from gateway.sse import stream_response, unless_disconnected
 from gateway.state import Gateway, gateway_of
 
@@ -42,6 +43,8 @@ async def _generate(gateway: Gateway, request: Request, model: type[pydantic.Bas
     check_generation(asked, max_n=gateway.settings.gateway.max_n, speculating=gateway.speculating)
     if not gateway.client.ready:
         raise NoVerifier
+    # Before vLLM starts the tasks that submit the sequences: they inherit it.
+    enter_session(request.headers.get("x-session-id") or getattr(asked, "user", None))
     try:
         answer = await unless_disconnected(request, create(asked, request))
     except VLLMValidationError as error:

@@ -67,6 +67,8 @@ class FakeVerifier:
         self.hung = False
         """Connected, and answers nothing."""
         self.utilities: list[tuple[str, list[Any]]] = []
+        self.failure: str | None = None
+        """What every utility call is answered with, if set."""
         self.clients: set[bytes] = set()
         self.rows = RowBatch()
         self.incarnation = uuid.uuid4().hex
@@ -103,7 +105,7 @@ class FakeVerifier:
         for client in self.clients:
             self.send(client, wire.REFUSED, msgspec.msgpack.encode(wire.Refusal(reason, "test")))
 
-    def send_stats(self, drafts: int = 10, accepted: int = 15) -> None:
+    def send_stats(self, drafts: int = 10, accepted: int = 15, paused: bool = False) -> None:
         counters = DraftCounters(
             drafts=drafts,
             draft_tokens=drafts * 4,
@@ -127,6 +129,7 @@ class FakeVerifier:
             requests_finished={"length": 1},
             drafters={"drafter-0": counters},
         )
+        stats.paused = paused
         self.publish(stats)
 
     def publish(self, stats: VerifierStats) -> None:
@@ -172,7 +175,8 @@ class FakeVerifier:
             elif kind == wire.UTILITY:
                 call_id, method, arguments = msgspec.msgpack.decode(frames[0])
                 self.utilities.append((method, arguments))
-                answer = EngineCoreOutputs(utility_output=UtilityOutput(call_id, result=UtilityResult(True)))
+                output = UtilityOutput(call_id, self.failure, None if self.failure else UtilityResult(True))
+                answer = EngineCoreOutputs(utility_output=output)
                 self.send(client, wire.OUTPUTS, *MsgpackEncoder().encode(answer))
 
 

@@ -129,7 +129,7 @@ class SimulatedCore:
         """Verifications of remote drafts made from the target's features, and tokens kept in them."""
         self.runner = _Runner()
         self.runner.requests = self.scheduler.requests
-        self.runner.set_up_drafting(FeatureShipper("v", None), (), True)
+        self.runner.set_up_drafting(FeatureShipper("v", lambda head: None), (), True)
 
     def add(self, request_id: str, text: Text) -> None:
         params = SamplingParams(temperature=0, max_tokens=len(text.tokens) - text.prompt - 8, ignore_eos=True)
@@ -144,8 +144,8 @@ class SimulatedCore:
         if name == "take_drafting_counters":
             return [shipper.take_counters()]
         assert name == "set_drafters"
-        refs, epoch, _ = args
-        shipper.set_drafters(None, refs, epoch)  # type: ignore[arg-type]
+        refs, epoch, _, weights = args
+        shipper.set_drafters(None, refs, epoch, weights)  # type: ignore[arg-type]
         return [None]
 
     def post_step(self, executed: bool) -> None:
@@ -269,6 +269,9 @@ class SimulatedVerifier:
     def expire(self, now: float) -> None:
         pass
 
+    def take_swapping_s(self) -> float:
+        return 0.0
+
     def check(self) -> None:
         """The books agree with each other and with vLLM's."""
         scheduler = self.core.scheduler
@@ -300,6 +303,6 @@ def simulated(world: World, network: Network) -> Iterator[None]:
     with ExitStack() as stack:
         for module in ("loop", "scheduler", "features", "counting"):
             stack.enter_context(mock.patch(f"backend.verifier.{module}.time", world))
-        stack.enter_context(mock.patch("backend.verifier.features.connect_dealer", connect))
-        stack.enter_context(mock.patch("backend.verifier.features.Dealer", lambda socket: socket))
+        stack.enter_context(mock.patch("backend.verifier.feature_link.connect_dealer", connect))
+        stack.enter_context(mock.patch("backend.verifier.feature_link.Dealer", lambda socket: socket))
         yield

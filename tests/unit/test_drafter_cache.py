@@ -227,3 +227,25 @@ def test_splice_places_tokens_by_the_base_length() -> None:
     assert known == [1, 2, 3, 4, 5, 7, UNKNOWN, UNKNOWN, 8]
     assert splice(known, 2, []) == 2
     assert known == [1, 2]
+
+
+def test_rows_of_earlier_weights_serve_no_new_sequence() -> None:
+    cache = RowCache(8 * UNIT, lambda source, target, rows: None)
+    tokens = [1] * (4 * BLOCK)
+    fill(cache, "closed", tokens)
+    cache.close("closed")
+    fill(cache, "open", [2] * (4 * BLOCK))
+    cache.invalidate()
+    for key, prompt in (("a", tokens), ("b", [2] * (4 * BLOCK))):
+        assert cache.open(key, prompt, len(prompt) - 1, 2.0).length == 0
+    # The open one goes on; what it adds is not shared either, and closing it leaves nothing behind.
+    still = cache.peek("open")
+    assert still is not None
+    assert still.length
+    cache.publish(still)
+    cache.close("open")
+    assert cache.open("c", [2] * (4 * BLOCK), 4 * BLOCK - 1, 3.0).length == 0
+    cache.close("a")
+    fill(cache, "new", tokens)
+    cache.close("new")
+    assert cache.open("d", tokens, len(tokens) - 1, 4.0).length > 0

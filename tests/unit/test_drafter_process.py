@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from backend.config.settings import DraftingSettings
+from backend.drafter.head_config import CheckpointError
 from backend.drafter.process import DrafterModel, DrafterProcess
 from backend.fleet import DrafterRef
 from backend.protocol import (
@@ -29,7 +32,7 @@ from backend.protocol import (
 from backend.transport import RingWriter
 from backend.transport.hub import Dealer, Hub
 from backend.transport.sockets import Wire, new_server_keys
-from backend.verifier import features
+from backend.verifier import feature_link
 from backend.verifier.features import FeatureShipper, Span
 from tests.support.drafter_heads import TinyHead, write_head, write_target
 
@@ -107,10 +110,10 @@ def test_a_shipper_and_a_drafter_agree_on_a_ring(process: DrafterProcess, monkey
         used.append(-1 if at is None else at)
         return at
 
-    monkeypatch.setattr(features, "RING_FROM_BYTES", 1)
+    monkeypatch.setattr(feature_link, "RING_FROM_BYTES", 1)
     monkeypatch.setattr(RingWriter, "write", noted)
     peer, wire = Peer(process.address, "listener"), Wire()
-    shipper = FeatureShipper("v", None, ring_bytes=1 << 20)
+    shipper = FeatureShipper("v", lambda head: None, ring_bytes=1 << 20)
     shipper.k = 4
     shipper.set_drafters(wire, [DrafterRef("drafter-0", "i", process.address, "", 1)], 1)
     try:
@@ -199,4 +202,46 @@ def test_prompt_lookup_needs_no_head(tmp_path: Path, model: DrafterModel) -> Non
         assert answer.items[0].tokens == [3, 4]
     finally:
         peer.hub.close()
+        process.stop()
+
+
+def test_another_head_is_loaded_while_it_serves(process: DrafterProcess, tmp_path: Path) -> None:
+    peer = Peer(process.address, "v")
+    peer.greet()
+    tokens = [1, 2, 3, 4, 5]
+    before = peer.ask(1, Open("a", 5, tokens, 4, 4)).items[0].tokens
+    process.swap_head(write_head(tmp_path / "other", replace(HEAD, seed=5), "speculators"))
+    peer.greet()
+    assert peer.ask(1, Open("a", 5, tokens, 4, 4)).items[0].tokens != before
+
+
+@pytest.mark.parametrize("wrong", ["missing", "hidden", "layers", "empty"])
+def test_a_head_that_does_not_fit_is_refused_and_the_present_one_kept(
+    process: DrafterProcess, tmp_path: Path, wrong: str
+) -> None:
+    peer = Peer(process.address, "v")
+    peer.greet()
+    before = peer.ask(1, Open("a", 5, [1, 2, 3, 4, 5], 4, 4)).items[0].tokens
+    other = tmp_path / "other"
+    if wrong == "empty":
+        other.mkdir()
+    elif wrong == "hidden":
+        write_head(other, replace(HEAD, hidden=64), "speculators")
+    elif wrong == "layers":
+        write_head(other, HEAD, "speculators")
+        config = json.loads((other / "config.json").read_text())
+        (other / "config.json").write_text(json.dumps(config | {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}))
+    with pytest.raises(CheckpointError, match="other"):
+        process.swap_head(str(other))
+    # The session goes on as if nobody had asked.
+    assert peer.ask(1, Open("b", 5, [1, 2, 3, 4, 5], 4, 4)).items[0].tokens == before
+
+
+def test_prompt_lookup_has_no_head_to_exchange(tmp_path: Path, model: DrafterModel) -> None:
+    process = DrafterProcess("d", DrafterModel(model.target_dir, None), SETTINGS, f"ipc://{tmp_path}/n.sock")
+    process.start()
+    try:
+        with pytest.raises(CheckpointError, match="no head"):
+            process.swap_head(str(tmp_path))
+    finally:
         process.stop()

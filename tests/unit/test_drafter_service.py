@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -304,3 +305,31 @@ def test_prompt_lookup_behind_the_same_protocol() -> None:
     header = encode(Round(1, 1, "float32", 0, [Open("a", 6, [1, 2, 3, 4, 1, 2], 0, 3)]))
     assert verifier.answer(service.handle(verifier.features, [header, b""])) == [Draft("a", 6, [3, 4, 1])]
     assert "wide" in refusal(service.handle(verifier.features, verifier.frames(Open("b", 3, [1, 2, 3], 2, 2))))
+
+
+def test_another_proposer_takes_over_between_two_rounds(service: DrafterService, tmp_path: Path) -> None:
+    verifier = Verifier(service, "v")
+    tokens = [1, 2, 3, 4, 5]
+    (before,) = verifier.round(Open("a", 5, tokens, 4, 4))
+    other = make_proposer(tmp_path / "other", replace(HEAD, seed=9))
+    service.replace(other)
+    assert refusal(service.handle(verifier.features, verifier.frames(Commit("a", 6, [6], 1, 2)))) == HELLO_FIRST
+    verifier.greet("features")
+    verifier.greet("drafts")
+    (after,) = verifier.round(Open("a", 5, tokens, 4, 4))
+    assert after.tokens != before.tokens
+    assert service.stats(0.0).sequences == 1
+
+
+@pytest.mark.parametrize(("weights", "shared"), [(0, True), (1, False)])
+def test_other_weights_of_the_target_empty_the_prefix_cache(service: DrafterService, weights: int, shared: bool) -> None:
+    tokens = [1 + i % 7 for i in range(40)]
+    first = Verifier(service, "v")
+    first.round(Open("a", 40, tokens, 39, 1))
+    service.handle(first.features, [encode(Hello(PROTOCOL_VERSION, "v", "features", 2, weights=weights))])
+    second = Verifier(service, "w")
+    second.round(Open("b", 40, tokens, 8, 1))
+    assert bool(service.stats(0.0).prefix_rows_reused) == shared
+    # Said again, it is nothing new.
+    service.handle(first.features, [encode(Hello(PROTOCOL_VERSION, "v", "drafts", 2, weights=weights))])
+    assert service.stats(0.0).sequences == 1

@@ -31,7 +31,7 @@ from backend.protocol import (
     encode,
 )
 from backend.transport import RingReader, RingWriter, Wire
-from backend.verifier import features
+from backend.verifier import feature_link
 from backend.verifier.features import FeatureShipper, Span
 from tests.support.drafter_heads import TinyHead, make_proposer
 
@@ -211,10 +211,10 @@ class _Peer:
 
 def test_the_shipper_uses_the_ring_once_it_is_read_and_only_for_large_frames(monkeypatch: pytest.MonkeyPatch) -> None:
     peer = _Peer()
-    monkeypatch.setattr(features, "connect_dealer", lambda *_: None)
-    monkeypatch.setattr(features, "Dealer", lambda _: peer)
-    monkeypatch.setattr(features, "RING_FROM_BYTES", 1024)
-    shipper = FeatureShipper("v", None, ring_bytes=2048)
+    monkeypatch.setattr(feature_link, "connect_dealer", lambda *_: None)
+    monkeypatch.setattr(feature_link, "Dealer", lambda _: peer)
+    monkeypatch.setattr(feature_link, "RING_FROM_BYTES", 1024)
+    shipper = FeatureShipper("v", lambda head: None, ring_bytes=2048)
     shipper.set_drafters(Wire(), [DrafterRef("d0", "i", "ipc:///nowhere", "", 1)], 1)
     hello = decode_to_drafter(peer.sent.pop()[0])
     assert isinstance(hello, Hello)
@@ -239,7 +239,7 @@ def test_the_shipper_uses_the_ring_once_it_is_read_and_only_for_large_frames(mon
     assert ship(44, 20)[0].at is not None
     assert ship(64, 20)[0].at is None, "no room: the drafter has not read the last one"
     peer.inbox.append([encode(Refused(HELLO_FIRST))])
-    monkeypatch.setattr(features, "GREET_EVERY_S", 0.0)
+    monkeypatch.setattr(feature_link, "GREET_EVERY_S", 0.0)
     peer.sent.clear()
     ship(84, 20)
     again = decode_to_drafter(peer.sent[0][0])
@@ -253,9 +253,9 @@ def test_the_shipper_uses_the_ring_once_it_is_read_and_only_for_large_frames(mon
 
 def test_between_hosts_no_ring_is_offered(monkeypatch: pytest.MonkeyPatch) -> None:
     peer = _Peer()
-    monkeypatch.setattr(features, "connect_dealer", lambda *_: None)
-    monkeypatch.setattr(features, "Dealer", lambda _: peer)
-    shipper = FeatureShipper("v", None, ring_bytes=2048)
+    monkeypatch.setattr(feature_link, "connect_dealer", lambda *_: None)
+    monkeypatch.setattr(feature_link, "Dealer", lambda _: peer)
+    shipper = FeatureShipper("v", lambda head: None, ring_bytes=2048)
     shipper.set_drafters(Wire(), [DrafterRef("d0", "i", "tcp://127.0.0.1:1", "", 1)], 1)
     hello = decode_to_drafter(peer.sent[0][0])
     assert isinstance(hello, Hello)

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from backend.drafter.head_config import CheckpointError
 from backend.drafter.service import DrafterService
 from backend.fleet import DrafterRef
 from backend.protocol import (
@@ -25,7 +26,7 @@ from backend.protocol import (
     encode,
 )
 from backend.transport import Wire
-from backend.verifier import features
+from backend.verifier import feature_link, features
 from backend.verifier.feature_store import FeatureStore
 from backend.verifier.features import FeatureShipper, Span
 from backend.verifier.pairing import drafter_for
@@ -75,12 +76,12 @@ class Bench:
 
     def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch, handover_bytes: int) -> None:
         self.lines: dict[str, Line] = {}
-        monkeypatch.setattr(features, "connect_dealer", lambda wire, address, *_: address)
-        monkeypatch.setattr(features, "Dealer", lambda address: self.lines[address])
+        monkeypatch.setattr(feature_link, "connect_dealer", lambda wire, address, *_: address)
+        monkeypatch.setattr(feature_link, "Dealer", lambda address: self.lines[address])
         for name in ("d0", "d1"):
             service = DrafterService(name, make_proposer(directory / name, HEAD), 60.0)
             self.lines[name] = Line(service)
-        self.shipper = FeatureShipper("v", None, handover_bytes=handover_bytes)
+        self.shipper = FeatureShipper("v", lambda head: None, handover_bytes=handover_bytes)
         self.shipper.k = K
         self.epoch = 0
         generator = torch.Generator().manual_seed(3)
@@ -233,3 +234,38 @@ def test_the_store_keeps_the_newest_consecutive_rows_within_its_bounds(
     for name in list(ends):
         store.forget(name)
     assert store.held == 0
+
+
+def test_nothing_is_handed_over_to_another_head_nor_of_other_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(tmp_path, monkeypatch, 1 << 20)
+    bench.assign("d0")
+    bench.live(10)
+    bench.shipper.set_drafters(Wire(), [DrafterRef("d1", "i", "d1", "", 2, head="/other")], 7)
+    bench.live(2)
+    assert not bench.shipper.take_counters().handovers
+    bench.shipper.set_drafters(Wire(), [DrafterRef("d0", "i", "d0", "", 3)], 8, weights=1)
+    bench.live(1)
+    assert not bench.shipper.take_counters().handovers
+    bench.live(5)
+    bench.shipper.set_drafters(Wire(), [DrafterRef("d1", "i", "d1", "", 4)], 9, weights=1)
+    bench.live(1)
+    assert set(bench.shipper.take_counters().handovers) == {"d1"}
+
+
+def test_a_drafter_whose_projection_does_not_load_gets_nothing_and_takes_nobody_elses_requests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(tmp_path, monkeypatch, 0)
+
+    def projection(head: str) -> None:
+        if head:
+            raise CheckpointError(f"{head}: gone")
+
+    monkeypatch.setattr(bench.shipper, "_projection", projection)
+    refs = [DrafterRef("d0", "i", "d0", "", 1), DrafterRef("d1", "i", "d1", "", 1, head="/other")]
+    bench.shipper.set_drafters(Wire(), refs, 1)
+    bench.live(3, requests=(0, 1, 2, 3))
+    mine = {f"r{i}" for i in range(4) if drafter_for(f"r{i}", ["d0", "d1"]) == "d0"}
+    assert 0 < len(mine) < 4
+    assert set(bench.lines["d0"].drafts) == mine
+    assert not bench.lines["d1"].drafts

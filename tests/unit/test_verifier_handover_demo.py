@@ -58,7 +58,7 @@ def serve(
         lines[name] = Line(DrafterService(name, proposer, 60.0))
     monkeypatch.setattr(features, "connect_dealer", lambda wire, address, *_: address)
     monkeypatch.setattr(features, "Dealer", lambda address: lines[address])
-    shipper = FeatureShipper("v", load_fc(str(DRAFTER_DIR)), handover_bytes)
+    shipper = FeatureShipper("v", load_fc(str(DRAFTER_DIR)), handover_bytes=handover_bytes)
     shipper.k = K
     drafts, accepted = [0, 0], [0, 0]
     lengths = [PROMPT + 1] * REQUESTS

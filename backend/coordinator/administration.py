@@ -1,0 +1,244 @@
+"""Carries out administrators' commands as far as the coordinator can, and queues the rest for the launcher.  Pure.
+
+Draining and pins are the policy's own.  What needs processes (`add`, `remove`, `restart`, `swap-drafter`) becomes an
+`Operation`: the launcher takes the oldest, reports how it goes, and takes the next.  Runs in the coordinator actor, one call at
+a time, so a command is checked and taken at one moment of the fleet: `if_version` means what it says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from backend.coordinator.commands import (
+    Add,
+    Answer,
+    AnyCommand,
+    Assign,
+    Done,
+    Drain,
+    Reason,
+    Refused,
+    Remove,
+    Restart,
+    Resume,
+    SwapDrafter,
+)
+from backend.coordinator.policy import Coordinator
+from backend.fleet import FleetSnapshot, MemberKind, MemberView, Operation, OperationState
+
+KEPT = 20
+"""Ended operations that are still shown."""
+MOST_AT_ONCE = 16
+"""Members that one command may add."""
+
+
+class _Refusal(Exception):
+    def __init__(self, reason: Reason, message: str) -> None:
+        super().__init__(message)
+        self.reason: Reason = reason
+
+
+class Administration:
+    """The commands' side of a `Coordinator`.  `deadline_s` is for commands that name none; `name`, another one per process."""
+
+    def __init__(self, policy: Coordinator, deadline_s: float, has_drafters: bool, name: str = "") -> None:
+        self._policy = policy
+        self._name = name
+        self._deadline_s = deadline_s
+        self._has_drafters = has_drafters
+        self._operations: dict[int, Operation] = {}
+        self._next_id = 1
+
+    @property
+    def operations(self) -> list[Operation]:
+        """Those that are waiting or running, and the last that ended; the newest last."""
+        return list(self._operations.values())
+
+    def snapshot(self, now: float) -> FleetSnapshot:
+        """The fleet at `now`, with what administrators have asked for."""
+        pins = {drafter: list(verifiers) for drafter, verifiers in self._policy.pins.items()}
+        fleet = self._policy.snapshot(now)
+        return msgspec.structs.replace(fleet, pins=pins, operations=self.operations, coordinator=self._name)
+
+    def next_operation(self) -> Operation | None:
+        """What the launcher has to work on: the one it has begun, or the oldest."""
+        return next((each for each in self._operations.values() if each.state in ("running", "waiting")), None)
+
+    def progress(self, operation_id: int, state: OperationState, note: str, members: Sequence[str] | None = None) -> None:
+        """The launcher tells how an operation goes; one that is not known any more is ignored."""
+        known = self._operations.get(operation_id)
+        if known is None:
+            return
+        changed = msgspec.structs.replace(known, state=state, note=note)
+        if members is not None:
+            changed = msgspec.structs.replace(changed, members=list(members))
+        self._operations[operation_id] = changed
+        ended = [each.id for each in self._operations.values() if each.state in ("done", "failed")]
+        for old in ended[: max(len(ended) - KEPT, 0)]:
+            del self._operations[old]
+
+    def submit(self, command: AnyCommand, now: float) -> Answer:
+        """Takes a command, or says why not."""
+        fleet = self._policy.snapshot(now)
+        try:
+            if command.if_version is not None and command.if_version != fleet.version:
+                raise _Refusal("version_mismatch", f"the fleet is at version {fleet.version}, not {command.if_version}")
+            return self._take(command, fleet, now)
+        except _Refusal as refusal:
+            return Refused(refusal.reason, str(refusal), fleet.version)
+
+    def _take(self, command: AnyCommand, fleet: FleetSnapshot, now: float) -> Done:
+        if isinstance(command, Drain):
+            return self._drain(command, fleet, now)
+        if isinstance(command, Resume):
+            return self._resume(command, fleet, now)
+        if isinstance(command, Remove):
+            return self._remove(command, fleet)
+        if isinstance(command, Add):
+            return self._add(command, fleet)
+        if isinstance(command, Assign):
+            return self._assign(command, fleet, now)
+        if isinstance(command, Restart):
+            return self._restart(command, fleet)
+        return self._swap(command, fleet)
+
+    # One method per command: check, say what it does, do it unless it is a dry run.
+
+    def _drain(self, command: Drain, fleet: FleetSnapshot, now: float) -> Done:
+        view = _member(fleet, command.member)
+        _check_deadline(command.deadline_s)
+        if not command.force:
+            _check_others_serve(fleet, [command.member])
+        after_s = 0.0 if command.migrate else command.deadline_s
+        effects = [] if view.drain is not None else [f"{command.member} takes no new work"]
+        moving = view.drain is not None and view.drain.migrate
+        if view.member.kind == "verifier" and after_s is not None and not moving:
+            effects.append(f"its requests are moved {'now' if not after_s else f'after {after_s:g} s'}")
+        if not command.dry_run and effects:
+            self._policy.drain(command.member, now, after_s)
+        return self._done(effects, now)
+
+    def _resume(self, command: Resume, fleet: FleetSnapshot, now: float) -> Done:
+        view = _member(fleet, command.member)
+        effects = [f"{command.member} takes work again"] if view.drain is not None else []
+        if effects and not command.dry_run:
+            self._check_idle([command.member])
+            self._policy.resume(command.member, now)
+        return self._done(effects, now)
+
+    def _remove(self, command: Remove, fleet: FleetSnapshot) -> Done:
+        view = _member(fleet, command.member)
+        pending = self._pending(command.member)
+        if pending is not None and pending.kind == "remove":
+            return Done(fleet.version, [], pending.id)
+        self._check_idle([command.member])
+        if not command.force:
+            _check_others_serve(fleet, [command.member])
+        effects = [f"{command.member} takes no new work", f"process {view.member.pid} ends when its requests have"]
+        return self._queue(command, fleet, effects, kind="remove", members=[command.member], **self._manner(command))
+
+    def _add(self, command: Add, fleet: FleetSnapshot) -> Done:
+        if not 1 <= command.count <= MOST_AT_ONCE:
+            raise _Refusal("invalid", f"count must be between 1 and {MOST_AT_ONCE}")
+        if command.kind == "drafter" and not self._has_drafters:
+            raise _Refusal("invalid", "the fleet's mode drafts without drafters of its own")
+        plural = "s" if command.count > 1 else ""
+        effects = [f"{command.count} {command.kind}{plural} started"]
+        return self._queue(command, fleet, effects, kind="add", members=[""] * command.count, add=command.kind)
+
+    def _assign(self, command: Assign, fleet: FleetSnapshot, now: float) -> Done:
+        _member(fleet, command.drafter, "drafter")
+        for verifier in command.verifiers or ():
+            _member(fleet, verifier, "verifier")
+        wanted = None if command.verifiers is None else sorted(set(command.verifiers))
+        known = self._policy.pins.get(command.drafter)
+        if wanted == (None if known is None else sorted(known)):
+            return Done(fleet.version, [])
+        if wanted is None:
+            effects = [f"{command.drafter} goes where the policy sends it"]
+        else:
+            effects = [f"{command.drafter} serves {' and '.join(wanted) or 'nobody'}, and stays there"]
+        if command.dry_run:
+            return Done(fleet.version, effects)
+        self._policy.changed()
+        if wanted is None:
+            self._policy.unpin(command.drafter, now)
+        else:
+            self._policy.pin(command.drafter, wanted, now)
+        return self._done(effects, now)
+
+    def _restart(self, command: Restart, fleet: FleetSnapshot) -> Done:
+        everyone = [view.member.id for view in fleet.members if view.member.kind != "gateway" and view.member.state != "lost"]
+        members = everyone if command.members is None else command.members
+        if not members:
+            raise _Refusal("invalid", "there is nobody to restart")
+        for member in members:
+            _member(fleet, member)
+            # One at a time: the others serve meanwhile.
+            if not command.force:
+                _check_others_serve(fleet, [member])
+        self._check_idle(members)
+        effects = [f"{member} is drained, ended and started again" for member in members]
+        return self._queue(command, fleet, effects, kind="restart", members=list(members), **self._manner(command))
+
+    def _swap(self, command: SwapDrafter, fleet: FleetSnapshot) -> Done:
+        _member(fleet, command.drafter, "drafter")
+        if not command.path:
+            raise _Refusal("invalid", "path must name a directory")
+        self._check_idle([command.drafter])
+        effects = [f"{command.drafter} drafts with another head, if it fits"]
+        return self._queue(command, fleet, effects, kind="swap-drafter", members=[command.drafter], path=command.path)
+
+    # Details.
+
+    def _done(self, effects: list[str], now: float) -> Done:
+        return Done(self._policy.snapshot(now).version, effects)
+
+    def _queue(self, command: AnyCommand, fleet: FleetSnapshot, effects: list[str], **fields: Any) -> Done:
+        if command.dry_run:
+            return Done(fleet.version, effects)
+        operation = Operation(self._next_id, **fields)
+        self._next_id += 1
+        self._operations[operation.id] = operation
+        # Whoever decided on the version before this has not reckoned with it.
+        return Done(self._policy.changed(), effects, operation.id)
+
+    def _manner(self, command: Remove | Restart) -> dict[str, Any]:
+        _check_deadline(command.deadline_s)
+        deadline_s = self._deadline_s if command.deadline_s is None else command.deadline_s
+        return {"migrate": command.migrate, "deadline_s": deadline_s, "force": command.force}
+
+    def _pending(self, member: str) -> Operation | None:
+        return next((o for o in self._operations.values() if o.state in ("waiting", "running") and member in o.members), None)
+
+    def _check_idle(self, members: Sequence[str]) -> None:
+        for member in members:
+            pending = self._pending(member)
+            if pending is not None:
+                raise _Refusal("conflict", f"{member} is part of operation {pending.id} ({pending.kind})")
+
+
+def _member(fleet: FleetSnapshot, member_id: str, kind: MemberKind | None = None) -> MemberView:
+    """The member of that id, which is no gateway, and of that kind."""
+    fitting = [view for view in fleet.members if view.member.kind == kind or (kind is None and view.member.kind != "gateway")]
+    found = next((view for view in fitting if view.member.id == member_id), None)
+    if found is not None:
+        return found
+    what = kind or "verifier or drafter"
+    there = ", ".join(view.member.id for view in fitting) or "none"
+    raise _Refusal("unknown_member", f"no {what} {member_id!r}; there is {there}")
+
+
+def _check_deadline(deadline_s: float | None) -> None:
+    if deadline_s is not None and not 0 <= deadline_s < float("inf"):
+        raise _Refusal("invalid", "deadline_s must be zero or more")
+
+
+def _check_others_serve(fleet: FleetSnapshot, leaving: Sequence[str]) -> None:
+    """At least one verifier goes on taking requests without these."""
+    serving = [v.member.id for v in fleet.members if v.member.kind == "verifier" and v.member.state == "ready"]
+    if set(serving) & set(leaving) and not set(serving) - set(leaving):
+        raise _Refusal("last_verifier", f"{serving[0]} is the last verifier that takes requests; force does it all the same")

@@ -1,0 +1,63 @@
+"""When a draining member has nothing left to do.  Pure; the operator asks it with every snapshot."""
+
+from __future__ import annotations
+
+from backend.fleet import FleetSnapshot, MemberView, VerifierStats
+
+
+class Emptying:
+    """Follows one member that was told, by fleet version `version`, to take no new work.
+
+    A gateway that has acted upon that version sends nothing there any more; what it sent before is with the verifier by then.
+    The verifier's counters are as old as its last pause between two steps.  So it is empty when, after the gateways' word,
+    newer counters have come in twice, and show no requests: the second ones were taken after the first had been seen.
+    """
+
+    def __init__(self, member_id: str, version: int) -> None:
+        self._member_id = member_id
+        self._version = version
+        self._told_at: float | None = None
+        self._accounted = 0.0
+        self._renewals = 0
+
+    def is_over(self, snapshot: FleetSnapshot, now: float) -> bool:
+        """Whether the member may be ended without loss; one that is gone may."""
+        views = {view.member.id: view for view in snapshot.members}
+        view = views.get(self._member_id)
+        if view is None or view.member.state == "lost":
+            return True
+        if view.member.kind == "drafter":
+            return self._is_unassigned(snapshot, now)
+        gateways = [each for each in snapshot.members if each.member.kind == "gateway" and each.member.state == "ready"]
+        if any(gateway.seen_version < self._version for gateway in gateways):
+            return False
+        return self._is_idle(view.verifier)
+
+    def requests(self, snapshot: FleetSnapshot) -> int:
+        """Requests it still has, for people."""
+        stats = next((each.verifier for each in snapshot.members if each.member.id == self._member_id), None)
+        return stats.running + stats.waiting if stats is not None else 0
+
+    def _is_idle(self, stats: VerifierStats | None) -> bool:
+        if stats is None:
+            return False
+        accounted = stats.started_at + stats.busy_s + sum(stats.idle_s.values())
+        if self._told_at is None:
+            self._told_at, self._accounted = 0.0, accounted
+        elif accounted != self._accounted:
+            self._accounted = accounted
+            self._renewals += 1
+        return self._renewals >= 2 and not stats.running and not stats.waiting
+
+    def _is_unassigned(self, snapshot: FleetSnapshot, now: float) -> bool:
+        """No verifier has it, and all of them have reported, and so been told, since."""
+        if any(each.drafter_id == self._member_id for each in snapshot.assignments):
+            self._told_at = None
+            return False
+        if self._told_at is None:
+            self._told_at = now
+        return all(_heard_within(view, now - self._told_at) for view in snapshot.members if view.member.kind == "verifier")
+
+
+def _heard_within(view: MemberView, seconds: float) -> bool:
+    return view.member.state != "ready" or view.last_report_s < seconds

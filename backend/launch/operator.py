@@ -1,0 +1,187 @@
+"""Carries out administrators' operations: members added, removed, restarted; heads swapped.
+
+A thread of the launcher's process.  It asks the coordinator for the oldest operation, works on it, tells how it goes, and asks
+for the next: one change at a time.  A member is ended only when every gateway knows that it takes no new work and the member
+itself has reported that it has none left, so no request is lost in between.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
+
+import ray
+import ray.exceptions
+
+from backend.coordinator import CoordinatorUnavailable
+from backend.coordinator.messages import Progress
+from backend.fleet import FleetSnapshot, Operation
+from backend.launch.emptying import Emptying
+from backend.launch.plan import PlanError
+from backend.launch.processes import LaunchError, cause
+from backend.launch.standing import Standing
+
+if TYPE_CHECKING:
+    from backend.launch.fleet import Fleet
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+POLL_S = 0.25
+JOIN_S = 5.0
+SWAP_TIMEOUT_S = 300.0
+AWAY_LIMIT_S = 30.0
+"""The coordinator may be away for so long in the middle of an operation."""
+
+
+class _Stopped(Exception):
+    """The fleet is ending."""
+
+
+class Operator:
+    """Works for one `Fleet` until it is stopped."""
+
+    def __init__(self, fleet: Fleet, say: Callable[[str], None]) -> None:
+        self._fleet = fleet
+        self._coordinator = fleet.coordinator
+        self._say = say
+        self._standing = Standing()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="operator", daemon=True)
+
+    def start(self) -> None:
+        """Begins to ask."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends what is being done where it stands."""
+        self._stopping.set()
+        self._thread.join(JOIN_S)
+
+    def _run(self) -> None:
+        while not self._stopping.wait(POLL_S):
+            try:
+                self._remind()
+                operation = self._coordinator.progress()
+                if operation is not None:
+                    self._carry_out(operation)
+            except CoordinatorUnavailable as error:
+                logger.debug("no operations: %s", error)
+            except _Stopped:
+                return
+
+    def _carry_out(self, operation: Operation) -> None:
+        steps = {"add": self._add, "remove": self._remove, "restart": self._restart, "swap-drafter": self._swap}
+        self._tell(operation, "begun")
+        try:
+            note = steps[operation.kind](operation)
+        except (LaunchError, PlanError) as error:
+            self._end(operation, False, str(error))
+        except (ray.exceptions.RayError, ValueError, KeyError) as error:
+            # The operator must outlive whatever one operation runs into.
+            logger.exception("operation %d (%s) failed", operation.id, operation.kind)
+            self._end(operation, False, cause(error))
+        else:
+            self._end(operation, True, note)
+
+    # The operations; each returns what is said at its end.
+
+    def _add(self, operation: Operation) -> str:
+        assert operation.add is not None
+        started = []
+        try:
+            for _ in operation.members:
+                started.append(self._fleet.add(operation.add))
+            names = [member.member_id for member in started]
+            self._tell(operation, f"starting {', '.join(names)}", names)
+            self._fleet.wait_ready(self._say, started, unless=self._stopping.is_set)
+        except (LaunchError, PlanError):
+            for member in started:
+                self._fleet.end(member.member_id)
+            raise
+        self._check_stopping()
+        return f"{', '.join(names)} started"
+
+    def _remove(self, operation: Operation) -> str:
+        (member_id,) = operation.members
+        self._empty(operation, member_id)
+        self._fleet.end(member_id)
+        return f"{member_id} removed"
+
+    def _restart(self, operation: Operation) -> str:
+        for member_id in operation.members:
+            plan = self._fleet.members[member_id].plan
+            self._empty(operation, member_id)
+            self._tell(operation, f"starting {member_id} again")
+            self._fleet.end(member_id)
+            started = self._fleet.start(plan)
+            self._fleet.wait_ready(self._say, [started], unless=self._stopping.is_set)
+            self._check_stopping()
+            self._resume(member_id)
+        return f"{', '.join(operation.members)} restarted"
+
+    def _swap(self, operation: Operation) -> str:
+        (member_id,) = operation.members
+        self._tell(operation, "loading the head")
+        refusal = ray.get(self._fleet.members[member_id].actor.swap_head.remote(operation.path), timeout=SWAP_TIMEOUT_S)
+        if refusal:
+            raise LaunchError(f"{member_id} keeps its head: {refusal}")
+        return f"{member_id} drafts with another head"
+
+    # What they have in common.
+
+    def _empty(self, operation: Operation, member_id: str) -> None:
+        """Drains a member and returns when it has nothing left to do, or with `force` when the time is over."""
+        if member_id not in self._fleet.members:
+            raise LaunchError(f"{member_id} is not one of this launcher's members")
+        self._tell(operation, f"draining {member_id}")
+        migrate_after_s = 0.0 if operation.migrate else operation.deadline_s
+        self._patiently(lambda: self._coordinator.drain(member_id, migrate_after_s))
+        emptying = Emptying(member_id, self._patiently(self._coordinator.snapshot).version)
+        deadline = time.monotonic() + operation.deadline_s
+        while True:
+            snapshot = self._patiently(self._remind)
+            if emptying.is_over(snapshot, time.monotonic()) or (operation.force and time.monotonic() > deadline):
+                return
+            self._tell(operation, f"draining {member_id}: {emptying.requests(snapshot)} requests left")
+            if self._stopping.wait(POLL_S):
+                raise _Stopped
+
+    def _resume(self, member_id: str) -> None:
+        self._patiently(lambda: self._coordinator.resume(member_id))
+
+    def _patiently(self, call: Callable[[], T]) -> T:
+        """`call`, again and again while the coordinator is away: Ray restarts it."""
+        deadline = time.monotonic() + AWAY_LIMIT_S
+        while True:
+            try:
+                return call()
+            except CoordinatorUnavailable as error:
+                if time.monotonic() > deadline:
+                    raise LaunchError(str(error)) from error
+            if self._stopping.wait(POLL_S):
+                raise _Stopped
+
+    def _remind(self) -> FleetSnapshot:
+        """Asks a coordinator that was restarted for what its predecessor had been asked for; returns what it shows."""
+        snapshot = self._coordinator.snapshot()
+        for command in self._standing.repeat(snapshot):
+            logger.info("the coordinator was restarted; asking again: %s", command)
+            self._coordinator.submit(command)
+        return snapshot
+
+    def _tell(self, operation: Operation, note: str, members: list[str] | None = None) -> None:
+        with contextlib.suppress(CoordinatorUnavailable):
+            self._coordinator.progress(Progress(operation.id, "running", note, members))
+
+    def _end(self, operation: Operation, done: bool, note: str) -> None:
+        self._say(note if done else f"{operation.kind}: {note}")
+        self._patiently(lambda: self._coordinator.progress(Progress(operation.id, "done" if done else "failed", note)))
+
+    def _check_stopping(self) -> None:
+        if self._stopping.is_set():
+            raise _Stopped

@@ -1,0 +1,145 @@
+"""One member's process as the launcher handles it: started, watched until it serves, stopped.  The launcher's process.
+
+Ray restarts an actor that dies; one whose constructor raises is not restarted, and `failure` says why in one line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+import ray.exceptions
+
+from backend.config import Settings
+from backend.fleet import FleetSnapshot, MemberKind
+from backend.launch.plan import MemberPlan
+from backend.models import ResolvedModels
+
+STARTS_ALLOWED = 3
+"""A member that dies more often than this while it starts will not get further."""
+STOP_TIMEOUT_S = 10.0
+NAME_TIMEOUT_S = 10.0
+"""Ray frees an ended actor's name a moment later."""
+LONGEST_CAUSE = 500
+EXCEPTION_LINE = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit|Failure): ")
+
+
+class LaunchError(Exception):
+    """The fleet, or a member, cannot run; the message is one line."""
+
+
+@dataclass
+class Started:
+    """One actor, from its start on."""
+
+    plan: MemberPlan
+    actor: Any
+    ready_ref: Any
+    began: float
+    incarnations: set[str] = field(default_factory=set)
+    ready: bool = False
+
+    @property
+    def member_id(self) -> str:
+        return self.plan.member_id
+
+    def failure(self) -> str | None:
+        """Why its constructor raised; None: it did not, or not yet."""
+        done, _ = ray.wait([self.ready_ref], timeout=0)
+        if not done:
+            return None
+        try:
+            ray.get(self.ready_ref)
+        except ray.exceptions.ActorUnavailableError:
+            self.ready_ref = self.actor.__ray_ready__.remote()
+        except ray.exceptions.RayError as error:
+            return f"{self.member_id} failed to start: {cause(error)}"
+        return None
+
+    def progress(self, snapshot: FleetSnapshot) -> str | None:
+        """A line about what is new since the last call; sets `ready`."""
+        view = next((view.member for view in snapshot.members if view.member.id == self.member_id), None)
+        if view is None or view.state == "lost" or self.ready:
+            return None
+        seconds = time.monotonic() - self.began
+        if view.incarnation not in self.incarnations:
+            self.incarnations.add(view.incarnation)
+            again = f" (start {len(self.incarnations)})" if len(self.incarnations) > 1 else ""
+            return f"{self.member_id}: process up in {seconds:.1f} s, loading{again}"
+        if view.state in ("ready", "draining"):
+            self.ready = True
+            return f"{self.member_id}: ready in {seconds:.1f} s"
+        return None
+
+    @property
+    def gave_up(self) -> bool:
+        """It died too often while it started."""
+        return len(self.incarnations) > STARTS_ALLOWED
+
+
+def start(member: MemberPlan, settings: Settings, models: ResolvedModels, namespace: str) -> Started:
+    """Starts a member's actor; waits for its name to be free."""
+    remote = ray.remote(_actor_class(member.kind)).options(
+        name=member.member_id,
+        namespace=namespace,
+        num_cpus=member.num_cpus,
+        num_gpus=member.num_gpus,
+        max_restarts=-1,
+        max_task_retries=0,
+        max_concurrency=2,
+        runtime_env={"env_vars": member.env},
+    )
+    began = time.monotonic()
+    while True:
+        try:
+            actor = remote.remote(
+                member_id=member.member_id,
+                settings=settings.model_dump_json(),
+                paths=models,
+                address=member.address,
+                namespace=namespace,
+                cores=member.cores,
+            )
+            break
+        except ValueError:
+            if time.monotonic() - began > NAME_TIMEOUT_S:
+                raise
+            time.sleep(0.1)
+    return Started(member, actor, actor.__ray_ready__.remote(), began)
+
+
+def stop(members: list[Started]) -> None:
+    """Ends these for good: those that serve may say goodbye first.  Never raises."""
+    with contextlib.suppress(ray.exceptions.RayError):
+        goodbyes = [member.actor.stop.remote() for member in members if member.ready]
+        if goodbyes:
+            ray.wait(goodbyes, num_returns=len(goodbyes), timeout=STOP_TIMEOUT_S)
+    for member in members:
+        with contextlib.suppress(ray.exceptions.RayError, ValueError):
+            ray.kill(member.actor, no_restart=True)
+
+
+def _actor_class(kind: MemberKind) -> type[Any]:
+    # Imported here: a tool that only looks at fleets needs neither.
+    from backend.launch.members import Drafter, Verifier
+
+    return Verifier if kind == "verifier" else Drafter
+
+
+def cause(error: BaseException) -> str:
+    """The part of a Ray error that tells a person what happened, on one line."""
+    if isinstance(error, ray.exceptions.RayTaskError) and error.cause is not None:
+        return _one_line(f"{type(error.cause).__name__}: {error.cause}")
+    lines = str(error).splitlines()
+    # A constructor's error is in the text: its traceback, then the exception, which may go over several lines.
+    starts = [number for number, line in enumerate(lines) if EXCEPTION_LINE.match(line)]
+    return _one_line(" ".join(lines[starts[-1] :] if starts else lines[-1:])) or type(error).__name__
+
+
+def _one_line(text: str) -> str:
+    text = " ".join(text.split()).partition(" For further information visit")[0]
+    return text if len(text) <= LONGEST_CAUSE else text[: LONGEST_CAUSE - 3] + "..."

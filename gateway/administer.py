@@ -1,0 +1,173 @@
+"""`outrider drain | resume | remove | add | assign | restart | swap-drafter`: the administrator's side of the command line.
+
+Turns arguments into a command, has the coordinator take it, and follows the operation that carries it out until it has ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from backend.config.sources import ConfigError, Loaded, load
+from backend.coordinator.commands import Add, AnyCommand, Assign, Drain, Refused, Remove, Restart, Resume, SwapDrafter
+
+if TYPE_CHECKING:
+    from backend.coordinator.actor import CoordinatorHandle
+    from backend.fleet import Operation
+
+POLL_S = 0.3
+
+SUMMARIES = {
+    "drain": "a verifier or drafter takes no new work",
+    "resume": "end a drain",
+    "remove": "drain a member, then end its process",
+    "add": "start further verifiers or drafters",
+    "assign": "bind a drafter to verifiers by hand, or give it back (--auto)",
+    "restart": "drain members, end them and start them again, one after the other",
+    "swap-drafter": "have a drafter load another head",
+}
+
+FLEET_FLAGS = ("--config", "--ray-address", "--ray-namespace")
+"""The settings that say which fleet."""
+
+
+class AdministrationError(Exception):
+    """The command was refused, or its operation failed; the message is one line."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def main(
+    name: str, arguments: Sequence[str], found_fleet: Callable[[Loaded, str | None], AbstractContextManager[CoordinatorHandle]]
+) -> int:
+    """One command, on the fleet that `found_fleet` connects to; returns the exit status.  Raises `ConfigError`."""
+    command, given, rest = parse(name, arguments)
+    loaded = load(rest, f"outrider {name}")
+    from backend.coordinator import CoordinatorUnavailable
+
+    with found_fleet(loaded, given.fleet) as coordinator:
+        try:
+            run(coordinator, command, not getattr(given, "no_wait", True), print)
+        except CoordinatorUnavailable as error:
+            print(f"outrider: {error}; `outrider status` shows what became of it", file=sys.stderr)
+            return 1
+        except AdministrationError as error:
+            print(f"outrider: {error}", file=sys.stderr)
+            return 1
+    return 0
+
+
+def parse(name: str, arguments: Sequence[str]) -> tuple[AnyCommand, argparse.Namespace, list[str]]:
+    """The command, the options beside it, and the arguments that are settings.  Raises `ConfigError`."""
+    given = _parser(name).parse_args(list(arguments))
+    rest = [
+        part for flag in FLEET_FLAGS if getattr(given, _dest(flag)) is not None for part in (flag, getattr(given, _dest(flag)))
+    ]
+    return _command(name, given), given, rest
+
+
+def run(
+    coordinator: CoordinatorHandle, command: AnyCommand, wait: bool, say: Callable[[str], None], poll_s: float = POLL_S
+) -> None:
+    """Has `command` carried out.  Raises `AdministrationError`, and `CoordinatorUnavailable` while the fleet goes on."""
+    answer = coordinator.submit(command)
+    if isinstance(answer, Refused):
+        raise AdministrationError(f"{answer.message} (fleet version {answer.version})")
+    would = "would happen: " if command.dry_run else ""
+    for effect in answer.effects or ["nothing to do"]:
+        say(would + effect)
+    say(f"fleet version {answer.version}")
+    if answer.operation is None:
+        return
+    if not wait:
+        say(f"operation {answer.operation}; `outrider status` shows how it goes")
+        return
+    _follow(coordinator, answer.operation, say, poll_s)
+
+
+def _follow(coordinator: CoordinatorHandle, operation_id: int, say: Callable[[str], None], poll_s: float) -> None:
+    """Says what is new about an operation until it has ended."""
+    told = ""
+    while True:
+        operation = _find(coordinator, operation_id)
+        if operation is None:
+            raise AdministrationError(f"the coordinator was restarted and does not know operation {operation_id} any more")
+        if operation.note != told and operation.state in ("waiting", "running"):
+            told = operation.note
+            say(told)
+        if operation.state == "failed":
+            raise AdministrationError(operation.note)
+        if operation.state == "done":
+            say(operation.note)
+            return
+        time.sleep(poll_s)
+
+
+def _dest(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
+
+
+def _find(coordinator: CoordinatorHandle, operation_id: int) -> Operation | None:
+    return next((each for each in coordinator.snapshot().operations if each.id == operation_id), None)
+
+
+def _parser(name: str) -> argparse.ArgumentParser:
+    parser = _Parser(prog=f"outrider {name}", description=f"Administration: {SUMMARIES[name]}.", allow_abbrev=False)
+    if name in ("drain", "resume", "remove"):
+        parser.add_argument("member", help="a verifier or drafter, as `outrider status` names it")
+    elif name == "add":
+        parser.add_argument("kind", choices=("verifier", "drafter"))
+        parser.add_argument("--count", type=int, default=1, help="how many")
+    elif name == "assign":
+        parser.add_argument("drafter")
+        parser.add_argument("verifiers", nargs="*", metavar="verifier", help="those that it serves, and nobody else")
+        parser.add_argument("--auto", action="store_true", help="give it back to the coordinator's policy")
+    elif name == "restart":
+        parser.add_argument("members", nargs="*", metavar="member")
+        parser.add_argument("--rolling", action="store_true", help="every verifier and drafter")
+        parser.add_argument("--finish", action="store_true", help="let requests finish for --deadline-s before they are moved")
+    else:
+        parser.add_argument("drafter")
+        parser.add_argument("path", help="directory of the head, on the drafter's machine")
+    if name in ("drain", "remove"):
+        parser.add_argument("--migrate", action="store_true", help="move a verifier's requests to others at once")
+    if name in ("drain", "remove", "restart"):
+        parser.add_argument("--deadline-s", type=float, help="move the requests that are left after so many seconds")
+        parser.add_argument("--force", action="store_true", help="although no other verifier takes requests")
+    if name in ("remove", "add", "restart", "swap-drafter"):
+        parser.add_argument("--no-wait", action="store_true", help="return before it is done")
+    parser.add_argument("--if-version", type=int, help="only if the fleet is still at this version (see `outrider status`)")
+    parser.add_argument("--dry-run", action="store_true", help="say what would happen")
+    parser.add_argument("--fleet", help="namespace or pid of the fleet, where several run on this host")
+    for flag in FLEET_FLAGS:
+        parser.add_argument(flag, help="as for `outrider status`")
+    return parser
+
+
+def _command(name: str, given: argparse.Namespace) -> AnyCommand:
+    common: dict[str, Any] = {"if_version": given.if_version, "dry_run": given.dry_run}
+    if name == "resume":
+        return Resume(member=given.member, **common)
+    if name == "add":
+        return Add(kind=given.kind, count=given.count, **common)
+    if name == "assign":
+        if given.auto == bool(given.verifiers):
+            raise ConfigError("assign: name the verifiers, or give --auto")
+        return Assign(drafter=given.drafter, verifiers=None if given.auto else given.verifiers, **common)
+    if name == "swap-drafter":
+        return SwapDrafter(drafter=given.drafter, path=given.path, **common)
+    common |= {"deadline_s": given.deadline_s, "force": given.force}
+    if name == "drain":
+        return Drain(member=given.member, migrate=given.migrate, **common)
+    if name == "remove":
+        return Remove(member=given.member, migrate=given.migrate, **common)
+    if given.rolling == bool(given.members):
+        raise ConfigError("restart: name members, or give --rolling for all of them")
+    return Restart(members=given.members or None, migrate=not given.finish, **common)

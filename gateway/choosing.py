@@ -1,0 +1,45 @@
+"""Routing as `FleetCore` uses it: the router, and all that it is told about verifiers.  The gateway's event loop."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+from backend.engine_wire import EngineWelcome
+from backend.fleet import VerifierStats
+from backend.routing import Ask, Candidate, Router
+from backend.speeds import SpeedBook
+
+
+class Choosing:
+    """One gateway's choices so far, and what the verifiers have reported of their speed."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+        self._speeds = SpeedBook()
+        self._routed: Counter[str] = Counter()
+
+    def choose(self, ask: Ask, load: Mapping[str, tuple[int, int]]) -> str | None:
+        """One of the verifiers in `load`, which has the tokens and sequences of this gateway at each; None: there is none."""
+        measured, routed = self._speeds.measured, self._routed
+        candidates = [Candidate(each, *load[each], routed[each], measured(each)) for each in load]
+        return self._router.choose(ask, candidates)
+
+    def given(self, verifier_id: str) -> None:
+        """A sequence was given to this one."""
+        self._routed[verifier_id] += 1
+
+    def observe(self, stats: VerifierStats, welcome: EngineWelcome | None) -> None:
+        """A verifier has reported."""
+        if welcome is not None:
+            self._speeds.observe(stats, welcome.num_kv_blocks * welcome.block_size)
+
+    def gone(self, verifier_id: str) -> None:
+        """A verifier was lost: with its process went its cache."""
+        self._speeds.forget(verifier_id)
+        self._router.forget(verifier_id)
+
+    def emptied(self, verifier_ids: Iterable[str]) -> None:
+        """The prefix caches of these verifiers are empty."""
+        for verifier_id in verifier_ids:
+            self._router.forget(verifier_id)

@@ -1,0 +1,71 @@
+"""/admin: the fleet is changed here.  Commands go to the coordinator, which checks them; see `backend.coordinator.commands`.
+
+`POST /admin/{command}` takes the command's fields as a JSON object.  Who may call is decided in `gateway.middleware`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request
+from starlette.responses import JSONResponse, Response
+
+from backend.coordinator.commands import AnyCommand, Done, Reason, Refused, names
+from gateway.errors import ApiError, BadRequest, Conflict, NotFound
+from gateway.requests import read_json
+from gateway.state import gateway_of
+
+router = APIRouter()
+
+_ERRORS: dict[Reason, type[ApiError]] = {
+    "invalid": BadRequest,
+    "unknown_member": NotFound,
+    "version_mismatch": Conflict,
+    "conflict": Conflict,
+    "last_verifier": Conflict,
+}
+
+
+@router.get("/admin/operations")
+async def operations(request: Request) -> Response:
+    """What is being changed, waits to be, or was of late; and the fleet's version."""
+    fleet = await gateway_of(request).client.core.directory.look()
+    return JSONResponse({"version": fleet.version, "operations": [msgspec.to_builtins(each) for each in fleet.operations]})
+
+
+@router.get("/admin/operations/{operation_id:int}")
+async def operation(request: Request, operation_id: int) -> Response:
+    """One of them."""
+    fleet = await gateway_of(request).client.core.directory.look()
+    for each in fleet.operations:
+        if each.id == operation_id:
+            return JSONResponse(msgspec.to_builtins(each))
+    raise NotFound(f"There is no operation {operation_id}.")
+
+
+@router.post("/admin/{command}")
+async def administer(request: Request, command: str) -> Response:
+    """200: done, or nothing to do; 202: an operation will do it."""
+    gateway = gateway_of(request)
+    asked = _command(command, await read_json(request, gateway.max_body_bytes))
+    answer = await gateway.client.core.directory.submit(asked)
+    if isinstance(answer, Refused):
+        raise _ERRORS[answer.reason](f"{answer.message[:1].upper()}{answer.message[1:]}.", code=answer.reason)
+    return JSONResponse(_shown(answer, asked.dry_run), status_code=200 if answer.operation is None else 202)
+
+
+def _command(name: str, fields: dict[str, Any]) -> AnyCommand:
+    if name not in names():
+        raise NotFound(f"There is no command `{name[:64]}`; there are {', '.join(names())}.")
+    if "command" in fields:
+        raise BadRequest("Unknown parameter `command`.", param="command", code="unknown_parameter")
+    try:
+        command: AnyCommand = msgspec.convert({**fields, "command": name}, AnyCommand)
+    except msgspec.ValidationError as error:
+        raise BadRequest(f"{error}.") from None
+    return command
+
+
+def _shown(answer: Done, dry_run: bool) -> dict[str, Any]:
+    return {"version": answer.version, "dry_run": dry_run, "effects": answer.effects, "operation": answer.operation}

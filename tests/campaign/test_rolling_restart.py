@@ -1,0 +1,90 @@
+"""Every verifier and drafter of a fleet is restarted under load, and then one verifier is sent SIGTERM: no request fails, and
+every text is what it is undisturbed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+
+from tests.support.fleet_process import ROOT, ServedFleet, wait_for
+
+pytestmark = [pytest.mark.engine, pytest.mark.campaign, pytest.mark.timeout(900)]
+
+PROMPTS = [f"def function_{i}(a, b):\n    " for i in range(6)]
+TOKENS = 240
+CLIENTS = 4
+
+
+def stream(fleet: ServedFleet, prompt: str) -> str:
+    """One greedy completion; anything but a stream that ends as it should raises."""
+    body = {"model": "demo", "prompt": prompt, "temperature": 0, "max_tokens": TOKENS, "ignore_eos": True, "stream": True}
+    text, ends = "", []
+    with httpx.stream("POST", f"{fleet.url}/v1/completions", json=body, timeout=120) as answer:
+        assert answer.status_code == 200, answer.read()
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                choice = json.loads(line[6:])["choices"][0]
+                text += choice["text"]
+                ends += [choice["finish_reason"]] if choice["finish_reason"] else []
+            elif line:
+                ends.append(line)
+    assert ends == ["length", "data: [DONE]"]
+    return text
+
+
+def pids(fleet: ServedFleet) -> dict[str, int]:
+    shown = fleet.fleet()
+    return {each["id"]: each["pid"] for each in (*shown["verifiers"], *shown["drafters"]) if each["state"] == "ready"}
+
+
+def terminate(fleet: ServedFleet, member: str) -> None:
+    """SIGTERM; returns when Ray has started it again and it serves."""
+    pid = pids(fleet)[member]
+    os.kill(pid, signal.SIGTERM)
+    wait_for(lambda: pids(fleet).get(member, pid) != pid, 120, f"another {member}")
+
+
+def test_restarts_cost_no_request_and_no_token() -> None:
+    fleet = ServedFleet("--mode", "auto", "--verifiers", "2", "--drafters", "2", "--ray-namespace", f"rolling-{os.getpid()}")
+    try:
+        expected = {prompt: stream(fleet, prompt) for prompt in PROMPTS}
+        before = pids(fleet)
+        over = threading.Event()
+
+        def client(number: int) -> list[str]:
+            """Prompts that were answered otherwise than undisturbed, and "" for each that was answered right."""
+            wrong = []
+            while not over.is_set():
+                prompt = PROMPTS[(number + len(wrong)) % len(PROMPTS)]
+                wrong.append("" if stream(fleet, prompt) == expected[prompt] else prompt)
+            return wrong
+
+        with ThreadPoolExecutor(CLIENTS) as pool:
+            clients = [pool.submit(client, number) for number in range(CLIENTS)]
+            try:
+                command = [sys.executable, "-m", "gateway.cli", "restart", "--rolling", "--fleet", str(fleet.process.pid)]
+                done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+                after = pids(fleet)
+                terminate(fleet, "verifier-0")
+            finally:
+                over.set()
+            answers = [answer for each in clients for answer in each.result()]
+        print(done.stdout, f"{len(answers)} requests answered meanwhile")
+        assert done.returncode == 0, done.stderr + done.stdout
+        assert len(answers) > len(before) * CLIENTS
+        assert not any(answers)
+        assert after.keys() == before.keys()
+        assert all(after[member] != before[member] for member in before)
+        assert fleet.metric("outrider_migrations_total", cause="drain") > 0
+        assert fleet.metric("outrider_sequences_finished_total", reason="lost") == 0
+        assert fleet.metric("outrider_failovers_total") == 0
+    finally:
+        fleet.stop()

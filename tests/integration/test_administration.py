@@ -1,0 +1,181 @@
+"""A served fleet is changed while it serves: heads, weights, members.  Whatever is done, greedy text stays what it was."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+import backend.demo
+from tests.support.fleet_process import ROOT, ServedFleet, wait_for
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+
+MODELS = Path(backend.demo.__file__).parent / "models"
+PROMPT = "def read_lines(path, encoding):\n    with open(path) as file:\n        "
+TOKENS = 150
+
+
+@pytest.fixture(scope="module")
+def fleet() -> Iterator[ServedFleet]:
+    fleet = ServedFleet("--mode", "sync", "--ray-namespace", f"admin-{os.getpid()}")
+    yield fleet
+    fleet.stop()
+
+
+@pytest.fixture(scope="module")
+def expected(fleet: ServedFleet) -> str:
+    return answer(fleet)
+
+
+def answer(fleet: ServedFleet) -> str:
+    text: str = fleet.complete(PROMPT, max_tokens=TOKENS, ignore_eos=True)["choices"][0]["text"]
+    return text
+
+
+def post(fleet: ServedFleet, name: str, **body: Any) -> tuple[int, Any]:
+    response = fleet.http.post(f"/admin/{name}", json=body)
+    return response.status_code, response.json()
+
+
+def operation(fleet: ServedFleet, name: str, **body: Any) -> Any:
+    """One that takes time, when it has ended."""
+    status, answer = post(fleet, name, **body)
+    assert status == 202, answer
+    shown: Any = {}
+
+    def ended() -> bool:
+        nonlocal shown
+        shown = fleet.http.get(f"/admin/operations/{answer['operation']}").json()
+        return shown["state"] in ("done", "failed")
+
+    wait_for(ended, 120, name)
+    return shown
+
+
+def outrider(fleet: ServedFleet, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "gateway.cli", *arguments, "--fleet", str(fleet.process.pid)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+
+
+class Meanwhile:
+    """Requests one after the other, until the block ends; `texts` are their answers."""
+
+    def __init__(self, fleet: ServedFleet) -> None:
+        self.texts: list[str] = []
+        self._fleet = fleet
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> Meanwhile:
+        self._thread.start()
+        wait_for(lambda: len(self.texts) > 0 or not self._thread.is_alive(), what="a first answer")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        count = len(self.texts)
+        wait_for(lambda: len(self.texts) > count + 1 or not self._thread.is_alive(), what="an answer afterwards")
+        self._over.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._over.is_set():
+            self.texts.append(answer(self._fleet))
+
+
+def accepted(fleet: ServedFleet) -> float:
+    return fleet.metric("outrider_accepted_tokens_total", drafter="drafter-0")
+
+
+def test_another_head_while_requests_run(fleet: ServedFleet, expected: str, tmp_path: Path) -> None:
+    shutil.copytree(MODELS / "drafter", tmp_path / "head")
+    with Meanwhile(fleet) as meanwhile:
+        done = outrider(fleet, "swap-drafter", "drafter-0", str(tmp_path / "head"))
+        assert done.returncode == 0, done.stderr
+        before = accepted(fleet)
+        wait_for(lambda: accepted(fleet) > before + 50, what="drafts of the new head are accepted")
+    assert set(meanwhile.texts) == {expected}
+
+
+def test_a_head_that_does_not_fit_is_refused_and_the_present_one_drafts_on(
+    fleet: ServedFleet, expected: str, tmp_path: Path
+) -> None:
+    for path, reason in ((MODELS / "target", "drafter-0 keeps its head"), (tmp_path / "none", "no such directory")):
+        refused = operation(fleet, "swap-drafter", drafter="drafter-0", path=str(path))
+        assert refused["state"] == "failed"
+        assert reason in refused["note"]
+    before = accepted(fleet)
+    assert answer(fleet) == expected
+    wait_for(lambda: accepted(fleet) > before, what="drafts are accepted")
+
+
+def test_requests_wait_while_the_verifier_is_paused_and_then_go_on(fleet: ServedFleet, expected: str) -> None:
+    def idle() -> float:
+        return fleet.metric("outrider_verifier_idle_seconds_total", cause="swap")
+
+    before = idle()
+    with Meanwhile(fleet) as meanwhile:
+        assert post(fleet, "sleep", level=0) == (200, {"verifiers": {"verifier-0": None}})
+        wait_for(lambda: idle() > before + 0.5, what="idle time of cause swap")
+        count = len(meanwhile.texts)
+        assert post(fleet, "wake-up") == (200, {"verifiers": {"verifier-0": True}})
+        wait_for(lambda: len(meanwhile.texts) > count, what="requests go on")
+    assert set(meanwhile.texts) == {expected}
+
+
+def test_what_this_build_cannot_do_is_said(fleet: ServedFleet) -> None:
+    status, body = post(fleet, "sleep", level=1)
+    assert (status, body["error"]["code"]) == (501, "not_supported")
+    status, body = post(fleet, "sleep", level=7)
+    assert status == 400
+
+
+def test_weights_are_exchanged_and_nothing_computed_with_the_old_ones_is_used(
+    fleet: ServedFleet, expected: str, tmp_path: Path
+) -> None:
+    other = tmp_path / "target"
+    shutil.copytree(MODELS / "target", other)
+    tensors = load_file(other / "model.safetensors")
+    name = next(name for name in tensors if name.endswith("layers.0.mlp.down_proj.weight"))
+    tensors[name] = -tensors[name]
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    for path, reason in ((MODELS / "drafter", "other tensors"), (tmp_path / "none", "no such directory")):
+        status, body = post(fleet, "reload-weights", path=str(path))
+        assert status == 400
+        assert reason in body["error"]["message"]
+    assert answer(fleet) == expected
+    # Loaded again in the middle of a request, the same weights change nothing.
+    with Meanwhile(fleet) as meanwhile:
+        assert post(fleet, "reload-weights")[0] == 200
+    assert set(meanwhile.texts) == {expected}
+    assert post(fleet, "reload-weights", path=str(other))[0] == 200
+    changed = answer(fleet)
+    assert changed != expected
+    assert answer(fleet) == changed
+    assert post(fleet, "reload-weights", path=str(MODELS / "target"))[0] == 200
+    # A prefix cache of the other weights would show here.
+    assert answer(fleet) == expected
+
+
+def test_members_come_and_go_and_the_last_verifier_stays(fleet: ServedFleet, expected: str) -> None:
+    with Meanwhile(fleet) as meanwhile:
+        assert operation(fleet, "add", kind="drafter")["members"] == ["drafter-1"]
+        status, body = post(fleet, "assign", drafter="drafter-1", verifiers=["verifier-0"])
+        assert (status, body["effects"]) == (200, ["drafter-1 serves verifier-0, and stays there"])
+        assert operation(fleet, "remove", member="drafter-1")["state"] == "done"
+        status, body = post(fleet, "remove", member="verifier-0")
+        assert (status, body["error"]["code"]) == (409, "last_verifier")
+    assert set(meanwhile.texts) == {expected}
+    assert [drafter["id"] for drafter in fleet.fleet()["drafters"]] == ["drafter-0"]
+    refused = outrider(fleet, "remove", "verifier-0")
+    assert refused.returncode == 1
+    assert "the last verifier" in refused.stderr
+    assert refused.stderr.count("\n") == 1

@@ -1,0 +1,216 @@
+"""/admin over HTTP, in front of fake verifiers: who may call, what is answered, and what draining does to requests."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from backend.coordinator import CoordinatorUnavailable
+from backend.coordinator.commands import Answer, AnyCommand, Assign, Done, Drain, Refused
+from backend.fleet import Draining, FleetSnapshot, Operation
+from gateway.directory import CoordinatorDirectory
+from gateway.errors import NoCoordinator
+from tests.integration.test_gateway_streams import events, stall
+from tests.support.fake_verifier import count_up, eventually
+from tests.support.running_gateway import COMPLETION, Running, running_gateway
+
+
+class Commands:
+    """Stands in for the coordinator: answers what the test says, and keeps what it was sent."""
+
+    def __init__(self, running: Running, answer: Answer | None = None) -> None:
+        self.taken: list[AnyCommand] = []
+        self.answer: Answer = answer or Done(8, ["done"])
+        running.directory.submit = self.submit
+
+    async def submit(self, command: AnyCommand) -> Answer:
+        self.taken.append(command)
+        return self.answer
+
+
+async def post(running: Running, name: str, body: Any = None, **headers: str) -> httpx.Response:
+    return await running.http.post(f"/admin/{name}", json=body or {}, headers=headers)
+
+
+async def test_commands_reach_the_coordinator_and_its_answers_the_client():
+    async with running_gateway() as running:
+        commands = Commands(running)
+        answer = await post(running, "drain", {"member": "verifier-0", "deadline_s": 2.5, "if_version": 7, "dry_run": True})
+        assert answer.status_code == 200
+        assert answer.json() == {"version": 8, "dry_run": True, "effects": ["done"], "operation": None}
+        assert commands.taken == [Drain(member="verifier-0", deadline_s=2.5, if_version=7, dry_run=True)]
+        commands.answer = Done(9, ["later"], 4)
+        answer = await post(running, "assign", {"drafter": "d", "verifiers": ["v"]})
+        assert (answer.status_code, answer.json()["operation"]) == (202, 4)
+        assert commands.taken[1:] == [Assign(drafter="d", verifiers=["v"])]
+
+
+@pytest.mark.parametrize(
+    ("reason", "status"),
+    [("invalid", 400), ("unknown_member", 404), ("version_mismatch", 409), ("conflict", 409), ("last_verifier", 409)],
+)
+async def test_refusals_say_why(reason: Any, status: int):
+    async with running_gateway() as running:
+        Commands(running, Refused(reason, "it is so", 3))
+        answer = await post(running, "drain", {"member": "x"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (status, reason)
+        assert answer.json()["error"]["message"] == "It is so."
+        # Official clients repeat a 409 of themselves.
+        assert (answer.headers.get("x-should-retry") == "false") == (status == 409)
+
+
+async def test_nonsense_is_refused_before_it_reaches_the_coordinator():
+    async with running_gateway() as running:
+        commands = Commands(running)
+        for name, body, status in [
+            ("fly", {}, 404),
+            ("drain", {}, 400),
+            ("drain", {"member": 5}, 400),
+            ("drain", {"member": "v", "sped": 1}, 400),
+            ("drain", {"member": "v", "command": "remove"}, 400),
+            ("sleep", {"verifier": "nobody"}, 404),
+            ("sleep", {"level": "deep"}, 400),
+        ]:
+            answer = await post(running, name, body)
+            assert (answer.status_code, "error" in answer.json()) == (status, True), name
+        assert (await running.http.get("/admin/drain")).status_code == 405
+        assert (await running.http.post("/admin/drain", content=b"{}")).status_code == 415
+        assert commands.taken == []
+
+
+async def test_only_who_may_administers():
+    async with running_gateway(api_key="api", admin_key="admin") as running:
+        Commands(running)
+        assert (await post(running, "resume", {"member": "v"})).status_code == 401
+        assert (await post(running, "resume", {"member": "v"}, authorization="Bearer api")).status_code == 401
+        assert (await running.http.get("/admin/operations")).status_code == 401
+        assert (await post(running, "resume", {"member": "v"}, authorization="Bearer admin")).status_code == 200
+        # The admin key opens nothing else.
+        assert (await running.http.get("/v1/models", headers={"authorization": "Bearer admin"})).status_code == 401
+    async with running_gateway(api_key="api") as running:
+        Commands(running)
+        port = running.server.url.rpartition(":")[2]
+        key = {"authorization": "Bearer api"}
+        assert (await post(running, "resume", {"member": "v"})).status_code == 401
+        assert (await post(running, "resume", {"member": "v"}, **key)).status_code == 200
+        for name in (f"localhost:{port}", "localhost", f"[::1]:{port}", "127.0.0.1"):
+            assert (await post(running, "resume", {"member": "v"}, **key, host=name)).status_code == 200, name
+        # Called by a name of somebody else's that leads here, or by a nameless one.
+        for name in (f"evil.example:{port}", "10.0.0.1", "", "localhost.evil.example", "[::1"):
+            answer = await post(running, "resume", {"member": "v"}, **key, host=name)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (403, "forbidden"), name
+
+
+async def test_operations_are_shown():
+    async with running_gateway() as running:
+        operation = Operation(4, "restart", ["v0"], "running", "draining v0")
+
+        async def look() -> FleetSnapshot:
+            return FleetSnapshot(5, [], [], {}, operations=[operation])
+
+        running.directory.look = look
+        listed = (await running.http.get("/admin/operations")).json()
+        assert listed == {"version": 5, "operations": [msgspec.to_builtins(operation)]}
+        assert (await running.http.get("/admin/operations/4")).json()["note"] == "draining v0"
+        assert (await running.http.get("/admin/operations/5")).status_code == 404
+
+
+async def test_a_coordinator_that_is_away_is_said_to_be():
+    class Away:
+        def submit(self, command: AnyCommand) -> Answer:
+            raise CoordinatorUnavailable("gone")
+
+    with pytest.raises(NoCoordinator):
+        await CoordinatorDirectory(Away()).submit(Drain(member="v"))
+
+
+async def test_a_draining_verifier_gets_no_new_requests_and_its_own_finish_or_move():
+    async with running_gateway(verifiers=2) as running:
+        first, second = running.verifiers
+        first.behaviour, second.behaviour = stall, stall
+        body = {**COMPLETION, "stream": True}
+        requests = [asyncio.ensure_future(running.http.post("/v1/completions", json=body)) for _ in range(2)]
+        await eventually(lambda: len(first.sequences) == len(second.sequences) == 1)
+        await eventually(lambda: all(record.emitted for record in running.core.sequences))
+
+        def drained(migrate: bool) -> Any:
+            async def snapshot() -> FleetSnapshot:
+                whole = await ordinary()
+                drain = Draining(migrate)
+                views = [
+                    msgspec.structs.replace(v, member=msgspec.structs.replace(v.member, state="draining"), drain=drain)
+                    if v.member.id == "verifier-0"
+                    else v
+                    for v in whole.members
+                ]
+                return msgspec.structs.replace(whole, members=views)
+
+            return snapshot
+
+        ordinary = running.directory.snapshot
+        running.directory.snapshot = drained(migrate=False)
+        await eventually(lambda: [link.member.id for link in running.core.routable()] == ["verifier-1"])
+        second.behaviour = count_up
+        for _ in range(3):
+            assert (await running.http.post("/v1/completions", json=COMPLETION)).status_code == 200
+        assert len(first.sequences) == 1
+        assert not first.sequences[0].aborted.is_set()
+        running.directory.snapshot = drained(migrate=True)
+        await asyncio.wait_for(first.sequences[0].aborted.wait(), 5)
+        moved = await next(done for done in asyncio.as_completed(requests))
+        assert events(moved.content)[-1]["choices"][0]["finish_reason"] == "length"
+        for request in requests:
+            request.cancel()
+        await asyncio.gather(*requests, return_exceptions=True)
+
+
+async def test_sessions_and_prompts_return_to_their_verifier():
+    async with running_gateway(verifiers=3, affinity="both", routing="power-of-two") as running:
+
+        def counts() -> list[int]:
+            return [len(verifier.sequences) for verifier in running.verifiers]
+
+        async def ask(prompt: list[int], **headers: str) -> None:
+            answer = await running.http.post("/v1/completions", json={**COMPLETION, "prompt": prompt}, headers=headers)
+            assert answer.status_code == 200
+
+        for turn in range(6):
+            await ask([300 + turn] * 20, **{"x-session-id": "one"})
+        assert sorted(counts()) == [0, 0, 6]
+        for turn in range(6):
+            await ask([*range(400, 432), 500 + turn])
+        assert len([count for count in counts() if count]) <= 2
+        (home,) = [v for v in running.verifiers if any(len(s.request.prompt_token_ids) == 33 for s in v.sequences)]
+        assert sum(len(s.request.prompt_token_ids) == 33 for s in home.sequences) == 6
+
+
+async def test_weights_are_administered_at_the_verifiers():
+    async with running_gateway(verifiers=2) as running:
+        first, second = running.verifiers
+        answer = await post(running, "reload-weights", {"path": "/new"})
+        assert answer.json() == {"verifiers": {"verifier-0": True, "verifier-1": True}}
+        await post(running, "sleep", {"verifier": "verifier-1", "level": 0})
+        await post(running, "wake-up", {"verifier": "verifier-1"})
+        assert first.utilities == [("reload_weights", ["/new"])]
+        assert second.utilities == [("reload_weights", ["/new"]), ("sleep", [0]), ("wake_up", [None])]
+        first.failure = "NotImplementedError: not with this engine"
+        answer = await post(running, "sleep")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (501, "not_supported")
+        first.failure = "ValueError: no such directory on the verifier's machine"
+        assert (await post(running, "reload-weights", {"path": "/nowhere"})).status_code == 400
+        first.failure = "RuntimeError: torn"
+        answer = await post(running, "wake-up")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (500, "engine_error")
+
+
+async def test_a_verifier_that_sleeps_is_spared_while_another_is_awake():
+    async with running_gateway(verifiers=2) as running:
+        first, second = running.verifiers
+        first.send_stats(paused=True)
+        await eventually(lambda: [link.member.id for link in running.core.routable()] == ["verifier-1"])
+        second.send_stats(paused=True)
+        await eventually(lambda: len(running.core.routable()) == 2)

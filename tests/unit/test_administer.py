@@ -1,0 +1,103 @@
+"""The administrator's commands as arguments, and how an operation is followed."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from backend.coordinator.commands import Add, AnyCommand, Assign, Done, Drain, Refused, Remove, Restart, Resume, SwapDrafter
+from backend.fleet import Operation
+from gateway import cli
+from gateway.administer import AdministrationError, parse, run
+
+
+@pytest.mark.parametrize(
+    ("line", "command"),
+    [
+        ("drain v0", Drain(member="v0")),
+        ("drain v0 --migrate --dry-run", Drain(member="v0", migrate=True, dry_run=True)),
+        ("drain v0 --deadline-s 2.5 --force --if-version 7", Drain(member="v0", deadline_s=2.5, force=True, if_version=7)),
+        ("resume v0", Resume(member="v0")),
+        ("remove d0", Remove(member="d0")),
+        ("add drafter --count 2", Add(kind="drafter", count=2)),
+        ("assign d0 v0 v1", Assign(drafter="d0", verifiers=["v0", "v1"])),
+        ("assign d0 --auto", Assign(drafter="d0")),
+        ("restart --rolling", Restart()),
+        ("restart v0 d0 --finish --deadline-s 9", Restart(members=["v0", "d0"], migrate=False, deadline_s=9)),
+        ("swap-drafter d0 /head", SwapDrafter(drafter="d0", path="/head")),
+    ],
+)
+def test_arguments_become_commands(line: str, command: AnyCommand) -> None:
+    name, *arguments = line.split()
+    assert parse(name, [*arguments, "--ray-address", "host:1"])[0] == command
+    assert parse(name, [*arguments, "--ray-address", "host:1"])[2] == ["--ray-address", "host:1"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "drain",
+        "drain a b",
+        "add gateway",
+        "add drafter --count many",
+        "assign d0",
+        "assign d0 v0 --auto",
+        "restart",
+        "fly",
+        "restart --rolling v0",
+        "resume v0 --migrate",
+        "swap-drafter d0",
+        "drain v0 --gateway-port 1",
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_2(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(line.split()) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("outrider: ")
+    assert error.count("\n") == 1
+
+
+class Coordinator:
+    """Answers as told; its operation goes through `states`, one per look."""
+
+    def __init__(self, answer: Any, *states: tuple[str, str]) -> None:
+        self.answer = answer
+        self.states = list(states)
+
+    def submit(self, command: AnyCommand) -> Any:
+        return self.answer
+
+    def snapshot(self) -> Any:
+        operations = [Operation(4, "add", ["v1"], *self.states.pop(0))] if self.states else []  # type: ignore[arg-type]
+        return SimpleNamespace(operations=operations)
+
+
+def said(coordinator: Any, wait: bool = True, command: AnyCommand | None = None) -> list[str]:
+    lines: list[str] = []
+    run(coordinator, command or Add(kind="verifier"), wait, lines.append, poll_s=0)
+    return lines
+
+
+def test_an_operation_is_followed_to_its_end() -> None:
+    states = [("waiting", ""), ("running", "starting v1"), ("running", "starting v1"), ("done", "v1 started")]
+    lines = said(Coordinator(Done(7, ["1 verifier started"], 4), *states))
+    assert lines == ["1 verifier started", "fleet version 7", "starting v1", "v1 started"]
+    lines = said(Coordinator(Done(7, ["1 verifier started"], 4)), wait=False)
+    assert lines[-1].startswith("operation 4;")
+
+
+def test_what_went_wrong_is_said() -> None:
+    with pytest.raises(AdministrationError, match="no room"):
+        said(Coordinator(Done(7, ["x"], 4), ("failed", "no room")))
+    with pytest.raises(AdministrationError, match="does not know operation 4"):
+        said(Coordinator(Done(7, ["x"], 4)))
+    with pytest.raises(AdministrationError, match=r"not 3 \(fleet version 9\)"):
+        said(Coordinator(Refused("version_mismatch", "the fleet is at version 9, not 3", 9)))
+
+
+def test_a_dry_run_says_so_and_a_repetition_too() -> None:
+    dry = Add(kind="verifier", dry_run=True)
+    assert said(Coordinator(Done(7, ["1 verifier started"])), command=dry)[0] == "would happen: 1 verifier started"
+    assert said(Coordinator(Done(7, [])))[0] == "nothing to do"

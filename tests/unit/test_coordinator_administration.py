@@ -1,0 +1,221 @@
+"""Administrators' commands against a fleet: what is taken, what is refused, and what nobody notices."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from backend.coordinator.administration import KEPT, Administration
+from backend.coordinator.commands import (
+    Add,
+    AnyCommand,
+    Assign,
+    Done,
+    Drain,
+    Refused,
+    Remove,
+    Restart,
+    Resume,
+    SwapDrafter,
+    names,
+)
+from backend.coordinator.policy import Coordinator
+from tests.unit.test_coordinator_policy import fleet, member
+
+
+def administration(verifiers: int = 2, drafters: int = 2, has_drafters: bool = True) -> tuple[Administration, Coordinator]:
+    policy = fleet(verifiers, drafters)
+    policy.register(member("g0", "gateway"), 0.0)
+    return Administration(policy, 30.0, has_drafters), policy
+
+
+def states(policy: Coordinator, now: float = 0.0) -> dict[str, str]:
+    return {view.member.id: view.member.state for view in policy.snapshot(now).members}
+
+
+def test_a_drained_verifier_takes_no_new_work_and_its_drafters_go_elsewhere() -> None:
+    admin, policy = administration()
+    answer = admin.submit(Drain(member="v0"), 0.0)
+    assert isinstance(answer, Done)
+    assert answer.effects == ["v0 takes no new work"]
+    assert answer.version == policy.snapshot(0.0).version
+    assert states(policy)["v0"] == "draining"
+    assert {a.verifier_id for a in policy.snapshot(0.0).assignments} == {"v1"}
+    assert policy.report("v0", "i0", "ready", 0.1).drain
+    # Nothing is left to do the second time.
+    assert admin.submit(Drain(member="v0"), 0.2) == Done(policy.snapshot(0.2).version, [])
+    assert isinstance(admin.submit(Resume(member="v0"), 0.3), Done)
+    assert states(policy)["v0"] == "ready"
+    assert not policy.report("v0", "i0", "ready", 0.4).drain
+
+
+@pytest.mark.parametrize(
+    ("command", "moved"),
+    [
+        (Drain(member="v0"), [False, False]),
+        (Drain(member="v0", migrate=True), [True, True]),
+        (Drain(member="v0", deadline_s=1.0), [False, True]),
+    ],
+)
+def test_requests_are_moved_at_once_or_after_the_deadline_or_never(command: Drain, moved: list[bool]) -> None:
+    admin, policy = administration()
+    admin.submit(command, 0.0)
+    seen = []
+    for now in (0.5, 1.5):
+        (view,) = [view for view in policy.snapshot(now).members if view.member.id == "v0"]
+        assert view.drain is not None
+        seen.append(view.drain.migrate)
+    assert seen == moved
+
+
+def test_a_drain_outlives_the_process_and_its_own_draining_asks_to_be_relieved() -> None:
+    admin, policy = administration()
+    admin.submit(Drain(member="v0"), 0.0)
+    policy.register(member("v0", "verifier", "i1"), 0.1)
+    assert states(policy)["v0"] == "draining"
+    policy.report("v1", "i0", "draining", 0.2)
+    (view,) = [view for view in policy.snapshot(0.2).members if view.member.id == "v1"]
+    assert view.drain is not None
+    assert view.drain.migrate
+
+
+@pytest.mark.parametrize(
+    ("command", "reason"),
+    [
+        (Drain(member="v9"), "unknown_member"),
+        (Drain(member="g0"), "unknown_member"),
+        (Drain(member="v0", deadline_s=-1.0), "invalid"),
+        (Drain(member="v0", if_version=1), "version_mismatch"),
+        (Resume(member="nobody"), "unknown_member"),
+        (Remove(member="v9"), "unknown_member"),
+        (Remove(member="v0", deadline_s=float("nan")), "invalid"),
+        (Add(kind="verifier", count=0), "invalid"),
+        (Add(kind="drafter", count=17), "invalid"),
+        (Assign(drafter="v0", verifiers=["v1"]), "unknown_member"),
+        (Assign(drafter="d0", verifiers=["d1"]), "unknown_member"),
+        (Restart(members=["v0", "v9"]), "unknown_member"),
+        (Restart(members=[]), "invalid"),
+        (SwapDrafter(drafter="v0", path="/x"), "unknown_member"),
+        (SwapDrafter(drafter="d0", path=""), "invalid"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_and_changes_nothing(command: AnyCommand, reason: str) -> None:
+    admin, policy = administration()
+    before = policy.snapshot(0.0)
+    answer = admin.submit(command, 0.0)
+    assert isinstance(answer, Refused)
+    assert (answer.reason, answer.version) == (reason, before.version)
+    assert answer.message
+    assert policy.snapshot(0.0) == before
+    assert admin.operations == []
+
+
+@pytest.mark.parametrize("command", [Drain(member="v0"), Remove(member="v0"), Restart(members=["v0"]), Restart()])
+def test_the_last_verifier_goes_only_by_force(command: Drain | Remove | Restart) -> None:
+    admin, _ = administration()
+    admin.submit(Drain(member="v1"), 0.0)
+    answer = admin.submit(command, 0.0)
+    assert isinstance(answer, Refused)
+    assert answer.reason == "last_verifier"
+    assert isinstance(admin.submit(msgspec.structs.replace(command, force=True), 0.0), Done)
+
+
+def test_no_drafters_are_added_to_a_fleet_that_uses_none() -> None:
+    admin, _ = administration(drafters=0, has_drafters=False)
+    assert isinstance(admin.submit(Add(kind="drafter"), 0.0), Refused)
+    assert isinstance(admin.submit(Add(kind="verifier"), 0.0), Done)
+
+
+commands = st.one_of(
+    st.builds(Drain, member=st.sampled_from(["v0", "v1", "d0"]), migrate=st.booleans()),
+    st.builds(Resume, member=st.sampled_from(["v0", "v1"])),
+    st.builds(Remove, member=st.sampled_from(["v0", "d0"])),
+    st.builds(Add, kind=st.sampled_from(["verifier", "drafter"]), count=st.integers(1, 3)),
+    st.builds(Assign, drafter=st.just("d0"), verifiers=st.none() | st.lists(st.sampled_from(["v0", "v1"]), max_size=2)),
+    st.builds(Restart, members=st.none() | st.just(["v0"])),
+    st.builds(SwapDrafter, drafter=st.just("d0"), path=st.just("/head")),
+)
+
+
+@settings(max_examples=40)
+@given(st.lists(commands, max_size=4), commands)
+def test_a_dry_run_says_what_would_happen_and_changes_nothing(history: list[AnyCommand], command: AnyCommand) -> None:
+    admin, _ = administration()
+    for each in history:
+        admin.submit(each, 0.0)
+    before, operations = admin.snapshot(0.0), admin.operations
+    dry = admin.submit(msgspec.structs.replace(command, dry_run=True), 0.0)
+    assert (admin.snapshot(0.0), admin.operations) == (before, operations)
+    real = admin.submit(command, 0.0)
+    if isinstance(dry, Done) and isinstance(real, Done):
+        assert dry.effects == real.effects
+
+
+@settings(max_examples=40)
+@given(st.lists(commands, min_size=1, max_size=5))
+def test_of_two_who_decided_on_the_same_version_only_one_changes_the_fleet(history: list[AnyCommand]) -> None:
+    admin, policy = administration()
+    for command in history:
+        version = policy.snapshot(0.0).version
+        first = admin.submit(msgspec.structs.replace(command, if_version=version), 0.0)
+        if isinstance(first, Done) and first.effects:
+            assert first.version > version
+            second = admin.submit(Drain(member="d1", if_version=version), 0.0)
+            assert isinstance(second, Refused)
+            assert second.reason == "version_mismatch"
+
+
+def test_operations_are_worked_on_one_after_the_other_and_the_last_are_kept() -> None:
+    admin, _ = administration()
+    first = admin.submit(Remove(member="d0"), 0.0)
+    assert isinstance(first, Done)
+    # Asked again, it is the same operation; something else with the same member has to wait.
+    assert admin.submit(Remove(member="d0"), 0.0) == Done(first.version, [], first.operation)
+    busy = admin.submit(SwapDrafter(drafter="d0", path="/head"), 0.0)
+    assert isinstance(busy, Refused)
+    assert busy.reason == "conflict"
+    admin.submit(Add(kind="drafter"), 0.0)
+    work = admin.next_operation()
+    assert work is not None
+    assert (work.id, work.kind, work.deadline_s) == (first.operation, "remove", 30.0)
+    admin.progress(work.id, "running", "draining d0")
+    assert admin.next_operation() is not None
+    admin.progress(work.id, "failed", "no")
+    following = admin.next_operation()
+    assert following is not None
+    assert following.kind == "add"
+    admin.progress(following.id, "done", "ok", ["d2"])
+    assert admin.operations[-1].members == ["d2"]
+    for _ in range(2 * KEPT):
+        admin.submit(Add(kind="drafter"), 0.0)
+        pending = admin.next_operation()
+        assert pending is not None
+        admin.progress(pending.id, "done", "ok", ["d2"])
+    assert len(admin.operations) == KEPT
+    admin.progress(first.operation or 0, "done", "forgotten long since")
+
+
+def test_pins_hold_until_they_are_given_back() -> None:
+    admin, policy = administration()
+    answer = admin.submit(Assign(drafter="d0", verifiers=["v1", "v0", "v1"]), 0.0)
+    assert isinstance(answer, Done)
+    assert answer.effects == ["d0 serves v0 and v1, and stays there"]
+    assert admin.snapshot(0.0).pins == {"d0": ["v0", "v1"]}
+    assert {a.verifier_id for a in policy.snapshot(0.1).assignments if a.drafter_id == "d0"} == {"v0", "v1"}
+    assert admin.submit(Assign(drafter="d0", verifiers=["v0", "v1"]), 0.1) == Done(policy.snapshot(0.1).version, [])
+    assert isinstance(admin.submit(Assign(drafter="d0"), 0.2), Done)
+    assert admin.snapshot(0.2).pins == {}
+
+
+def test_every_command_travels_as_messages_do() -> None:
+    for command in (
+        Drain(member="a"),
+        Add(kind="drafter"),
+        Assign(drafter="d"),
+        Restart(),
+        SwapDrafter(drafter="d", path="/p"),
+    ):
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(command), type=AnyCommand) == command
+    assert names() == ["drain", "resume", "remove", "add", "assign", "restart", "swap-drafter"]

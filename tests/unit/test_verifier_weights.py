@@ -1,0 +1,167 @@
+"""Exchanging a target's weights: what is refused, in which order things happen, and what is left after a failure."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from vllm.v1.core.sched.interface import PauseState
+
+from backend.verifier.weights import WeightControl, check_same_shapes
+
+
+class Core:
+    """An engine core that notes what is asked of it."""
+
+    def __init__(self) -> None:
+        self.log: list[Any] = []
+        self.paused = False
+        self.scheduler = self
+        self.model_executor = self
+        self.is_sleeping_deep = False
+        self.batch_queue: list[str] = ["a", "b"]
+        self.broken: set[str] = set()
+
+    @property
+    def is_sleeping(self) -> Any:
+        # vLLM's core has a method and its executor a property of this name.
+        return _Callable(self.is_sleeping_deep or self.paused, self.is_sleeping_deep)
+
+    def set_pause_state(self, state: PauseState) -> None:
+        self.paused = state != PauseState.UNPAUSED
+
+    def resume_scheduler(self) -> None:
+        self.log.append("resume")
+        self.paused = False
+
+    def step_fn(self) -> tuple[Any, bool]:
+        assert self.paused
+        self.log.append(f"step {self.batch_queue.pop()}")
+        return {}, True
+
+    def post_step(self, executed: bool) -> None:
+        pass
+
+    def sleep(self, level: int, mode: str) -> None:
+        assert mode == "keep"
+        self.log.append(f"sleep {level}")
+
+    def wake_up(self, tags: list[str] | None) -> bool:
+        self.log.append(("wake", tags))
+        self.paused = False
+        return True
+
+    def collective_rpc(self, method: str, kwargs: dict[str, Any]) -> None:
+        path = Path(kwargs["weights_path"]).name
+        self.log.append(f"load {path}")
+        if path in self.broken:
+            raise RuntimeError("torn")
+
+    def _reset_caches(self, reset_running_requests: bool) -> None:
+        assert reset_running_requests
+        self.log.append("reset")
+
+
+class _Callable(int):
+    def __new__(cls, whole: bool, deep: bool) -> _Callable:
+        made = super().__new__(cls, deep)
+        made.whole = whole  # type: ignore[attr-defined]
+        return made
+
+    def __call__(self) -> bool:
+        return bool(self.whole)  # type: ignore[attr-defined]
+
+
+def checkpoint(directory: Path, **shapes: tuple[int, ...]) -> str:
+    directory.mkdir()
+    save_file({name: torch.zeros(shape) for name, shape in shapes.items()}, directory / "model.safetensors")
+    return str(directory)
+
+
+@pytest.fixture
+def core() -> Core:
+    return Core()
+
+
+@pytest.fixture
+def control(core: Core, tmp_path: Path) -> WeightControl:
+    control = WeightControl(core, checkpoint(tmp_path / "old", a=(2, 3), b=(4,)), can_sleep=False)  # type: ignore[arg-type]
+    control.on_begin = lambda: core.log.append("begin")
+    control.on_renewed = lambda: core.log.append("renewed")
+    return control
+
+
+def test_weights_are_loaded_between_steps_and_requests_go_on(core: Core, control: WeightControl, tmp_path: Path) -> None:
+    control.reload_weights(checkpoint(tmp_path / "new", a=(2, 3), b=(4,)))
+    assert core.log == ["step b", "step a", "begin", "load new", "reset", "renewed", "resume"]
+    assert not control.is_paused
+    core.log.clear()
+    # The next time "the same again" means these.
+    control.reload_weights()
+    assert core.log == ["begin", "load new", "reset", "renewed", "resume"]
+
+
+def test_a_paused_verifier_stays_paused(core: Core, control: WeightControl) -> None:
+    control.sleep(0)
+    control.reload_weights()
+    assert control.is_paused
+    assert control.wake_up()
+    assert core.log[-1] == ("wake", ["scheduling"])
+    assert not control.is_paused
+
+
+@pytest.mark.parametrize(
+    ("shapes", "said"),
+    [({"a": (2, 3)}, "b: none instead of"), ({"a": (2, 3), "b": (5,)}, "b: "), ({"a": (2, 3), "b": (4,), "c": (1,)}, "c: ")],
+)
+def test_other_shapes_are_refused_before_anything_happens(
+    core: Core, control: WeightControl, tmp_path: Path, shapes: dict[str, tuple[int, ...]], said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        control.reload_weights(checkpoint(tmp_path / "new", **shapes))
+    with pytest.raises(ValueError, match="no such directory"):
+        control.reload_weights(str(tmp_path / "nowhere"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"no [.]safetensors"):
+        control.reload_weights(str(tmp_path / "empty"))
+    assert core.log == []
+
+
+def test_half_loaded_weights_are_replaced_by_the_earlier_ones(core: Core, control: WeightControl, tmp_path: Path) -> None:
+    new = checkpoint(tmp_path / "new", a=(2, 3), b=(4,))
+    core.batch_queue.clear()
+    core.broken = {"new"}
+    with pytest.raises(ValueError, match="could not be loaded: torn"):
+        control.reload_weights(new)
+    assert core.log == ["begin", "load new", "load old", "reset", "renewed", "resume"]
+    core.log.clear()
+    core.broken = {"new", "old"}
+    # The process ends: Ray starts another.
+    with pytest.raises(SystemExit):
+        control.reload_weights(new)
+
+
+def test_sleep_needs_an_engine_that_can(core: Core, control: WeightControl) -> None:
+    for level in (1, 2):
+        with pytest.raises(NotImplementedError, match="enable_sleep_mode"):
+            control.sleep(level)
+    for level in (-1, 3):
+        with pytest.raises(ValueError, match="level"):
+            control.sleep(level)
+    with pytest.raises(ValueError, match="tags"):
+        control.wake_up(["everything"])
+    assert core.log == []
+    able = WeightControl(core, "", can_sleep=True)  # type: ignore[arg-type]
+    able.sleep(2)
+    assert core.log[-1] == "sleep 2"
+    core.is_sleeping_deep = True
+    able.wake_up(["weights"])
+    assert core.log[-1] == ("wake", ["weights"])
+
+
+def test_shapes_are_compared_by_name(tmp_path: Path) -> None:
+    one, two = checkpoint(tmp_path / "one", a=(1,)), checkpoint(tmp_path / "two", a=(1,))
+    check_same_shapes(one, two)
