@@ -36,6 +36,9 @@ from gateway.traces import SequenceSpans
 
 logger = logging.getLogger(__name__)
 
+KEEP_ALIVE_S = 75
+"""An idle connection is kept longer than clients keep theirs (5 s in OpenAI's): who closes first must not be the one to whom
+the next request is just being sent."""
 CANCEL_GRACE_S = 5.0
 """How long streams get to send their last error event after the drain time is over."""
 
@@ -109,6 +112,7 @@ class GatewayServer:
             access_log=False,
             lifespan="on",
             server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=int(self._settings.drain_s + CANCEL_GRACE_S) + 1,
         )
         self._server = _Server(config)

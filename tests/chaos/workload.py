@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import httpx
@@ -30,6 +31,9 @@ PROMPTS = (
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 NOWHERE = frozenset({"no_verifier_ready", "verifier_lost"})
 """Errors of a request for which no verifier was there in time."""
+
+
+ON_ITS_WAY_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -100,10 +104,14 @@ class Outcome:
         return bool(self.errors) and all(error.get("code") in NOWHERE for error in self.errors)
 
     def silence(self, at: float) -> float | None:
-        """The time without text around the moment `at`; None when it was not running then."""
-        before = [moment for moment in self.chunks if moment <= at]
-        after = [moment for moment in self.chunks if moment > at]
-        return after[0] - before[-1] if before and after else None
+        """The longest time without text that begins around the moment `at`; None when it was not running then.
+
+        What was on its way still comes after a fault.
+        """
+        if not any(moment <= at for moment in self.chunks):
+            return None
+        gaps = [(end - begin) for begin, end in pairwise(self.chunks) if end > at and begin <= at + ON_ITS_WAY_S]
+        return max(gaps, default=None)
 
 
 async def ask(http: httpx.AsyncClient, case: Case, outcome: Outcome) -> None:

@@ -113,7 +113,9 @@ def logprobs(answer: Any) -> list[list[float]]:
 
 def test_limits_count_what_was_emitted(verifier: Verifier) -> None:
     client = verifier.client
-    wholes = client.generate(PROMPTS, params(max_tokens=24))
+    # Penalties keep so small a model from repeating itself: there are tokens that come late for the first time.
+    varied: dict[str, Any] = {"max_tokens": 24, "repetition_penalty": 1.3, "presence_penalty": 1.0}
+    wholes = client.generate(PROMPTS, params(**varied))
     prompt, at, stop = next(
         (prompt, i, whole.tokens[i])
         for prompt, whole in zip(PROMPTS, wholes, strict=True)
@@ -121,12 +123,12 @@ def test_limits_count_what_was_emitted(verifier: Verifier) -> None:
         if whole.tokens[i] not in whole.tokens[:i]
     )
     # `min_tokens` are reached by what was emitted before the cut alone: the very next token may end it.
-    stopping = params(max_tokens=24, stop_token_ids=[stop], min_tokens=at)
+    stopping = params(**varied, stop_token_ids=[stop], min_tokens=at)
     (stopped,) = client.generate([prompt], stopping)
     assert (stopped.finish_reason, len(stopped.tokens)) == ("stop", at + 1)
     request_id = client.add(prompt, stopping, emitted=stopped.tokens[:-1])
     # Here they are not: the token is forbidden once more.
-    later = client.add(prompt, params(max_tokens=24, stop_token_ids=[stop], min_tokens=at + 1), emitted=stopped.tokens[:-1])
+    later = client.add(prompt, params(**varied, stop_token_ids=[stop], min_tokens=at + 1), emitted=stopped.tokens[:-1])
     client.finish_all()
     part = client.answers.pop(request_id)
     assert (part.tokens, part.finish_reason) == ([stop], "stop")

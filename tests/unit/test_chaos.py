@@ -81,6 +81,8 @@ def test_failed_or_nowhere_to_go() -> None:
 def test_silence_is_the_gap_around_a_moment() -> None:
     running = outcome(chunks=[1.0, 2.0, 5.0, 6.0])
     assert running.silence(3.0) == 3.0
+    assert running.silence(1.8) == 3.0, "a chunk that was on its way came first"
+    assert running.silence(1.2) == 1.0
     assert running.silence(0.5) is None
     assert running.silence(7.0) is None
 
