@@ -173,7 +173,7 @@ def test_sampled_tokens_have_the_targets_distribution(plain_samples: list[tuple[
 def test_the_same_test_finds_a_biased_verifier(directory: Path, drafter: Drafter, plain_samples: list[tuple[int, ...]]) -> None:
     biased = run(directory, "sync", drafter, worker="tests.support.biased.BiasedWorker")
     try:
-        found = p_values(plain_samples, samples(biased, seed=2_000_000, count=SAMPLES // 2))
+        found = p_values(plain_samples, samples(biased, seed=2_000_000, count=FEWER_SAMPLES))
     finally:
         biased.close()
     print(found)

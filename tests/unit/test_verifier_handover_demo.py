@@ -20,7 +20,7 @@ from backend.drafter.process import DrafterModel, build_proposer
 from backend.drafter.service import DrafterService
 from backend.fleet import DrafterRef
 from backend.transport import Wire
-from backend.verifier import features
+from backend.verifier import feature_link
 from backend.verifier.features import FeatureShipper, Handover, Span
 from tests.unit.test_verifier_handover import K, Line
 
@@ -56,9 +56,10 @@ def serve(
     for name in ("d0", "d1"):
         proposer = build_proposer(DrafterModel(str(TARGET_DIR), str(DRAFTER_DIR)), DraftingSettings(gpus=0))
         lines[name] = Line(DrafterService(name, proposer, 60.0))
-    monkeypatch.setattr(features, "connect_dealer", lambda wire, address, *_: address)
-    monkeypatch.setattr(features, "Dealer", lambda address: lines[address])
-    shipper = FeatureShipper("v", load_fc(str(DRAFTER_DIR)), handover_bytes=handover_bytes)
+    monkeypatch.setattr(feature_link, "connect_dealer", lambda wire, address, *_: address)
+    monkeypatch.setattr(feature_link, "Dealer", lambda address: lines[address])
+    project = load_fc(str(DRAFTER_DIR))
+    shipper = FeatureShipper("v", lambda head: project, handover_bytes=handover_bytes)
     shipper.k = K
     drafts, accepted = [0, 0], [0, 0]
     lengths = [PROMPT + 1] * REQUESTS
