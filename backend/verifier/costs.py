@@ -174,6 +174,36 @@ class Cycles:
 
 
 @dataclass
+class Accepted:
+    """What was accepted of one kind of requests."""
+
+    fresh: Acceptance = field(default_factory=Acceptance)
+    """Of drafts made from the target's features, where all are."""
+    ahead: Acceptance = field(default_factory=Acceptance)
+    """Of all verifications while outcomes are enumerated ahead, those that went without a draft included."""
+    after_miss: Acceptance = field(default_factory=Acceptance)
+    """Of drafts made afresh because what happened had not been enumerated: surprises go on surprising."""
+
+    def observe(self, plan: Plan, ahead: bool, drafted: int, accepted: int) -> None:
+        """See `Costs.note_verification`."""
+        if plan.outcomes:
+            self.ahead.observe(drafted or plan.k, accepted)
+            if drafted and not ahead:
+                self.after_miss.observe(drafted, accepted)
+        elif drafted:
+            self.fresh.observe(drafted, accepted)
+
+    def length(self, plan: Plan) -> float:
+        """Expected tokens per verification."""
+        return (self.ahead if plan.outcomes and self.ahead.drafted else self.fresh).length(plan.k)
+
+    def fade(self) -> None:
+        """See `Costs.fade`."""
+        for acceptance in (self.fresh, self.ahead, self.after_miss):
+            acceptance.fade(FADED)
+
+
+@dataclass
 class Costs:
     """The model `planner.py` decides with.  Times in seconds."""
 
@@ -182,12 +212,11 @@ class Costs:
     draft: Curve = field(default_factory=Curve)
     """Draft round trip divided by k + 1 (one pass takes in the new rows, k draft), over requests in the round."""
     cycles: Cycles = field(default_factory=Cycles)
-    fresh: Acceptance = field(default_factory=Acceptance)
-    """Of drafts made from the target's features, where all are."""
-    ahead: Acceptance = field(default_factory=Acceptance)
-    """Of all verifications while outcomes are enumerated ahead, those that went without a draft included."""
-    after_miss: Acceptance = field(default_factory=Acceptance)
-    """Of drafts made afresh because what happened had not been enumerated: surprises go on surprising."""
+    greedy: Accepted = field(default_factory=Accepted)
+    sampled: Accepted = field(default_factory=Accepted)
+    """Apart from greedy ones: the same draft is accepted far more often where the target takes its likeliest token."""
+    greedy_share: float = 1.0
+    """Of the requests decoding now."""
     ahead_hit_rate: float = 0.5
     """Share of verifications whose outcome had been enumerated."""
     _overhead_s: float = 0.0
@@ -202,20 +231,15 @@ class Costs:
             self._overhead_s += NEWEST * (max(waited_s - drafter_s, 0.0) - self._overhead_s)
         self.draft.observe(requests, (drafter_s + self._overhead_s) / (k + 1))
 
-    def note_verification(self, plan: Plan, ahead: bool, drafted: int, accepted: int) -> None:
+    def note_verification(self, plan: Plan, greedy: bool, ahead: bool, drafted: int, accepted: int) -> None:
         """One verification under `plan`; `ahead`: its draft was made ahead of time; `drafted` 0: it had none."""
-        if plan.outcomes:
-            self.ahead.observe(drafted or plan.k, accepted)
-            if drafted and not ahead:
-                self.after_miss.observe(drafted, accepted)
-        elif drafted:
-            self.fresh.observe(drafted, accepted)
+        (self.greedy if greedy else self.sampled).observe(plan, ahead, drafted, accepted)
 
     def fade(self) -> None:
         """Nothing was drafted for long: what is drafted next counts for more than what was drafted then."""
         self.cycles.fade()
-        for acceptance in (self.fresh, self.ahead, self.after_miss):
-            acceptance.fade(FADED)
+        self.greedy.fade()
+        self.sampled.fade()
 
     def verify_s(self, requests: float, k: int) -> float:
         """A step over `requests` requests with `k` draft tokens each."""
@@ -226,8 +250,13 @@ class Costs:
         return (k + 1) * (self.draft.at(requests) or 1e-3)
 
     def length(self, plan: Plan) -> float:
-        """Expected tokens per verification."""
-        return (self.ahead if plan.outcomes and self.ahead.drafted else self.fresh).length(plan.k)
+        """Expected tokens per verification, of the requests decoding now."""
+        return self.greedy_share * self.greedy.length(plan) + (1 - self.greedy_share) * self.sampled.length(plan)
+
+    def length_after_miss(self, k: int) -> float:
+        """The same of a draft made afresh because the outcome had not been enumerated."""
+        greedy, sampled = self.greedy.after_miss.length(k), self.sampled.after_miss.length(k)
+        return self.greedy_share * greedy + (1 - self.greedy_share) * sampled
 
     def per_verification_s(self, plan: Plan, requests: int) -> float:
         """Seconds per verification: measured, or what the two curves say, corrected by the nearest measurement."""

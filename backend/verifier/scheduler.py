@@ -13,6 +13,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from vllm.sampling_params import SamplingType
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -138,7 +139,8 @@ class DraftingScheduler(CountingScheduler, Scheduler):
             self.fallback.note_remote(request_id, drafted, accepted)
         # Our own draft in place of a miss is a part of what drafting ahead brings; of true features it says nothing.
         if self.planner.settled and (not own or self._plan.outcomes):
-            self.costs.note_verification(self._plan, draft is not None and (own or draft.ahead), drafted, accepted)
+            ahead = draft is not None and (own or draft.ahead)
+            self.costs.note_verification(self._plan, _is_greedy(self.requests[request_id]), ahead, drafted, accepted)
         if draft is None:
             return None
         return Drafted(draft.drafter_id, draft.ahead, self._draft_s.pop(request_id, 0.0))
@@ -185,6 +187,7 @@ class DraftingScheduler(CountingScheduler, Scheduler):
         """vLLM's method of the same name: attach what arrived, hold back what waits, then schedule."""
         self._attach()
         decoding = [request for request in self.running if not request.is_prefill_chunk]
+        self.costs.greedy_share = sum(map(_is_greedy, decoding)) / len(decoding) if decoding else 1.0
         self._plan = self._next_plan(len(decoding))
         self._groups.want(self._plan.groups)
         held: set[str] = set()
@@ -311,7 +314,7 @@ class DraftingScheduler(CountingScheduler, Scheduler):
     def _waiting_pays(self, hits: int, misses: int) -> bool:
         k = self._plan.k
         step_s, draft_s = self.costs.verify_s(hits + misses, k), self.costs.draft_s(misses, k)
-        return worth_waiting(hits, misses, step_s, draft_s, self.costs.after_miss.length(k))
+        return worth_waiting(hits, misses, step_s, draft_s, self.costs.length_after_miss(k))
 
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
         self.book.forget(request.request_id)
@@ -332,3 +335,7 @@ class DraftingScheduler(CountingScheduler, Scheduler):
     def _drop(self, drafter_id: str, reason: str) -> None:
         if self.counters is not None:
             self.counters.dropped(drafter_id, reason)
+
+
+def _is_greedy(request: Any) -> bool:
+    return request.sampling_params is not None and request.sampling_params.sampling_type == SamplingType.GREEDY

@@ -100,7 +100,7 @@ def run(
             tokens += accepted + 1
             if before.k and planner.settled:
                 hit = bool(before.outcomes) and dice.random() < machine.hits
-                costs.note_verification(before, hit, before.k, accepted)
+                costs.note_verification(before, True, hit, before.k, accepted)
         spent += took
         verify_s = machine.verify_ms(verified, before.k) / 1000
         costs.verify.observe(verified * (before.k + 1), verify_s)

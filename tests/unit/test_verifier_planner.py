@@ -209,3 +209,17 @@ def test_a_bad_start_does_not_end_drafting_at_once() -> None:
     for _ in range(100):
         acceptance.observe(4, 0)
     assert acceptance.length(4) < 1.1
+
+
+def test_greedy_requests_are_drafted_for_though_sampled_ones_were_not_worth_it() -> None:
+    model = Costs()
+    plan = Plan(4)
+    for _ in range(400):
+        model.note_verification(plan, True, False, 4, 4)
+        model.note_verification(plan, False, False, 4, 0)
+    model.greedy_share = 1.0
+    assert model.length(plan) > 4.5
+    model.greedy_share = 0.0
+    assert model.length(plan) < 1.2
+    model.greedy_share = 0.5
+    assert 2.5 < model.length(plan) < 3.5
