@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar, get_args
 
+from backend.arguments import at_least
 from backend.config.settings import Mode
 
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -103,14 +104,14 @@ def _parser() -> argparse.ArgumentParser:
     say("--k", type=_numbers(int, 1), metavar="LIST", default=(4,), help="draft tokens per verification (default: 4)")
     say("--concurrency", type=_numbers(int, 1), metavar="LIST", help="requests in flight (default: 1,4,16)")
     say("--temperatures", type=_numbers(float, 0), metavar="LIST", default=(0.0, 1.0), help="default: 0,1")
-    say("--tokens", type=_at_least(2), metavar="N", help="tokens of every answer (default: 128)")
-    say("--prompt-tokens", type=_at_least(8), metavar="N", default=128, help="tokens of every prompt (default: 128)")
-    say("--rounds", type=_at_least(1), metavar="N", help="measurements of each point (default: 3)")
-    say("--requests", type=_at_least(1), metavar="N", help="requests per measurement at least (default: 4)")
+    say("--tokens", type=at_least(2), metavar="N", help="tokens of every answer (default: 128)")
+    say("--prompt-tokens", type=at_least(8), metavar="N", default=128, help="tokens of every prompt (default: 128)")
+    say("--rounds", type=at_least(1), metavar="N", help="measurements of each point (default: 3)")
+    say("--requests", type=at_least(1), metavar="N", help="requests per measurement at least (default: 4)")
     say("--model", metavar="NAME", help="measure this target instead: Hugging Face id or directory")
     say("--drafter", metavar="NAME", help="its EAGLE head: Hugging Face id or directory, or ngram")
-    say("--verifier-cores", type=_at_least(1), metavar="N", help="default: three quarters of the cores")
-    say("--drafter-cores", type=_at_least(1), metavar="N", help="default: a quarter of the cores")
+    say("--verifier-cores", type=at_least(1), metavar="N", help="default: three quarters of the cores")
+    say("--drafter-cores", type=at_least(1), metavar="N", help="default: a quarter of the cores")
     return parser
 
 
@@ -134,18 +135,5 @@ def _numbers(kind: Callable[[str], Number], least: int) -> Callable[[str], tuple
         if any(value < least for value in values):
             raise argparse.ArgumentTypeError(f"{text!r}: {least} is the least")
         return tuple(sorted(set(values)))
-
-    return read
-
-
-def _at_least(least: int) -> Callable[[str], int]:
-    def read(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(f"{text!r} is no number") from error
-        if value < least:
-            raise argparse.ArgumentTypeError(f"{value}: {least} is the least")
-        return value
 
     return read

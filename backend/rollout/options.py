@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NoReturn, get_args
 
+from backend.arguments import at_least
 from backend.config import Settings
 from backend.config.settings import Mode
 from backend.config.sources import ALIASES as SETTING_ALIASES
@@ -145,10 +146,10 @@ def _rollout_parser() -> argparse.ArgumentParser:
     say("--impl", choices=get_args(Implementation), help="remote drafters, or vLLM's own (default: disaggregated)")
     say("--method", choices=get_args(Method), help="how drafts are made (default: what --drafter is)")
     say("--fixed-responses", dest="fixed", action="store_true", help="emit exactly the trace's responses (teacher-forced)")
-    say("--rounds", type=_at_least(1), default=1, metavar="N", help="run the batch so often (default: 1)")
-    say("--step", type=_at_least(0), metavar="S", help="the training step (default: the S of the trace's name)")
-    say("--limit", type=_at_least(1), metavar="N", help="the first N rows only")
-    say("--max-tokens", type=_at_least(1), metavar="N", help="longest response (default: 1024 for a free one)")
+    say("--rounds", type=at_least(1), default=1, metavar="N", help="run the batch so often (default: 1)")
+    say("--step", type=at_least(0), metavar="S", help="the training step (default: the S of the trace's name)")
+    say("--limit", type=at_least(1), metavar="N", help="the first N rows only")
+    say("--max-tokens", type=at_least(1), metavar="N", help="longest response (default: 1024 for a free one)")
     say("--temperature", type=_temperature, default=1.0, metavar="X", help="of free responses (default: 1)")
     return parser
 
@@ -164,26 +165,13 @@ def _trace_parser() -> argparse.ArgumentParser:
     say("sources", nargs="+", type=Path, metavar="FILE", help="files, directories, or stdlib")
     say("--out", type=Path, required=True, metavar="FILE", help="train.{S}.parquet to write")
     say("--model", default="demo", metavar="NAME", help="whose tokens lengths are counted in: directory or demo (default)")
-    say("--limit", type=_at_least(1), metavar="N", help="so many rows at most")
-    say("--min-prompt", type=_at_least(1), default=16, metavar="N", help="tokens of a cut prompt at least (default: 16)")
-    say("--max-prompt", type=_at_least(1), default=256, metavar="N", help="and at most (default: 256)")
-    say("--min-gen", type=_at_least(1), default=16, metavar="N", help="tokens of a response at least (default: 16)")
-    say("--max-gen", type=_at_least(1), default=512, metavar="N", help="and at most (default: 512)")
+    say("--limit", type=at_least(1), metavar="N", help="so many rows at most")
+    say("--min-prompt", type=at_least(1), default=16, metavar="N", help="tokens of a cut prompt at least (default: 16)")
+    say("--max-prompt", type=at_least(1), default=256, metavar="N", help="and at most (default: 256)")
+    say("--min-gen", type=at_least(1), default=16, metavar="N", help="tokens of a response at least (default: 16)")
+    say("--max-gen", type=at_least(1), default=512, metavar="N", help="and at most (default: 512)")
     say("--seed", type=int, default=0, metavar="N", help="of the cuts (default: 0)")
     return parser
-
-
-def _at_least(least: int) -> Callable[[str], int]:
-    def read(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(f"{text!r} is no number") from error
-        if value < least:
-            raise argparse.ArgumentTypeError(f"{value}: {least} is the least")
-        return value
-
-    return read
 
 
 def _temperature(text: str) -> float:

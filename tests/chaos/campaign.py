@@ -12,10 +12,11 @@ from typing import Any
 
 import httpx
 
+from loadtest.fleet import descendants
 from tests.chaos import census
 from tests.chaos.faults import FULL, QUICK, Done, Saboteur, schedule
 from tests.chaos.workload import Case, Outcome, ask, cases, failed, what_is_wrong
-from tests.support.fleet_process import ServedFleet, descendants
+from tests.support.fleet_process import ServedFleet
 
 SETTLE_S = 60.0
 """How long counters may take to fall to zero after the last request."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from tests.support.fleet_process import descendants
+from loadtest.fleet import descendants
 
 
 def name_of(pid: int) -> str:

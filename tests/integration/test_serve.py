@@ -16,8 +16,9 @@ import httpx
 import pytest
 from openai import OpenAI
 
+from loadtest.fleet import descendants
 from tests.support.collector import Collector
-from tests.support.fleet_process import ROOT, ServedFleet, descendants, wait_for
+from tests.support.fleet_process import ROOT, ServedFleet, wait_for
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 

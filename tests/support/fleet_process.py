@@ -91,20 +91,3 @@ def wait_for(condition: Callable[[], bool], timeout_s: float = 60.0, what: str =
         if time.monotonic() > deadline:
             raise TimeoutError(f"{what} did not hold within {timeout_s:.0f} s")
         time.sleep(0.05)
-
-
-def descendants(pid: int) -> set[int]:
-    """Process ids below `pid`, from /proc."""
-    parents: dict[int, int] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            except (OSError, ValueError, IndexError):
-                continue
-    found: set[int] = set()
-    grown = {pid}
-    while grown:
-        grown = {child for child, parent in parents.items() if parent in grown} - found
-        found |= grown
-    return found
