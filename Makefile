@@ -8,7 +8,7 @@ MAKEFLAGS += --no-print-directory
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-dev setup-load serve status test campaign lint bench bench-fleet load chaos dashboards dashboards-check
-.PHONY: rollout-demo format clean
+.PHONY: monitoring-check records-cost rollout-demo format clean
 
 help: ## list these tasks
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|' 2>/dev/null \
@@ -63,7 +63,10 @@ chaos: setup-dev ## kill, stop and restart every part under load (ARGS="--quick 
 dashboards: setup-dev ## write the Grafana dashboards from dashboards/*.py
 	@$(BIN)/python -m dashboards.build
 
-dashboards-check: setup-dev ## ask a real Prometheus for every panel of a fleet under load (needs prometheus on the PATH)
+dashboards-check: setup-dev ## whether the committed dashboards are what dashboards/*.py write
+	@exec $(BIN)/python -m dashboards.build --check
+
+monitoring-check: setup-dev ## a real Prometheus against the records of a fleet under load (needs prometheus on the PATH)
 	@exec $(BIN)/python -m dashboards.check $(ARGS)
 
 format: setup-dev ## format the code
