@@ -1,0 +1,54 @@
+"""A verifier whose records can be switched off and on while it rests.  Child processes of `records_cost`.
+
+The main thread switches, between two loads; what a switch changes is read by the engine thread at its next step.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from backend.records.writer import FileRecorder
+from backend.transport import Hub
+from backend.verifier.loop import EngineLoop
+from backend.verifier.process import VerifierProcess
+
+SETTLED_S = 0.02
+"""A writer that has not computed for so long, with nothing waiting, is done."""
+
+
+class SwitchedVerifier(VerifierProcess):
+    """One that keeps records in files, as its settings have to say."""
+
+    def _make_loop(self, config: Any, core: Any, hub: Hub, stats: Any, files: FileRecorder | None) -> EngineLoop:
+        loop = super()._make_loop(config, core, hub, stats, files)
+        if files is None:
+            raise ValueError("records.dir is not set")
+        self._files = files
+        self._scheduler = core.scheduler
+        self._recording = core.scheduler.records
+        return loop
+
+    def switch(self, on: bool) -> float:
+        """From now on rows are made, or none are, as if records had never been configured; nothing may be in flight.
+
+        Before they are switched off the writer takes what is left.  The seconds it computed for that.
+        """
+        spent = 0.0
+        if not on and self._scheduler.records is not None:
+            spent = self._settle()
+        self._scheduler.records = self._recording if on else None
+        return spent
+
+    def writer_s(self) -> float:
+        """CPU time of the writer's thread so far, files included."""
+        return self._files.cpu_s()
+
+    def _settle(self) -> float:
+        before = last = self.writer_s()
+        while True:
+            threading.Event().wait(SETTLED_S)
+            now = self.writer_s()
+            if not self._files.waiting and now == last:
+                return now - before
+            last = now
