@@ -7,8 +7,8 @@ from dashboards.expr import (
     VERIFIER,
     acceptance_length,
     once,
-    or_zero,
     pair_rate,
+    pair_ratio,
     rate,
     ratio,
     total,
@@ -17,6 +17,7 @@ from dashboards.expr import (
 )
 from dashboards.model import Dashboard, Panel, Query, Row
 from dashboards.overview import IDLE, NO_DRAFTS, NO_TRAFFIC
+from dashboards.shapes import by_verifier, plot, stacked
 
 SPECULATION = Dashboard(
     "outrider-speculation",
@@ -26,10 +27,11 @@ SPECULATION = Dashboard(
         Row(
             "Gain",
             [
-                Panel(
+                plot(
                     "Acceptance length by pair",
                     "1 + accepted tokens / drafts of one verifier with one drafter.",
-                    [Query(acceptance_length("verifier", "drafter"), "{{verifier}} < {{drafter}}")],
+                    acceptance_length("verifier", "drafter"),
+                    "{{verifier}} < {{drafter}}",
                     low=1,
                     decimals=2,
                     empty=NO_DRAFTS,
@@ -39,10 +41,7 @@ SPECULATION = Dashboard(
                     "Accepted tokens / draft tokens. Unlike the acceptance length, it falls as K grows.",
                     [
                         Query(
-                            ratio(
-                                total(pair_rate("outrider_accepted_tokens_total"), "drafter"),
-                                total(pair_rate("outrider_draft_tokens_total"), "drafter"),
-                            ),
+                            pair_ratio("outrider_accepted_tokens_total", "outrider_draft_tokens_total", "drafter"),
                             "{{drafter}}",
                         )
                     ],
@@ -56,9 +55,11 @@ SPECULATION = Dashboard(
                     "kept only if all before it were.",
                     [
                         Query(
-                            ratio(
-                                total(pair_rate("outrider_accepted_tokens_by_position_total", "position"), "position"),
-                                total(pair_rate("outrider_draft_tokens_by_position_total", "position"), "position"),
+                            pair_ratio(
+                                "outrider_accepted_tokens_by_position_total",
+                                "outrider_draft_tokens_by_position_total",
+                                "position",
+                                labels=("position",),
                             ),
                             "position {{position}}",
                         )
@@ -136,49 +137,40 @@ SPECULATION = Dashboard(
                     [
                         Query(_per_round, name)
                         for name, _per_round in {
-                            "compute": ratio(
-                                total(pair_rate("outrider_draft_compute_seconds_total")),
-                                total(pair_rate("outrider_draft_rounds_total")),
-                            ),
-                            "queue": ratio(
-                                total(pair_rate("outrider_draft_queue_seconds_total")),
-                                total(pair_rate("outrider_draft_rounds_total")),
-                            ),
-                            "transfer": ratio(
-                                total(pair_rate("outrider_draft_transfer_seconds_total")),
-                                total(pair_rate("outrider_draft_rounds_total")),
-                            ),
+                            "compute": pair_ratio("outrider_draft_compute_seconds_total", "outrider_draft_rounds_total"),
+                            "queue": pair_ratio("outrider_draft_queue_seconds_total", "outrider_draft_rounds_total"),
+                            "transfer": pair_ratio("outrider_draft_transfer_seconds_total", "outrider_draft_rounds_total"),
                         }.items()
                     ],
                     unit="s",
                     stacked=True,
                     empty=NO_DRAFTS,
                 ),
-                Panel(
+                by_verifier(
                     "Waiting for drafts",
                     "Share of each verifier's time spent waiting for drafts.",
-                    [Query(verifier_rate(IDLE, labels=f'{VERIFIER}, cause="awaiting_draft"'), "{{verifier}}")],
+                    verifier_rate(IDLE, labels=f'{VERIFIER}, cause="awaiting_draft"'),
                     unit="percentunit",
                     high=1,
                 ),
-                Panel(
+                plot(
                     "Sent to drafters",
                     "Features and tokens, bytes per second.",
-                    [Query(pair_rate("outrider_draft_sent_bytes_total"), "{{verifier}} > {{drafter}}")],
+                    pair_rate("outrider_draft_sent_bytes_total"),
+                    "{{verifier}} > {{drafter}}",
                     unit="Bps",
                 ),
-                Panel(
+                stacked(
                     "Drafts not used",
                     "Per second and reason: finished (the request ended first), late (after its deadline), lost (never came), "
                     "stale (for another length), invalid (not of this vocabulary), overflow (the drafter's queue was full).",
-                    [Query(or_zero(total(pair_rate("outrider_drafts_dropped_total", "reason"), "reason")), "{{reason}}")],
-                    unit="ops",
-                    stacked=True,
+                    total(pair_rate("outrider_drafts_dropped_total", "reason"), "reason"),
+                    "reason",
                 ),
-                Panel(
+                by_verifier(
                     "Drafters not waited for",
                     "Assigned drafters whose circuit breaker is open.",
-                    [Query(verifier_gauge("outrider_drafters_down"), "{{verifier}}")],
+                    verifier_gauge("outrider_drafters_down"),
                     decimals=0,
                     thresholds=[(1, "red")],
                 ),
@@ -196,16 +188,16 @@ SPECULATION = Dashboard(
                     ],
                     decimals=0,
                 ),
-                Panel(
+                by_verifier(
                     "Groups",
                     "Micro-batches that take turns being verified; 2: one is drafted while the other is verified.",
-                    [Query(verifier_gauge("outrider_verifier_plan_groups"), "{{verifier}}")],
+                    verifier_gauge("outrider_verifier_plan_groups"),
                     decimals=0,
                 ),
-                Panel(
+                by_verifier(
                     "Changes of plan",
                     "How often mode auto changes its mind, per minute.",
-                    [Query(f"60 * {verifier_rate('outrider_verifier_plan_changes_total')}", "{{verifier}}")],
+                    f"60 * {verifier_rate('outrider_verifier_plan_changes_total')}",
                 ),
             ],
         ),
@@ -231,10 +223,11 @@ SPECULATION = Dashboard(
                     decimals=2,
                     empty=NO_DRAFTS,
                 ),
-                Panel(
+                plot(
                     "Draft tokens by drafter",
                     "Draft tokens verified per second, by who drafted them.",
-                    [Query(total(pair_rate("outrider_draft_tokens_total"), "drafter"), "{{drafter}}")],
+                    total(pair_rate("outrider_draft_tokens_total"), "drafter"),
+                    "{{drafter}}",
                     unit="cps",
                     width=12,
                     stacked=True,

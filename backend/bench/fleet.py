@@ -129,7 +129,7 @@ class TargetFleet:
         return run_load(self._verifiers[configuration].client, prompts, tokens, 0.0, concurrency)
 
     def switch_records(self, configuration: Configuration, on: bool) -> dict[str, float]:
-        """`settling_s` and `writer_s`: see `switching.SwitchedVerifier`."""
+        """CPU times by name: see `switching.SwitchedVerifier.switch`."""
         answer: dict[str, float] = self._verifiers[configuration].child.ask({RECORDS: on})
         return answer
 

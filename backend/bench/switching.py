@@ -6,6 +6,7 @@ The main thread switches, between two loads; what a switch changes is read by th
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 from backend.records.writer import FileRecorder
@@ -29,26 +30,29 @@ class SwitchedVerifier(VerifierProcess):
         self._recording = core.scheduler.records
         return loop
 
-    def switch(self, on: bool) -> float:
+    def switch(self, on: bool) -> dict[str, float]:
         """From now on rows are made, or none are, as if records had never been configured; nothing may be in flight.
 
-        Before they are switched off the writer takes what is left.  The seconds it computed for that.
+        Before they are switched off the writer takes what is left: `settling_s` is what it computed for that.  Further CPU
+        times, in seconds: of the process when this was called (`called_s`) and when it is done (`done_s`), and of the writer's
+        thread so far, files included (`writer_s`).
         """
-        spent = 0.0
+        called_s, settling_s = time.process_time(), 0.0
         if not on and self._scheduler.records is not None:
-            spent = self._settle()
+            settling_s = self._settle()
         self._scheduler.records = self._recording if on else None
-        return spent
-
-    def writer_s(self) -> float:
-        """CPU time of the writer's thread so far, files included."""
-        return self._files.cpu_s()
+        return {
+            "settling_s": settling_s,
+            "writer_s": self._files.cpu_s(),
+            "called_s": called_s,
+            "done_s": time.process_time(),
+        }
 
     def _settle(self) -> float:
-        before = last = self.writer_s()
+        before = last = self._files.cpu_s()
         while True:
             threading.Event().wait(SETTLED_S)
-            now = self.writer_s()
+            now = self._files.cpu_s()
             if not self._files.waiting and now == last:
                 return now - before
             last = now

@@ -25,7 +25,7 @@ FRESH_POLL_S = 0.01
 LAPS = "laps"
 """What asks for a stopwatch's notes."""
 RECORDS = "records"
-"""What switches records on or off, and what asks for the writer's time."""
+"""What switches records on or off."""
 
 
 def main() -> None:
@@ -65,7 +65,7 @@ def _verifier(job: Job) -> None:
             _say({LAPS: watch.take()})
             continue
         if switched is not None and RECORDS in message:
-            _say({"settling_s": switched.switch(message[RECORDS]), "writer_s": switched.writer_s()})
+            _say(switched.switch(message[RECORDS]))
             continue
         process.set_drafters(msgspec.convert(message, list[DrafterRef]))
         _say({})
