@@ -180,6 +180,33 @@ RELIABILITY = Dashboard(
             ],
         ),
         Row(
+            "Administration",
+            [
+                plot(
+                    "Operations",
+                    "Changes of the fleet that were asked for: those that wait, run, or ended of late.",
+                    or_zero(f"{once(f'outrider_operations{{{JOB}}}', 'kind', 'state')} > 0"),
+                    "{{kind}} {{state}}",
+                    decimals=0,
+                ),
+                plot(
+                    "Draining",
+                    "Members that finish what they have and take nothing new.",
+                    once(f'outrider_fleet_members{{{JOB}, state="draining"}}', "kind"),
+                    "{{kind}}",
+                    decimals=0,
+                ),
+                stacked(
+                    "Commands",
+                    "Requests to the administrative routes per second, by route and status.",
+                    total(rate("outrider_requests_total", f'{JOB}, route=~"/admin/.*"'), "route", "code"),
+                    "route",
+                    "code",
+                    unit="reqps",
+                ),
+            ],
+        ),
+        Row(
             "Records",
             [
                 stacked(

@@ -19,6 +19,8 @@ from dashboards.model import Dashboard, Panel, Query, Row
 from dashboards.overview import IDLE, NO_DRAFTS, NO_TRAFFIC
 from dashboards.shapes import by_verifier, plot, stacked
 
+_ENDS = ("verifier", "drafter")
+
 SPECULATION = Dashboard(
     "outrider-speculation",
     "Outrider: speculation",
@@ -110,6 +112,39 @@ SPECULATION = Dashboard(
                     unit="percentunit",
                     high=1,
                     empty=NO_TRAFFIC,
+                ),
+            ],
+        ),
+        Row(
+            "Other sources of drafts",
+            [
+                by_verifier(
+                    "Drafted on the spot",
+                    "Share of drafts that the verifier made itself, by prompt lookup: where the remote draft was late or lost, "
+                    "where no drafter is assigned, or where lookup does better.",
+                    ratio(
+                        total(pair_rate("outrider_drafts_total", labels=f'{VERIFIER}, drafter="fallback"'), "verifier"),
+                        total(pair_rate("outrider_drafts_total", labels=VERIFIER), "verifier"),
+                    ),
+                    unit="percentunit",
+                    high=1,
+                    width=12,
+                    empty="nothing was drafted on the spot",
+                ),
+                plot(
+                    "Drafted ahead of time",
+                    "Share of verifications whose outcome the drafter had foreseen, while it drafts ahead; the rest wait for a "
+                    "fresh draft, or do without.",
+                    ratio(
+                        total(pair_rate("outrider_ahead_hits_total"), *_ENDS),
+                        f"({total(pair_rate('outrider_ahead_hits_total'), *_ENDS)} "
+                        f"+ {total(pair_rate('outrider_ahead_misses_total'), *_ENDS)})",
+                    ),
+                    "{{verifier}} < {{drafter}}",
+                    unit="percentunit",
+                    high=1,
+                    width=12,
+                    empty="nothing is drafted ahead",
                 ),
             ],
         ),

@@ -3,15 +3,15 @@
     python -m backend.bench.records_cost [--modes off,native,auto] [--pairs 70] [--concurrency 16] [--tokens 32]
 
 One verifier per mode serves the same short closed loop again and again, with records and without, in pairs whose order
-alternates: nothing but the records differs within a pair.  What the writer computes after a load for rows of that load is added
-to the load's time, as if serving had stood still for it.  Two ratios of each pair are looked at:
+alternates: nothing but the records differs within a pair.  What the writer computes after a load for that load's rows is
+added to the load's time, as if serving had stood still for it.  Two ratios of each pair are looked at:
 
     throughput   tokens per second: what a client sees; other work on the machine disturbs it
     CPU          the verifier process's CPU time, the writer's thread included: what was computed, whoever else ran
 
-The cost is 1 - the median ratio (for CPU times the other way round), with the interval in which 95 % of the medians of resampled
-pairs lie.  The writer's CPU time, of which the files (every `records.rotate_s` seconds) are a part that a median does not see, is
-told besides; on cores of its own it costs no throughput.  Exit status 0 when the throughput's interval is below `--limit`, else 1.
+The cost is 1 - the median ratio, with the interval in which 95 % of the medians of resampled pairs lie.  The writer's CPU time
+is told besides: the files (every `records.rotate_s` seconds) are a part of it that a median does not see.  Exit
+status 0 when the throughput's interval is below `--limit`, else 1.
 """
 
 from __future__ import annotations
