@@ -17,16 +17,15 @@ from dashboards.expr import (
 )
 from dashboards.model import Dashboard, Panel, Query, Row
 from dashboards.overview import BUSY, IDLE, NO_DRAFTS, NO_TRAFFIC
-from dashboards.shapes import by_verifier, plot
+from dashboards.shapes import by_verifier, plot, stacked
 
 _STEPS = verifier_rate("outrider_verifier_steps_total")
 _LOAD = f"({verifier_gauge('outrider_verifier_running')} + {verifier_gauge('outrider_verifier_waiting')})"
 _MEMBERS = once(f"outrider_fleet_members{{{JOB}}}", "kind", "state")
-_BY_VERIFIER = "{{verifier}}"
 
 
-def _per_step(metric: str) -> Query:
-    return Query(ratio(verifier_rate(metric), _STEPS), _BY_VERIFIER)
+def _per_step(title: str, about: str, metric: str, unit: str = "short") -> Panel:
+    return by_verifier(title, about, ratio(verifier_rate(metric), _STEPS), unit=unit, empty=NO_TRAFFIC)
 
 
 VERIFIERS = Dashboard(
@@ -59,26 +58,19 @@ VERIFIERS = Dashboard(
         Row(
             "Steps",
             [
-                Panel("Step time", "Busy time per step.", [_per_step(BUSY)], unit="s", empty=NO_TRAFFIC),
-                Panel(
+                _per_step("Step time", "Busy time per step.", BUSY, unit="s"),
+                _per_step(
                     "Verify time",
                     "Target forward and sampling per step; the rest of a step is scheduling and sending.",
-                    [_per_step("outrider_verifier_verify_seconds_total")],
+                    "outrider_verifier_verify_seconds_total",
                     unit="s",
-                    empty=NO_TRAFFIC,
                 ),
-                Panel(
+                _per_step(
                     "Sequences per step",
                     "Sequences verified in one step: the batch as the hardware sees it.",
-                    [_per_step("outrider_verifier_verifications_total")],
-                    empty=NO_TRAFFIC,
+                    "outrider_verifier_verifications_total",
                 ),
-                Panel(
-                    "Tokens per step",
-                    "Tokens emitted in one step.",
-                    [_per_step("outrider_verifier_tokens_total")],
-                    empty=NO_TRAFFIC,
-                ),
+                _per_step("Tokens per step", "Tokens emitted in one step.", "outrider_verifier_tokens_total"),
                 by_verifier(
                     "Tokens", "Tokens emitted per second.", verifier_rate("outrider_verifier_tokens_total"), unit="cps"
                 ),
@@ -126,17 +118,11 @@ VERIFIERS = Dashboard(
                     "Sequences preempted for KV cache space, per minute; each is computed again.",
                     f"60 * {verifier_rate('outrider_verifier_preemptions_total')}",
                 ),
-                Panel(
+                stacked(
                     "Sequences finished",
                     "Per second, by vLLM's finish reason.",
-                    [
-                        Query(
-                            or_zero(total(verifier_rate("outrider_verifier_requests_finished_total", "reason"), "reason")),
-                            "{{reason}}",
-                        )
-                    ],
-                    unit="ops",
-                    stacked=True,
+                    total(verifier_rate("outrider_verifier_requests_finished_total", "reason"), "reason"),
+                    "reason",
                 ),
             ],
         ),
@@ -215,15 +201,11 @@ ASSIGNMENT = Dashboard(
                     decimals=2,
                     empty=NO_DRAFTS,
                 ),
-                Panel(
+                plot(
                     "Queue at the drafter",
                     "Mean wait per round in the drafter's queue; long where it serves too many.",
-                    [
-                        Query(
-                            pair_ratio("outrider_draft_queue_seconds_total", "outrider_draft_rounds_total", "drafter"),
-                            "{{drafter}}",
-                        )
-                    ],
+                    pair_ratio("outrider_draft_queue_seconds_total", "outrider_draft_rounds_total", "drafter"),
+                    "{{drafter}}",
                     unit="s",
                     empty=NO_DRAFTS,
                 ),
@@ -254,15 +236,11 @@ ASSIGNMENT = Dashboard(
                     "{{verifier}} > {{drafter}}",
                     empty=NO_DRAFTS,
                 ),
-                Panel(
+                plot(
                     "Positions per hand-over",
                     "Features sent along, per request handed over; the drafter has a gap for what is missing.",
-                    [
-                        Query(
-                            pair_ratio("outrider_handover_rows_total", "outrider_handovers_total"),
-                            "positions",
-                        )
-                    ],
+                    pair_ratio("outrider_handover_rows_total", "outrider_handovers_total"),
+                    "positions",
                     empty="nothing was handed over",
                 ),
                 plot(
@@ -285,16 +263,12 @@ ASSIGNMENT = Dashboard(
                     "gap",
                 ),
                 by_verifier("Running by verifier", "Sequences in each batch.", verifier_gauge("outrider_verifier_running")),
-                Panel(
+                plot(
                     "Idle while others queue",
                     "Verifiers that are without work while sequences wait somewhere.",
-                    [
-                        Query(
-                            f"count({verifier_gauge('outrider_verifier_running')} == 0) "
-                            f"and (sum({verifier_gauge('outrider_verifier_waiting')}) > 0) or on() vector(0)",
-                            "verifiers",
-                        )
-                    ],
+                    f"count({verifier_gauge('outrider_verifier_running')} == 0) "
+                    f"and (sum({verifier_gauge('outrider_verifier_waiting')}) > 0) or on() vector(0)",
+                    "verifiers",
                     decimals=0,
                     thresholds=[(1, "orange")],
                 ),

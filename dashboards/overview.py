@@ -95,21 +95,14 @@ STATS = Row(
             empty=NO_TRAFFIC,
             thresholds=[(1, "orange"), (5, "red")],
         ),
-        Panel(
+        stat(
             "Server errors",
             "Share of requests answered with 5xx, over all routes below /v1.",
-            [
-                Query(
-                    ratio(
-                        or_zero(total(rate("outrider_requests_total", f'{_ROUTES}, code=~"5.."'))),
-                        total(rate("outrider_requests_total", _ROUTES)),
-                    )
-                )
-            ],
+            ratio(
+                or_zero(total(rate("outrider_requests_total", f'{_ROUTES}, code=~"5.."'))),
+                total(rate("outrider_requests_total", _ROUTES)),
+            ),
             unit="percentunit",
-            kind="stat",
-            width=3,
-            height=4,
             high=1,
             empty=NO_TRAFFIC,
             thresholds=[(0.001, "orange"), (0.02, "red")],

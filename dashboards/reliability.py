@@ -7,8 +7,6 @@ from dashboards.model import Dashboard, Panel, Query, Row
 from dashboards.overview import NOT_READY
 from dashboards.shapes import by_verifier, plot, stacked
 
-_BY_VERIFIER = "{{verifier}}"
-
 
 def _dropped(reasons: str) -> str:
     return pair_rate("outrider_drafts_dropped_total", "reason", labels=f'{PAIR}, reason=~"{reasons}"')
@@ -46,17 +44,13 @@ RELIABILITY = Dashboard(
         Row(
             "Requests",
             [
-                Panel(
+                stacked(
                     "Server errors",
                     "Requests answered with 5xx, per second, by route and status.",
-                    [
-                        Query(
-                            or_zero(total(rate("outrider_requests_total", f'{JOB}, code=~"5.."'), "route", "code")),
-                            "{{route}} {{code}}",
-                        )
-                    ],
+                    total(rate("outrider_requests_total", f'{JOB}, code=~"5.."'), "route", "code"),
+                    "route",
+                    "code",
                     unit="reqps",
-                    stacked=True,
                 ),
                 stacked(
                     "Refused",

@@ -38,34 +38,26 @@ SPECULATION = Dashboard(
                     decimals=2,
                     empty=NO_DRAFTS,
                 ),
-                Panel(
+                plot(
                     "Acceptance rate",
                     "Accepted tokens / draft tokens. Unlike the acceptance length, it falls as K grows.",
-                    [
-                        Query(
-                            pair_ratio("outrider_accepted_tokens_total", "outrider_draft_tokens_total", "drafter"),
-                            "{{drafter}}",
-                        )
-                    ],
+                    pair_ratio("outrider_accepted_tokens_total", "outrider_draft_tokens_total", "drafter"),
+                    "{{drafter}}",
                     unit="percentunit",
                     high=1,
                     empty=NO_DRAFTS,
                 ),
-                Panel(
+                plot(
                     "Acceptance by position",
                     "Share of the draft tokens at each position that were kept; position 0 is the first. A position is "
                     "kept only if all before it were.",
-                    [
-                        Query(
-                            pair_ratio(
-                                "outrider_accepted_tokens_by_position_total",
-                                "outrider_draft_tokens_by_position_total",
-                                "position",
-                                labels=("position",),
-                            ),
-                            "position {{position}}",
-                        )
-                    ],
+                    pair_ratio(
+                        "outrider_accepted_tokens_by_position_total",
+                        "outrider_draft_tokens_by_position_total",
+                        "position",
+                        labels=("position",),
+                    ),
+                    "position {{position}}",
                     unit="percentunit",
                     high=1,
                     empty=NO_DRAFTS,
@@ -80,35 +72,25 @@ SPECULATION = Dashboard(
                     unit="cps",
                     empty=NO_DRAFTS,
                 ),
-                Panel(
+                by_verifier(
                     "Tokens per verification",
                     "Tokens emitted per sequence and verification, verifications without a draft included: what speculation "
                     "multiplies the speed of a step by.",
-                    [
-                        Query(
-                            ratio(
-                                total(verifier_rate("outrider_verifier_tokens_total"), "verifier"),
-                                total(verifier_rate("outrider_verifier_verifications_total"), "verifier"),
-                            ),
-                            "{{verifier}}",
-                        )
-                    ],
+                    ratio(
+                        total(verifier_rate("outrider_verifier_tokens_total"), "verifier"),
+                        total(verifier_rate("outrider_verifier_verifications_total"), "verifier"),
+                    ),
                     low=1,
                     decimals=2,
                     empty=NO_TRAFFIC,
                 ),
-                Panel(
+                by_verifier(
                     "Verifications with a draft",
                     "Share of verifications that had at least one draft token; the rest decoded plainly.",
-                    [
-                        Query(
-                            ratio(
-                                total(pair_rate("outrider_drafts_total"), "verifier"),
-                                total(verifier_rate("outrider_verifier_verifications_total"), "verifier"),
-                            ),
-                            "{{verifier}}",
-                        )
-                    ],
+                    ratio(
+                        total(pair_rate("outrider_drafts_total"), "verifier"),
+                        total(verifier_rate("outrider_verifier_verifications_total"), "verifier"),
+                    ),
                     unit="percentunit",
                     high=1,
                     empty=NO_TRAFFIC,
@@ -151,17 +133,11 @@ SPECULATION = Dashboard(
         Row(
             "Cost",
             [
-                Panel(
+                plot(
                     "Round trip",
                     "From sending features to having the draft, mean over rounds.",
-                    [
-                        Query(
-                            ratio(
-                                pair_rate("outrider_draft_round_trip_seconds_total"), pair_rate("outrider_draft_rounds_total")
-                            ),
-                            "{{verifier}} < {{drafter}}",
-                        )
-                    ],
+                    ratio(pair_rate("outrider_draft_round_trip_seconds_total"), pair_rate("outrider_draft_rounds_total")),
+                    "{{verifier}} < {{drafter}}",
                     unit="s",
                     empty=NO_DRAFTS,
                 ),
@@ -170,12 +146,8 @@ SPECULATION = Dashboard(
                     "Mean per round: the drafter's compute, waiting in its queue, and transfer: the rest, as far as it was "
                     "waited for.",
                     [
-                        Query(_per_round, name)
-                        for name, _per_round in {
-                            "compute": pair_ratio("outrider_draft_compute_seconds_total", "outrider_draft_rounds_total"),
-                            "queue": pair_ratio("outrider_draft_queue_seconds_total", "outrider_draft_rounds_total"),
-                            "transfer": pair_ratio("outrider_draft_transfer_seconds_total", "outrider_draft_rounds_total"),
-                        }.items()
+                        Query(pair_ratio(f"outrider_draft_{part}_seconds_total", "outrider_draft_rounds_total"), part)
+                        for part in ("compute", "queue", "transfer")
                     ],
                     unit="s",
                     stacked=True,
@@ -239,20 +211,16 @@ SPECULATION = Dashboard(
         Row(
             "Under vLLM's names",
             [
-                Panel(
+                plot(
                     "Acceptance length as vLLM counts it",
                     "From the counters that carry vLLM's names, summed over the fleet and all restarts; it should agree with "
                     "the first row.",
-                    [
-                        Query(
-                            "1 + "
-                            + ratio(
-                                f"sum({once(rate('vllm:spec_decode_num_accepted_tokens_total', JOB))})",
-                                f"sum({once(rate('vllm:spec_decode_num_drafts_total', JOB))})",
-                            ),
-                            "fleet",
-                        )
-                    ],
+                    "1 + "
+                    + ratio(
+                        f"sum({once(rate('vllm:spec_decode_num_accepted_tokens_total', JOB))})",
+                        f"sum({once(rate('vllm:spec_decode_num_drafts_total', JOB))})",
+                    ),
+                    "fleet",
                     width=12,
                     low=1,
                     decimals=2,
