@@ -1,6 +1,6 @@
 """`make records-cost`: what keeping records costs of the throughput.  Parent process.
 
-    python -m backend.bench.records_cost [--modes off,native,auto] [--pairs 70] [--concurrency 16] [--tokens 32]
+    python -m backend.bench.records_cost [--modes off,native,auto] [--pairs 80] [--concurrency 16] [--tokens 24]
 
 One verifier per mode serves the same short closed loop again and again, with records and without, in pairs whose order
 alternates: nothing but the records differs within a pair.  What the writer computes after a load for that load's rows is
@@ -191,9 +191,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m backend.bench.records_cost", description=about)
     say = parser.add_argument
     say("--modes", type=_modes, default=("off", "native", "auto"), metavar="LIST", help="default: off,native,auto")
-    say("--pairs", type=at_least(2), default=70, metavar="N", help="of loads with and without records, per mode (default: 70)")
+    say("--pairs", type=at_least(2), default=80, metavar="N", help="of loads with and without records, per mode (default: 80)")
     say("--concurrency", type=at_least(1), default=16, metavar="N", help="requests in flight (default: 16)")
-    say("--tokens", type=at_least(2), default=32, metavar="N", help="tokens of every answer (default: 32)")
+    say("--tokens", type=at_least(2), default=24, metavar="N", help="tokens of every answer (default: 24)")
     say("--limit", type=float, default=0.01, metavar="X", help="what records may cost, as a part of 1 (default: 0.01)")
     say("--output", type=Path, metavar="FILE", help="write the figures there as JSON")
     return parser
