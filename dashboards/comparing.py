@@ -2,7 +2,8 @@
 
 The period begins and ends where nothing runs, so that both see the same steps and requests.  Prometheus' side is made of
 differences of raw samples at its two ends: `increase` would extrapolate.  Both sides divide sums; where a figure is one of
-single requests (TGS) the gateway sees tokens a little later than the verifier emits them.
+single requests (TGS) the gateway sees tokens a little later than the verifier emits them.  Counters of time go on at rest and
+reach a scrape up to a quarter of a second late, which is below 2 % of the rest on both sides.
 """
 
 from __future__ import annotations
