@@ -128,9 +128,9 @@ class TargetFleet:
         """A closed loop of greedy requests; no counters are read."""
         return run_load(self._verifiers[configuration].client, prompts, tokens, 0.0, concurrency)
 
-    def switch_records(self, configuration: Configuration, on: bool) -> dict[str, float]:
+    def switch_records(self, configuration: Configuration, on: bool, timed: bool = False) -> dict[str, float]:
         """CPU times by name: see `switching.SwitchedVerifier.switch`."""
-        answer: dict[str, float] = self._verifiers[configuration].child.ask({RECORDS: on})
+        answer: dict[str, float] = self._verifiers[configuration].child.ask({RECORDS: {"on": on, "timed": timed}})
         return answer
 
     def _read(self, configuration: Configuration) -> Snapshot:

@@ -1,6 +1,6 @@
 """`make records-cost`: what keeping records costs of the throughput.  Parent process.
 
-    python -m backend.bench.records_cost [--modes off,native,auto] [--pairs 80] [--concurrency 16] [--tokens 24]
+    python -m backend.bench.records_cost [--modes off,native,auto] [--pairs 70] [--concurrency 16] [--tokens 20]
 
 One verifier per mode serves the same short closed loop again and again, with records and without, in pairs whose order
 alternates: nothing but the records differs within a pair.  What the writer computes after a load for that load's rows is
@@ -9,9 +9,11 @@ added to the load's time, as if serving had stood still for it.  Two ratios of e
     throughput   tokens per second: what a client sees; other work on the machine disturbs it
     CPU          the verifier process's CPU time, the writer's thread included: what was computed, whoever else ran
 
-The cost is 1 - the median ratio, with the interval in which 95 % of the medians of resampled pairs lie.  The writer's CPU time
-is told besides: the files (every `records.rotate_s` seconds) are a part of it that a median does not see.  Exit
-status 0 when the throughput's interval is below `--limit`, else 1.
+The cost is 1 - the median ratio, with the interval in which 95 % of the medians of resampled pairs lie.  On a machine that does
+other things that interval is wide.  So the cost is also counted, in some loads more: the engine thread's CPU time in the code
+that makes rows, under a stopwatch, and the writer's CPU time, files included, both over the time of serving.  That is the most
+that records can cost where the writer has no core of its own, but for what they do to caches.  Exit status 0 when what is
+counted is below `--limit` and the throughput's interval not above it, else 1.
 """
 
 from __future__ import annotations
@@ -44,6 +46,8 @@ K = 4
 PROMPT = 128
 POSITIONS = 512
 WARM_UPS = 3
+WATCHED = 10
+"""Loads under the stopwatch."""
 
 
 @dataclass(frozen=True)
@@ -89,8 +93,14 @@ class Cost:
     """The median over the loads without records."""
     throughput: Interval
     cpu: Interval
+    rows: float
+    """The engine thread's CPU time in making rows, per time of serving."""
     writer: float
-    """The writer's CPU time per time of serving with records."""
+    """The writer's, likewise."""
+
+    def is_below(self, limit: float) -> bool:
+        """What was counted is below, and the throughput's interval not above."""
+        return self.rows + self.writer < limit and self.throughput.low < limit
 
     def verdict(self, limit: float) -> str:
         """What the throughput's interval says of a limit."""
@@ -98,7 +108,7 @@ class Cost:
             return f"below {limit:.0%}"
         if self.throughput.low >= limit:
             return f"above {limit:.0%}"
-        return f"undecided about {limit:.0%}: take more --pairs, or a quieter machine"
+        return f"undecided about {limit:.0%} (more --pairs, or a quieter machine, would tell)"
 
 
 def order(pairs: int) -> list[bool]:
@@ -113,8 +123,8 @@ def interval(values: Sequence[float], seed: int = 0) -> Interval:
     return Interval(statistics.median(values), medians[int(0.025 * RESAMPLES)], medians[int(0.975 * RESAMPLES) - 1])
 
 
-def cost_of(mode: str, loads: Sequence[Timed], writer_s: float) -> Cost:
-    """From loads in the order of `order`."""
+def cost_of(mode: str, loads: Sequence[Timed], rows: float, writer: float) -> Cost:
+    """From loads in the order of `order`, and what was counted."""
     pairs = [
         (first, second) if first.recorded else (second, first) for first, second in zip(loads[::2], loads[1::2], strict=True)
     ]
@@ -124,7 +134,8 @@ def cost_of(mode: str, loads: Sequence[Timed], writer_s: float) -> Cost:
         tokens_per_s_without=statistics.median(off.tokens_per_s for _, off in pairs),
         throughput=interval([1 - on.tokens_per_s / off.tokens_per_s for on, off in pairs]),
         cpu=interval([1 - on.tokens_per_cpu_s / off.tokens_per_cpu_s for on, off in pairs]),
-        writer=writer_s / sum(on.wall_s for on, _ in pairs),
+        rows=rows,
+        writer=writer,
     )
 
 
@@ -168,10 +179,16 @@ def _measure_mode(
         cpu_s = after["called_s"] - before["done_s"]
         loads.append(Timed(tokens, served.wall_s, cpu_s, recorded, after["settling_s"]))
         before = after
-    found = cost_of(configuration.mode, loads, before["writer_s"] - began["writer_s"])
+    recorded_s = sum(each.wall_s for each in loads if each.recorded)
+    writer = (before["writer_s"] - began["writer_s"]) / recorded_s
+    fleet.switch_records(configuration, True, timed=True)
+    watched_s = sum(load().wall_s for _ in range(WATCHED))
+    rows = fleet.switch_records(configuration, False)["rows_s"] / watched_s
+    found = cost_of(configuration.mode, loads, rows, writer)
     _say(
         f"{found.mode:<7}{found.pairs} pairs at {found.tokens_per_s_without:.0f} tokens/s: throughput {found.throughput}, "
-        f"CPU {found.cpu}, writer {found.writer:.2%}; {found.verdict(given.limit)}"
+        f"CPU {found.cpu}; {found.verdict(given.limit)}\n"
+        f"       counted: rows {found.rows:.2%}, writing them {found.writer:.2%}, together {found.rows + found.writer:.2%}"
     )
     return found
 
@@ -183,7 +200,7 @@ def main(arguments: Sequence[str]) -> int:
     found = measure(given)
     if given.output:
         given.output.write_text(json.dumps([asdict(each) for each in found], indent=1) + "\n", encoding="utf-8")
-    return 0 if all(each.throughput.high < given.limit for each in found) else 1
+    return 0 if all(each.is_below(given.limit) for each in found) else 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -191,9 +208,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m backend.bench.records_cost", description=about)
     say = parser.add_argument
     say("--modes", type=_modes, default=("off", "native", "auto"), metavar="LIST", help="default: off,native,auto")
-    say("--pairs", type=at_least(2), default=80, metavar="N", help="of loads with and without records, per mode (default: 80)")
+    say("--pairs", type=at_least(2), default=70, metavar="N", help="of loads with and without records, per mode (default: 70)")
     say("--concurrency", type=at_least(1), default=16, metavar="N", help="requests in flight (default: 16)")
-    say("--tokens", type=at_least(2), default=24, metavar="N", help="tokens of every answer (default: 24)")
+    say("--tokens", type=at_least(2), default=20, metavar="N", help="tokens of every answer (default: 20)")
     say("--limit", type=float, default=0.01, metavar="X", help="what records may cost, as a part of 1 (default: 0.01)")
     say("--output", type=Path, metavar="FILE", help="write the figures there as JSON")
     return parser

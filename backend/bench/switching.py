@@ -9,6 +9,7 @@ import threading
 import time
 from typing import Any
 
+from backend.bench.stopwatch import TimedRecording
 from backend.records.writer import FileRecorder
 from backend.transport import Hub
 from backend.verifier.loop import EngineLoop
@@ -28,10 +29,13 @@ class SwitchedVerifier(VerifierProcess):
         self._files = files
         self._scheduler = core.scheduler
         self._recording = core.scheduler.records
+        self._timed = TimedRecording(self._recording)
         return loop
 
-    def switch(self, on: bool) -> dict[str, float]:
+    def switch(self, on: bool, timed: bool = False) -> dict[str, float]:
         """From now on rows are made, or none are, as if records had never been configured; nothing may be in flight.
+
+        `timed` rows are made under a stopwatch, which itself takes about a microsecond per call: `rows_s` is its sum so far.
 
         Before they are switched off the writer takes what is left: `settling_s` is what it computed for that.  Further CPU
         times, in seconds: of the process when this was called (`called_s`) and when it is done (`done_s`), and of the writer's
@@ -40,8 +44,9 @@ class SwitchedVerifier(VerifierProcess):
         called_s, settling_s = time.process_time(), 0.0
         if not on and self._scheduler.records is not None:
             settling_s = self._settle()
-        self._scheduler.records = self._recording if on else None
+        self._scheduler.records = (self._timed if timed else self._recording) if on else None
         return {
+            "rows_s": self._timed.spent_s,
             "settling_s": settling_s,
             "writer_s": self._files.cpu_s(),
             "called_s": called_s,

@@ -65,7 +65,7 @@ def _verifier(job: Job) -> None:
             _say({LAPS: watch.take()})
             continue
         if switched is not None and RECORDS in message:
-            _say(switched.switch(message[RECORDS]))
+            _say(switched.switch(**message[RECORDS]))
             continue
         process.set_drafters(msgspec.convert(message, list[DrafterRef]))
         _say({})
