@@ -1,6 +1,6 @@
 """`make records-cost`: what keeping records costs of the throughput.  Parent process.
 
-    python -m backend.bench.records_cost [--modes off,native,auto] [--pairs 70] [--concurrency 16] [--tokens 20]
+    python -m backend.bench.records_cost [--modes off,native,auto] [--pairs 70] [--concurrency 16] [--tokens 16]
 
 One verifier per mode serves the same short closed loop again and again, with records and without, in pairs whose order
 alternates: nothing but the records differs within a pair.  What the writer computes after a load for that load's rows is
@@ -210,7 +210,7 @@ def _parser() -> argparse.ArgumentParser:
     say("--modes", type=_modes, default=("off", "native", "auto"), metavar="LIST", help="default: off,native,auto")
     say("--pairs", type=at_least(2), default=70, metavar="N", help="of loads with and without records, per mode (default: 70)")
     say("--concurrency", type=at_least(1), default=16, metavar="N", help="requests in flight (default: 16)")
-    say("--tokens", type=at_least(2), default=20, metavar="N", help="tokens of every answer (default: 20)")
+    say("--tokens", type=at_least(2), default=16, metavar="N", help="tokens of every answer (default: 16)")
     say("--limit", type=float, default=0.01, metavar="X", help="what records may cost, as a part of 1 (default: 0.01)")
     say("--output", type=Path, metavar="FILE", help="write the figures there as JSON")
     return parser
