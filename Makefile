@@ -8,7 +8,7 @@ MAKEFLAGS += --no-print-directory
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-dev setup-load serve status test campaign lint bench bench-fleet load chaos dashboards dashboards-check
-.PHONY: rollout-demo format clean
+.PHONY: monitoring-check records-cost rollout-demo format clean
 
 help: ## list these tasks
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|' 2>/dev/null \
@@ -47,6 +47,9 @@ bench: setup-dev ## measure every mode on this machine (ARGS=--quick: under ten 
 bench-fleet: setup-dev ## measure assignment by goodput against a fixed split, on real engines (a few minutes)
 	@exec $(BIN)/python -m backend.bench.assign $(ARGS)
 
+records-cost: setup-dev ## measure what keeping records costs (under five minutes)
+	@exec $(BIN)/python -m backend.bench.records_cost $(ARGS)
+
 rollout-demo: setup ## replay 128 responses on two verifiers, natively and disaggregated (some minutes; writes rollouts/)
 	@$(BIN)/outrider trace make stdlib --out rollouts/train.0.parquet --limit 128 --max-gen 1500
 	@$(BIN)/outrider rollout --trace rollouts/train.0.parquet --fixed-responses --verifiers 2 \
@@ -63,7 +66,10 @@ chaos: setup-dev ## kill, stop and restart every part under load (ARGS="--quick 
 dashboards: setup-dev ## write the Grafana dashboards from dashboards/*.py
 	@$(BIN)/python -m dashboards.build
 
-dashboards-check: setup-dev ## ask a real Prometheus for every panel of a fleet under load (needs prometheus on the PATH)
+dashboards-check: setup-dev ## whether the committed dashboards are what dashboards/*.py write
+	@exec $(BIN)/python -m dashboards.build --check
+
+monitoring-check: setup-dev ## a real Prometheus against the records of a fleet under load (needs prometheus on the PATH)
 	@exec $(BIN)/python -m dashboards.check $(ARGS)
 
 format: setup-dev ## format the code

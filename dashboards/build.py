@@ -34,9 +34,11 @@ def outdated() -> list[str]:
 def main(arguments: list[str]) -> int:
     """Exit status 1 when `--check` finds differences."""
     if arguments == ["--check"]:
-        for name in outdated():
+        wrong = outdated()
+        for name in wrong:
             print(f"{name} is not what `python -m dashboards.build` writes")
-        return 1 if outdated() else 0
+        print(f"{len(ALL)} dashboards" + (f", {len(wrong)} files differ" if wrong else ", all as committed"))
+        return 1 if wrong else 0
     if arguments:
         print("usage: python -m dashboards.build [--check]", file=sys.stderr)
         return 2

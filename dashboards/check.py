@@ -1,8 +1,11 @@
-"""Asks a real Prometheus for every panel of a fleet under load: `python -m dashboards.check [--gateway URL]`.
+"""`make monitoring-check`: a real Prometheus watches a fleet under load, and has to know what the records know.
 
-Starts Prometheus (which has to be on the PATH) on a free port in a temporary directory, and a fleet with the demo model unless
-the URL of a running gateway is given; sends completions for a while; then evaluates the expressions of all panels, lists and
-rules.  Exit status 1 when one is refused or returns nothing.  All it started is ended.
+    python -m dashboards.check [--scenario NAME] [--users N] [--seconds S] [--gateway URL] [-- SETTINGS FOR SERVE]
+
+Starts a fleet of its own that keeps records, a Prometheus with the committed configuration and rules, and a scenario of the
+load tests.  Then (a) every expression of panels, lists and rules has to return data, and (b) acceptance length, idle shares and
+TGS have to be the same, within 2 %, from Prometheus and from the records.  With --gateway, of a fleet that runs already, there
+is only (a).  Exit status 0 when all of it is so, 1 when not, 2 when it could not be tried.  All it started is ended.
 """
 
 from __future__ import annotations
@@ -10,155 +13,155 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import queue
-import re
-import shutil
-import socket
+import math
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-import urllib.error
-import urllib.parse
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import yaml
+from dashboards import scraping
+from dashboards.comparing import compare, table
+from dashboards.expressions import Expression, may_be_empty, of_panels, of_recordings, of_rules, of_variables
+from dashboards.scraping import Prometheus, PrometheusError
+from loadtest.fleet import FleetError, OwnFleet
+from loadtest.options import split
 
-from dashboards.expressions import ROOT, Expression, of_panels, of_rules, of_variables
-
-START_TIMEOUT_S = 180.0
+ROOT = Path(__file__).resolve().parent.parent
 NOTHING = "returns nothing"
-MAY_BE_EMPTY = re.compile(r"^Outrider\w+\n|\bALERTS\b|outrider_recovery_seconds|outrider_handover_rows")
-"""Alerts that do not fire, and figures per move or hand-over when there was none."""
+QUIET_TIMEOUT_S = 60.0
+SCRAPES = 3
+"""As many in a row that tell the same are rest."""
+RECORDS = ("--records-rotate-s", "5")
+"""So that rows are written, and their counters grow, while the load runs."""
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Exit status."""
-    parser = argparse.ArgumentParser(prog="python -m dashboards.check", description=__doc__)
-    parser.add_argument("--gateway", help="URL of a running gateway; default: start a fleet")
-    parser.add_argument("--seconds", type=float, default=90.0, help="how long to send requests (default 90)")
-    parser.add_argument("--model", default="demo", help="model name to ask for (default demo)")
-    given = parser.parse_args(arguments)
-    if shutil.which("prometheus") is None:
-        print("prometheus is not on the PATH (Debian: apt-get install prometheus)", file=sys.stderr)
+    ours, settings = split(arguments)
+    given = _parser().parse_args(ours)
+    if given.gateway and settings:
+        print("settings behind -- are for a fleet started here; with --gateway there is none", file=sys.stderr)
         return 2
+    try:
+        scraping.find_program()
+        with tempfile.TemporaryDirectory(prefix="outrider-check-") as folder:
+            return _check(given, settings, Path(folder))
+    except (FleetError, PrometheusError) as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m dashboards.check", description=__doc__, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser.add_argument("--gateway", help="URL of a running gateway; default: start a fleet")
+    parser.add_argument("--scenario", default="completion", help="of the load tests (default completion)")
+    parser.add_argument("--users", type=int, default=6, help="requests in flight (default 6)")
+    parser.add_argument("--seconds", type=float, default=75.0, help="how long the load lasts (default 75)")
+    return parser
+
+
+def _check(given: argparse.Namespace, settings: Sequence[str], folder: Path) -> int:
     with contextlib.ExitStack() as stack:
-        gateway = given.gateway or stack.enter_context(_fleet())
-        prometheus = stack.enter_context(_prometheus(gateway))
-        print(f"sending requests to {gateway} for {given.seconds:g} s", flush=True)
-        _send_load(gateway, given.model, given.seconds)
-        return _report(prometheus)
+        gateway, fleet = given.gateway, None
+        if gateway is None:
+            print("starting a fleet that keeps records", flush=True)
+            fleet = OwnFleet(("--records-dir", str(folder / "records"), *RECORDS, *settings), folder / "serve.log")
+            stack.callback(fleet.stop)
+            gateway = fleet.wait_ready()
+        prometheus = stack.enter_context(scraping.running(gateway))
+        # Counters exist from their first count on; what comes before the period is none of its business.
+        _complete_one(gateway)
+        since = _at_rest(prometheus)
+        print(f"{given.scenario}: {given.users} users, {given.seconds:g} s", flush=True)
+        well = _load(given, gateway, folder / "load")
+        well &= _report_expressions(prometheus)
+        until = _at_rest(prometheus)
+        if fleet is not None:
+            # The step behind the period tells how long there was no work before it; records are whole when the fleet has ended.
+            _complete_one(gateway)
+            fleet.stop()
+            well &= _report_comparison(prometheus, folder / "records", since, until)
+    return 0 if well else 1
 
 
-def _report(prometheus: str) -> int:
+def _load(given: argparse.Namespace, gateway: str, results: Path) -> bool:
+    command = [sys.executable, "-m", "loadtest", "--host", gateway, "--scenario", given.scenario, "--users", str(given.users)]
+    command += ["--duration", f"{given.seconds:g}", "--max-tokens", "128", "--results", str(results)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode == 0:
+        return True
+    print(f"the load test failed:\n{done.stdout}{done.stderr}")
+    return False
+
+
+def _report_expressions(prometheus: Prometheus) -> bool:
     bad, empty = 0, []
-    expressions = [*of_panels(), *of_variables(), *of_rules()]
+    expressions = [*of_panels(), *of_variables(), *of_rules(), *of_recordings()]
     for each in expressions:
         problem = _problem(prometheus, each)
-        if problem == NOTHING and MAY_BE_EMPTY.search(f"{each.where}\n{each.promql}"):
-            empty.append(each.where)
+        reason = may_be_empty(each) if problem == NOTHING else ""
+        if reason:
+            empty.append(f"{each.where}: {reason}")
         elif problem:
             bad += 1
             print(f"{each.where}: {problem}\n    {each.promql}")
-    print(f"{len(expressions) - bad - len(empty)} of {len(expressions)} expressions return data")
-    print(f"{len(empty)} return nothing, as they should when all is well: {', '.join(empty)}")
-    return 1 if bad else 0
+    print(f"{len(expressions) - bad - len(empty)} of {len(expressions)} expressions return data, {bad} do not but should")
+    print(f"{len(empty)} return nothing, for a reason:", *(f"  {line}" for line in empty), sep="\n")
+    return not bad
 
 
-def _problem(prometheus: str, expression: Expression) -> str:
+def _problem(prometheus: Prometheus, expression: Expression) -> str:
     try:
-        answer = _get(f"{prometheus}/api/v1/query?{urllib.parse.urlencode({'query': expression.promql})}")
-    except urllib.error.HTTPError as error:
-        return f"refused: {json.loads(error.read()).get('error', error)}"
-    values = [sample["value"][1] for sample in answer["data"]["result"]]
-    if "NaN" in values:
+        series = prometheus.query(expression.promql)
+    except PrometheusError as error:
+        return str(error)
+    if any(math.isnan(value) for _, value in series):
         return "returns NaN"
-    return "" if values else NOTHING
+    return "" if series else NOTHING
 
 
-@contextlib.contextmanager
-def _fleet() -> Iterator[str]:
-    """A fleet of its own; the URL of its gateway."""
-    command = [sys.executable, "-m", "gateway.cli", "serve", "--port", "0", "--log-level", "error"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    lines: queue.Queue[str] = queue.Queue()
-    assert process.stdout is not None
-
-    def read() -> None:
-        for line in process.stdout or ():
-            lines.put(line)
-
-    threading.Thread(target=read, daemon=True).start()
-    try:
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while not (found := re.search(r"serving at (\S+)/v1", lines.get(timeout=max(0.1, deadline - time.monotonic())))):
-            pass
-        yield found[1]
-    finally:
-        process.terminate()
-        process.wait()
+def _report_comparison(prometheus: Prometheus, records: Path, since: float, until: float) -> bool:
+    quantities = compare(prometheus, records, since, until)
+    print(f"{until - since:.0f} s, from {since:.1f} to {until:.1f}:", *table(quantities), sep="\n")
+    differing = [each.name for each in quantities if not each.agrees]
+    print("Prometheus and the records agree" if not differing else f"they differ in: {', '.join(differing)}", flush=True)
+    return not differing
 
 
-@contextlib.contextmanager
-def _prometheus(gateway: str) -> Iterator[str]:
-    """A Prometheus with the committed configuration, pointed at `gateway`; its URL."""
-    with tempfile.TemporaryDirectory() as folder:
-        config = yaml.safe_load((ROOT / "prometheus" / "local.yml").read_text(encoding="utf-8"))
-        config["rule_files"] = [str(ROOT / "prometheus" / "rules" / "*.yml")]
-        config["scrape_configs"][0]["static_configs"][0]["targets"] = [urllib.parse.urlsplit(gateway).netloc]
-        file = Path(folder) / "prometheus.yml"
-        file.write_text(yaml.safe_dump(config), encoding="utf-8")
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            address = f"127.0.0.1:{probe.getsockname()[1]}"
-        flags = [f"--config.file={file}", f"--storage.tsdb.path={folder}/data", f"--web.listen-address={address}"]
-        process = subprocess.Popen(["prometheus", *flags], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        try:
-            _wait_until_ready(f"http://{address}/-/ready", process)
-            yield f"http://{address}"
-        finally:
-            process.terminate()
-            process.wait()
+def _at_rest(prometheus: Prometheus) -> float:
+    """Waits until some scrapes in a row tell of no step and no request; the moment of the last of them, in Unix seconds."""
+    deadline = time.monotonic() + QUIET_TIMEOUT_S
+    seen: list[tuple[float, float]] = []
+    while len(seen) < SCRAPES:
+        if time.monotonic() > deadline:
+            raise PrometheusError("the fleet does not come to rest")
+        time.sleep(0.5)
+        now = time.time()
+        steps = prometheus.query("sum(max by (verifier) (outrider_verifier_steps_total))", now)
+        at = prometheus.query("max(timestamp(outrider_verifier_steps_total))", now)
+        busy = prometheus.query("sum(outrider_requests_in_flight) + sum(outrider_verifier_running)", now)
+        if not steps or not at or not busy or busy[0][1] or (seen and seen[-1][1] != steps[0][1]):
+            seen = []
+        elif not seen or at[0][1] > seen[-1][0]:
+            seen.append((at[0][1], steps[0][1]))
+    return seen[-1][0]
 
 
-def _wait_until_ready(url: str, process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + 60
-    while True:
-        try:
-            with urllib.request.urlopen(url, timeout=5):
-                return
-        except OSError as error:
-            if time.monotonic() > deadline or process.poll() is not None:
-                raise RuntimeError("Prometheus did not start") from error
-            time.sleep(0.2)
+def _complete_one(gateway: str) -> None:
+    body = {"model": _model(gateway), "prompt": "def add(a, b):\n    ", "max_tokens": 32, "temperature": 0}
+    headers = {"content-type": "application/json"}
+    request = urllib.request.Request(f"{gateway}/v1/completions", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        answer.read()
 
 
-def _send_load(gateway: str, model: str, seconds: float) -> None:
-    """Four clients that complete one prompt after the other."""
-    until = time.monotonic() + seconds
-
-    def work(number: int) -> None:
-        body = {"model": model, "prompt": f"def function_{number}(a, b):\n    ", "max_tokens": 200, "temperature": 0}
-        while time.monotonic() < until:
-            headers = {"content-type": "application/json"}
-            request = urllib.request.Request(f"{gateway}/v1/completions", json.dumps(body).encode(), headers)
-            with urllib.request.urlopen(request, timeout=120) as answer:
-                answer.read()
-
-    clients = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for client in clients:
-        client.start()
-    for client in clients:
-        client.join()
-
-
-def _get(url: str) -> Any:
-    with urllib.request.urlopen(url, timeout=30) as answer:
-        return json.load(answer)
+def _model(gateway: str) -> str:
+    with urllib.request.urlopen(f"{gateway}/v1/models", timeout=30) as answer:
+        return str(json.load(answer)["data"][0]["id"])
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from dashboards.expr import (
     once,
     or_zero,
     pair_rate,
+    pair_ratio,
     ratio,
     total,
     verifier_gauge,
@@ -16,15 +17,15 @@ from dashboards.expr import (
 )
 from dashboards.model import Dashboard, Panel, Query, Row
 from dashboards.overview import BUSY, IDLE, NO_DRAFTS, NO_TRAFFIC
+from dashboards.shapes import by_verifier, plot, stacked
 
 _STEPS = verifier_rate("outrider_verifier_steps_total")
 _LOAD = f"({verifier_gauge('outrider_verifier_running')} + {verifier_gauge('outrider_verifier_waiting')})"
 _MEMBERS = once(f"outrider_fleet_members{{{JOB}}}", "kind", "state")
-_BY_VERIFIER = "{{verifier}}"
 
 
-def _per_step(metric: str) -> Query:
-    return Query(ratio(verifier_rate(metric), _STEPS), _BY_VERIFIER)
+def _per_step(title: str, about: str, metric: str, unit: str = "short") -> Panel:
+    return by_verifier(title, about, ratio(verifier_rate(metric), _STEPS), unit=unit, empty=NO_TRAFFIC)
 
 
 VERIFIERS = Dashboard(
@@ -35,14 +36,12 @@ VERIFIERS = Dashboard(
         Row(
             "Time",
             [
-                Panel(
-                    "Busy", "Share of time in steps.", [Query(verifier_rate(BUSY), _BY_VERIFIER)], unit="percentunit", high=1
-                ),
+                by_verifier("Busy", "Share of time in steps.", verifier_rate(BUSY), unit="percentunit", high=1),
                 *(
-                    Panel(
+                    by_verifier(
                         f"Idle: {words}",
                         about,
-                        [Query(verifier_rate(IDLE, labels=f'{VERIFIER}, cause="{cause}"'), _BY_VERIFIER)],
+                        verifier_rate(IDLE, labels=f'{VERIFIER}, cause="{cause}"'),
                         unit="percentunit",
                         high=1,
                     )
@@ -53,55 +52,45 @@ VERIFIERS = Dashboard(
                         ("swap", "swap", "Share of time waiting for memory to be swapped."),
                     )
                 ),
-                Panel("Steps", "Engine steps per second.", [Query(_STEPS, _BY_VERIFIER)], unit="ops"),
+                by_verifier("Steps", "Engine steps per second.", _STEPS, unit="ops"),
             ],
         ),
         Row(
             "Steps",
             [
-                Panel("Step time", "Busy time per step.", [_per_step(BUSY)], unit="s", empty=NO_TRAFFIC),
-                Panel(
+                _per_step("Step time", "Busy time per step.", BUSY, unit="s"),
+                _per_step(
                     "Verify time",
                     "Target forward and sampling per step; the rest of a step is scheduling and sending.",
-                    [_per_step("outrider_verifier_verify_seconds_total")],
+                    "outrider_verifier_verify_seconds_total",
                     unit="s",
-                    empty=NO_TRAFFIC,
                 ),
-                Panel(
+                _per_step(
                     "Sequences per step",
                     "Sequences verified in one step: the batch as the hardware sees it.",
-                    [_per_step("outrider_verifier_verifications_total")],
-                    empty=NO_TRAFFIC,
+                    "outrider_verifier_verifications_total",
                 ),
-                Panel(
-                    "Tokens per step",
-                    "Tokens emitted in one step.",
-                    [_per_step("outrider_verifier_tokens_total")],
-                    empty=NO_TRAFFIC,
+                _per_step("Tokens per step", "Tokens emitted in one step.", "outrider_verifier_tokens_total"),
+                by_verifier(
+                    "Tokens", "Tokens emitted per second.", verifier_rate("outrider_verifier_tokens_total"), unit="cps"
                 ),
-                Panel(
-                    "Tokens",
-                    "Tokens emitted per second.",
-                    [Query(verifier_rate("outrider_verifier_tokens_total"), _BY_VERIFIER)],
-                    unit="cps",
-                ),
-                Panel(
+                by_verifier(
                     "Prefill",
                     "Tokens computed for prompts per second, and for what moved sequences bring along.",
-                    [Query(verifier_rate("outrider_verifier_prefill_tokens_total"), _BY_VERIFIER)],
+                    verifier_rate("outrider_verifier_prefill_tokens_total"),
                     unit="cps",
                 ),
-                Panel(
+                by_verifier(
                     "Time in steps with prefill",
                     "Share of time; the sequences that decode in such a step wait longer for their next token.",
-                    [Query(verifier_rate("outrider_verifier_prefill_seconds_total"), _BY_VERIFIER)],
+                    verifier_rate("outrider_verifier_prefill_seconds_total"),
                     unit="percentunit",
                     high=1,
                 ),
-                Panel(
+                by_verifier(
                     "Prompt tokens",
                     "Prompt tokens per second, of sequences that began decoding.",
-                    [Query(verifier_rate("outrider_verifier_prompt_tokens_total"), _BY_VERIFIER)],
+                    verifier_rate("outrider_verifier_prompt_tokens_total"),
                     unit="cps",
                 ),
             ],
@@ -109,41 +98,31 @@ VERIFIERS = Dashboard(
         Row(
             "Load",
             [
-                Panel("Running", "Sequences in the batch.", [Query(verifier_gauge("outrider_verifier_running"), _BY_VERIFIER)]),
-                Panel(
-                    "Waiting",
-                    "Sequences waiting to enter the batch.",
-                    [Query(verifier_gauge("outrider_verifier_waiting"), _BY_VERIFIER)],
-                ),
-                Panel(
+                by_verifier("Running", "Sequences in the batch.", verifier_gauge("outrider_verifier_running")),
+                by_verifier("Waiting", "Sequences waiting to enter the batch.", verifier_gauge("outrider_verifier_waiting")),
+                by_verifier(
                     "Tokens in flight",
                     "Tokens held by running and waiting sequences, prompts included.",
-                    [Query(verifier_gauge("outrider_verifier_tokens_in_flight"), _BY_VERIFIER)],
+                    verifier_gauge("outrider_verifier_tokens_in_flight"),
                 ),
-                Panel(
+                by_verifier(
                     "KV cache",
                     "Share of the KV cache in use.",
-                    [Query(verifier_gauge("outrider_verifier_kv_cache_usage"), _BY_VERIFIER)],
+                    verifier_gauge("outrider_verifier_kv_cache_usage"),
                     unit="percentunit",
                     high=1,
                     thresholds=[(0.95, "red")],
                 ),
-                Panel(
+                by_verifier(
                     "Preemptions",
                     "Sequences preempted for KV cache space, per minute; each is computed again.",
-                    [Query(f"60 * {verifier_rate('outrider_verifier_preemptions_total')}", _BY_VERIFIER)],
+                    f"60 * {verifier_rate('outrider_verifier_preemptions_total')}",
                 ),
-                Panel(
+                stacked(
                     "Sequences finished",
                     "Per second, by vLLM's finish reason.",
-                    [
-                        Query(
-                            or_zero(total(verifier_rate("outrider_verifier_requests_finished_total", "reason"), "reason")),
-                            "{{reason}}",
-                        )
-                    ],
-                    unit="ops",
-                    stacked=True,
+                    total(verifier_rate("outrider_verifier_requests_finished_total", "reason"), "reason"),
+                    "reason",
                 ),
             ],
         ),
@@ -174,23 +153,25 @@ ASSIGNMENT = Dashboard(
         Row(
             "Members",
             [
-                Panel(
+                plot(
                     "Members by state",
                     "What the coordinator knows, by kind and state.",
-                    [Query(f"{_MEMBERS} > 0", "{{kind}} {{state}}")],
+                    f"{_MEMBERS} > 0",
+                    "{{kind}} {{state}}",
                     decimals=0,
                     stacked=True,
                 ),
-                Panel(
+                by_verifier(
                     "Drafters in use by verifier",
                     "Drafters whose drafts the verifier verified of late.",
-                    [Query(or_zero(f"count by (verifier) ({pair_rate('outrider_drafts_total')} > 0)"), _BY_VERIFIER)],
+                    or_zero(f"count by (verifier) ({pair_rate('outrider_drafts_total')} > 0)"),
                     decimals=0,
                 ),
-                Panel(
+                plot(
                     "Verifiers in use by drafter",
                     "Verifiers that verified the drafter's drafts of late.",
-                    [Query(or_zero(f"count by (drafter) ({pair_rate('outrider_drafts_total')} > 0)"), "{{drafter}}")],
+                    or_zero(f"count by (drafter) ({pair_rate('outrider_drafts_total')} > 0)"),
+                    "{{drafter}}",
                     decimals=0,
                 ),
             ],
@@ -198,52 +179,48 @@ ASSIGNMENT = Dashboard(
         Row(
             "Pairs",
             [
-                Panel(
+                plot(
                     "Drafts by pair",
                     "Drafts verified per second; where one line ends and another begins, a drafter was moved.",
-                    [Query(f"{pair_rate('outrider_drafts_total')} > 0", "{{verifier}} < {{drafter}}")],
+                    f"{pair_rate('outrider_drafts_total')} > 0",
+                    "{{verifier}} < {{drafter}}",
                     unit="ops",
                     width=12,
                     height=9,
                     stacked=True,
                     empty=NO_DRAFTS,
                 ),
-                Panel(
+                plot(
                     "Acceptance length by drafter",
                     "Of the sums over its verifiers: is one head worse than the others?",
-                    [Query(acceptance_length("drafter"), "{{drafter}}")],
+                    acceptance_length("drafter"),
+                    "{{drafter}}",
                     width=12,
                     height=9,
                     low=1,
                     decimals=2,
                     empty=NO_DRAFTS,
                 ),
-                Panel(
+                plot(
                     "Queue at the drafter",
                     "Mean wait per round in the drafter's queue; long where it serves too many.",
-                    [
-                        Query(
-                            ratio(
-                                total(pair_rate("outrider_draft_queue_seconds_total"), "drafter"),
-                                total(pair_rate("outrider_draft_rounds_total"), "drafter"),
-                            ),
-                            "{{drafter}}",
-                        )
-                    ],
+                    pair_ratio("outrider_draft_queue_seconds_total", "outrider_draft_rounds_total", "drafter"),
+                    "{{drafter}}",
                     unit="s",
                     empty=NO_DRAFTS,
                 ),
-                Panel(
+                plot(
                     "Drafter busy",
                     "Drafter compute per second of time, as the verifiers were told.",
-                    [Query(total(pair_rate("outrider_draft_compute_seconds_total"), "drafter"), "{{drafter}}")],
+                    total(pair_rate("outrider_draft_compute_seconds_total"), "drafter"),
+                    "{{drafter}}",
                     unit="percentunit",
                     empty=NO_DRAFTS,
                 ),
-                Panel(
+                by_verifier(
                     "Drafters not waited for",
                     "Assigned drafters whose circuit breaker is open, by verifier.",
-                    [Query(verifier_gauge("outrider_drafters_down"), _BY_VERIFIER)],
+                    verifier_gauge("outrider_drafters_down"),
                     decimals=0,
                     thresholds=[(1, "red")],
                 ),
@@ -252,30 +229,25 @@ ASSIGNMENT = Dashboard(
         Row(
             "Hand-over",
             [
-                Panel(
+                plot(
                     "Requests handed over",
                     "Running requests given to a drafter with their earlier features, per minute: after a new assignment.",
-                    [Query(f"60 * {pair_rate('outrider_handovers_total')}", "{{verifier}} > {{drafter}}")],
+                    f"60 * {pair_rate('outrider_handovers_total')}",
+                    "{{verifier}} > {{drafter}}",
                     empty=NO_DRAFTS,
                 ),
-                Panel(
+                plot(
                     "Positions per hand-over",
                     "Features sent along, per request handed over; the drafter has a gap for what is missing.",
-                    [
-                        Query(
-                            ratio(
-                                total(pair_rate("outrider_handover_rows_total")),
-                                total(pair_rate("outrider_handovers_total")),
-                            ),
-                            "positions",
-                        )
-                    ],
+                    pair_ratio("outrider_handover_rows_total", "outrider_handovers_total"),
+                    "positions",
                     empty="nothing was handed over",
                 ),
-                Panel(
+                plot(
                     "Hand-over traffic",
                     "Bytes per second, part of what is sent to drafters.",
-                    [Query(pair_rate("outrider_handover_bytes_total"), "{{verifier}} > {{drafter}}")],
+                    pair_rate("outrider_handover_bytes_total"),
+                    "{{verifier}} > {{drafter}}",
                     unit="Bps",
                     empty=NO_DRAFTS,
                 ),
@@ -284,26 +256,19 @@ ASSIGNMENT = Dashboard(
         Row(
             "Balance",
             [
-                Panel(
+                plot(
                     "Load gap",
                     "Sequences running and waiting at the most loaded verifier less those at the least loaded.",
-                    [Query(f"max({_LOAD}) - min({_LOAD})", "gap")],
+                    f"max({_LOAD}) - min({_LOAD})",
+                    "gap",
                 ),
-                Panel(
-                    "Running by verifier",
-                    "Sequences in each batch.",
-                    [Query(verifier_gauge("outrider_verifier_running"), _BY_VERIFIER)],
-                ),
-                Panel(
+                by_verifier("Running by verifier", "Sequences in each batch.", verifier_gauge("outrider_verifier_running")),
+                plot(
                     "Idle while others queue",
                     "Verifiers that are without work while sequences wait somewhere.",
-                    [
-                        Query(
-                            f"count({verifier_gauge('outrider_verifier_running')} == 0) "
-                            f"and (sum({verifier_gauge('outrider_verifier_waiting')}) > 0) or on() vector(0)",
-                            "verifiers",
-                        )
-                    ],
+                    f"count({verifier_gauge('outrider_verifier_running')} == 0) "
+                    f"and (sum({verifier_gauge('outrider_verifier_waiting')}) > 0) or on() vector(0)",
+                    "verifiers",
                     decimals=0,
                     thresholds=[(1, "orange")],
                 ),

@@ -62,3 +62,8 @@ def quantile(q: float, histogram: str, *by: str) -> str:
 def or_zero(value: str) -> str:
     """0 where there is no series: a counter that nothing has happened to yet."""
     return f"(({value}) or on() vector(0))"
+
+
+def pair_ratio(part: str, whole: str, *by: str, labels: tuple[str, ...] = ()) -> str:
+    """Of two per-pair counters' rates; `labels` are those of the counters besides verifier and drafter."""
+    return ratio(total(pair_rate(part, *labels), *by), total(pair_rate(whole, *labels), *by))

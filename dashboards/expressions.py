@@ -14,6 +14,15 @@ ROOT = Path(__file__).parent
 DASHBOARDS = ROOT / "grafana" / "dashboards"
 RULES = ROOT / "prometheus" / "rules"
 _VARIABLES = {"$__rate_interval": "1m"}
+MAY_BE_EMPTY = (
+    (r"^Outrider\w+$", r"", "the alert does not fire"),
+    (r"", r"\bALERTS\b", "no alert fires"),
+    (r"", r"outrider_recovery_seconds", "no sequence was moved to another verifier"),
+    (r"", r"outrider_ahead_hits_total", "no plan drafts ahead of time"),
+    (r"", r'drafter="fallback"', "no verifier drafted on the spot"),
+    (r"", r"outrider_handover_rows", "no running request was handed to another drafter"),
+)
+"""Pattern of the place, pattern of the expression, and why it may return nothing though a fleet is under load and well."""
 _PICKED = re.compile(r"\$(?:job|model|verifier|drafter)\b")
 
 
@@ -59,3 +68,18 @@ def of_rules() -> Iterator[Expression]:
         for group in yaml.safe_load(path.read_text(encoding="utf-8"))["groups"]:
             for rule in group["rules"]:
                 yield Expression(rule.get("record") or rule["alert"], rule["expr"])
+
+
+def of_recordings() -> Iterator[Expression]:
+    """What recording rules have recorded: there where Prometheus has loaded and evaluated them."""
+    for each in of_rules():
+        if ":" in each.where:
+            yield Expression(f"recorded {each.where}", each.where)
+
+
+def may_be_empty(expression: Expression) -> str:
+    """Why it may return nothing; empty where it may not."""
+    for where, promql, reason in MAY_BE_EMPTY:
+        if re.search(where, expression.where) and re.search(promql, expression.promql):
+            return reason
+    return ""

@@ -16,6 +16,7 @@ from dashboards.expr import (
     verifier_rate,
 )
 from dashboards.model import Dashboard, Panel, Query, Row
+from dashboards.shapes import by_verifier, plot, stat
 
 IDLE = "outrider_verifier_idle_seconds_total"
 BUSY = "outrider_verifier_busy_seconds_total"
@@ -41,95 +42,67 @@ def _idle_share(cause: str) -> str:
 STATS = Row(
     "Now",
     [
-        Panel(
+        stat(
             "Verifiers answering",
             "Verifiers that answer a gateway. Clients get 503 at zero.",
-            [Query(f"sum({ANSWERING})")],
-            kind="stat",
-            width=3,
-            height=4,
+            f"sum({ANSWERING})",
             decimals=0,
             thresholds=[(0, "red"), (1, "green")],
         ),
-        Panel(
+        stat(
             "Members not ready",
             "Members that start, drain or are lost, of every kind.",
-            [Query(or_zero(f"sum({NOT_READY})"))],
-            kind="stat",
-            width=3,
-            height=4,
+            or_zero(f"sum({NOT_READY})"),
             decimals=0,
             thresholds=[(1, "orange")],
         ),
-        Panel(
+        stat(
             "Tokens per second",
             "Tokens emitted by the verifiers chosen above.",
-            [Query(total(verifier_rate("outrider_verifier_tokens_total")))],
-            kind="stat",
-            width=3,
-            height=4,
+            total(verifier_rate("outrider_verifier_tokens_total")),
             decimals=0,
             empty=NO_TRAFFIC,
         ),
-        Panel(
+        stat(
             "Acceptance length",
             "1 + accepted tokens / drafts, of the sums over verifiers and drafters. 1 means that drafting gains nothing.",
-            [Query(acceptance_length())],
-            kind="stat",
-            width=3,
-            height=4,
+            acceptance_length(),
             decimals=2,
             low=1,
             empty=NO_DRAFTS,
             thresholds=[(1, "red"), (1.3, "orange"), (1.8, "green")],
         ),
-        Panel(
+        stat(
             "Waiting for drafts",
             "Share of verifier time spent waiting for drafts, mean over the verifiers chosen above.",
-            [Query(_idle_share("awaiting_draft"))],
+            _idle_share("awaiting_draft"),
             unit="percentunit",
-            kind="stat",
-            width=3,
-            height=4,
             high=1,
             thresholds=[(0.2, "orange"), (0.4, "red")],
         ),
-        Panel(
+        stat(
             "Queue",
             "Sequences that wait to enter a verifier's batch.",
-            [Query(total(verifier_gauge("outrider_verifier_waiting")))],
-            kind="stat",
-            width=3,
-            height=4,
+            total(verifier_gauge("outrider_verifier_waiting")),
             decimals=0,
             thresholds=[(1, "orange"), (64, "red")],
         ),
-        Panel(
+        stat(
             "Time to first token, p95",
             "From a request's arrival at the gateway to its first token.",
-            [Query(quantile(0.95, TTFT))],
+            quantile(0.95, TTFT),
             unit="s",
-            kind="stat",
-            width=3,
-            height=4,
             empty=NO_TRAFFIC,
             thresholds=[(1, "orange"), (5, "red")],
         ),
-        Panel(
+        stat(
             "Server errors",
             "Share of requests answered with 5xx, over all routes below /v1.",
-            [
-                Query(
-                    ratio(
-                        or_zero(total(rate("outrider_requests_total", f'{_ROUTES}, code=~"5.."'))),
-                        total(rate("outrider_requests_total", _ROUTES)),
-                    )
-                )
-            ],
+            ratio(
+                or_zero(total(rate("outrider_requests_total", f'{_ROUTES}, code=~"5.."'))),
+                total(rate("outrider_requests_total", _ROUTES)),
+            ),
             unit="percentunit",
-            kind="stat",
-            width=3,
-            height=4,
             high=1,
             empty=NO_TRAFFIC,
             thresholds=[(0.001, "orange"), (0.02, "red")],
@@ -146,18 +119,20 @@ OVERVIEW = Dashboard(
         Row(
             "Traffic",
             [
-                Panel(
+                plot(
                     "Requests by status",
                     "Requests per second below /v1; 499: the client left before its answer, 429: over the limit in flight.",
-                    [Query(total(rate("outrider_requests_total", _ROUTES), "code"), "{{code}}")],
+                    total(rate("outrider_requests_total", _ROUTES), "code"),
+                    "{{code}}",
                     unit="reqps",
                     stacked=True,
                     empty=NO_TRAFFIC,
                 ),
-                Panel(
+                plot(
                     "Requests in flight",
                     "Generation requests being served, by gateway.",
-                    [Query(f"outrider_requests_in_flight{{{JOB}}}", "{{instance}}")],
+                    f"outrider_requests_in_flight{{{JOB}}}",
+                    "{{instance}}",
                 ),
                 Panel(
                     "Tokens",
@@ -224,10 +199,10 @@ OVERVIEW = Dashboard(
                     empty=NO_DRAFTS,
                     thresholds=[(1, "red"), (1.3, "green")],
                 ),
-                Panel(
+                by_verifier(
                     "KV cache",
                     "Share of each verifier's KV cache in use; near 1 sequences are preempted.",
-                    [Query(verifier_gauge("outrider_verifier_kv_cache_usage"), "{{verifier}}")],
+                    verifier_gauge("outrider_verifier_kv_cache_usage"),
                     unit="percentunit",
                     high=1,
                     thresholds=[(0.95, "red")],
@@ -241,10 +216,10 @@ OVERVIEW = Dashboard(
                     ],
                     width=12,
                 ),
-                Panel(
+                by_verifier(
                     "Tokens by verifier",
                     "Tokens emitted per second; a verifier far below its peers has too little work, or too much trouble.",
-                    [Query(verifier_rate("outrider_verifier_tokens_total"), "{{verifier}}")],
+                    verifier_rate("outrider_verifier_tokens_total"),
                     unit="cps",
                     width=12,
                     stacked=True,

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dashboards.expr import JOB, PAIR, VERIFIER, once, or_zero, pair_rate, quantile, rate, total, verifier_rate
 from dashboards.model import Dashboard, Panel, Query, Row
 from dashboards.overview import NOT_READY
-
-_BY_VERIFIER = "{{verifier}}"
+from dashboards.shapes import by_verifier, plot, stacked
 
 
 def _dropped(reasons: str) -> str:
@@ -29,10 +28,11 @@ RELIABILITY = Dashboard(
                     width=12,
                     empty="nothing fires",
                 ),
-                Panel(
+                plot(
                     "Scrapes",
                     "1 where the last scrape of a gateway went well.",
-                    [Query(f"up{{{JOB}}}", "{{instance}}")],
+                    f"up{{{JOB}}}",
+                    "{{instance}}",
                     width=12,
                     high=1,
                     decimals=0,
@@ -44,42 +44,39 @@ RELIABILITY = Dashboard(
         Row(
             "Requests",
             [
-                Panel(
+                stacked(
                     "Server errors",
                     "Requests answered with 5xx, per second, by route and status.",
-                    [
-                        Query(
-                            or_zero(total(rate("outrider_requests_total", f'{JOB}, code=~"5.."'), "route", "code")),
-                            "{{route}} {{code}}",
-                        )
-                    ],
+                    total(rate("outrider_requests_total", f'{JOB}, code=~"5.."'), "route", "code"),
+                    "route",
+                    "code",
                     unit="reqps",
-                    stacked=True,
                 ),
-                Panel(
+                stacked(
                     "Refused",
                     "Requests answered with 4xx, per second: 401 keys, 413 sizes, 429 limits, 400 and 404 mistakes.",
-                    [Query(or_zero(total(rate("outrider_requests_total", f'{JOB}, code=~"4.."'), "code")), "{{code}}")],
+                    total(rate("outrider_requests_total", f'{JOB}, code=~"4.."'), "code"),
+                    "code",
                     unit="reqps",
-                    stacked=True,
                 ),
-                Panel(
+                plot(
                     "Clients that left",
                     "Generation requests whose client closed the connection early, per second.",
-                    [Query(total(rate("outrider_client_disconnects_total", JOB)), "clients")],
+                    total(rate("outrider_client_disconnects_total", JOB)),
+                    "clients",
                     unit="reqps",
                 ),
-                Panel(
+                stacked(
                     "How sequences ended",
                     "Per second; lost: with its verifier, aborted: by the gateway.",
-                    [Query(or_zero(total(rate("outrider_sequences_finished_total", JOB), "reason")), "{{reason}}")],
-                    unit="ops",
-                    stacked=True,
+                    total(rate("outrider_sequences_finished_total", JOB), "reason"),
+                    "reason",
                 ),
-                Panel(
+                plot(
                     "Sequences lost",
                     "Sequences that ended because their verifier went away, within the last five minutes.",
-                    [Query(or_zero(f'sum(increase(outrider_sequences_finished_total{{{JOB}, reason="lost"}}[5m]))'), "lost")],
+                    or_zero(f'sum(increase(outrider_sequences_finished_total{{{JOB}, reason="lost"}}[5m]))'),
+                    "lost",
                     decimals=0,
                     thresholds=[(1, "red")],
                 ),
@@ -88,107 +85,137 @@ RELIABILITY = Dashboard(
         Row(
             "Members",
             [
-                Panel(
+                plot(
                     "Not ready",
                     "Members that start, drain or are lost. A lost one is shown for a minute, then forgotten.",
-                    [Query(NOT_READY, "{{kind}} {{state}}")],
+                    NOT_READY,
+                    "{{kind}} {{state}}",
                     decimals=0,
                 ),
-                Panel(
+                plot(
                     "Verifiers answering",
                     "As each gateway sees it; gateways should agree.",
-                    [Query(f"outrider_verifiers_connected{{{JOB}}}", "{{instance}}")],
+                    f"outrider_verifiers_connected{{{JOB}}}",
+                    "{{instance}}",
                     decimals=0,
                     thresholds=[(0, "red"), (1, "green")],
                 ),
-                Panel(
+                by_verifier(
                     "Verifier restarts",
                     "Times a verifier's counters began anew, within the last hour.",
-                    [Query(once(f"resets(outrider_verifier_steps_total{{{VERIFIER}}}[1h])", "verifier"), _BY_VERIFIER)],
+                    once(f"resets(outrider_verifier_steps_total{{{VERIFIER}}}[1h])", "verifier"),
                     decimals=0,
                 ),
-                Panel(
+                stacked(
                     "Drafts lost on the way",
                     "Drafts that came late, never came, or were not sent because a queue was full.",
-                    [Query(or_zero(total(_dropped("late|lost|overflow"), "reason")), "{{reason}}")],
-                    unit="ops",
-                    stacked=True,
+                    total(_dropped("late|lost|overflow"), "reason"),
+                    "reason",
                 ),
-                Panel(
+                stacked(
                     "Drafts that were wrong",
                     "Drafts for another length, or outside the vocabulary.",
-                    [Query(or_zero(total(_dropped("stale|invalid"), "reason")), "{{reason}}")],
-                    unit="ops",
-                    stacked=True,
+                    total(_dropped("stale|invalid"), "reason"),
+                    "reason",
                 ),
-                Panel(
+                by_verifier(
                     "Preemptions",
                     "Sequences preempted for KV cache space, per minute.",
-                    [Query(f"60 * {verifier_rate('outrider_verifier_preemptions_total')}", _BY_VERIFIER)],
+                    f"60 * {verifier_rate('outrider_verifier_preemptions_total')}",
                 ),
             ],
         ),
         Row(
             "Moved sequences",
             [
-                Panel(
+                stacked(
                     "Failovers",
                     "Sequences that went on at another verifier after theirs was lost, per minute and cause.",
-                    [Query(or_zero(f"60 * {total(rate('outrider_failovers_total', JOB), 'cause')}"), "{{cause}}")],
-                    stacked=True,
+                    f"60 * {total(rate('outrider_failovers_total', JOB), 'cause')}",
+                    "cause",
+                    unit="short",
                 ),
-                Panel(
+                stacked(
                     "Migrations",
                     "Running sequences moved on purpose, per minute, by what asked for it.",
-                    [Query(or_zero(f"60 * {total(rate('outrider_migrations_total', JOB), 'cause')}"), "{{cause}}")],
-                    stacked=True,
+                    f"60 * {total(rate('outrider_migrations_total', JOB), 'cause')}",
+                    "cause",
+                    unit="short",
                 ),
-                Panel(
+                plot(
                     "Pause of a moved sequence",
                     "Time without tokens as its client saw it, 95th percentile.",
-                    [Query(quantile(0.95, "outrider_recovery_seconds", "kind"), "{{kind}}")],
+                    quantile(0.95, "outrider_recovery_seconds", "kind"),
+                    "{{kind}}",
                     unit="s",
                     empty="nothing was moved",
                 ),
-                Panel(
+                plot(
                     "Waiting for a verifier",
                     "Sequences that have lost their verifier while no other is ready.",
-                    [Query(total(f"outrider_sequences_without_verifier{{{JOB}}}"), "sequences")],
+                    total(f"outrider_sequences_without_verifier{{{JOB}}}"),
+                    "sequences",
                     decimals=0,
                     thresholds=[(1, "red")],
                 ),
-                Panel(
+                plot(
                     "Poisoned",
                     "Sequences given up within the last five minutes because verifiers died while serving them.",
-                    [Query(f"sum(increase(outrider_poisoned_total{{{JOB}}}[5m]))", "sequences")],
+                    f"sum(increase(outrider_poisoned_total{{{JOB}}}[5m]))",
+                    "sequences",
                     decimals=0,
                     thresholds=[(1, "red")],
                 ),
-                Panel(
+                by_verifier(
                     "Resumed",
                     "Sequences per minute that went on at a verifier with tokens emitted elsewhere.",
-                    [Query(f"60 * {verifier_rate('outrider_verifier_resumed_total')}", _BY_VERIFIER)],
+                    f"60 * {verifier_rate('outrider_verifier_resumed_total')}",
+                ),
+            ],
+        ),
+        Row(
+            "Administration",
+            [
+                plot(
+                    "Operations",
+                    "Changes of the fleet that were asked for: those that wait, run, or ended of late.",
+                    or_zero(f"{once(f'outrider_operations{{{JOB}}}', 'kind', 'state')} > 0"),
+                    "{{kind}} {{state}}",
+                    decimals=0,
+                ),
+                plot(
+                    "Draining",
+                    "Members that finish what they have and take nothing new.",
+                    once(f'outrider_fleet_members{{{JOB}, state="draining"}}', "kind"),
+                    "{{kind}}",
+                    decimals=0,
+                ),
+                stacked(
+                    "Commands",
+                    "Requests to the administrative routes per second, by route and status.",
+                    total(rate("outrider_requests_total", f'{JOB}, route=~"/admin/.*"'), "route", "code"),
+                    "route",
+                    "code",
+                    unit="reqps",
                 ),
             ],
         ),
         Row(
             "Records",
             [
-                Panel(
+                stacked(
                     "Rows written",
                     "Rows of records written to disk, per second and kind; nothing where recording is off.",
-                    [Query(or_zero(total(verifier_rate("outrider_records_written_total", "kind"), "kind")), "{{kind}}")],
-                    unit="ops",
+                    total(verifier_rate("outrider_records_written_total", "kind"), "kind"),
+                    "kind",
                     width=12,
-                    stacked=True,
                 ),
-                Panel(
+                stacked(
                     "Rows lost",
                     "Rows that were not written: the queue was full, or the disk took no more.",
-                    [Query(or_zero(total(verifier_rate("outrider_records_dropped_total", "kind"), "kind")), "{{kind}}")],
-                    unit="ops",
+                    total(verifier_rate("outrider_records_dropped_total", "kind"), "kind"),
+                    "kind",
                     width=12,
-                    stacked=True,
                 ),
             ],
         ),

@@ -7,8 +7,8 @@ from dashboards.expr import (
     VERIFIER,
     acceptance_length,
     once,
-    or_zero,
     pair_rate,
+    pair_ratio,
     rate,
     ratio,
     total,
@@ -17,6 +17,9 @@ from dashboards.expr import (
 )
 from dashboards.model import Dashboard, Panel, Query, Row
 from dashboards.overview import IDLE, NO_DRAFTS, NO_TRAFFIC
+from dashboards.shapes import by_verifier, plot, stacked
+
+_ENDS = ("verifier", "drafter")
 
 SPECULATION = Dashboard(
     "outrider-speculation",
@@ -26,43 +29,35 @@ SPECULATION = Dashboard(
         Row(
             "Gain",
             [
-                Panel(
+                plot(
                     "Acceptance length by pair",
                     "1 + accepted tokens / drafts of one verifier with one drafter.",
-                    [Query(acceptance_length("verifier", "drafter"), "{{verifier}} < {{drafter}}")],
+                    acceptance_length("verifier", "drafter"),
+                    "{{verifier}} < {{drafter}}",
                     low=1,
                     decimals=2,
                     empty=NO_DRAFTS,
                 ),
-                Panel(
+                plot(
                     "Acceptance rate",
                     "Accepted tokens / draft tokens. Unlike the acceptance length, it falls as K grows.",
-                    [
-                        Query(
-                            ratio(
-                                total(pair_rate("outrider_accepted_tokens_total"), "drafter"),
-                                total(pair_rate("outrider_draft_tokens_total"), "drafter"),
-                            ),
-                            "{{drafter}}",
-                        )
-                    ],
+                    pair_ratio("outrider_accepted_tokens_total", "outrider_draft_tokens_total", "drafter"),
+                    "{{drafter}}",
                     unit="percentunit",
                     high=1,
                     empty=NO_DRAFTS,
                 ),
-                Panel(
+                plot(
                     "Acceptance by position",
                     "Share of the draft tokens at each position that were kept; position 0 is the first. A position is "
                     "kept only if all before it were.",
-                    [
-                        Query(
-                            ratio(
-                                total(pair_rate("outrider_accepted_tokens_by_position_total", "position"), "position"),
-                                total(pair_rate("outrider_draft_tokens_by_position_total", "position"), "position"),
-                            ),
-                            "position {{position}}",
-                        )
-                    ],
+                    pair_ratio(
+                        "outrider_accepted_tokens_by_position_total",
+                        "outrider_draft_tokens_by_position_total",
+                        "position",
+                        labels=("position",),
+                    ),
+                    "position {{position}}",
                     unit="percentunit",
                     high=1,
                     empty=NO_DRAFTS,
@@ -77,35 +72,25 @@ SPECULATION = Dashboard(
                     unit="cps",
                     empty=NO_DRAFTS,
                 ),
-                Panel(
+                by_verifier(
                     "Tokens per verification",
                     "Tokens emitted per sequence and verification, verifications without a draft included: what speculation "
                     "multiplies the speed of a step by.",
-                    [
-                        Query(
-                            ratio(
-                                total(verifier_rate("outrider_verifier_tokens_total"), "verifier"),
-                                total(verifier_rate("outrider_verifier_verifications_total"), "verifier"),
-                            ),
-                            "{{verifier}}",
-                        )
-                    ],
+                    ratio(
+                        total(verifier_rate("outrider_verifier_tokens_total"), "verifier"),
+                        total(verifier_rate("outrider_verifier_verifications_total"), "verifier"),
+                    ),
                     low=1,
                     decimals=2,
                     empty=NO_TRAFFIC,
                 ),
-                Panel(
+                by_verifier(
                     "Verifications with a draft",
                     "Share of verifications that had at least one draft token; the rest decoded plainly.",
-                    [
-                        Query(
-                            ratio(
-                                total(pair_rate("outrider_drafts_total"), "verifier"),
-                                total(verifier_rate("outrider_verifier_verifications_total"), "verifier"),
-                            ),
-                            "{{verifier}}",
-                        )
-                    ],
+                    ratio(
+                        total(pair_rate("outrider_drafts_total"), "verifier"),
+                        total(verifier_rate("outrider_verifier_verifications_total"), "verifier"),
+                    ),
                     unit="percentunit",
                     high=1,
                     empty=NO_TRAFFIC,
@@ -113,19 +98,46 @@ SPECULATION = Dashboard(
             ],
         ),
         Row(
+            "Other sources of drafts",
+            [
+                by_verifier(
+                    "Drafted on the spot",
+                    "Share of drafts that the verifier made itself, by prompt lookup: where the remote draft was late or lost, "
+                    "where no drafter is assigned, or where lookup does better.",
+                    ratio(
+                        total(pair_rate("outrider_drafts_total", labels=f'{VERIFIER}, drafter="fallback"'), "verifier"),
+                        total(pair_rate("outrider_drafts_total", labels=VERIFIER), "verifier"),
+                    ),
+                    unit="percentunit",
+                    high=1,
+                    width=12,
+                    empty="nothing was drafted on the spot",
+                ),
+                plot(
+                    "Drafted ahead of time",
+                    "Share of verifications whose outcome the drafter had foreseen, while it drafts ahead; the rest wait for a "
+                    "fresh draft, or do without.",
+                    ratio(
+                        total(pair_rate("outrider_ahead_hits_total"), *_ENDS),
+                        f"({total(pair_rate('outrider_ahead_hits_total'), *_ENDS)} "
+                        f"+ {total(pair_rate('outrider_ahead_misses_total'), *_ENDS)})",
+                    ),
+                    "{{verifier}} < {{drafter}}",
+                    unit="percentunit",
+                    high=1,
+                    width=12,
+                    empty="nothing is drafted ahead",
+                ),
+            ],
+        ),
+        Row(
             "Cost",
             [
-                Panel(
+                plot(
                     "Round trip",
                     "From sending features to having the draft, mean over rounds.",
-                    [
-                        Query(
-                            ratio(
-                                pair_rate("outrider_draft_round_trip_seconds_total"), pair_rate("outrider_draft_rounds_total")
-                            ),
-                            "{{verifier}} < {{drafter}}",
-                        )
-                    ],
+                    ratio(pair_rate("outrider_draft_round_trip_seconds_total"), pair_rate("outrider_draft_rounds_total")),
+                    "{{verifier}} < {{drafter}}",
                     unit="s",
                     empty=NO_DRAFTS,
                 ),
@@ -134,51 +146,38 @@ SPECULATION = Dashboard(
                     "Mean per round: the drafter's compute, waiting in its queue, and transfer: the rest, as far as it was "
                     "waited for.",
                     [
-                        Query(_per_round, name)
-                        for name, _per_round in {
-                            "compute": ratio(
-                                total(pair_rate("outrider_draft_compute_seconds_total")),
-                                total(pair_rate("outrider_draft_rounds_total")),
-                            ),
-                            "queue": ratio(
-                                total(pair_rate("outrider_draft_queue_seconds_total")),
-                                total(pair_rate("outrider_draft_rounds_total")),
-                            ),
-                            "transfer": ratio(
-                                total(pair_rate("outrider_draft_transfer_seconds_total")),
-                                total(pair_rate("outrider_draft_rounds_total")),
-                            ),
-                        }.items()
+                        Query(pair_ratio(f"outrider_draft_{part}_seconds_total", "outrider_draft_rounds_total"), part)
+                        for part in ("compute", "queue", "transfer")
                     ],
                     unit="s",
                     stacked=True,
                     empty=NO_DRAFTS,
                 ),
-                Panel(
+                by_verifier(
                     "Waiting for drafts",
                     "Share of each verifier's time spent waiting for drafts.",
-                    [Query(verifier_rate(IDLE, labels=f'{VERIFIER}, cause="awaiting_draft"'), "{{verifier}}")],
+                    verifier_rate(IDLE, labels=f'{VERIFIER}, cause="awaiting_draft"'),
                     unit="percentunit",
                     high=1,
                 ),
-                Panel(
+                plot(
                     "Sent to drafters",
                     "Features and tokens, bytes per second.",
-                    [Query(pair_rate("outrider_draft_sent_bytes_total"), "{{verifier}} > {{drafter}}")],
+                    pair_rate("outrider_draft_sent_bytes_total"),
+                    "{{verifier}} > {{drafter}}",
                     unit="Bps",
                 ),
-                Panel(
+                stacked(
                     "Drafts not used",
                     "Per second and reason: finished (the request ended first), late (after its deadline), lost (never came), "
                     "stale (for another length), invalid (not of this vocabulary), overflow (the drafter's queue was full).",
-                    [Query(or_zero(total(pair_rate("outrider_drafts_dropped_total", "reason"), "reason")), "{{reason}}")],
-                    unit="ops",
-                    stacked=True,
+                    total(pair_rate("outrider_drafts_dropped_total", "reason"), "reason"),
+                    "reason",
                 ),
-                Panel(
+                by_verifier(
                     "Drafters not waited for",
                     "Assigned drafters whose circuit breaker is open.",
-                    [Query(verifier_gauge("outrider_drafters_down"), "{{verifier}}")],
+                    verifier_gauge("outrider_drafters_down"),
                     decimals=0,
                     thresholds=[(1, "red")],
                 ),
@@ -196,45 +195,42 @@ SPECULATION = Dashboard(
                     ],
                     decimals=0,
                 ),
-                Panel(
+                by_verifier(
                     "Groups",
                     "Micro-batches that take turns being verified; 2: one is drafted while the other is verified.",
-                    [Query(verifier_gauge("outrider_verifier_plan_groups"), "{{verifier}}")],
+                    verifier_gauge("outrider_verifier_plan_groups"),
                     decimals=0,
                 ),
-                Panel(
+                by_verifier(
                     "Changes of plan",
                     "How often mode auto changes its mind, per minute.",
-                    [Query(f"60 * {verifier_rate('outrider_verifier_plan_changes_total')}", "{{verifier}}")],
+                    f"60 * {verifier_rate('outrider_verifier_plan_changes_total')}",
                 ),
             ],
         ),
         Row(
             "Under vLLM's names",
             [
-                Panel(
+                plot(
                     "Acceptance length as vLLM counts it",
                     "From the counters that carry vLLM's names, summed over the fleet and all restarts; it should agree with "
                     "the first row.",
-                    [
-                        Query(
-                            "1 + "
-                            + ratio(
-                                f"sum({once(rate('vllm:spec_decode_num_accepted_tokens_total', JOB))})",
-                                f"sum({once(rate('vllm:spec_decode_num_drafts_total', JOB))})",
-                            ),
-                            "fleet",
-                        )
-                    ],
+                    "1 + "
+                    + ratio(
+                        f"sum({once(rate('vllm:spec_decode_num_accepted_tokens_total', JOB))})",
+                        f"sum({once(rate('vllm:spec_decode_num_drafts_total', JOB))})",
+                    ),
+                    "fleet",
                     width=12,
                     low=1,
                     decimals=2,
                     empty=NO_DRAFTS,
                 ),
-                Panel(
+                plot(
                     "Draft tokens by drafter",
                     "Draft tokens verified per second, by who drafted them.",
-                    [Query(total(pair_rate("outrider_draft_tokens_total"), "drafter"), "{{drafter}}")],
+                    total(pair_rate("outrider_draft_tokens_total"), "drafter"),
+                    "{{drafter}}",
                     unit="cps",
                     width=12,
                     stacked=True,

@@ -14,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from backend.fleet import DraftCounters, MemberKind, MemberState, MemberView, VerifierStats
+from backend.fleet import DraftCounters, MemberKind, MemberState, MemberView, OperationKind, OperationState, VerifierStats
 from gateway.fleet_core import FleetCore
 from gateway.metrics import DEFINITIONS
 
@@ -31,6 +31,8 @@ _PAIR_COUNTERS = {
     "outrider_handovers_total": "handovers",
     "outrider_handover_rows_total": "handover_rows",
     "outrider_handover_bytes_total": "handover_bytes",
+    "outrider_ahead_hits_total": "ahead_hits",
+    "outrider_ahead_misses_total": "ahead_misses",
 }
 _POSITION_COUNTERS = {
     "outrider_draft_tokens_by_position_total": "drafted_by_position",
@@ -133,6 +135,11 @@ class FleetCollector(Collector):
         for kind, state in product(get_args(MemberKind), get_args(MemberState)):
             members.add_metric([kind, state], counts[kind, state])
         yield members
+        operations = _family("outrider_operations")
+        known = Counter((each.kind, each.state) for each in (snapshot.operations if snapshot else []))
+        for kind, state in product(get_args(OperationKind), get_args(OperationState)):
+            operations.add_metric([kind, state], known[kind, state])
+        yield operations
         yield _info(views, stats)
         connected = _family("outrider_verifiers_connected")
         connected.add_metric([], len(self._core.ready_links))

@@ -71,6 +71,9 @@ DEFINITIONS: dict[str, Definition] = {
     "outrider_tgs_e2e": Definition("histogram", (), "tokens per second of one sequence: n / (last token - arrival)"),
     # The fleet
     "outrider_fleet_members": Definition("gauge", ("kind", "state"), "members the directory knows"),
+    "outrider_operations": Definition(
+        "gauge", ("kind", "state"), "administrative operations by kind and state; ended ones are kept for a while"
+    ),
     "outrider_verifiers_connected": Definition("gauge", (), "verifiers that answer this gateway"),
     "outrider_verifier_info": Definition("gauge", (*_VERIFIER, "model", "mode", "node"), "1 per verifier that is not lost"),
     # What verifiers report
@@ -101,6 +104,8 @@ DEFINITIONS: dict[str, Definition] = {
     ),
     "outrider_handover_rows_total": Definition("counter", _PAIR, "those features, in positions"),
     "outrider_handover_bytes_total": Definition("counter", _PAIR, "those features, in bytes (part of the bytes sent)"),
+    "outrider_ahead_hits_total": Definition("counter", _PAIR, "verifications whose outcome had been drafted ahead of time"),
+    "outrider_ahead_misses_total": Definition("counter", _PAIR, "verifications whose outcome had not, with drafting ahead on"),
     "outrider_drafts_dropped_total": Definition("counter", (*_PAIR, "reason"), "drafts not used, by reason"),
     "outrider_drafters_down": Definition("gauge", _VERIFIER, "assigned drafters that are not waited for"),
     "outrider_verifier_busy_seconds_total": Definition("counter", _VERIFIER, "time in steps; busy + idle = wall"),

@@ -54,11 +54,19 @@ def _compare(options: Options, command: str, say: Say) -> tuple[report.Result, l
         result.figures.update(compare(before, answers))
     except ValueError as error:
         result.notes.append(str(error))
-    result.figures["failures"] = (result.figures["failures"] or 0) + (base.figures["failures"] or 0)
+    add_trouble(result, base)
     result.notes.append(
         f"without speculation: TGS p50 {base.figures['tgs_p50'] or 0:.1f}, {base.figures['tokens_per_s'] or 0:.1f} tok/s"
     )
     return result, answers
+
+
+def add_trouble(result: report.Result, base: report.Result) -> None:
+    """What went wrong in the first of two runs counts as well."""
+    for name in slo.COUNTS:
+        result.figures[name] = (result.figures.get(name) or 0) + (base.figures.get(name) or 0)
+    for reason, count in base.reasons.items():
+        result.reasons[f"without speculation: {reason}"] = count
 
 
 def _once(

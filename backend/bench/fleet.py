@@ -20,7 +20,7 @@ from backend.bench.load import Load, run_load, run_phases
 from backend.bench.measure import Snapshot, drafting_between
 from backend.bench.plan import Configuration, CoreSplit
 from backend.bench.profile import Laps
-from backend.bench.worker import LAPS
+from backend.bench.worker import LAPS, RECORDS
 from backend.fleet import DrafterRef, DrafterStats
 from backend.models import ResolvedModels, Say
 from backend.verifier.client import EngineClient
@@ -48,6 +48,8 @@ class Bench:
     """Requests in flight at most."""
     profile: bool = False
     """Whether the children note whose code their time goes to."""
+    records: Path | None = None
+    """Where the verifiers' records go that can be switched off and on; None: there are none."""
 
 
 class _Verifier:
@@ -130,6 +132,15 @@ class TargetFleet:
         children = {"verifier": self._verifiers[configuration].child, "drafter": self._drafter}
         return {name: child.ask(LAPS)[LAPS] for name, child in children.items()}
 
+    def load(self, configuration: Configuration, prompts: Sequence[list[int]], tokens: int, concurrency: int) -> Load:
+        """A closed loop of greedy requests; no counters are read."""
+        return run_load(self._verifiers[configuration].client, prompts, tokens, 0.0, concurrency)
+
+    def switch_records(self, configuration: Configuration, on: bool, timed: bool = False) -> dict[str, float]:
+        """CPU times by name: see `switching.SwitchedVerifier.switch`."""
+        answer: dict[str, float] = self._verifiers[configuration].child.ask({RECORDS: {"on": on, "timed": timed}})
+        return answer
+
     def _read(self, configuration: Configuration) -> Snapshot:
         drafter = self._drafter if configuration.is_remote else None
         if drafter is not None:
@@ -186,6 +197,7 @@ class TargetFleet:
             "paths": msgspec.to_builtins(bench.models),
             "settings": verifier_settings(bench, configuration, len(self._configurations)),
             "profile": bench.profile,
+            "switch_records": bench.records is not None,
             "address": f"ipc://{bench.directory}/v{number}-{os.urandom(2).hex()}",
         }
 
@@ -196,6 +208,7 @@ def verifier_settings(bench: Bench, configuration: Configuration, verifiers: int
     return {
         "mode": configuration.mode,
         "num_speculative_tokens": configuration.k or 4,
+        "records": {"dir": str(bench.records)} if bench.records else {},
         "verifier": {
             "cores": len(configuration.cores),
             "gateway_lease_s": NEVER_S,

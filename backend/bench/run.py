@@ -44,7 +44,7 @@ class Results:
 
 def run(options: Options, split: CoreSplit, results: Results, say: Say) -> None:
     """Measures everything into `results`, which also hold what was measured when this raises."""
-    with tempfile.TemporaryDirectory(prefix="outrider-") as name, _on_cores(split.drafter):
+    with tempfile.TemporaryDirectory(prefix="outrider-") as name, on_cores(split.drafter):
         base = resolve(_base_settings(options), say)
         for target in options.targets:
             directory = Path(name) / target
@@ -64,7 +64,7 @@ def profile(options: Options, split: CoreSplit, say: Say) -> list[dict[str, Any]
     modes = tuple(mode for mode in options.modes if mode in PROFILED)
     options = replace(options, modes=modes, layouts=("equal_verifier",))
     rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory(prefix="outrider-") as name, _on_cores(split.drafter):
+    with tempfile.TemporaryDirectory(prefix="outrider-") as name, on_cores(split.drafter):
         models = prepare(options.targets[0], resolve(_base_settings(options), say), Path(name))
         longest = options.prompt_tokens + options.tokens + SPARE_POSITIONS
         bench = Bench(models, split, Path(name), len(gpus()), longest, most, profile=True)
@@ -170,7 +170,7 @@ def _progress(target: str, cell: Cell, measured: Sample, place: str, left_s: flo
 
 
 @contextmanager
-def _on_cores(cores: Sequence[int]) -> Iterator[None]:
+def on_cores(cores: Sequence[int]) -> Iterator[None]:
     """The measuring client computes beside the drafter, never on the verifier's cores."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores)

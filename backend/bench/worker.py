@@ -24,6 +24,8 @@ Job = dict[str, Any]
 FRESH_POLL_S = 0.01
 LAPS = "laps"
 """What asks for a stopwatch's notes."""
+RECORDS = "records"
+"""What switches records on or off."""
 
 
 def main() -> None:
@@ -50,12 +52,20 @@ def _verifier(job: Job) -> None:
     settings = Settings.model_validate(job["settings"])
     paths = msgspec.convert(job["paths"], ResolvedModels)
     process = VerifierProcess(job["name"], "bench", settings, paths, job["address"])
+    switched = None
+    if job.get("switch_records"):
+        from backend.bench.switching import SwitchedVerifier
+
+        process = switched = SwitchedVerifier(job["name"], "bench", settings, paths, job["address"])
     process.start()
     _say({"address": process.address})
     for line in sys.stdin:
         message = json.loads(line)
         if watch is not None and message == LAPS:
             _say({LAPS: watch.take()})
+            continue
+        if switched is not None and RECORDS in message:
+            _say(switched.switch(**message[RECORDS]))
             continue
         process.set_drafters(msgspec.convert(message, list[DrafterRef]))
         _say({})

@@ -19,6 +19,8 @@ from backend.fleet import IDLE_CAUSES
 from backend.records.schema import ABOUT, SCHEMA_VERSION, SCHEMAS, VERSION_KEY, Books
 from backend.records.store import FILE
 
+IDLE_COLUMNS = {cause: f"idle_{cause}_ms" for cause in IDLE_CAUSES}
+
 
 class RecordsError(Exception):
     """The records cannot be read as asked; the message is one line for a person."""
@@ -92,6 +94,23 @@ class Records:
         tables = list(self.tables(incarnation, kind))
         return pa.concat_tables(tables) if tables else _flat(_empty(kind))
 
+    def without_work_s(self, incarnation: Incarnation) -> float:
+        """Seconds of the selected period in which there was no work, as far as a later step tells of them.
+
+        A step's row accounts for all the time since the step before: where a period begins or ends between two steps, the row
+        says more, or belongs to the step behind its end.
+        """
+        total = 0.0
+        for steps in map(_flat, self._files(incarnation, "step")):
+            ended = pc.subtract(steps["began_at"], pc.divide(waited_ms(steps), 1e3))
+            began = pc.subtract(ended, pc.divide(steps[IDLE_COLUMNS["no_work"]], 1e3))
+            if self.selection.since is not None:
+                began = pc.max_element_wise(began, self.selection.since)
+            if self.selection.until is not None:
+                ended = pc.min_element_wise(ended, self.selection.until)
+            total += pc.sum(pc.max_element_wise(pc.subtract(ended, began), 0.0)).as_py() or 0.0
+        return total
+
     def _files(self, incarnation: Incarnation, kind: str) -> Iterator[pa.Table]:
         wanted = _empty(kind).schema.names
         for file in incarnation.files(kind):
@@ -117,6 +136,15 @@ class Records:
         if self.selection.until is not None:
             table = table.filter(pc.less(table[column], self.selection.until))
         return table
+
+
+def waited_ms(steps: pa.Table) -> Any:
+    """Idle time of each step while there was work.  It comes last, right before the step."""
+    waited = pc.multiply(steps["busy_ms"], 0.0)
+    for cause, column in IDLE_COLUMNS.items():
+        if cause != "no_work":
+            waited = pc.add(waited, steps[column])
+    return waited
 
 
 def has_records(directory: Path) -> bool:
@@ -167,6 +195,3 @@ def _flat(table: pa.Table) -> pa.Table:
 def _flat_name(name: str) -> str:
     cause = name.removeprefix("idle_ms.")
     return f"idle_{cause}_ms" if cause in IDLE_CAUSES else name
-
-
-IDLE_COLUMNS = {cause: f"idle_{cause}_ms" for cause in IDLE_CAUSES}

@@ -7,7 +7,7 @@ Verifications of fixed responses (teacher-forced) are kept apart from live ones.
 from __future__ import annotations
 
 import datetime
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -15,8 +15,7 @@ import msgspec
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from backend.fleet import IDLE_CAUSES
-from backend.records.reading import IDLE_COLUMNS, Records
+from backend.records.reading import IDLE_COLUMNS, Records, waited_ms
 
 NOT_SERVED = pa.array(["abort", "error"])
 """Finish reasons of requests that have no speed."""
@@ -133,11 +132,7 @@ def spread(values: pa.Array | pa.ChunkedArray) -> Spread:
 
 def step_wall_ms(steps: pa.Table) -> pa.ChunkedArray:
     """A step's wall time: its work and what it waited for.  Time without any work belongs to no step."""
-    wall = steps["busy_ms"]
-    for cause in IDLE_CAUSES:
-        if cause != "no_work":
-            wall = pc.add(wall, steps[IDLE_COLUMNS[cause]])
-    return wall
+    return pc.add(steps["busy_ms"], waited_ms(steps))
 
 
 def step_speeds(steps: pa.Table) -> pa.ChunkedArray:
@@ -179,12 +174,13 @@ class _Sums:
 
     def __init__(self) -> None:
         self.numbers: Counter[str] = Counter()
-        self.seconds: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
         self.reasons: Counter[str] = Counter()
         self.times: list[float] = []
         self.live: Outcomes = Counter()
         self.forced: Outcomes = Counter()
         self.spreads: dict[str, list[pa.Array]] = {}
+        self.without_work_s = 0.0
 
     def steps(self, steps: pa.Table) -> None:
         for name in ("tokens", "prefill_tokens", "requests"):
@@ -220,11 +216,16 @@ class _Sums:
 
 
 def summarise(records: Records) -> Summary:
-    """Reads all selected rows once."""
+    """Reads all selected rows.
+
+    Time without work counts by when it was, everything else by its step: between two steps there may be hours.
+    """
     sums = _Sums()
     for incarnation in records.incarnations:
         for table in records.tables(incarnation, "step"):
             sums.steps(table)
+        if records.selection.is_timed:
+            sums.without_work_s += records.without_work_s(incarnation)
         for table in records.tables(incarnation, "verification"):
             sums.verifications(table)
         for table in records.tables(incarnation, "request"):
@@ -232,6 +233,9 @@ def summarise(records: Records) -> Summary:
         for table in records.tables(incarnation, "decision"):
             sums.numbers["decisions"] += len(table)
     numbers, seconds = sums.numbers, sums.seconds
+    idle_s: dict[str, float] = {cause: seconds[column] for cause, column in IDLE_COLUMNS.items()}
+    if records.selection.is_timed:
+        idle_s["no_work"] = sums.without_work_s
     drafters = sorted({outcome.drafter for outcome in sums.live if outcome.drafter})
     books = [incarnation.books for incarnation in records.incarnations]
     return Summary(
@@ -245,7 +249,7 @@ def summarise(records: Records) -> Summary:
         mean_batch=numbers["requests"] / numbers["emitting"] if numbers["emitting"] else None,
         busy_s=seconds["busy_ms"],
         verify_s=seconds["verify_ms"],
-        idle_s={cause: seconds[column] for cause, column in IDLE_COLUMNS.items()},
+        idle_s=idle_s,
         tgs_step=sums.spread("tgs_step"),
         tgs_decode=sums.spread("tgs_decode"),
         tgs_e2e=sums.spread("tgs_e2e"),

@@ -144,7 +144,9 @@ export function verifierTable(table, fleet, filter) {
   const served = new Map();
   // A verifier may also draft by itself; those drafters are no members.
   const members = new Set(fleet.drafters.map((row) => row.id));
-  for (const pair of fleet.pairs) {
+  // Those that draft now come first: where the cell is too narrow its end is not seen.
+  const rank = (pair) => (pair.bound ? 0 : members.has(pair.drafter) ? 2 : 1);
+  for (const pair of [...fleet.pairs].sort((a, b) => rank(a) - rank(b))) {
     if (!served.has(pair.verifier)) served.set(pair.verifier, []);
     const words = pair.down ? " (not waited for)" : pair.bound ? "" : members.has(pair.drafter) ? " (earlier)" : " (its own)";
     served.get(pair.verifier).push(pair.drafter + words);

@@ -49,6 +49,7 @@ def test_the_page_shows_the_fleet_and_follows_it(browser):
         page.advance()
         browser.wait_for("document.querySelector('#map .node[data-state=lost]') !== null")
         assert cells(browser, "verifier-table", 1)[1] == "draining"
+        assert cells(browser, "verifier-table", 0)[11] == "drafter-2, drafter-0 (earlier)", "who drafts now comes first"
         assert cells(browser, "drafter-table", 0)[1].startswith("lost, silent for")
         browser.wait_for("document.getElementById('log').textContent.includes('drafter-0 no longer serves verifier-0')")
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from loadtest import slo
 from loadtest.figures import by_label, compare, drift, median_interval, percentile, reasons, summarize
 from loadtest.plan import read_answers, write_answers
-from loadtest.report import evaluate, text, write
+from loadtest.report import Result, evaluate, text, write
+from loadtest.run import add_trouble
 from loadtest.timing import Answer, Outcome
 from loadtest.watch import COLUMNS, figures, read
 
@@ -137,3 +138,14 @@ def test_a_report_says_what_was_missed_and_reads_back(tmp_path: Path) -> None:
     assert len((tmp_path / "requests.csv").read_text().splitlines()) == 10
     write_answers(tmp_path / "answers.jsonl", answers)
     assert read_answers(tmp_path / "answers.jsonl") == answers
+
+
+def test_trouble_of_the_baseline_is_not_forgotten():
+    def result(**figures):
+        return Result("compare", "", figures, {}, {"no [DONE]": 1}, {})
+
+    run, base = result(failures=1.0, rejected=0.0, leftover=0.0), result(failures=1.0, rejected=2.0, leftover=3.0)
+    add_trouble(run, base)
+    assert run.figures == {"failures": 2, "rejected": 2, "leftover": 3}
+    assert run.reasons == {"no [DONE]": 1, "without speculation: no [DONE]": 1}
+    assert [miss.name for miss in slo.misses(slo.DEFAULT, run.figures)][:3] == ["failures", "rejected", "leftover"]

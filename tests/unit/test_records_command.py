@@ -121,6 +121,20 @@ def test_only_a_period(tmp_path: Path) -> None:
     assert summary(tmp_path, since=START + 100).steps == 0
 
 
+def test_time_without_work_counts_where_it_was(tmp_path: Path) -> None:
+    """Idle from 0 to 10 and from 10.01 to 30, both told by the step behind it."""
+    record(tmp_path, [step(0, 10.0, no_work=10_000.0), step(1, 30.0, no_work=19_985.0, awaiting_draft=5.0)])
+    assert summary(tmp_path).idle_s["no_work"] == pytest.approx(29.985)
+    for since, until, seconds in ((4, 12, 6 + 1.99), (11, 13, 2), (4, 6, 2), (25, 40, 4.995), (31, 40, 0), (-5, 1, 1)):
+        found = summary(tmp_path, since=START + since, until=START + until)
+        assert found.idle_s["no_work"] == pytest.approx(seconds, abs=1e-5), (since, until)
+    assert summary(tmp_path, since=START + 20).idle_s == {
+        **dict.fromkeys(found.idle_s, 0.0),
+        "no_work": pytest.approx(9.995),
+        "awaiting_draft": pytest.approx(0.005),
+    }
+
+
 def test_summary_for_a_person_and_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record(tmp_path, small())
     status, text, _ = run(capsys, tmp_path, "summary")

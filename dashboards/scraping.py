@@ -1,0 +1,113 @@
+"""A Prometheus of one's own: started on a free port in a temporary directory, asked, ended.  A command-line tool's process."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dashboards.expressions import ROOT
+
+PROGRAM_VARIABLE = "PROMETHEUS"
+START_TIMEOUT_S = 60.0
+HTTP_TIMEOUT_S = 30.0
+
+Series = list[tuple[dict[str, str], float]]
+"""Labels and value of each series of an answer."""
+
+
+class PrometheusError(RuntimeError):
+    """It does not start, or refuses an expression; the message is for a person."""
+
+
+def find_program() -> str:
+    """The file that `$PROMETHEUS` names, else `prometheus` on the PATH.  Raises `PrometheusError`."""
+    named = os.environ.get(PROGRAM_VARIABLE, "prometheus")
+    found = shutil.which(named)
+    if found is None:
+        raise PrometheusError(
+            f"there is no {named}: install Debian's package prometheus, or set {PROGRAM_VARIABLE} to the program"
+        )
+    return found
+
+
+class Prometheus:
+    """Questions to a running one."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def query(self, promql: str, at: float | None = None) -> Series:
+        """An instant query, as of now or `at` a moment in Unix seconds.  Raises `PrometheusError`."""
+        asked = {"query": promql} | ({} if at is None else {"time": f"{at:.3f}"})
+        try:
+            with urllib.request.urlopen(
+                f"{self.url}/api/v1/query?{urllib.parse.urlencode(asked)}", timeout=HTTP_TIMEOUT_S
+            ) as answer:
+                found: Any = json.load(answer)
+        except urllib.error.HTTPError as error:
+            raise PrometheusError(f"refused: {json.loads(error.read()).get('error', error)}") from error
+        return [(sample["metric"], float(sample["value"][1])) for sample in found["data"]["result"]]
+
+
+@contextlib.contextmanager
+def running(gateway: str) -> Iterator[Prometheus]:
+    """One with the committed configuration and rules, pointed at the URL `gateway`.  Raises `PrometheusError`."""
+    program = find_program()
+    with tempfile.TemporaryDirectory(prefix="outrider-prometheus-") as folder:
+        address = f"127.0.0.1:{_free_port()}"
+        flags = [
+            f"--config.file={_write_config(Path(folder), gateway)}",
+            f"--storage.tsdb.path={folder}/data",
+            f"--web.listen-address={address}",
+        ]
+        log = Path(folder) / "log"
+        with log.open("wb") as output:
+            process = subprocess.Popen([program, *flags], stdout=output, stderr=subprocess.STDOUT)
+        try:
+            _wait_until_ready(f"http://{address}/-/ready", process, log)
+            yield Prometheus(f"http://{address}")
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def _write_config(folder: Path, gateway: str) -> Path:
+    config = yaml.safe_load((ROOT / "prometheus" / "local.yml").read_text(encoding="utf-8"))
+    config["rule_files"] = [str(ROOT / "prometheus" / "rules" / "*.yml")]
+    config["scrape_configs"][0]["static_configs"][0]["targets"] = [urllib.parse.urlsplit(gateway).netloc]
+    file = folder / "prometheus.yml"
+    file.write_text(yaml.safe_dump(config), encoding="utf-8")
+    return file
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _wait_until_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while True:
+        try:
+            with urllib.request.urlopen(url, timeout=5):
+                return
+        except OSError as error:
+            if time.monotonic() > deadline or process.poll() is not None:
+                last = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
+                raise PrometheusError(f"Prometheus did not start: {last[0]}") from error
+            time.sleep(0.2)
