@@ -139,8 +139,11 @@ def test_deaths_while_a_place_is_lent_cost_no_request_and_no_place() -> None:
         with Trickle(fleet, expected) as trickle:
             loan = lent(fleet)
             # The lent drafter: Ray starts it again, or the place goes back and is lent anew.
-            os.kill(pid(fleet, loan["drafter_id"]), signal.SIGKILL)
-            wait_for(lambda: drafted(fleet, loan["drafter_id"]) > 0, 60, "it drafts again")
+            victim = pid(fleet, loan["drafter_id"])
+            os.kill(victim, signal.SIGKILL)
+            wait_for(lambda: pid(fleet, loan["drafter_id"]) not in (0, victim), 60, "another lent drafter")
+            before = drafted(fleet, loan["drafter_id"])
+            wait_for(lambda: drafted(fleet, loan["drafter_id"]) > before + 20, 60, "it drafts again")
             # The verifier that stands aside: its place goes back, and both serve.
             loan = lent(fleet)
             os.kill(pid(fleet, loan["verifier_id"]), signal.SIGKILL)
