@@ -98,7 +98,8 @@ def quantiles(ordered: Sequence[float], shares: Sequence[float]) -> dict[str, fl
 def table(results: Mapping[str, Mapping[str, Any]], best: str) -> str:
     """What a person wants to see first."""
     lines = [
-        f"{'policy':16} {'tokens/s':>10} {'TGS p50':>8} {'TGS p1':>8} {'moves':>6} {'done s':>7} {'p50 ms':>7} {'p99 ms':>7} {best:>13}"
+        f"{'policy':16} {'tokens/s':>10} {'TGS p50':>8} {'TGS p1':>8} {'moves':>6} {'done s':>7}"
+        f" {'p50 ms':>7} {'p99 ms':>7} {best:>13}"
     ]
     for name, each in results.items():
         tgs, times, share = each["request_tgs"], each["decision_ms"]["steady"], each["share_of_best"]["mean"]
