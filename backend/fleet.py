@@ -12,7 +12,8 @@ from typing import Literal
 import msgspec
 
 MemberKind = Literal["verifier", "drafter", "gateway"]
-MemberState = Literal["starting", "ready", "draining", "lost"]
+MemberState = Literal["starting", "ready", "draining", "lent", "lost"]
+"""`lent`: a verifier that could serve, and whose place a drafter has (`Loan`)."""
 IDLE_CAUSES = ("no_work", "awaiting_draft", "transfer", "swap")
 
 FALLBACK = "fallback"
@@ -239,6 +240,29 @@ class Operation(msgspec.Struct, frozen=True):
     """`remove` and `restart` go on although requests are left after the deadline; they end with an error."""
 
 
+LoanPhase = Literal["emptying", "starting", "lent", "returning", "failed"]
+LoanMethod = Literal["", "aside", "sleep", "swap"]
+
+
+class Loan(msgspec.Struct, frozen=True):
+    """A verifier's place (its cores or GPUs) that a drafter has, is about to have, or is giving back."""
+
+    verifier_id: str
+    drafter_id: str = ""
+    """The drafter that stands there; empty: none was started yet."""
+    phase: LoanPhase = "emptying"
+    """`emptying`: gateways learn that the verifier takes nothing new; `starting`: it makes room and the drafter loads;
+    `returning`: the drafter is released and ended, the verifier comes back; `failed`: nothing came of it, and it serves again.
+    """
+    method: LoanMethod = ""
+    """How the verifier made room: `aside`, it idles on its cores; `sleep`, its weights left the GPU; `swap`, its process
+    ended."""
+    since_s: float = 0.0
+    """Seconds since the decision to lend it."""
+    note: str = ""
+    """Why it was lent, is given back, or has failed."""
+
+
 class FleetSnapshot(msgspec.Struct, frozen=True):
     """The whole fleet at one moment."""
 
@@ -248,10 +272,12 @@ class FleetSnapshot(msgspec.Struct, frozen=True):
     assignments: list[Assignment]
     counters: dict[str, int]
     """`registrations`, `restarts`, `leases_expired`, `assignments_made`, `assignments_dropped`, and of the latter
-    `reassignments`: those whose both ends were fit to go on; `decisions`."""
+    `reassignments`: those whose both ends were fit to go on; `decisions`; `lends`, `lends_failed`, `returns` of places."""
     pins: dict[str, list[str]] = {}
     """Drafters that an administrator has bound, and to which verifiers."""
     coordinator: str = ""
     """Another name for each process of the coordinator: one that Ray has restarted remembers no orders."""
     operations: list[Operation] = []
     """Changes that take time, the newest last; those that ended are kept for a while."""
+    loans: list[Loan] = []
+    """Places of verifiers that drafters have; see `docs/operations.md`, "Elastic roles"."""

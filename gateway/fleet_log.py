@@ -20,7 +20,19 @@ if TYPE_CHECKING:
 
 KEPT, SHOWN = 200, 40
 Happening = Literal[
-    "joined", "ready", "draining", "lost", "restarted", "left", "assigned", "moved", "released", "failover", "migration", "plan"
+    "joined",
+    "ready",
+    "draining",
+    "lent",
+    "lost",
+    "restarted",
+    "left",
+    "assigned",
+    "moved",
+    "released",
+    "failover",
+    "migration",
+    "plan",
 ]
 
 
@@ -85,7 +97,12 @@ class FleetLog:
             elif known.incarnation != member.incarnation:
                 self._note(at, "restarted", key, f"{key} is another process now, {member.state}")
             elif known.state != member.state and member.state != "starting":
-                words = {"ready": "is ready", "draining": "takes no new work", "lost": "has not reported in time"}
+                words = {
+                    "ready": "is ready",
+                    "draining": "takes no new work",
+                    "lent": "lends its place to a drafter",
+                    "lost": "has not reported in time",
+                }
                 self._note(at, member.state, key, f"{key} {words[member.state]}")
         for key in before.keys() - after.keys():
             self._note(at, "left", key, f"{key} left the fleet")

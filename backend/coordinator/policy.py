@@ -12,10 +12,8 @@ from a clock.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-
-import msgspec
 
 from backend.config.settings import CoordinatorSettings
 from backend.coordinator.assignment import (
@@ -27,6 +25,7 @@ from backend.coordinator.assignment import (
     Situation,
     VerifierLoad,
 )
+from backend.coordinator.entries import Entry, route
 from backend.coordinator.goodput import Goodput
 from backend.coordinator.least_drafters import LeastDrafters
 from backend.coordinator.rates import DrafterRates, VerifierRates
@@ -34,11 +33,9 @@ from backend.fleet import (
     Assignment,
     DrafterRef,
     DrafterStats,
-    Draining,
     FleetSnapshot,
     Member,
     MemberState,
-    MemberView,
     Orders,
     VerifierStats,
 )
@@ -54,42 +51,7 @@ UNKNOWN = Orders(known=False)
 
 
 @dataclass
-class _Entry:
-    member: Member
-    heard: float
-    state: MemberState
-    drain: bool = False
-    migrate_at: float | None = None
-    """When the requests of a draining verifier are to be moved; None: never."""
-    seen_version: int = 0
-    verifier: VerifierStats | None = None
-    drafter: DrafterStats | None = None
-
-    @property
-    def is_fit(self) -> bool:
-        """Whether it may be assigned."""
-        return self.state == "ready" and not self.drain
-
-    def view(self, now: float) -> MemberView:
-        state: MemberState = "draining" if self.drain and self.state == "ready" else self.state
-        shown = msgspec.structs.replace(self.member, state=state)
-        heard = max(0.0, now - self.heard)
-        return MemberView(shown, heard, self.verifier, self.drafter, self._drain(now), self.seen_version)
-
-    def _drain(self, now: float) -> Draining | None:
-        if self.drain:
-            return Draining(self.migrate_at is not None and now >= self.migrate_at)
-        # A member that drains of itself is about to be ended by somebody else.
-        return Draining(migrate=True, ordered=False) if self.state == "draining" else None
-
-
-def _route(member: Member) -> tuple[str, str, str, str]:
-    """What the peers of a member connect to; another route needs another generation."""
-    return member.incarnation, member.address, member.server_key, member.head
-
-
-@dataclass
-class _Counters:
+class Counters:
     registrations: int = 0
     restarts: int = 0
     leases_expired: int = 0
@@ -97,6 +59,9 @@ class _Counters:
     assignments_dropped: int = 0
     reassignments: int = 0
     decisions: int = 0
+    lends: int = 0
+    lends_failed: int = 0
+    returns: int = 0
 
 
 def policy_of(settings: CoordinatorSettings) -> AssignmentPolicy:
@@ -115,16 +80,17 @@ class Coordinator:
     settings: CoordinatorSettings = field(default_factory=CoordinatorSettings)
     rule: AssignmentPolicy | None = None
     """In place of the one that the settings ask for."""
-    _entries: dict[str, _Entry] = field(default_factory=dict)
+    _entries: dict[str, Entry] = field(default_factory=dict)
     _since: dict[Pair, float] = field(default_factory=dict)
     """When each pair was bound."""
     _generation: dict[Pair, int] = field(default_factory=dict)
     _drafters: dict[str, set[str]] = field(default_factory=dict)
     """Of each verifier that has any."""
     _pins: dict[str, list[str]] = field(default_factory=dict)
+    _withdrawn: frozenset[str] = frozenset()
     _verifier_rates: dict[str, VerifierRates] = field(default_factory=dict)
     _drafter_rates: dict[str, DrafterRates] = field(default_factory=dict)
-    _counters: _Counters = field(default_factory=_Counters)
+    counters: Counters = field(default_factory=Counters)
     _version: int = field(init=False)
     _rule: AssignmentPolicy = field(init=False)
     _next_expiry: float = math.inf
@@ -143,20 +109,20 @@ class Coordinator:
     def register(self, member: Member, now: float) -> None:
         """Takes a member in.  A known id with another incarnation is a restart: its bindings are dropped."""
         self._expire(now)
-        self._counters.registrations += 1
+        self.counters.registrations += 1
         known = self._entries.get(member.id)
         if known is None or known.member != member or known.state != member.state:
             self._changed()
-        entry = _Entry(member, now, member.state)
+        entry = Entry(member, now, member.state, withdrawn=member.id in self._withdrawn)
         if known is not None:
             # A drain is about the place in the fleet: it holds for the next process there, until it is ended.
             entry.drain, entry.migrate_at = known.drain, known.migrate_at
             if known.member.incarnation != member.incarnation:
-                self._counters.restarts += 1
+                self.counters.restarts += 1
                 self._forget_rates(member.id)
             else:
                 entry = replace(known, member=member, heard=now, state=member.state)
-            if _route(known.member) != _route(member):
+            if route(known.member) != route(member):
                 self._unbind_member(member.id)
         self._entries[member.id] = entry
         self._next_expiry = min(self._next_expiry, now + self._lease_of(entry))
@@ -239,6 +205,15 @@ class Coordinator:
         self.tick(now)
         return True
 
+    def withdraw(self, member_ids: Collection[str], now: float) -> None:
+        """Exactly these members are out of service on account of a loan; they need not exist yet."""
+        self._withdrawn = frozenset(member_ids)
+        for member_id, entry in self._entries.items():
+            if entry.withdrawn != (member_id in self._withdrawn):
+                entry.withdrawn = not entry.withdrawn
+                self._changed()
+        self.tick(now)
+
     def changed(self) -> int:
         """Something about the fleet changed that is kept elsewhere; returns the version from here on."""
         self._version += 1
@@ -284,7 +259,7 @@ class Coordinator:
                 Assignment(verifier, drafter, generation)
                 for (verifier, drafter), generation in sorted(self._generation.items())
             ],
-            counters=dict(vars(self._counters)),
+            counters=dict(vars(self.counters)),
         )
 
     # The policy's verbs.
@@ -299,20 +274,20 @@ class Coordinator:
                     self._remove(member_id)
             elif silent > self._lease_of(entry):
                 entry.state = "lost"
-                self._counters.leases_expired += 1
+                self.counters.leases_expired += 1
                 self._changed()
         # Reports only put an expiry off: until then there is nothing to look for.
         self._next_expiry = min((e.heard + self._lease_of(e) for e in self._entries.values()), default=math.inf)
 
     def _decide(self, now: float) -> None:
         self._decided_at, self._is_dirty = now, False
-        self._counters.decisions += 1
+        self.counters.decisions += 1
         for action in self._rule.decide(self.situation(now)).actions:
             pair = action.verifier, action.drafter
             if isinstance(action, Bind):
                 self._bind(pair, now)
             else:
-                self._counters.reassignments += all(self._is_fit(each) for each in pair)
+                self.counters.reassignments += all(self._is_fit(each) for each in pair)
                 self._unbind(pair)
 
     # Details.
@@ -322,7 +297,7 @@ class Coordinator:
         self._version += 1
         self._is_dirty, self._fit = True, None
 
-    def _measure(self, entry: _Entry, verifier: VerifierStats | None, drafter: DrafterStats | None, now: float) -> None:
+    def _measure(self, entry: Entry, verifier: VerifierStats | None, drafter: DrafterStats | None, now: float) -> None:
         if verifier is not None:
             entry.verifier = verifier
             self._rates_of_verifier(entry.member.id).observe(verifier, now, self._drafter_rates)
@@ -351,11 +326,11 @@ class Coordinator:
         self._forget_rates(member_id)
         self._changed()
 
-    def _current(self, member_id: str, incarnation: str) -> _Entry | None:
+    def _current(self, member_id: str, incarnation: str) -> Entry | None:
         entry = self._entries.get(member_id)
         return entry if entry is not None and entry.member.incarnation == incarnation else None
 
-    def _lease_of(self, entry: _Entry) -> float:
+    def _lease_of(self, entry: Entry) -> float:
         """How long it may be silent before something is done about it."""
         if entry.state == "lost":
             return FORGET_LOST_S
@@ -377,13 +352,13 @@ class Coordinator:
         self._version += 1
         self._generation[pair], self._since[pair] = self._version, now
         self._drafters.setdefault(pair[0], set()).add(pair[1])
-        self._counters.assignments_made += 1
+        self.counters.assignments_made += 1
 
     def _unbind(self, pair: Pair) -> None:
         self._version += 1
         del self._generation[pair], self._since[pair]
         self._drafters[pair[0]].discard(pair[1])
-        self._counters.assignments_dropped += 1
+        self.counters.assignments_dropped += 1
 
     def _unbind_member(self, member_id: str) -> None:
         gone: Iterable[Pair] = [pair for pair in self._since if member_id in pair]

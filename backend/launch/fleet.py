@@ -15,16 +15,18 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import ray
 import ray.exceptions
 
-from backend.config import Settings, environment
+from backend.config import REMOTE_MODES, Settings, environment
 from backend.coordinator import CoordinatorUnavailable, FleetInfo
 from backend.coordinator.actor import CoordinatorHandle
 from backend.fleet import Member, MemberKind
 from backend.launch import state
 from backend.launch.cluster import RayCluster
+from backend.launch.lending import Lender
 from backend.launch.operator import Operator
 from backend.launch.plan import FleetPlan, Hardware, MemberPlan, PlanError, plan, plan_further
 from backend.launch.processes import STARTS_ALLOWED, LaunchError, Started, start, stop
@@ -62,9 +64,10 @@ class Fleet:
     models: ResolvedModels
     runtime_dir: Path
     members: dict[str, Started] = field(default_factory=dict)
-    """By id; the operator's thread changes it once the fleet serves."""
+    """By id; the operator's and the lender's threads change it once the fleet serves."""
     _file: Path | None = None
     _operator: Operator | None = None
+    _lender: Lender | None = None
 
     @classmethod
     def launch(cls, settings: Settings, models: ResolvedModels, say: Say) -> Fleet:
@@ -131,23 +134,30 @@ class Fleet:
             time.sleep(POLL_S)
 
     def operate(self, say: Say) -> None:
-        """From now on administrators' operations are carried out, until `stop`."""
+        """From now on administrators' operations are carried out, until `stop`; places are lent where that is switched on."""
         self._operator = Operator(self, say)
         self._operator.start()
+        self.lend(say)
+
+    def lend(self, say: Say) -> None:
+        """From now on verifiers without work lend their places to drafters, until `stop`, where that is switched on."""
+        if self.settings.elastic.enabled and self.settings.mode in REMOTE_MODES:
+            self._lender = Lender(self, say)
+            self._lender.start()
 
     def add(self, kind: MemberKind) -> Started:
         """Starts one more member.  Raises `LaunchError` where there is no room for it, and `PlanError`."""
         hardware = _hardware(self.cluster)
         member = plan_further(
-            self.plan, self.models, hardware, self.runtime_dir, kind, [each.plan for each in self.members.values()]
+            self.plan, self.models, hardware, self.runtime_dir, kind, [each.plan for each in list(self.members.values())]
         )
         if not self.cluster.has_room(member.num_cpus, member.num_gpus):
             raise LaunchError(f"the Ray cluster has no room for another {kind}")
         return self.start(member)
 
-    def start(self, member: MemberPlan, models: ResolvedModels | None = None) -> Started:
-        """Starts a member, which replaces the one of that name if there was one."""
-        started = start(member, self.settings, models or self.models, self.cluster.namespace)
+    def start(self, member: MemberPlan, models: ResolvedModels | None = None, place: Any = None) -> Started:
+        """Starts a member, which replaces the one of that name if there was one; `place` as for `processes.start`."""
+        started = start(member, self.settings, models or self.models, self.cluster.namespace, place)
         self.members[member.member_id] = started
         return started
 
@@ -157,8 +167,9 @@ class Fleet:
 
     def stop(self) -> None:
         """Ends every actor, Ray (when it is ours) and the runtime directory.  Never raises; may be called twice."""
-        if self._operator is not None:
-            self._operator.stop()
+        for worker in (self._operator, self._lender):
+            if worker is not None:
+                worker.stop()
         stop(list(self.members.values()))
         with contextlib.suppress(ray.exceptions.RayError, ValueError):
             self.coordinator.kill()

@@ -70,7 +70,7 @@ class Started:
             self.incarnations.add(view.incarnation)
             again = f" (start {len(self.incarnations)})" if len(self.incarnations) > 1 else ""
             return f"{self.member_id}: process up in {seconds:.1f} s, loading{again}"
-        if view.state in ("ready", "draining"):
+        if view.state in ("ready", "draining", "lent"):
             self.ready = True
             return f"{self.member_id}: ready in {seconds:.1f} s"
         return None
@@ -81,13 +81,14 @@ class Started:
         return len(self.incarnations) > STARTS_ALLOWED
 
 
-def start(member: MemberPlan, settings: Settings, models: ResolvedModels, namespace: str) -> Started:
-    """Starts a member's actor; waits for its name to be free."""
+def start(member: MemberPlan, settings: Settings, models: ResolvedModels, namespace: str, place: Any = None) -> Started:
+    """Starts a member's actor; waits for its name to be free.  `place` is the scheduling strategy that puts it somewhere."""
     remote = ray.remote(_actor_class(member.kind)).options(
         name=member.member_id,
         namespace=namespace,
         num_cpus=member.num_cpus,
         num_gpus=member.num_gpus,
+        scheduling_strategy=place,
         max_restarts=-1,
         max_task_retries=0,
         max_concurrency=2,

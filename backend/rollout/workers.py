@@ -77,7 +77,12 @@ class Workers:
             seen = [view.member for view in self._coordinator.snapshot().members]
         except CoordinatorUnavailable:
             return [], self._leave(self._silent())
-        ready = {member.id: member for member in seen if member.kind == "verifier" and member.state == "ready"}
+        # One whose place is lent stays a worker: it has nothing to do, and is given back when it has.
+        ready = {
+            member.id: member
+            for member in seen
+            if member.kind == "verifier" and (member.state == "ready" or (member.state == "lent" and member.id in self.present))
+        }
         gone = self._silent()
         for worker in self.present.values():
             now = ready.get(worker.name)

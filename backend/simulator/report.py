@@ -74,6 +74,8 @@ def summary(outcome: Outcome, timed: Timed, referee: Referee, seconds: float) ->
         "leases_expired": outcome.counters["leases_expired"],
         "requests_failed_over": outcome.failed_over,
         "requests_moved": outcome.moved,
+        "finished_s": outcome.finished_at,
+        "places_lent": outcome.counters["lends"],
         "decisions": len(timed.steady_s) + len(timed.changing_s),
         "decision_ms": {
             name: {key: value * 1e3 for key, value in quantiles(sorted(times), (0.5, 0.99, 1.0)).items()}
@@ -95,12 +97,15 @@ def quantiles(ordered: Sequence[float], shares: Sequence[float]) -> dict[str, fl
 
 def table(results: Mapping[str, Mapping[str, Any]], best: str) -> str:
     """What a person wants to see first."""
-    lines = [f"{'policy':16} {'tokens/s':>10} {'TGS p50':>8} {'TGS p1':>8} {'moves':>6} {'p50 ms':>7} {'p99 ms':>7} {best:>13}"]
+    lines = [
+        f"{'policy':16} {'tokens/s':>10} {'TGS p50':>8} {'TGS p1':>8} {'moves':>6} {'done s':>7}"
+        f" {'p50 ms':>7} {'p99 ms':>7} {best:>13}"
+    ]
     for name, each in results.items():
         tgs, times, share = each["request_tgs"], each["decision_ms"]["steady"], each["share_of_best"]["mean"]
         total, moves = each["tokens_per_s"], each["reassignments"]
         lines.append(
-            f"{name:16} {total:10.0f} {tgs.get('p50', 0):8.1f} {tgs.get('p1', 0):8.1f} {moves:6d}"
+            f"{name:16} {total:10.0f} {tgs.get('p50', 0):8.1f} {tgs.get('p1', 0):8.1f} {moves:6d} {each['finished_s']:7.1f}"
             f" {times.get('p50', 0):7.2f} {times.get('p99', 0):7.2f} {'-' if share is None else f'{share:.3f}':>13}"
         )
     return "\n".join(lines)

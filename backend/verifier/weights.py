@@ -28,7 +28,7 @@ class WeightControl:
     def __init__(self, core: EngineCore, target_dir: str, can_sleep: bool) -> None:
         self._core = core
         self._path = target_dir
-        self._can_sleep = can_sleep
+        self.can_sleep = can_sleep
         self.on_begin: Callable[[], None] = lambda: None
         """Called when the engine is paused, before what may take long."""
         self.on_outputs: Callable[[dict[int, EngineCoreOutputs] | None], None] = lambda outputs: None
@@ -45,7 +45,7 @@ class WeightControl:
         """Level 0 only pauses; 1 moves the weights to the host's memory and gives the KV cache's back; 2 drops both."""
         if level not in (0, 1, 2):
             raise ValueError("level must be 0, 1 or 2")
-        if level and not self._can_sleep:
+        if level and not self.can_sleep:
             raise NotImplementedError(
                 "this verifier was not started with vLLM's sleep mode: it needs CUDA and verifier.engine_args.enable_sleep_mode"
             )

@@ -1,0 +1,48 @@
+"""One member as the coordinator's registry keeps it.  Pure; `policy.py` owns all of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from backend.fleet import DrafterStats, Draining, Member, MemberState, MemberView, VerifierStats
+
+
+@dataclass
+class Entry:
+    member: Member
+    heard: float
+    state: MemberState
+    drain: bool = False
+    withdrawn: bool = False
+    """Another has its place, or it is about to give one back: it is not assigned, and a verifier takes nothing new."""
+    migrate_at: float | None = None
+    """When the requests of a draining verifier are to be moved; None: never."""
+    seen_version: int = 0
+    verifier: VerifierStats | None = None
+    drafter: DrafterStats | None = None
+
+    @property
+    def is_fit(self) -> bool:
+        """Whether it may be assigned."""
+        return self.state == "ready" and not self.drain and not self.withdrawn
+
+    def view(self, now: float) -> MemberView:
+        state = self.state
+        if state == "ready" and (self.drain or self.withdrawn):
+            state = "lent" if self.withdrawn and self.member.kind == "verifier" else "draining"
+        shown = msgspec.structs.replace(self.member, state=state)
+        heard = max(0.0, now - self.heard)
+        return MemberView(shown, heard, self.verifier, self.drafter, self._drain(now), self.seen_version)
+
+    def _drain(self, now: float) -> Draining | None:
+        if self.drain:
+            return Draining(self.migrate_at is not None and now >= self.migrate_at)
+        # A member that drains of itself is about to be ended by somebody else.
+        return Draining(migrate=True, ordered=False) if self.state == "draining" else None
+
+
+def route(member: Member) -> tuple[str, str, str, str]:
+    """What the peers of a member connect to; another route needs another generation."""
+    return member.incarnation, member.address, member.server_key, member.head
