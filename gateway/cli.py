@@ -263,7 +263,7 @@ def _run_gateway(
             CoordinatorDirectory(coordinator, member),
             models.target_dir,
             model_name=models.name,
-            wire=Wire(fleet_keys),
+            wire=Wire(fleet_keys, node_id=member.node_id),
             on_ready=announce,
         )
         server.run()

@@ -26,8 +26,10 @@ from backend.fleet import Member, MemberKind
 from backend.launch import state
 from backend.launch.cluster import RayCluster
 from backend.launch.operator import Operator
+from backend.launch.placement import arrange
 from backend.launch.plan import FleetPlan, Hardware, MemberPlan, PlanError, plan, plan_further
 from backend.launch.processes import STARTS_ALLOWED, LaunchError, Started, start, stop
+from backend.launch.rooms import Rooms
 from backend.models import ResolvedModels
 from backend.transport import new_server_keys
 
@@ -63,6 +65,8 @@ class Fleet:
     runtime_dir: Path
     members: dict[str, Started] = field(default_factory=dict)
     """By id; the operator's thread changes it once the fleet serves."""
+    rooms: Rooms | None = None
+    """None where the cluster is ours, and with it all of its room."""
     _file: Path | None = None
     _operator: Operator | None = None
 
@@ -93,6 +97,7 @@ class Fleet:
             raise
         try:
             fleet.announce("")
+            fleet.reserve()
             for member in decided.members:
                 fleet.start(member)
         except BaseException:
@@ -104,6 +109,12 @@ class Fleet:
     def settings(self) -> Settings:
         """The settings with hardware defaults filled in."""
         return self.plan.settings
+
+    def reserve(self) -> None:
+        """In a cluster that others may use too: room for all members.  Raises `LaunchError`."""
+        if not self.cluster.ours:
+            self.rooms = Rooms()
+            self.rooms.reserve(arrange(self.plan.members, self.settings.ray.placement))
 
     def announce(self, url: str) -> None:
         """Writes the file by which other commands find this fleet."""
@@ -141,19 +152,22 @@ class Fleet:
         member = plan_further(
             self.plan, self.models, hardware, self.runtime_dir, kind, [each.plan for each in self.members.values()]
         )
-        if not self.cluster.has_room(member.num_cpus, member.num_gpus):
+        if self.rooms is None and not self.cluster.has_room(member.num_cpus, member.num_gpus):
             raise LaunchError(f"the Ray cluster has no room for another {kind}")
         return self.start(member)
 
     def start(self, member: MemberPlan, models: ResolvedModels | None = None) -> Started:
         """Starts a member, which replaces the one of that name if there was one."""
-        started = start(member, self.settings, models or self.models, self.cluster.namespace)
+        place = None if self.rooms is None else self.rooms.place(member)
+        started = start(member, self.settings, models or self.models, self.cluster.namespace, place)
         self.members[member.member_id] = started
         return started
 
-    def end(self, member_id: str) -> None:
-        """Ends a member for good."""
+    def end(self, member_id: str, keep_room: bool = False) -> None:
+        """Ends a member for good, or with `keep_room` to start it again."""
         stop([self.members.pop(member_id)])
+        if self.rooms is not None and not keep_room:
+            self.rooms.vacate(member_id)
 
     def stop(self) -> None:
         """Ends every actor, Ray (when it is ours) and the runtime directory.  Never raises; may be called twice."""
@@ -163,6 +177,8 @@ class Fleet:
         with contextlib.suppress(ray.exceptions.RayError, ValueError):
             self.coordinator.kill()
         self.members.clear()
+        if self.rooms is not None:
+            self.rooms.close()
         self.cluster.close()
         shutil.rmtree(self.runtime_dir, ignore_errors=True)
         if self._file is not None:
@@ -194,6 +210,7 @@ def gateway_member(model: str) -> Member:
         pid=os.getpid(),
         model=model,
         state="ready",
+        node_id=str(ray.get_runtime_context().get_node_id()),
     )
 
 

@@ -81,13 +81,15 @@ class Started:
         return len(self.incarnations) > STARTS_ALLOWED
 
 
-def start(member: MemberPlan, settings: Settings, models: ResolvedModels, namespace: str) -> Started:
-    """Starts a member's actor; waits for its name to be free."""
+def start(member: MemberPlan, settings: Settings, models: ResolvedModels, namespace: str, place: Any = None) -> Started:
+    """Starts a member's actor; waits for its name to be free.  `place` is the scheduling strategy that puts it somewhere."""
     remote = ray.remote(_actor_class(member.kind)).options(
         name=member.member_id,
         namespace=namespace,
         num_cpus=member.num_cpus,
         num_gpus=member.num_gpus,
+        resources=member.resources or None,
+        scheduling_strategy=place,
         max_restarts=-1,
         max_task_retries=0,
         max_concurrency=2,
@@ -101,6 +103,7 @@ def start(member: MemberPlan, settings: Settings, models: ResolvedModels, namesp
                 settings=settings.model_dump_json(),
                 paths=models,
                 address=member.address,
+                local=member.local,
                 namespace=namespace,
                 cores=member.cores,
             )

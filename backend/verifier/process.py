@@ -53,9 +53,11 @@ class VerifierProcess:
         fleet_keys: ServerKeys | None = None,
         server_keys: ServerKeys | None = None,
         recorder: Recorder | None = None,
+        local_address: str = "",
     ) -> None:
         self.verifier_id = verifier_id
         self.address = address
+        self._local_address = local_address
         self._incarnation = incarnation
         self._settings = settings
         self._paths = paths
@@ -93,7 +95,7 @@ class VerifierProcess:
 
     def _main(self) -> None:
         try:
-            with unlink_ipc_on_exit(self.address):
+            with unlink_ipc_on_exit(self.address, self._local_address):
                 self._serve()
         except BaseException as error:
             if not self._built.is_set():
@@ -105,7 +107,7 @@ class VerifierProcess:
 
     def _serve(self) -> None:
         config = build_config(self._settings, self._paths, self.verifier_id)
-        core = build_core(config)
+        core = build_core(config, self._lose_rank)
         warm_up(core)
         hub = Hub(Wire(self._fleet_keys))
         stats = VerifierStats(self.verifier_id, time.time(), self._settings.mode, self._settings.num_speculative_tokens)
@@ -124,6 +126,11 @@ class VerifierProcess:
                 tracing.close()
             core.shutdown()
             hub.close()
+
+    def _lose_rank(self) -> None:
+        if self._built.is_set():
+            logger.error("a tensor-parallel rank died, and the verifier with it")
+            self.on_crash()
 
     def _record_files(self, stats: VerifierStats) -> FileRecorder | None:
         if self._settings.records.dir is None or self._recorder is not None:
@@ -147,7 +154,7 @@ class VerifierProcess:
         kept = KeptRows(most, recorder) if most else None
         recorder = kept or recorder
         core.scheduler.records = Recording(recorder) if recorder is not None else None
-        router = hub.router(self.address, self._server_keys)
+        router = hub.router(self.address, self._server_keys, self._local_address)
         self.address = router.address
         welcome = EngineWelcome(
             version=ENGINE_WIRE_VERSION,
