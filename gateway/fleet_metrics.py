@@ -134,6 +134,7 @@ class FleetCollector(Collector):
             members.add_metric([kind, state], counts[kind, state])
         yield members
         yield _info(views, stats)
+        yield _refused(views)
         connected = _family("outrider_verifiers_connected")
         connected.add_metric([], len(self._core.ready_links))
         yield connected
@@ -159,6 +160,15 @@ def _family(name: str) -> Any:
     definition = DEFINITIONS[name]
     kind = CounterMetricFamily if definition.kind == "counter" else GaugeMetricFamily
     return kind(name.removesuffix("_total"), definition.help, labels=definition.labels)
+
+
+def _refused(views: list[MemberView]) -> Metric:
+    """Members whose counters have come to the coordinator, drafters among them."""
+    family: Metric = _family("outrider_connections_refused_total")
+    for view in views:
+        if (stats := view.verifier or view.drafter) is not None:
+            family.add_metric([view.member.id], stats.connections_refused)  # type: ignore[attr-defined]
+    return family
 
 
 def _info(views: list[MemberView], stats: list[VerifierStats]) -> Metric:

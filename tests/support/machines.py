@@ -30,6 +30,9 @@ signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 print("up", flush=True)
 sys.stdin.read()
 """
+ETH_P_ALL = 3
+"""Both directions; asked for one protocol, Linux shows what comes in alone."""
+IPV4 = b"\x08\x00"
 UNSHARE = ("unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
 
 
@@ -153,7 +156,7 @@ class Tap:
     def __init__(self, machine: Machine, port: int) -> None:
         self._number = port
         self._heard: list[bytes] = []
-        self._socket = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(0x0800))
+        self._socket = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(ETH_P_ALL))
         self._socket.bind((machine.port, 0))
         self._socket.settimeout(0.2)
         self._over = threading.Event()
@@ -168,10 +171,11 @@ class Tap:
     def _listen(self) -> None:
         while not self._over.is_set():
             try:
-                packet = self._socket.recv(65535)[14:]
+                frame = self._socket.recv(65550)
             except TimeoutError:
                 continue
-            if packet[9] != socket.IPPROTO_TCP:
+            packet = frame[14:]
+            if frame[12:14] != IPV4 or packet[9] != socket.IPPROTO_TCP:
                 continue
             segment = packet[4 * (packet[0] & 15) : int.from_bytes(packet[2:4], "big")]
             if self._number in struct.unpack(">HH", segment[:4]):
