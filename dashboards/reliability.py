@@ -122,6 +122,11 @@ RELIABILITY = Dashboard(
                     stacked=True,
                 ),
                 Panel(
+                    "Connections without keys",
+                    "Connections to members' tcp sockets without the fleet's keys, turned away; per minute.",
+                    [Query(f"60 * {once(rate('outrider_connections_refused_total', JOB), 'member')}", "{{member}}")],
+                ),
+                Panel(
                     "Preemptions",
                     "Sequences preempted for KV cache space, per minute.",
                     [Query(f"60 * {verifier_rate('outrider_verifier_preemptions_total')}", _BY_VERIFIER)],

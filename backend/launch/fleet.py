@@ -119,7 +119,10 @@ class Fleet:
     def announce(self, url: str) -> None:
         """Writes the file by which other commands find this fleet."""
         directories = [str(self.runtime_dir), *([str(self.cluster.temp_dir)] if self.cluster.temp_dir else [])]
-        self._file = state.write(state.FleetFile(os.getpid(), self.cluster.namespace, self.cluster.address, url, directories))
+        cluster = self.cluster
+        self._file = state.write(
+            state.FleetFile(os.getpid(), cluster.namespace, cluster.address, url, directories, cluster.ours)
+        )
 
     def wait_ready(
         self,

@@ -37,6 +37,8 @@ class FleetFile(msgspec.Struct, frozen=True):
     """The gateway's base URL; empty until it serves."""
     directories: list[str]
     """What to remove when the process is gone."""
+    owns_cluster: bool = True
+    """False: it joined a Ray cluster of others, which our token does not admit to."""
 
 
 def home() -> Path:

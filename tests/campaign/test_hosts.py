@@ -57,8 +57,8 @@ class Hosts:
     fleet: ServedFleet
 
     def snapshot(self) -> FleetSnapshot:
-        """As `outrider status` shows it on the head."""
-        command = ("status", "--json", "--ray-address", self.machines.ray_address, "--ray-namespace", NAMESPACE)
+        """As `outrider status` shows it on the head, which finds the fleet that runs there."""
+        command = ("status", "--json")
         environment = [f"{name}={value}" for name, value in self.machines.env.items()]
         said = self.machines.head.run(*environment, sys.executable, "-m", "gateway.cli", *command)
         return msgspec.json.decode(said, type=FleetSnapshot)

@@ -85,7 +85,9 @@ class Machine:
 
     def run(self, *command: str) -> str:
         """Runs a command there; returns what it says."""
-        return subprocess.run([*self.enter, *command], check=True, capture_output=True, text=True).stdout
+        done = subprocess.run([*self.enter, *command], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, f"{command}: {done.stderr}"
+        return done.stdout
 
     def start(self, *command: str, env: Mapping[str, str] | None = None) -> None:
         """Starts a command there, which ends with the machine at the latest."""
