@@ -29,7 +29,7 @@ from backend.launch.operator import Operator
 from backend.launch.placement import arrange
 from backend.launch.plan import FleetPlan, Hardware, MemberPlan, PlanError, plan, plan_further
 from backend.launch.processes import STARTS_ALLOWED, LaunchError, Started, start, stop
-from backend.launch.rooms import Rooms
+from backend.launch.rooms import RESERVE_TIMEOUT_S, Rooms
 from backend.models import ResolvedModels
 from backend.transport import new_server_keys
 
@@ -114,7 +114,8 @@ class Fleet:
         """In a cluster that others may use too: room for all members.  Raises `LaunchError`."""
         if not self.cluster.ours:
             self.rooms = Rooms()
-            self.rooms.reserve(arrange(self.plan.members, self.settings.ray.placement))
+            patience_s = max(RESERVE_TIMEOUT_S, self.settings.ray.wait_s)
+            self.rooms.reserve(arrange(self.plan.members, self.settings.ray.placement), patience_s)
 
     def announce(self, url: str) -> None:
         """Writes the file by which other commands find this fleet."""

@@ -58,10 +58,14 @@ class Hosts:
 
     def snapshot(self) -> FleetSnapshot:
         """As `outrider status` shows it on the head, which finds the fleet that runs there."""
-        command = ("status", "--json")
-        environment = [f"{name}={value}" for name, value in self.machines.env.items()]
-        said = self.machines.head.run(*environment, sys.executable, "-m", "gateway.cli", *command)
+        status, said = self.command("status", "--json")
+        assert status == 0, said
         return msgspec.json.decode(said, type=FleetSnapshot)
+
+    def command(self, *arguments: str) -> tuple[int, str]:
+        """`outrider ...` on the head: its exit status and what it says."""
+        done = self.machines.head.attempt(sys.executable, "-m", "gateway.cli", *arguments, env=self.machines.env)
+        return done.returncode, done.stdout or done.stderr
 
     def drafts(self) -> float:
         """Drafts of the remote drafter that were verified, so far."""
@@ -174,6 +178,20 @@ def knock(address: str, frames: list[bytes], keys: ServerKeys | None, server_key
         dealer.send_multipart(frames)
         wait_for(until, 20, "a refusal")
         return dealer.recv_multipart() if dealer.poll(1000) else None
+
+
+def test_room_is_taken_refused_and_given_back(hosts: Hosts) -> None:
+    """The worker lends two CPUs and the drafter has one."""
+    assert hosts.command("add", "drafter")[0] == 0
+    second = next(view.member for view in hosts.snapshot().members if view.member.id == "drafter-1")
+    assert second.address == f"tcp://{hosts.machines.worker.address}:{PORT + 1}"
+    status, said = hosts.command("add", "drafter")
+    assert status == 1
+    assert "no room for drafter-2 (1 CPU, 0.1 drafting)" in said
+    assert hosts.command("remove", "drafter-1")[0] == 0
+    status, said = hosts.command("add", "drafter")
+    assert status == 0, said
+    assert hosts.command("remove", "drafter-1")[0] == 0
 
 
 class Stream:

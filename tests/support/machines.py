@@ -85,9 +85,14 @@ class Machine:
 
     def run(self, *command: str) -> str:
         """Runs a command there; returns what it says."""
-        done = subprocess.run([*self.enter, *command], capture_output=True, text=True, check=False)
+        done = self.attempt(*command)
         assert done.returncode == 0, f"{command}: {done.stderr}"
         return done.stdout
+
+    def attempt(self, *command: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+        """Runs a command there that may fail."""
+        environment = os.environ | (env or {})
+        return subprocess.run([*self.enter, *command], env=environment, capture_output=True, text=True, check=False)
 
     def start(self, *command: str, env: Mapping[str, str] | None = None) -> None:
         """Starts a command there, which ends with the machine at the latest."""
