@@ -61,12 +61,8 @@ def test_two_ranks_draft_as_one_does_and_answer_the_same(tmp_path: Path) -> None
 
 def ranks_of(pid: int) -> list[int]:
     """The processes of vLLM's ranks below a verifier's."""
-    found = []
-    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-        name = Path(f"/proc/{child}/comm").read_text()
-        if "Worker_TP" in name or "VLLM" in name:
-            found.append(int(child))
-    return found
+    children = [int(child) for file in Path(f"/proc/{pid}/task").glob("*/children") for child in file.read_text().split()]
+    return [child for child in children if "Worker_TP" in Path(f"/proc/{child}/cmdline").read_text()]
 
 
 def test_a_rank_that_dies_takes_its_verifier_along_and_the_request_goes_on() -> None:
