@@ -15,6 +15,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import ray
 import ray.exceptions
@@ -160,9 +161,13 @@ class Fleet:
             raise LaunchError(f"the Ray cluster has no room for another {kind}")
         return self.start(member)
 
-    def start(self, member: MemberPlan, models: ResolvedModels | None = None) -> Started:
-        """Starts a member, which replaces the one of that name if there was one."""
-        place = None if self.rooms is None else self.rooms.place(member)
+    def place(self, member: MemberPlan) -> Any:
+        """The scheduling strategy that starts a member, or who stands in for it, in its room; None where all room is ours."""
+        return None if self.rooms is None else self.rooms.place(member)
+
+    def start(self, member: MemberPlan, models: ResolvedModels | None = None, place: Any = None) -> Started:
+        """Starts a member, which replaces the one of that name if there was one; in its room, unless `place` is given."""
+        place = place or self.place(member)
         started = start(member, self.settings, models or self.models, self.cluster.namespace, place)
         self.members[member.member_id] = started
         return started

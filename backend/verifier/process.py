@@ -10,6 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -26,6 +27,7 @@ from backend.verifier.counting import Counters
 from backend.verifier.engine import build_config, build_core, draft_source, vllm_version
 from backend.verifier.gateways import GatewayPort
 from backend.verifier.loop import DraftLinks, EngineLoop
+from backend.verifier.ranks import segments_of_ranks
 from backend.verifier.recording import Recording
 from backend.verifier.traces import RequestTraces
 from backend.verifier.warm_up import warm_up
@@ -67,6 +69,7 @@ class VerifierProcess:
         self._loop: EngineLoop | None = None
         self._failure: BaseException | None = None
         self._built = threading.Event()
+        self._segments: set[Path] = set()
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
         self.on_crash: Callable[[], None] = lambda: os._exit(70)
         """What happens when the engine thread dies: the process must not linger (Ray starts another)."""
@@ -108,6 +111,7 @@ class VerifierProcess:
     def _serve(self) -> None:
         config = build_config(self._settings, self._paths, self.verifier_id)
         core = build_core(config, self._lose_rank)
+        self._segments = segments_of_ranks(core.model_executor)
         warm_up(core)
         hub = Hub(Wire(self._fleet_keys))
         stats = VerifierStats(self.verifier_id, time.time(), self._settings.mode, self._settings.num_speculative_tokens)
@@ -130,6 +134,8 @@ class VerifierProcess:
     def _lose_rank(self) -> None:
         if self._built.is_set():
             logger.error("a tensor-parallel rank died, and the verifier with it")
+            for segment in self._segments:
+                segment.unlink(missing_ok=True)
             self.on_crash()
 
     def _record_files(self, stats: VerifierStats) -> FileRecorder | None:

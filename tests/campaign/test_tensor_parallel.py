@@ -66,6 +66,7 @@ def ranks_of(pid: int) -> list[int]:
 
 
 def test_a_rank_that_dies_takes_its_verifier_along_and_the_request_goes_on() -> None:
+    shared_before = set(os.listdir("/dev/shm"))
     fleet = ServedFleet(
         *("--mode", "sync", "--verifier-tensor-parallel", "2", "--verifier-cores", "2"),
         *("--ray-namespace", f"ranks-{os.getpid()}"),
@@ -83,3 +84,4 @@ def test_a_rank_that_dies_takes_its_verifier_along_and_the_request_goes_on() -> 
         assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
     finally:
         assert fleet.stop() == 0
+    assert [name for name in os.listdir("/dev/shm") if name.startswith("vllm_dist") and name not in shared_before] == []
