@@ -106,7 +106,7 @@ class VerifierProcess:
                 self._built.set()
                 return
             logger.exception("the engine failed")
-            self.on_crash()
+            self._crash()
 
     def _serve(self) -> None:
         config = build_config(self._settings, self._paths, self.verifier_id)
@@ -134,9 +134,13 @@ class VerifierProcess:
     def _lose_rank(self) -> None:
         if self._built.is_set():
             logger.error("a tensor-parallel rank died, and the verifier with it")
-            for segment in self._segments:
-                segment.unlink(missing_ok=True)
-            self.on_crash()
+            self._crash()
+
+    def _crash(self) -> None:
+        """A dead rank may be noticed by the engine's thread or by vLLM's: whoever comes first ends the process."""
+        for segment in self._segments:
+            segment.unlink(missing_ok=True)
+        self.on_crash()
 
     def _record_files(self, stats: VerifierStats) -> FileRecorder | None:
         if self._settings.records.dir is None or self._recorder is not None:

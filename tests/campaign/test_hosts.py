@@ -65,7 +65,7 @@ class Hosts:
     def command(self, *arguments: str) -> tuple[int, str]:
         """`outrider ...` on the head: its exit status and what it says."""
         done = self.machines.head.attempt(sys.executable, "-m", "gateway.cli", *arguments, env=self.machines.env)
-        return done.returncode, done.stdout or done.stderr
+        return done.returncode, done.stdout if done.returncode == 0 else done.stderr
 
     def drafts(self) -> float:
         """Drafts of the remote drafter that were verified, so far."""
