@@ -9,6 +9,7 @@ import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from backend.fleet import DrafterRef, DrafterStats
 from backend.models import ResolvedModels, Say
 from backend.verifier.client import EngineClient
 
+WARM_UPS = 3
 LOADING_AT_ONCE = 2
 NEVER_S = 3600 * 24.0
 """Our clients ping only while they wait, and one waits at a time."""
@@ -88,13 +90,19 @@ class TargetFleet:
         self._children.clear()
 
     def warm_up(
-        self, configuration: Configuration, prompts: Sequence[list[int]], tokens: int, concurrencies: Sequence[int]
+        self,
+        configuration: Configuration,
+        prompts: Sequence[list[int]],
+        tokens: int,
+        concurrencies: Sequence[int],
+        temperatures: Sequence[float] = (0.0,),
     ) -> None:
-        """Runs every load that will be measured, and takes the first readings."""
+        """Runs every load that will be measured, a few times (`auto` learns), and takes the first readings."""
         verifier = self._verifiers[configuration]
         before = verifier.client.fresh_stats()
-        for concurrency in concurrencies:
-            run_load(verifier.client, prompts[:concurrency], tokens, 0.0, concurrency)
+        for concurrency, temperature in product(concurrencies, temperatures):
+            for _ in range(WARM_UPS):
+                run_load(verifier.client, prompts[:concurrency], tokens, temperature, concurrency)
         verifier.last = self._read(configuration)
         drafts = drafting_between(before, verifier.last.verifier).drafts
         if configuration.mode != "off" and not drafts:

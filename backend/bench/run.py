@@ -124,7 +124,8 @@ def _measure_target(target: str, bench: Bench, options: Options, results: Result
         say(f"{target}: warming up")
         for configuration in configured:
             first = [prompts.make(options.domains[0], f"warm/{i}") for i in range(bench.most)]
-            fleet.warm_up(configuration, first, min(WARM_UP_TOKENS, options.tokens), options.concurrency)
+            tokens = min(WARM_UP_TOKENS, options.tokens)
+            fleet.warm_up(configuration, first, tokens, options.concurrency, options.temperatures)
         began = time.monotonic()
         for number, cell in enumerate(schedule, 1):
             measured = _measure_cell(target, fleet, cell, _prompts_of(cell, prompts, options), options.tokens, results, bench)

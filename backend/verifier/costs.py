@@ -7,10 +7,12 @@ force, two curves of measured points (steps, drafts) to estimate it from.
 from __future__ import annotations
 
 import math
+import statistics
 from dataclasses import dataclass, field
+from typing import Literal
 
-FORGET = 0.995
-"""Weight of a verification after one newer one: about the last two hundred count."""
+FORGET = 0.998
+"""Weight of a verification after one newer one: about the last five hundred count."""
 FADED = 0.2
 """Weight of all verifications once nothing was drafted for long."""
 PRIOR_CHANCE, PRIOR_WEIGHT = 0.7, 8.0
@@ -21,6 +23,8 @@ SLOWEST = 0.05
 """The same for a plan's cycle, once there are enough of them for a mean."""
 FEW = 4
 """Measurements of a plan below which they say nothing."""
+ENOUGH = 8
+"""Measurements from which on their decaying mean counts and no longer their median."""
 STALE_STEPS = 1024
 """Steps after which a measurement is due to be repeated."""
 HICCUP = 1.5
@@ -36,12 +40,15 @@ class Curve:
     """
 
     points: dict[int, tuple[float, float]] = field(default_factory=dict)
+    seen: dict[int, int] = field(default_factory=dict)
 
     def observe(self, x: float, y: float) -> None:
         """One measurement, x >= 1."""
         place = round(2 * math.log2(x))
+        self.seen[place] = self.seen.get(place, 0) + 1
+        weight = max(1 / self.seen[place], NEWEST)
         old_x, old_y = self.points.get(place, (x, y))
-        self.points[place] = (old_x + NEWEST * (x - old_x), old_y + NEWEST * (y - old_y))
+        self.points[place] = (old_x + weight * (x - old_x), old_y + weight * (y - old_y))
 
     def at(self, x: float) -> float | None:
         """The prediction; None before the first measurement.  It never falls with x."""
@@ -119,6 +126,13 @@ class Measured:
     seen: int
     at: int
     """The planner's clock, in steps, when last measured."""
+    first: list[float] = field(default_factory=list)
+    """The first few, of which the median counts: a mean of four with one hiccup among them condemns a plan."""
+
+    def renew(self) -> None:
+        """What was measured so far counts as one measurement of those to come."""
+        if self.seen > FEW:
+            self.seen, self.first = FEW, [self.seconds]
 
 
 @dataclass
@@ -136,21 +150,25 @@ class Cycles:
         """One step under `plan` with `requests` requests decoding."""
         known = self.measured.get((plan, place_of(requests)))
         if known is None:
-            self.measured[plan, place_of(requests)] = Measured(seconds, 1, clock)
+            self.measured[plan, place_of(requests)] = Measured(seconds, 1, clock, [seconds])
             return
         # What was measured long ago gives way to what is measured now: the machine may not be the same.
-        known.seen = FEW if clock - known.at > STALE_STEPS else known.seen + 1
-        known.at = clock
+        if clock - known.at > STALE_STEPS:
+            known.renew()
+        known.seen, known.at = known.seen + 1, clock
+        if known.seen <= ENOUGH:
+            known.first.append(seconds)
+            known.seconds = statistics.median(known.first)
+            return
         # One hiccup of the machine must not condemn a plan.
-        seconds = min(seconds, HICCUP * known.seconds) if known.seen > FEW else seconds
+        seconds = min(seconds, HICCUP * known.seconds)
         known.seconds += max(1 / known.seen, SLOWEST) * (seconds - known.seconds)
 
     def fade(self) -> None:
         """What is measured next counts for more than what was: what made drafting slow may be over."""
         for plan, place in self.measured:
             if plan.k:
-                known = self.measured[plan, place]
-                known.seen = min(known.seen, FEW)
+                self.measured[plan, place].renew()
 
     def at(self, plan: Plan, requests: float) -> float | None:
         """Seconds per verification; None where it was never measured, or hardly."""
@@ -163,9 +181,12 @@ class Cycles:
         return clock - known.at if known is not None and known.seen >= FEW else math.inf
 
     def nearest(self, plan: Plan, requests: float) -> tuple[Plan, int] | None:
-        """The measurement most like this plan at this load: of its own structure if there is one, then of a near load."""
+        """The measurement most like this plan at this load: of its own structure if there is one, then of a near load.
+
+        What drafting costs on top says nothing of plain steps.
+        """
         place = place_of(requests)
-        known = [key for key, measured in self.measured.items() if measured.seen >= FEW]
+        known = [key for key, measured in self.measured.items() if measured.seen >= FEW and (plan.k or not key[0].k)]
         return min(
             known,
             key=lambda key: (key[0].structure != plan.structure, abs(key[1] - place), abs(key[0].k - plan.k)),
@@ -173,33 +194,38 @@ class Cycles:
         )
 
 
+Source = Literal["features", "ahead", "own"]
+"""What a draft was made from: the target's features, an outcome enumerated before it came, the request's own text."""
+
+
 @dataclass
 class Accepted:
     """What was accepted of one kind of requests."""
 
-    fresh: Acceptance = field(default_factory=Acceptance)
-    """Of drafts made from the target's features, where all are."""
+    drafts: Acceptance = field(default_factory=Acceptance)
+    """Of all drafts that were verified, whatever the plan: what drafting from the target's features would bring everywhere.
+    Hits are easier than the average and drafts after a miss harder; together they are nearly all there is."""
     ahead: Acceptance = field(default_factory=Acceptance)
     """Of all verifications while outcomes are enumerated ahead, those that went without a draft included."""
     after_miss: Acceptance = field(default_factory=Acceptance)
     """Of drafts made afresh because what happened had not been enumerated: surprises go on surprising."""
 
-    def observe(self, plan: Plan, ahead: bool, drafted: int, accepted: int) -> None:
+    def observe(self, plan: Plan, source: Source, drafted: int, accepted: int) -> None:
         """See `Costs.note_verification`."""
         if plan.outcomes:
             self.ahead.observe(drafted or plan.k, accepted)
-            if drafted and not ahead:
+            if drafted and source == "features":
                 self.after_miss.observe(drafted, accepted)
-        elif drafted:
-            self.fresh.observe(drafted, accepted)
+        if drafted and source != "own":
+            self.drafts.observe(drafted, accepted)
 
     def length(self, plan: Plan) -> float:
         """Expected tokens per verification."""
-        return (self.ahead if plan.outcomes and self.ahead.drafted else self.fresh).length(plan.k)
+        return (self.ahead if plan.outcomes and self.ahead.drafted else self.drafts).length(plan.k)
 
     def fade(self) -> None:
         """See `Costs.fade`."""
-        for acceptance in (self.fresh, self.ahead, self.after_miss):
+        for acceptance in (self.drafts, self.ahead, self.after_miss):
             acceptance.fade(FADED)
 
 
@@ -231,9 +257,9 @@ class Costs:
             self._overhead_s += NEWEST * (max(waited_s - drafter_s, 0.0) - self._overhead_s)
         self.draft.observe(requests, (drafter_s + self._overhead_s) / (k + 1))
 
-    def note_verification(self, plan: Plan, greedy: bool, ahead: bool, drafted: int, accepted: int) -> None:
-        """One verification under `plan`; `ahead`: its draft was made ahead of time; `drafted` 0: it had none."""
-        (self.greedy if greedy else self.sampled).observe(plan, ahead, drafted, accepted)
+    def note_verification(self, plan: Plan, greedy: bool, source: Source, drafted: int, accepted: int) -> None:
+        """One verification under `plan`, of a draft from `source`; `drafted` 0: it had none."""
+        (self.greedy if greedy else self.sampled).observe(plan, source, drafted, accepted)
 
     def fade(self) -> None:
         """Nothing was drafted for long: what is drafted next counts for more than what was drafted then."""
@@ -267,9 +293,13 @@ class Costs:
         nearest = self.cycles.nearest(plan, requests)
         if nearest is None:
             return estimate
-        at = 2 ** (nearest[1] / 2)
-        correction = self.cycles.measured[nearest].seconds / self._estimate(nearest[0], at)
-        return estimate * correction
+        at, seconds = 2 ** (nearest[1] / 2), self.cycles.measured[nearest].seconds
+        estimate *= seconds / self._estimate(nearest[0], at)
+        if nearest[0].structure == plan.structure and nearest[1] == place_of(requests):
+            # More draft tokens take more time, at most in proportion, whatever curves of long ago say.
+            bound = seconds * (1 + plan.k) / (1 + nearest[0].k)
+            estimate = min(max(estimate, min(seconds, bound)), max(seconds, bound))
+        return estimate
 
     def _estimate(self, plan: Plan, requests: float) -> float:
         """With two groups one is verified while the other's drafts are made.  Ahead of time, a draft is waited for when its

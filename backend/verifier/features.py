@@ -35,6 +35,7 @@ from backend.transport import Wire
 from backend.verifier.feature_link import FeatureLink, Projection
 from backend.verifier.feature_store import FeatureStore
 from backend.verifier.pairing import drafter_for
+from backend.verifier.postponed import MOST_ROWS, Postponed, Span
 
 logger = logging.getLogger(__name__)
 
@@ -46,22 +47,6 @@ DTYPE_NAMES: dict[torch.dtype, FeatureDtype] = {
     torch.bfloat16: "bfloat16",
     torch.float16: "float16",
 }
-
-
-@dataclass(frozen=True)
-class Span:
-    """What one request computed in this step.
-
-    Rows `offset .. offset + rows - 1` of the step's hidden states are the features of positions `start .. start + rows - 1`,
-    all of them final (rejected draft positions are not part of it).  `tokens(a, b)` gives the request's token ids `a .. b-1`.
-    """
-
-    request_id: str
-    start: int
-    offset: int
-    rows: int
-    wants_draft: bool
-    tokens: Callable[[int, int], list[int]]
 
 
 @dataclass
@@ -99,6 +84,8 @@ class FeatureShipper:
 
     k: int = 0
     """Draft tokens to ask for in the next round."""
+    hurried: bool = True
+    """Whether drafters need the rows now; otherwise they may be sent later."""
     trace_of: Callable[[str], str] = staticmethod(lambda request_id: "")
     """The trace context of a request; asked once, when it is opened on a drafter."""
 
@@ -117,6 +104,7 @@ class FeatureShipper:
         self._assigned: list[str] = []
         """As the scheduler has it, those without a link included: both must choose the same drafter for a request."""
         self._store = FeatureStore(handover_bytes)
+        self._postponed = Postponed()
         self._links: dict[str, FeatureLink] = {}
         self._epoch = 0
         self._seq = 0
@@ -138,6 +126,7 @@ class FeatureShipper:
                 del self._links[drafter_id]
         if weights != self._weights:
             self._store.clear()
+            self._postponed = Postponed()
         self._epoch, self._weights = epoch, weights
         self._assigned = sorted(wanted)
         for ref in refs:
@@ -172,7 +161,13 @@ class FeatureShipper:
                 link.closed.append(Close(request_id, reason))
 
     def ship(self, spans: list[Span], hidden: torch.Tensor | None) -> None:
-        """Sends this step's rows.  `hidden`: `[num_tokens, width]` before `fc`, or None when drafters need no features."""
+        """Sends this step's rows, or puts them aside.  `hidden`: `[num_tokens, width]` before `fc`, or None when drafters need
+        no features."""
+        if hidden is not None:
+            if not self.hurried and self._postponed.rows < MOST_ROWS:
+                self._postponed.add(spans, hidden)
+                return
+            spans, hidden = self._postponed.with_present(spans, hidden)
         drafter_ids = self._assigned
         by_drafter: dict[str, list[Span]] = {drafter_id: [] for drafter_id in drafter_ids}
         for span in spans:

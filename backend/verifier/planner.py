@@ -22,7 +22,7 @@ SETTLE_STEPS = 2
 """Steps after a change that still verify what the plan before asked for."""
 PROBE_EVERY = 32
 """Steps between two trials."""
-PROBE_STEPS = 8
+PROBE_STEPS = 7
 """Steps of a trial."""
 PROMISING = 0.85
 """Share of the present plan's goodput that a plan must be estimated to have to be tried."""
@@ -178,6 +178,9 @@ class AutoPlanner:
             for plan in others
             if self._costs.cycles.age(plan, requests, self._clock) > STALE_STEPS
         ]
+        if any(plan == OFF for _, plan in untried):
+            # Plain steps are what drafting has to beat: what they take is worth knowing before anything else.
+            return OFF
         promising = [(estimate, plan) for estimate, plan in untried if estimate >= least]
         return max(promising, key=lambda pair: pair[0])[1] if promising else None
 

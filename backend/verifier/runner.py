@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from backend.verifier.features import FeatureShipper, Span
+from backend.verifier.features import FeatureShipper
+from backend.verifier.postponed import Span
 from backend.verifier.traces import TRACE_ARGUMENT
 
 
@@ -136,7 +137,7 @@ class RemoteDrafting:
         """vLLM's method of the same name; `hidden_states` is `[num_tokens, hidden]`, one aux tensor per layer likewise."""
         if self.shipper is not None:
             spans = self._spans(scheduler_output, sampled_token_ids, spec_decode_metadata)
-            self.shipper.k = scheduler_output.draft_k
+            self.shipper.k, self.shipper.hurried = scheduler_output.draft_k, scheduler_output.hurried
             self.shipper.ship(spans, self._drafter_input(hidden_states, aux_hidden_states))
         return [[] for _ in sampled_token_ids]
 

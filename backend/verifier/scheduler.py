@@ -22,7 +22,7 @@ from vllm.v1.outputs import DraftTokenIds
 from backend.fleet import FALLBACK, DrafterRef, VerifierStats
 from backend.protocol import Ahead, Drafts, NextItem
 from backend.verifier.ahead import AheadBook, Ended, worth_waiting
-from backend.verifier.costs import OFF, Costs, Plan
+from backend.verifier.costs import OFF, Costs, Plan, Source
 from backend.verifier.counting import Counters, CountingScheduler, Drafted
 from backend.verifier.drafts import DraftBook, Usable
 from backend.verifier.fallback import GAIN, Fallback
@@ -139,8 +139,8 @@ class DraftingScheduler(CountingScheduler, Scheduler):
             self.fallback.note_remote(request_id, drafted, accepted)
         # Our own draft in place of a miss is a part of what drafting ahead brings; of true features it says nothing.
         if self.planner.settled and (not own or self._plan.outcomes):
-            ahead = draft is not None and (own or draft.ahead)
-            self.costs.note_verification(self._plan, _is_greedy(self.requests[request_id]), ahead, drafted, accepted)
+            source: Source = "own" if own else "ahead" if draft is not None and draft.ahead else "features"
+            self.costs.note_verification(self._plan, _is_greedy(self.requests[request_id]), source, drafted, accepted)
         if draft is None:
             return None
         return Drafted(draft.drafter_id, draft.ahead, self._draft_s.pop(request_id, 0.0))
@@ -200,6 +200,7 @@ class DraftingScheduler(CountingScheduler, Scheduler):
         output = super().schedule(throttle_prefills)
         # The worker ships features before the outcome is known here: it has to know now for whom and how much to ask.
         output.draft_k = 0 if self._plan.outcomes else self._plan.k
+        output.hurried = self._plan.k > 0
         output.undrafted = self._needs_no_drafter(verified) if output.draft_k else frozenset()
         self._step = StepShape.of(output, frozenset(request.request_id for request in decoding))
         return output
@@ -241,6 +242,11 @@ class DraftingScheduler(CountingScheduler, Scheduler):
         super().update_draft_token_ids(DraftTokenIds([draft.request_id], [draft.tokens]))
         self._verifying[request.request_id] = draft
 
+    def make_up_drafts(self, k: int) -> None:
+        """Gives every request that decodes `k` draft tokens of no meaning, to see what verifying them takes."""
+        ids = [request.request_id for request in self.running if not request.is_prefill_chunk]
+        super().update_draft_token_ids(DraftTokenIds(ids, [[0] * k for _ in ids]))
+
     def _attach(self) -> None:
         ready, expired = self.book.collect(time.monotonic())
         for draft in ready:
@@ -267,7 +273,8 @@ class DraftingScheduler(CountingScheduler, Scheduler):
             if request is None or request.is_finished() or request.is_prefill_chunk:
                 continue
             self._groups.add(request_id)
-            self.fallback.advance(request_id, request.all_token_ids)
+            if self._plan.k or not self._drafter_ids:
+                self.fallback.advance(request_id, request.all_token_ids)
             chosen = drafter_for(request_id, self._drafter_ids)
             if chosen is None or request_id in scheduler_output.undrafted:
                 continue

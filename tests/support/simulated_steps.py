@@ -23,7 +23,7 @@ class Machine:
     accept: float = 0.85
     hits: float = 0.8
     ahead_loss: float = 0.04
-    """What drafting ahead takes from each position's acceptance."""
+    """Share of verifications that go without a draft while outcomes are drafted ahead."""
     enumeration: float = 1.0
     """What a miss waits, on top of its draft, for the enumeration that goes on."""
     noise: float = 0.1
@@ -47,12 +47,10 @@ class Machine:
             return self.verify_ms(requests, plan.k) + waits * (self.draft_ms(requests, plan.k) + self.enumeration)
         return self.verify_ms(requests, plan.k) + self.draft_ms(requests, plan.k)
 
-    def chance(self, plan: Plan) -> float:
-        return self.accept - self.ahead_loss if plan.outcomes else self.accept
-
     def goodput(self, plan: Plan, requests: int) -> float:
         """Tokens per ms that a plan really brings."""
-        length = sum(self.chance(plan) ** i for i in range(plan.k + 1))
+        bare = self.ahead_loss if plan.outcomes else 0.0
+        length = bare + (1 - bare) * sum(self.accept**i for i in range(plan.k + 1))
         share = requests / 2 if plan.groups == 2 else requests
         return share * length / (self.cycle_ms(plan, requests) + HICCUP_MS * self.hiccups)
 
@@ -94,13 +92,14 @@ def run(
         if dice.random() < machine.hiccups:
             took += HICCUP_MS
         for _ in range(verified):
+            drafted = 0 if before.outcomes and dice.random() < machine.ahead_loss else before.k
             accepted = 0
-            while accepted < before.k and dice.random() < machine.chance(before):
+            while accepted < drafted and dice.random() < machine.accept:
                 accepted += 1
             tokens += accepted + 1
             if before.k and planner.settled:
                 hit = bool(before.outcomes) and dice.random() < machine.hits
-                costs.note_verification(before, True, hit, before.k, accepted)
+                costs.note_verification(before, True, "ahead" if hit else "features", drafted, accepted)
         spent += took
         verify_s = machine.verify_ms(verified, before.k) / 1000
         costs.verify.observe(verified * (before.k + 1), verify_s)

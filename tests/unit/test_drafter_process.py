@@ -33,7 +33,8 @@ from backend.transport import RingWriter
 from backend.transport.hub import Dealer, Hub
 from backend.transport.sockets import Wire, new_server_keys
 from backend.verifier import feature_link
-from backend.verifier.features import FeatureShipper, Span
+from backend.verifier.features import FeatureShipper
+from backend.verifier.postponed import Span
 from tests.support.drafter_heads import TinyHead, write_head, write_target
 
 HEAD = TinyHead()

@@ -32,7 +32,8 @@ from backend.protocol import (
 )
 from backend.transport import RingReader, RingWriter, Wire
 from backend.verifier import feature_link
-from backend.verifier.features import FeatureShipper, Span
+from backend.verifier.features import FeatureShipper
+from backend.verifier.postponed import Span
 from tests.support.drafter_heads import TinyHead, make_proposer
 
 HEAD = TinyHead(hidden=16, heads=2, kv_heads=1)

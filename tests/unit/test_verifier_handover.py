@@ -28,8 +28,9 @@ from backend.protocol import (
 from backend.transport import Wire
 from backend.verifier import feature_link, features
 from backend.verifier.feature_store import FeatureStore
-from backend.verifier.features import FeatureShipper, Span
+from backend.verifier.features import FeatureShipper
 from backend.verifier.pairing import drafter_for
+from backend.verifier.postponed import Span
 from tests.support.drafter_heads import TinyHead, make_proposer
 
 HEAD = TinyHead(hidden=16, heads=2, kv_heads=1)

@@ -21,7 +21,8 @@ from backend.drafter.service import DrafterService
 from backend.fleet import DrafterRef
 from backend.transport import Wire
 from backend.verifier import feature_link
-from backend.verifier.features import FeatureShipper, Handover, Span
+from backend.verifier.features import FeatureShipper, Handover
+from backend.verifier.postponed import Span
 from tests.unit.test_verifier_handover import K, Line
 
 REQUESTS, PROMPT, TOKENS, CHANGE_AT = 6, 200, 120, 40

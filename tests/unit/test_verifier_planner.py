@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backend.verifier.costs import OFF, Acceptance, Costs, Curve, Plan
+from backend.verifier.costs import OFF, Acceptance, Costs, Curve, Cycles, Plan
 from backend.verifier.planner import REVISIT_STEPS, AutoPlanner, FixedPlanner, make_planner
 from tests.support.simulated_steps import Machine, all_plans, profiled, run
 
@@ -206,7 +206,7 @@ def test_a_bad_start_does_not_end_drafting_at_once() -> None:
     for _ in range(3):
         acceptance.observe(4, 0)
     assert acceptance.length(4) > 1.5
-    for _ in range(100):
+    for _ in range(200):
         acceptance.observe(4, 0)
     assert acceptance.length(4) < 1.1
 
@@ -215,11 +215,52 @@ def test_greedy_requests_are_drafted_for_though_sampled_ones_were_not_worth_it()
     model = Costs()
     plan = Plan(4)
     for _ in range(400):
-        model.note_verification(plan, True, False, 4, 4)
-        model.note_verification(plan, False, False, 4, 0)
+        model.note_verification(plan, True, "features", 4, 4)
+        model.note_verification(plan, False, "features", 4, 0)
     model.greedy_share = 1.0
     assert model.length(plan) > 4.5
     model.greedy_share = 0.0
     assert model.length(plan) < 1.2
     model.greedy_share = 0.5
     assert 2.5 < model.length(plan) < 3.5
+
+
+def test_what_drafting_ahead_shows_of_the_drafter_counts_for_every_plan() -> None:
+    model = Costs()
+    for _ in range(400):
+        model.note_verification(Plan(4, outcomes=8), True, "ahead", 4, 4)
+    assert model.length(Plan(4)) > 4.5
+    for _ in range(2_000):
+        model.note_verification(Plan(4, outcomes=8), True, "own", 4, 0)
+    assert model.length(Plan(4)) > 4.5, "the request's own text is no drafter's"
+    assert model.length(Plan(4, outcomes=8)) < 1.5
+
+
+def test_a_hiccup_among_the_first_measurements_condemns_no_plan() -> None:
+    cycles = Cycles()
+    for clock, seconds in enumerate((0.002, 0.030, 0.002, 0.002)):
+        cycles.observe(Plan(4), 1, seconds, clock)
+    assert cycles.at(Plan(4), 1) == 0.002
+
+
+def test_what_was_measured_long_ago_gives_way() -> None:
+    cycles = Cycles()
+    for clock in range(50):
+        cycles.observe(Plan(4), 1, 0.010, clock)
+    for clock in range(5_000, 5_004):
+        cycles.observe(Plan(4), 1, 0.002, clock)
+    assert cycles.at(Plan(4), 1) == 0.002
+
+
+def test_drafted_steps_say_nothing_of_plain_ones_and_more_tokens_cost_at_most_in_proportion() -> None:
+    costs = profiled(Machine())
+    plain = costs.per_verification_s(OFF, 16)
+    for clock in range(20):
+        costs.cycles.observe(Plan(2, outcomes=8), 16, 1.0, clock)
+    assert costs.per_verification_s(OFF, 16) == plain
+    costs.verify.observe(80, 30.0)
+    costs.cycles.observe(Plan(3), 16, 0.004, 0)
+    for clock in range(4):
+        costs.cycles.observe(Plan(3), 16, 0.004, clock)
+    assert costs.per_verification_s(Plan(4), 16) == pytest.approx(0.005)
+    assert 0.003 <= costs.per_verification_s(Plan(2), 16) <= 0.004
