@@ -111,6 +111,8 @@ class VerifierStats(msgspec.Struct):
     records_written: dict[str, int] = msgspec.field(default_factory=dict)
     """Rows by kind; empty where nothing is recorded."""
     records_dropped: dict[str, int] = msgspec.field(default_factory=dict)
+    connections_refused: int = 0
+    """To its tcp socket, for want of the fleet's keys."""
     plain_step_s: float = 0.0
     """What a step over the running requests takes without drafts, by the verifier's own measurements; 0: not known."""
     drafted_step_s: float = 0.0
@@ -141,6 +143,8 @@ class DrafterStats(msgspec.Struct):
     """Messages refused: undecodable, wrong version, wrong width."""
     ahead_dropped: int = 0
     """Items of `Next` given up because the request moved on or a newer one came."""
+    connections_refused: int = 0
+    """As in `VerifierStats`."""
     verifiers: list[str] = msgspec.field(default_factory=list)
 
 
@@ -156,11 +160,21 @@ class Member(msgspec.Struct, frozen=True):
     server_key: str
     """Its CURVE public key (Z85) when `address` is tcp, else empty."""
     node: str
+    """The Ray address of its node."""
     pid: int
     model: str
     state: MemberState = "starting"
     head: str = ""
     """A drafter's: the directory of the head it was given while it ran; empty: the fleet's own."""
+    node_id: str = ""
+    """The Ray node it runs on."""
+    local_address: str = ""
+    """Where it also listens for processes of that node (`ipc://...`); empty: only at `address`."""
+
+
+def reached_at(member: Member, node_id: str) -> str:
+    """The address at which a process on that Ray node connects to a member."""
+    return member.local_address if member.local_address and member.node_id == node_id else member.address
 
 
 class DrafterRef(msgspec.Struct, frozen=True):

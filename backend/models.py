@@ -53,6 +53,7 @@ def resolve(settings: Settings, say: Say) -> ResolvedModels:
         check_combination(settings)
     target = find("--model", settings.model, _demo()[0], say)
     check_target(target)
+    check_ranks(target, settings)
     check_combination(settings)
     name = settings.model if not _is_path(settings.model) else target.name
     if settings.mode not in MODES_WITH_DRAFTS:
@@ -115,6 +116,14 @@ def check_target(directory: Path) -> None:
         raise ModelError(f"--model {directory}: {missing}")
     if not any((directory / file).is_file() for file in TOKENIZER_FILES):
         raise ModelError(f"--model {directory}: no tokenizer ({', '.join(TOKENIZER_FILES[:2])})")
+
+
+def check_ranks(target: Path, settings: Settings) -> None:
+    """Refuses tensor parallelism that vLLM cannot cut this model for."""
+    config, ranks = read_json(target / "config.json", "--model"), settings.verifier.ranks
+    heads = (config.get("text_config") or config).get("num_attention_heads")
+    if isinstance(heads, int) and heads % ranks:
+        raise ModelError(f"--model {settings.model}: its {heads} attention heads cannot be dealt out to {ranks} ranks evenly")
 
 
 def check_head(head: Path, target: Path, settings: Settings, say: Say) -> None:

@@ -118,6 +118,11 @@ RELIABILITY = Dashboard(
                     total(_dropped("stale|invalid"), "reason"),
                     "reason",
                 ),
+                Panel(
+                    "Connections without keys",
+                    "Connections to members' tcp sockets without the fleet's keys, turned away; per minute.",
+                    [Query(f"60 * {once(rate('outrider_connections_refused_total', JOB), 'member')}", "{{member}}")],
+                ),
                 by_verifier(
                     "Preemptions",
                     "Sequences preempted for KV cache space, per minute.",

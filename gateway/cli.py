@@ -263,7 +263,7 @@ def _run_gateway(
             CoordinatorDirectory(coordinator, member),
             models.target_dir,
             model_name=models.name,
-            wire=Wire(fleet_keys),
+            wire=Wire(fleet_keys, node_id=member.node_id),
             on_ready=announce,
         )
         server.run()
@@ -283,11 +283,11 @@ def _found_fleet(loaded: Loaded, name: str | None) -> Iterator[CoordinatorHandle
 
     address, namespace = loaded.settings.ray.address, name or loaded.settings.ray.namespace
     try:
-        own = address is None or address in {fleet.ray_address for fleet in state.running()}
+        own = any(fleet.owns_cluster for fleet in state.running() if fleet.ray_address == address)
         if address is None:
             wanted = name or (namespace if ("ray", "namespace") in loaded.origins else None)
             fleet = state.find(wanted)
-            address, namespace = fleet.ray_address, fleet.namespace
+            address, namespace, own = fleet.ray_address, fleet.namespace, fleet.owns_cluster
         from backend.coordinator.actor import CoordinatorHandle
 
         with RayCluster.start(address, namespace, {}, state.ray_token() if own else None):

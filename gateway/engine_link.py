@@ -103,7 +103,7 @@ class VerifierLink:
         self._gateway_id = gateway_id
         # Another identity per connection: the verifier must not take us for the one before.
         identity = f"{gateway_id}/{uuid.uuid4().hex[:8]}".encode()
-        self._dealer = AsyncDealer(wire, member.address, identity, member.server_key)
+        self._dealer = AsyncDealer(wire, wire.route(member), identity, member.server_key)
         self._encoder = MsgpackEncoder()
         self._decoder = MsgpackDecoder(EngineCoreOutputs)
         self._heard_at = self._awake_at = time.monotonic()

@@ -152,6 +152,7 @@ class FleetCollector(Collector):
         yield operations
         yield from _loans(snapshot)
         yield _info(views, stats)
+        yield _refused(views)
         connected = _family("outrider_verifiers_connected")
         connected.add_metric([], len(self._core.ready_links))
         yield connected
@@ -187,6 +188,15 @@ def _loans(snapshot: FleetSnapshot | None) -> Iterator[Metric]:
         family = _family(f"outrider_{name}_total")
         family.add_metric([], snapshot.counters.get(name, 0) if snapshot is not None else 0)
         yield family
+
+
+def _refused(views: list[MemberView]) -> Metric:
+    """Members whose counters have come to the coordinator, drafters among them."""
+    family: Metric = _family("outrider_connections_refused_total")
+    for view in views:
+        if (stats := view.verifier or view.drafter) is not None:
+            family.add_metric([view.member.id], stats.connections_refused)  # type: ignore[attr-defined]
+    return family
 
 
 def _info(views: list[MemberView], stats: list[VerifierStats]) -> Metric:

@@ -80,6 +80,9 @@ DEFINITIONS: dict[str, Definition] = {
     "outrider_returns_total": Definition("counter", (), "places given back; the coordinator counts all three from its start"),
     "outrider_verifiers_connected": Definition("gauge", (), "verifiers that answer this gateway"),
     "outrider_verifier_info": Definition("gauge", (*_VERIFIER, "model", "mode", "node"), "1 per verifier that is not lost"),
+    "outrider_connections_refused_total": Definition(
+        "counter", ("member",), "connections to a verifier's or drafter's tcp socket without this fleet's keys"
+    ),
     # What verifiers report
     "outrider_drafts_total": Definition("counter", _PAIR, "verifications that had at least one draft token"),
     "outrider_draft_tokens_total": Definition("counter", _PAIR, "draft tokens verified"),

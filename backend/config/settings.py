@@ -24,6 +24,16 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+def check_resources(resources: dict[str, float]) -> dict[str, float]:
+    """Ray's custom resources: positive, and none that has a setting of its own."""
+    for name, amount in resources.items():
+        if name in ("CPU", "GPU", "memory", "object_store_memory"):
+            raise ValueError(f"{name} is no resource of one's own (there are the settings `cores` and `gpus`)")
+        if amount <= 0:
+            raise ValueError(f"{name} must be more than 0")
+    return resources
+
+
 class GatewaySettings(Section):
     """The HTTP side, and which verifier takes a request."""
 
@@ -69,8 +79,16 @@ class GatewaySettings(Section):
 class VerifierSettings(Section):
     """A verifier replica: vLLM and the way it waits for drafts."""
 
-    gpus: int | None = Field(None, ge=0, description="GPUs per verifier (tensor parallel size); default: 1 with CUDA, else 0")
-    cores: int = Field(1, ge=1, description="CPU cores per verifier where it runs on the CPU")
+    gpus: int | None = Field(
+        None, ge=0, description="GPUs per verifier; default: one per tensor-parallel rank with CUDA, else 0"
+    )
+    tensor_parallel: int | None = Field(
+        None, ge=1, description="processes that share one verifier's model, on one node; default: its GPUs, on a CPU 1"
+    )
+    cores: int = Field(1, ge=1, description="CPU cores per verifier where it runs on the CPU, at least one per rank")
+    ray_resources: dict[str, float] = Field(
+        default_factory=dict, description="further Ray resources that a verifier takes: puts verifiers on nodes that have them"
+    )
     max_model_len: int | None = Field(None, ge=1, description="context length; default: the model's own")
     max_num_seqs: int = Field(64, ge=1, description="requests in one step at most")
     max_num_batched_tokens: int = Field(2048, ge=1, description="tokens in one step at most (prefill chunk)")
@@ -100,17 +118,33 @@ class VerifierSettings(Section):
     )
     engine_args: dict[str, Any] = Field(default_factory=dict, description="further vLLM engine arguments, by their names")
 
+    @property
+    def ranks(self) -> int:
+        """Tensor-parallel ranks of one verifier."""
+        return self.tensor_parallel or self.gpus or 1
+
+    @field_validator("ray_resources")
+    @classmethod
+    def _positive(cls, value: dict[str, float]) -> dict[str, float]:
+        return check_resources(value)
+
 
 class DraftingSettings(Section):
     """A drafter process."""
 
     gpus: float | None = Field(None, ge=0, description="GPUs per drafter; default: 1 with CUDA, else 0")
     cores: int = Field(1, ge=1, description="CPU cores per drafter where it runs on the CPU")
+    ray_resources: dict[str, float] = Field(default_factory=dict, description="as verifier.ray_resources, of a drafter")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="compute type; auto: the head's own")
     cache_tokens: int = Field(131072, ge=256, description="rows of the drafter's KV cache, over all sequences")
     idle_ttl_s: float = Field(120.0, gt=0, description="a sequence unheard of for so long is forgotten")
     ngram_max: int = Field(4, ge=1, description="longest suffix an n-gram drafter looks up")
     ngram_min: int = Field(2, ge=1, description="shortest suffix an n-gram drafter looks up")
+
+    @field_validator("ray_resources")
+    @classmethod
+    def _positive(cls, value: dict[str, float]) -> dict[str, float]:
+        return check_resources(value)
 
 
 class CoordinatorSettings(Section):
@@ -169,11 +203,37 @@ class ElasticSettings(Section):
 class TransportSettings(Section):
     """The data plane."""
 
-    kind: Literal["auto", "ipc", "tcp"] = Field("auto", description="auto: ipc on one host, tcp with several Ray nodes")
+    kind: Literal["auto", "ipc", "tcp"] = Field(
+        "auto",
+        description="auto: ipc within a Ray node, tcp with CURVE between nodes; ipc: one node only; tcp: within a node too",
+    )
     ring_mib: int = Field(
         64, ge=0, description="shared memory per verifier and drafter on one host for large features, in MiB; 0: sockets alone"
     )
-    host: str | None = Field(None, description="address tcp sockets bind to; default: the node's own Ray address")
+    host: str | None = Field(
+        None, description="address or network interface that tcp sockets bind to; default: the node's own Ray address"
+    )
+    ports: str | None = Field(
+        None, description="tcp ports of verifiers and drafters, as FIRST-LAST, for firewalls; default: any free one"
+    )
+
+    @field_validator("host")
+    @classmethod
+    def _one_address(cls, value: str | None) -> str | None:
+        """Peers are told this address, and the data plane is no affair of every network the machine is on."""
+        if value in ("0.0.0.0", "::", "[::]", "*"):
+            raise ValueError("expected one address or interface, not all of them")
+        return value
+
+    @field_validator("ports")
+    @classmethod
+    def _range(cls, value: str | None) -> str | None:
+        if value is None:
+            return None
+        first, separator, last = value.partition("-")
+        if not (separator and first.isdecimal() and last.isdecimal() and 0 < int(first) <= int(last) < 65536):
+            raise ValueError("expected FIRST-LAST, two ports in ascending order")
+        return value
 
 
 class RecordsSettings(Section):
@@ -218,6 +278,11 @@ class RaySettings(Section):
 
     address: str | None = Field(None, description="a running Ray cluster; default: a local one, started and stopped with us")
     namespace: str = Field("outrider", description="Ray namespace: two fleets on one cluster need two")
+    placement: Literal["spread", "near", "free"] = Field(
+        "spread",
+        description="members of a joined cluster. spread: over as many nodes as there are; near: each verifier on one node "
+        "with its share of the drafters; free: as Ray likes",
+    )
     wait_s: float = Field(0.0, ge=0, description="seconds to wait until a joined cluster has the room that the fleet needs")
 
 

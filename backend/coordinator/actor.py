@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 import ray
 import ray.exceptions
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from backend.config import REMOTE_MODES, Settings
 from backend.coordinator.administration import Administration
@@ -106,9 +107,10 @@ class CoordinatorHandle:
 
     @classmethod
     def create(cls, namespace: str, lease_s: float, info: FleetInfo, timeout_s: float = 30.0) -> CoordinatorHandle:
-        """Starts the coordinator; the process that calls this owns it.  The fleet ends with that process."""
+        """Starts the coordinator on this node; the process that calls this owns it.  The fleet ends with that process."""
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
         options = ray.remote(CoordinatorActor).options(
-            name=NAME, namespace=namespace, num_cpus=0, max_restarts=-1, max_task_retries=0
+            name=NAME, namespace=namespace, num_cpus=0, max_restarts=-1, max_task_retries=0, scheduling_strategy=here
         )
         try:
             actor = options.remote(lease_s, _encode(info))

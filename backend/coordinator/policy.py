@@ -38,6 +38,7 @@ from backend.fleet import (
     MemberState,
     Orders,
     VerifierStats,
+    reached_at,
 )
 
 FORGET_LOST_S = 60.0
@@ -341,11 +342,11 @@ class Coordinator:
         return entry is not None and entry.is_fit
 
     def _drafters_of(self, verifier: str) -> list[DrafterRef]:
-        refs = []
+        refs, node_id = [], self._entries[verifier].member.node_id
         for drafter in sorted(self._drafters.get(verifier, ())):
             member = self._entries[drafter].member
-            generation = self._generation[verifier, drafter]
-            refs.append(DrafterRef(drafter, member.incarnation, member.address, member.server_key, generation, member.head))
+            generation, address = self._generation[verifier, drafter], reached_at(member, node_id)
+            refs.append(DrafterRef(drafter, member.incarnation, address, member.server_key, generation, member.head))
         return refs
 
     def _bind(self, pair: Pair, now: float) -> None:

@@ -32,7 +32,10 @@ CRASHED = 70
 
 
 class DrafterActor:
-    """One drafter.  `settings` is `Settings.model_dump_json()`; `address` is `ipc://...` or `tcp://host:port` (port 0: any)."""
+    """One drafter.  `settings` is `Settings.model_dump_json()`.
+
+    `address` is `ipc://...` or `tcp://host:port` (port 0: any), `local_address` another ipc one for processes of the same node.
+    """
 
     def __init__(
         self,
@@ -42,6 +45,7 @@ class DrafterActor:
         address: str,
         namespace: str,
         cores: Sequence[int] = (),
+        local_address: str = "",
     ) -> None:
         pin_cores(cores)
         parsed = Settings.model_validate_json(settings)
@@ -55,6 +59,8 @@ class DrafterActor:
             node=ray.util.get_node_ip_address(),
             pid=os.getpid(),
             model=parsed.drafter,
+            node_id=ray.get_runtime_context().get_node_id(),
+            local_address=local_address,
         )
         coordinator = CoordinatorHandle.connect(namespace)
         # A tcp socket cannot be bound before the fleet's keys are known, nor its port be told before it is bound.
@@ -68,6 +74,7 @@ class DrafterActor:
             server_keys,
             on_crash=_exit,
             tracing=open_tracing(parsed.tracing, "drafter", member_id),
+            local_address=local_address,
         )
         self._process.start()
         self._membership = Membership(

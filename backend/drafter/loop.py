@@ -92,4 +92,6 @@ class DrafterLoop:
             self._service.sweep()
         if now >= self._next_publish:
             self._next_publish = now + PUBLISH_EVERY_S
-            self._published = self._service.stats(self._started_at)
+            stats = self._service.stats(self._started_at)
+            stats.connections_refused = self._router.connections_refused()
+            self._published = stats

@@ -77,8 +77,10 @@ class DrafterProcess:
         server_keys: ServerKeys | None = None,
         on_crash: Callable[[], None] | None = None,
         tracing: Tracing | None = None,
+        local_address: str = "",
     ) -> None:
         self._drafter_id = drafter_id
+        self._local_address = local_address
         self._model = model
         self._settings = settings
         self._tracing = tracing
@@ -88,7 +90,7 @@ class DrafterProcess:
         self._service = DrafterService(drafter_id, proposer, settings.idle_ttl_s, traces=traces)
         self._hub = Hub(wire or Wire())
         try:
-            router = self._hub.router(address, server_keys)
+            router = self._hub.router(address, server_keys, local_address)
         except (OSError, ValueError):
             self._hub.close()
             raise
@@ -143,7 +145,7 @@ class DrafterProcess:
 
     def _run(self) -> None:
         # The socket was bound by the thread that built us and is used by this one alone from now on.
-        with unlink_ipc_on_exit(self.address):
+        with unlink_ipc_on_exit(self.address, self._local_address):
             try:
                 self._loop.run()
             except Exception:

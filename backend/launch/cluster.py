@@ -123,6 +123,11 @@ class RayCluster:
         return sum(bool(node["Alive"]) for node in ray.nodes())
 
     @property
+    def node_id(self) -> str:
+        """This node's name in the cluster."""
+        return str(ray.get_runtime_context().get_node_id())
+
+    @property
     def host(self) -> str:
         """This node's address in the cluster."""
         return str(ray.util.get_node_ip_address())

@@ -28,8 +28,10 @@ from backend.launch import state
 from backend.launch.cluster import RayCluster
 from backend.launch.lending import Lender
 from backend.launch.operator import Operator
+from backend.launch.placement import arrange
 from backend.launch.plan import FleetPlan, Hardware, MemberPlan, PlanError, plan, plan_further
 from backend.launch.processes import STARTS_ALLOWED, LaunchError, Started, start, stop
+from backend.launch.rooms import RESERVE_TIMEOUT_S, Rooms
 from backend.models import ResolvedModels
 from backend.transport import new_server_keys
 
@@ -65,6 +67,8 @@ class Fleet:
     runtime_dir: Path
     members: dict[str, Started] = field(default_factory=dict)
     """By id; the operator's and the lender's threads change it once the fleet serves."""
+    rooms: Rooms | None = None
+    """None where the cluster is ours, and with it all of its room."""
     _file: Path | None = None
     _operator: Operator | None = None
     _lender: Lender | None = None
@@ -96,6 +100,7 @@ class Fleet:
             raise
         try:
             fleet.announce("")
+            fleet.reserve()
             for member in decided.members:
                 fleet.start(member)
         except BaseException:
@@ -108,10 +113,20 @@ class Fleet:
         """The settings with hardware defaults filled in."""
         return self.plan.settings
 
+    def reserve(self) -> None:
+        """In a cluster that others may use too: room for all members.  Raises `LaunchError`."""
+        if not self.cluster.ours:
+            self.rooms = Rooms()
+            patience_s = max(RESERVE_TIMEOUT_S, self.settings.ray.wait_s)
+            self.rooms.reserve(arrange(self.plan.members, self.settings.ray.placement), patience_s)
+
     def announce(self, url: str) -> None:
         """Writes the file by which other commands find this fleet."""
         directories = [str(self.runtime_dir), *([str(self.cluster.temp_dir)] if self.cluster.temp_dir else [])]
-        self._file = state.write(state.FleetFile(os.getpid(), self.cluster.namespace, self.cluster.address, url, directories))
+        cluster = self.cluster
+        self._file = state.write(
+            state.FleetFile(os.getpid(), cluster.namespace, cluster.address, url, directories, cluster.ours)
+        )
 
     def wait_ready(
         self,
@@ -151,19 +166,26 @@ class Fleet:
         member = plan_further(
             self.plan, self.models, hardware, self.runtime_dir, kind, [each.plan for each in list(self.members.values())]
         )
-        if not self.cluster.has_room(member.num_cpus, member.num_gpus):
+        if self.rooms is None and not self.cluster.has_room(member.num_cpus, member.num_gpus):
             raise LaunchError(f"the Ray cluster has no room for another {kind}")
         return self.start(member)
 
+    def place(self, member: MemberPlan) -> Any:
+        """The scheduling strategy that starts a member, or who stands in for it, in its room; None where all room is ours."""
+        return None if self.rooms is None else self.rooms.place(member)
+
     def start(self, member: MemberPlan, models: ResolvedModels | None = None, place: Any = None) -> Started:
-        """Starts a member, which replaces the one of that name if there was one; `place` as for `processes.start`."""
+        """Starts a member, which replaces the one of that name if there was one; in its room, unless `place` is given."""
+        place = place or self.place(member)
         started = start(member, self.settings, models or self.models, self.cluster.namespace, place)
         self.members[member.member_id] = started
         return started
 
-    def end(self, member_id: str) -> None:
-        """Ends a member for good."""
+    def end(self, member_id: str, keep_room: bool = False) -> None:
+        """Ends a member for good, or with `keep_room` to start it again."""
         stop([self.members.pop(member_id)])
+        if self.rooms is not None and not keep_room:
+            self.rooms.vacate(member_id)
 
     def stop(self) -> None:
         """Ends every actor, Ray (when it is ours) and the runtime directory.  Never raises; may be called twice."""
@@ -174,6 +196,8 @@ class Fleet:
         with contextlib.suppress(ray.exceptions.RayError, ValueError):
             self.coordinator.kill()
         self.members.clear()
+        if self.rooms is not None:
+            self.rooms.close()
         self.cluster.close()
         shutil.rmtree(self.runtime_dir, ignore_errors=True)
         if self._file is not None:
@@ -205,6 +229,7 @@ def gateway_member(model: str) -> Member:
         pid=os.getpid(),
         model=model,
         state="ready",
+        node_id=str(ray.get_runtime_context().get_node_id()),
     )
 
 

@@ -202,7 +202,7 @@ class Lender:
         plan = lent_drafter(verifier.plan, loan.method == "swap", devices)
         # Named before it starts, so that it is known as lent from its first word on.
         loan.drafter = plan.member_id
-        drafter = self._fleet.start(plan, place=_on(node))
+        drafter = self._fleet.start(plan, place=_on(node) or self._fleet.place(verifier.plan))
         deadline = time.monotonic() + START_TIMEOUT_S
         while not drafter.ready:
             snapshot = self._next(loan)

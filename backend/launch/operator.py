@@ -118,7 +118,7 @@ class Operator:
             plan = self._fleet.members[member_id].plan
             self._empty(operation, member_id)
             self._tell(operation, f"starting {member_id} again")
-            self._fleet.end(member_id)
+            self._fleet.end(member_id, keep_room=True)
             started = self._fleet.start(plan)
             self._fleet.wait_ready(self._say, [started], unless=self._stopping.is_set)
             self._check_stopping()

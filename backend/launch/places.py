@@ -25,6 +25,7 @@ def lent_drafter(verifier: MemberPlan, swapped: bool, devices: str) -> MemberPla
         address=verifier.address.replace(f"/{verifier.member_id}.sock", f"/{member_id}.sock"),
         num_cpus=verifier.num_cpus if swapped else 0,
         num_gpus=verifier.num_gpus if swapped else 0,
+        resources=verifier.resources if swapped else {},
         env=env,
     )
 

@@ -55,6 +55,10 @@ class MemberPlan:
     num_gpus: float
     address: str
     env: dict[str, str] = field(default_factory=dict)
+    resources: dict[str, float] = field(default_factory=dict)
+    """Further ones of Ray's."""
+    local: bool = False
+    """True: processes of its own node reach it over ipc too."""
 
 
 @dataclass(frozen=True)
@@ -80,10 +84,18 @@ def plan(settings: Settings, models: ResolvedModels, hardware: Hardware, runtime
     shares = share_cores(hardware.cores, counts)
     if hardware.local:
         _note_cores(names, shares, counts, hardware, notes)
-    tcp = settings.transport.kind == "tcp" or (settings.transport.kind == "auto" and hardware.nodes > 1)
+    tcp = _uses_tcp(settings, hardware)
     place = _Place(filled, models, hardware, runtime_dir, tcp)
     members = [_member(place, member_id, kind, cores) for (member_id, kind), cores in zip(names, shares, strict=True)]
     return FleetPlan(filled, members, tcp, notes)
+
+
+def _uses_tcp(settings: Settings, hardware: Hardware) -> bool:
+    """Other nodes may join a cluster that is not ours at any time."""
+    kind = settings.transport.kind
+    if kind == "ipc" and hardware.nodes > 1:
+        raise PlanError(f"--transport-kind ipc stays within one node, and the Ray cluster has {hardware.nodes}")
+    return kind == "tcp" or (kind == "auto" and (hardware.nodes > 1 or not hardware.local))
 
 
 def plan_further(
@@ -117,7 +129,7 @@ class _Place:
 def _cores_wanted(settings: Settings, models: ResolvedModels, kind: MemberKind) -> int:
     """CPU cores for the computing of one such member; 0: it computes elsewhere, or next to nothing."""
     if kind == "verifier":
-        return 0 if settings.verifier.gpus else settings.verifier.cores
+        return 0 if settings.verifier.gpus else max(settings.verifier.cores, settings.verifier.ranks)
     return 0 if settings.drafting.gpus or models.drafter_kind == "ngram" else settings.drafting.cores
 
 
@@ -126,15 +138,18 @@ def _member(place: _Place, member_id: str, kind: MemberKind, cores: list[int]) -
     gpus = float((settings.verifier.gpus if kind == "verifier" else settings.drafting.gpus) or 0)
     if kind == "verifier" and gpus:
         gpus = min(gpus, _gpu_share(settings, hardware))
-    threads = len(cores) or _cores_wanted(settings, place.models, kind)
+    cpus = len(cores) or _cores_wanted(settings, place.models, kind)
+    threads = max(cpus // settings.verifier.ranks, 1) if kind == "verifier" and cpus else cpus
     return MemberPlan(
         member_id=member_id,
         kind=kind,
         cores=cores,
-        num_cpus=0 if hardware.local else threads,
+        num_cpus=0 if hardware.local else cpus,
         num_gpus=gpus,
         address=_address(settings, hardware, place.runtime_dir, member_id, place.tcp),
         env={"OMP_NUM_THREADS": str(threads)} if threads else {},
+        resources=(settings.verifier if kind == "verifier" else settings.drafting).ray_resources,
+        local=place.tcp and settings.transport.kind == "auto" and not hardware.local,
     )
 
 
@@ -167,7 +182,10 @@ def _gpu_share(settings: Settings, hardware: Hardware) -> float:
 def _fill_gpus(settings: Settings, hardware: Hardware, drafters: int, notes: list[str]) -> Settings:
     """Settings with `verifier.gpus` and `drafting.gpus` decided."""
     default = 1 if hardware.gpus else 0
-    verifier = default if settings.verifier.gpus is None else settings.verifier.gpus
+    ranks = settings.verifier.tensor_parallel
+    verifier = default * (ranks or 1) if settings.verifier.gpus is None else settings.verifier.gpus
+    if ranks is not None and verifier and verifier != ranks:
+        raise PlanError(f"--verifier-tensor-parallel is {ranks} and --verifier-gpus {verifier}: a rank has a GPU of its own")
     drafter = default if settings.drafting.gpus is None else settings.drafting.gpus
     if settings.drafter == "ngram" and settings.drafting.gpus is None:
         drafter = 0
@@ -207,8 +225,8 @@ def _note_cores(
 
 def _address(settings: Settings, hardware: Hardware, runtime_dir: Path, member_id: str, tcp: bool) -> str:
     if tcp:
-        host = settings.transport.host or (NODE_HOST if hardware.nodes > 1 else hardware.host)
-        return f"tcp://{f'[{host}]' if ':' in host else host}:0"
+        host = settings.transport.host or (hardware.host if hardware.local else NODE_HOST)
+        return f"tcp://{f'[{host}]' if ':' in host else host}:{settings.transport.ports or 0}"
     path = runtime_dir / f"{member_id}.sock"
     if len(str(path)) > LONGEST_IPC_PATH:
         raise PlanError(f"{path}: too long for a socket (set TMPDIR to a shorter directory, or --transport-kind tcp)")

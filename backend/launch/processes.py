@@ -88,6 +88,7 @@ def start(member: MemberPlan, settings: Settings, models: ResolvedModels, namesp
         namespace=namespace,
         num_cpus=member.num_cpus,
         num_gpus=member.num_gpus,
+        resources=member.resources or None,
         scheduling_strategy=place,
         max_restarts=-1,
         max_task_retries=0,
@@ -102,6 +103,7 @@ def start(member: MemberPlan, settings: Settings, models: ResolvedModels, namesp
                 settings=settings.model_dump_json(),
                 paths=models,
                 address=member.address,
+                local=member.local,
                 namespace=namespace,
                 cores=member.cores,
             )

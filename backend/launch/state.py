@@ -7,10 +7,12 @@ looks next removes them.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import secrets
 import shutil
+import socket
 import stat
 import tempfile
 import time
@@ -35,6 +37,8 @@ class FleetFile(msgspec.Struct, frozen=True):
     """The gateway's base URL; empty until it serves."""
     directories: list[str]
     """What to remove when the process is gone."""
+    owns_cluster: bool = True
+    """False: it joined a Ray cluster of others, which our token does not admit to."""
 
 
 def home() -> Path:
@@ -68,6 +72,18 @@ def ray_token() -> str:
 def new_runtime_directory() -> Path:
     """A private directory with a short path, for one fleet's sockets."""
     return Path(tempfile.mkdtemp(prefix="f-", dir=home()))
+
+
+def member_socket() -> str:
+    """The ipc address at which a member of a joined cluster serves processes of its own node.
+
+    Sockets that nobody listens at any more, left by members that were killed, are removed.
+    """
+    for socket_file in home().glob("m-*.sock"):
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            if probe.connect_ex(str(socket_file)) == errno.ECONNREFUSED:
+                socket_file.unlink(missing_ok=True)
+    return f"ipc://{home()}/m-{secrets.token_hex(6)}.sock"
 
 
 def write(fleet: FleetFile) -> Path:

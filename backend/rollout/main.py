@@ -170,7 +170,7 @@ def _rounds(
     from backend.rollout.workers import Workers
     from backend.rollout.write import cases_file, round_directory, write_round
 
-    workers = Workers(fleet.coordinator, fleet.coordinator.info().fleet_keys)
+    workers = Workers(fleet.coordinator, fleet.coordinator.info().fleet_keys, fleet.cluster.node_id)
     try:
         workers.look()
         for number in range(options.rounds):

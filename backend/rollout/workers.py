@@ -59,8 +59,8 @@ class Worker:
 class Workers:
     """All verifiers that can be used now."""
 
-    def __init__(self, coordinator: CoordinatorHandle, fleet_keys: ServerKeys | None) -> None:
-        self.hub = Hub(Wire(fleet_keys))
+    def __init__(self, coordinator: CoordinatorHandle, fleet_keys: ServerKeys | None, node_id: str = "") -> None:
+        self.hub = Hub(Wire(fleet_keys, node_id=node_id))
         self.present: dict[str, Worker] = {}
         self._coordinator = coordinator
         self._numbers: dict[str, int] = {}
@@ -128,7 +128,7 @@ class Workers:
 
     def _join(self, member: Member) -> Worker | None:
         try:
-            client = EngineClient(member.address, "rollout", hub=self.hub, server_key=member.server_key)
+            client = EngineClient(self.hub.wire.route(member), "rollout", hub=self.hub, server_key=member.server_key)
         except (EngineRefused, TimeoutError) as error:
             logger.warning("%s cannot be used: %s", member.id, error)
             return None

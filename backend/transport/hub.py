@@ -10,6 +10,7 @@ import os
 
 import zmq
 
+from backend.transport.refusals import Refusals
 from backend.transport.sockets import ServerKeys, Wire, bind_router, connect_dealer
 
 Buffer = bytes | memoryview
@@ -19,9 +20,14 @@ Buffer = bytes | memoryview
 class Router:
     """A bound server socket."""
 
-    def __init__(self, socket: zmq.Socket[bytes], address: str) -> None:
+    def __init__(self, socket: zmq.Socket[bytes], address: str, refusals: Refusals | None = None) -> None:
         self.socket = socket
         self.address = address
+        self.refusals = refusals
+
+    def connections_refused(self) -> int:
+        """How many were turned away for want of the fleet's keys; to be asked now and then."""
+        return 0 if self.refusals is None else self.refusals.take()
 
     def receive(self) -> tuple[bytes, list[bytes]] | None:
         """The next message as (sender, frames); None when there is none now."""
@@ -75,12 +81,17 @@ class Hub:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller.register(self._wake, zmq.POLLIN)
         self._sockets: list[zmq.Socket[bytes]] = []
+        self._refusals: list[Refusals] = []
 
-    def router(self, address: str, keys: ServerKeys | None = None) -> Router:
+    def router(self, address: str, keys: ServerKeys | None = None, local_address: str = "") -> Router:
         """Binds a server socket; see `bind_router`."""
-        socket, bound = bind_router(self.wire, address, keys)
+        socket, bound = bind_router(self.wire, address, keys, local_address=local_address)
         self._add(socket)
-        return Router(socket, bound)
+        if keys is None:
+            return Router(socket, bound)
+        refusals = Refusals(socket)
+        self._refusals.append(refusals)
+        return Router(socket, bound, refusals)
 
     def dealer(self, address: str, identity: str, server_key: str = "") -> Dealer:
         """Connects a client socket; see `connect_dealer`."""
@@ -90,6 +101,9 @@ class Hub:
 
     def drop(self, end: Router | Dealer) -> None:
         """Closes one socket."""
+        if isinstance(end, Router) and end.refusals is not None:
+            self._refusals.remove(end.refusals)
+            end.refusals.close()
         self._poller.unregister(end.socket)
         self._sockets.remove(end.socket)
         end.socket.close()
@@ -107,6 +121,9 @@ class Hub:
 
     def close(self) -> None:
         """Closes all sockets and the context."""
+        for refusals in self._refusals:
+            refusals.close()
+        self._refusals.clear()
         for socket in self._sockets:
             socket.close()
         self._sockets.clear()

@@ -2,12 +2,15 @@
 
 Servers (verifiers towards gateways, drafters towards verifiers) bind a ROUTER; clients connect a DEALER.  On one host the
 address is `ipc://` inside a directory only the user may enter.  Across hosts it is `tcp://`, and then both ends speak CURVE:
-the server proves itself with its own key, and accepts only the fleet's client key, which the coordinator hands out.
+the server proves itself with its own key, and accepts only the fleet's client key, which the coordinator hands out.  A server
+may listen at both: its own node's processes then come by the ipc address.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,8 +19,15 @@ import msgspec
 import zmq
 import zmq.auth.thread
 
+from backend.fleet import Member, reached_at
+
 HEARTBEAT_MS = 1000
 HEARTBEAT_TIMEOUT_MS = 5000
+CONNECT_TIMEOUT_MS = 2000
+"""The kernel repeats a lost SYN after ever longer times; a link that is back is found by trying anew."""
+IPC = "ipc://"
+TCP = "tcp://"
+PORT_RANGE = re.compile(r"(?P<host>tcp://.+):(?P<first>\d+)-(?P<last>\d+)")
 
 
 class ServerKeys(msgspec.Struct, frozen=True):
@@ -38,11 +48,12 @@ class Wire:
     """One process's ZeroMQ context and fleet credentials.
 
     `fleet_keys` is the fleet-wide client pair; servers accept this client alone, clients present it.  Without it only `ipc://`
-    addresses are allowed.
+    addresses are allowed.  `node_id` is the Ray node that the process runs on, where that is known.
     """
 
     fleet_keys: ServerKeys | None = None
     context: zmq.Context[zmq.Socket[bytes]] = field(default_factory=zmq.Context)
+    node_id: str = ""
     _authenticator: zmq.auth.thread.ThreadAuthenticator | None = None
 
     def allow_only_fleet(self) -> None:
@@ -54,6 +65,13 @@ class Wire:
         allowed = self.fleet_keys.public.encode()
         authenticator.configure_curve_callback(domain="*", credentials_provider=_OneKey(allowed))
         self._authenticator = authenticator
+
+    def route(self, member: Member) -> str:
+        """The address at which this process connects to a member: over ipc on its own node, where it may use the socket."""
+        address = reached_at(member, self.node_id)
+        if address != member.address and not os.access(address.removeprefix(IPC), os.W_OK):
+            return member.address
+        return address
 
     def close(self) -> None:
         """Stops the authenticator and ends the context; sockets must be closed by their owners first."""
@@ -72,37 +90,56 @@ class _OneKey:
         return key == self._public
 
 
-def _common(socket: zmq.Socket[bytes], high_water_mark: int) -> None:
+def _common(socket: zmq.Socket[bytes], address: str, high_water_mark: int) -> None:
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, high_water_mark)
     socket.setsockopt(zmq.RCVHWM, high_water_mark)
     socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+    socket.setsockopt(zmq.IPV6, "[" in address)
 
 
 def bind_router(
-    wire: Wire, address: str, keys: ServerKeys | None = None, high_water_mark: int = 1000
+    wire: Wire, address: str, keys: ServerKeys | None = None, high_water_mark: int = 1000, local_address: str = ""
 ) -> tuple[zmq.Socket[bytes], str]:
-    """A bound ROUTER and the address it is reached at (`tcp://host:0` becomes the port that was free).
+    """A bound ROUTER and the address it is reached at.
 
-    Raises `ValueError` for a tcp address without keys, `OSError` when the address cannot be bound.
+    `tcp://host:0` becomes the port that was free, `tcp://host:20000-20009` the first free one of these.  `local_address`, an
+    ipc one, is listened at as well.  Raises `ValueError` for a tcp address without keys, `OSError` when one cannot be bound.
     """
     socket: zmq.Socket[bytes] = wire.context.socket(zmq.ROUTER)
-    _common(socket, high_water_mark)
-    if address.startswith("tcp://"):
-        if keys is None or wire.fleet_keys is None:
-            socket.close()
-            raise ValueError(f"{address}: a tcp socket needs the fleet's CURVE keys")
-        wire.allow_only_fleet()
-        socket.curve_secretkey = keys.secret.encode()
-        socket.curve_publickey = keys.public.encode()
-        socket.curve_server = True
+    _common(socket, address, high_water_mark)
     try:
-        socket.bind(address)
-    except zmq.ZMQError as error:
+        # A listener keeps the options of the moment it is made: this one has no CURVE yet, the directory protects it.
+        if local_address:
+            _bind(socket, local_address)
+        if address.startswith(TCP):
+            if keys is None or wire.fleet_keys is None:
+                raise ValueError(f"{address}: a tcp socket needs the fleet's CURVE keys")
+            wire.allow_only_fleet()
+            socket.curve_secretkey = keys.secret.encode()
+            socket.curve_publickey = keys.public.encode()
+            socket.curve_server = True
+        return socket, _bind(socket, address)
+    except (OSError, ValueError):
         socket.close()
+        raise
+
+
+def _bind(socket: zmq.Socket[bytes], address: str) -> str:
+    """Listens at `address`, or at the first free port of its range; returns what it is reached at.  Raises `OSError`."""
+    ranged = PORT_RANGE.fullmatch(address)
+    ports = range(int(ranged["first"]), int(ranged["last"]) + 1) if ranged else ()
+    *earlier, last = [f"{ranged['host']}:{port}" for port in ports] if ranged else [address]
+    for candidate in earlier:
+        with contextlib.suppress(zmq.ZMQError):
+            socket.bind(candidate)
+            return socket.getsockopt_string(zmq.LAST_ENDPOINT)
+    try:
+        socket.bind(last)
+    except zmq.ZMQError as error:
         raise OSError(f"cannot listen on {address}: {error}") from error
-    return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT)
+    return socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
 
 def connect_dealer(
@@ -113,11 +150,12 @@ def connect_dealer(
     Raises `ValueError` for a tcp address without the server's key or the fleet's.
     """
     socket: zmq.Socket[bytes] = wire.context.socket(zmq.DEALER)
-    _common(socket, high_water_mark)
+    _common(socket, address, high_water_mark)
     socket.setsockopt(zmq.IDENTITY, identity)
     socket.setsockopt(zmq.RECONNECT_IVL, 50)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-    if address.startswith("tcp://"):
+    socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS)
+    if address.startswith(TCP):
         if not server_key or wire.fleet_keys is None:
             socket.close()
             raise ValueError(f"{address}: a tcp socket needs the fleet's CURVE keys")
@@ -129,10 +167,11 @@ def connect_dealer(
 
 
 @contextlib.contextmanager
-def unlink_ipc_on_exit(address: str) -> Iterator[None]:
-    """Removes the socket file behind an `ipc://` address when the block ends."""
+def unlink_ipc_on_exit(*addresses: str) -> Iterator[None]:
+    """Removes the socket files behind the `ipc://` addresses among these when the block ends."""
     try:
         yield
     finally:
-        if address.startswith("ipc://"):
-            Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
+        for address in addresses:
+            if address.startswith(IPC):
+                Path(address.removeprefix(IPC)).unlink(missing_ok=True)

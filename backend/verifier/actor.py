@@ -32,6 +32,7 @@ class VerifierActor:
         address: str,
         namespace: str,
         cores: list[int],
+        local_address: str = "",
     ) -> None:
         loaded = Settings.model_validate_json(settings)
         logging.basicConfig(level=loaded.log_level.upper(), format="%(asctime)s %(name)s %(levelname)s %(message)s")
@@ -47,6 +48,8 @@ class VerifierActor:
             node=ray.util.get_node_ip_address(),
             pid=os.getpid(),
             model=paths.name,
+            node_id=ray.get_runtime_context().get_node_id(),
+            local_address=local_address,
         )
         coordinator = CoordinatorHandle.connect(namespace)
         credentials = coordinator.register(member)
@@ -54,7 +57,14 @@ class VerifierActor:
         from backend.verifier.process import VerifierProcess
 
         self._process = VerifierProcess(
-            member_id, member.incarnation, loaded, paths, address, credentials.fleet_keys, server_keys
+            member_id,
+            member.incarnation,
+            loaded,
+            paths,
+            address,
+            credentials.fleet_keys,
+            server_keys,
+            local_address=local_address,
         )
         self._membership = Membership(
             coordinator, member, loaded.coordinator.report_interval_s, self._process.stats, self._obey

@@ -6,6 +6,7 @@ No vLLM source is changed: the mode becomes a speculative configuration, a sched
 from __future__ import annotations
 
 import importlib.metadata
+from collections.abc import Callable
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -51,8 +52,8 @@ def engine_arguments(settings: Settings, paths: ResolvedModels, verifier_id: str
         "max_num_batched_tokens": verifier.max_num_batched_tokens,
         "enforce_eager": on_cpu if verifier.enforce_eager is None else verifier.enforce_eager,
         "kv_cache_memory_bytes": kv_mib * 2**20 if kv_mib else None,
-        "tensor_parallel_size": max(verifier.gpus or 1, 1),
-        "distributed_executor_backend": "mp" if (verifier.gpus or 1) > 1 else "uni",
+        "tensor_parallel_size": verifier.ranks,
+        "distributed_executor_backend": "mp" if verifier.ranks > 1 else "uni",
         "speculative_config": _speculative_config(settings, paths),
         "worker_cls": f"backend.verifier.worker.Outrider{'Cpu' if on_cpu else 'Gpu'}Worker",
         "additional_config": {"outrider": _worker_options(settings, paths, verifier_id)},
@@ -87,9 +88,12 @@ def build_config(settings: Settings, paths: ResolvedModels, verifier_id: str) ->
     return config
 
 
-def build_core(config: VllmConfig) -> EngineCore:
-    """vLLM's engine core, weights loaded and KV cache allocated; the caller steps it."""
-    return EngineCore(config, Executor.get_class(config), log_stats=True)
+def build_core(config: VllmConfig, on_lost_rank: Callable[[], None] | None = None) -> EngineCore:
+    """vLLM's engine core, weights loaded and KV cache allocated; the caller steps it.
+
+    `on_lost_rank` is called, on a thread of vLLM's, when the process of a tensor-parallel rank has died.
+    """
+    return EngineCore(config, Executor.get_class(config), log_stats=True, executor_fail_callback=on_lost_rank)
 
 
 def draft_source(settings: Settings, paths: ResolvedModels) -> str:

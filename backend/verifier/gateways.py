@@ -144,6 +144,10 @@ class GatewayPort:
         taken, self._swapping_s = self._swapping_s, 0.0
         return taken
 
+    def connections_refused(self) -> int:
+        """As `Router.connections_refused`."""
+        return self._router.connections_refused()
+
     def expire(self, now: float) -> None:
         """Aborts what silent gateways had asked for."""
         for gateway in [g for g in self._by_identity.values() if now - g.last_heard > self._lease_s]:

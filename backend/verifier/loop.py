@@ -290,6 +290,7 @@ class EngineLoop:
             self._drafters.read_counters(stats)
         if self._files is not None:
             stats.records_written, stats.records_dropped = self._files.counts()
+        stats.connections_refused = self._gateways.connections_refused()
         self._gateways.expire(now)
         self._gateways.send_stats(stats)
         self.published = msgspec.msgpack.encode(stats)

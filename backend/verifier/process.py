@@ -10,6 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -27,6 +28,7 @@ from backend.verifier.engine import build_config, build_core, draft_source, vllm
 from backend.verifier.gateways import GatewayPort
 from backend.verifier.loop import DraftLinks, EngineLoop
 from backend.verifier.memory import available_memory_mib
+from backend.verifier.ranks import segments_of_ranks
 from backend.verifier.recording import Recording
 from backend.verifier.traces import RequestTraces
 from backend.verifier.warm_up import warm_up
@@ -57,9 +59,11 @@ class VerifierProcess:
         fleet_keys: ServerKeys | None = None,
         server_keys: ServerKeys | None = None,
         recorder: Recorder | None = None,
+        local_address: str = "",
     ) -> None:
         self.verifier_id = verifier_id
         self.address = address
+        self._local_address = local_address
         self._incarnation = incarnation
         self._settings = settings
         self._paths = paths
@@ -70,6 +74,7 @@ class VerifierProcess:
         self._weights: WeightControl | None = None
         self._failure: BaseException | None = None
         self._built = threading.Event()
+        self._segments: set[Path] = set()
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
         self.on_crash: Callable[[], None] = lambda: os._exit(70)
         """What happens when the engine thread dies: the process must not linger (Ray starts another)."""
@@ -120,7 +125,7 @@ class VerifierProcess:
 
     def _main(self) -> None:
         try:
-            with unlink_ipc_on_exit(self.address):
+            with unlink_ipc_on_exit(self.address, self._local_address):
                 self._serve()
         except BaseException as error:
             if not self._built.is_set():
@@ -128,11 +133,12 @@ class VerifierProcess:
                 self._built.set()
                 return
             logger.exception("the engine failed")
-            self.on_crash()
+            self._crash()
 
     def _serve(self) -> None:
         config = build_config(self._settings, self._paths, self.verifier_id)
-        core = build_core(config)
+        core = build_core(config, self._lose_rank)
+        self._segments = segments_of_ranks(core.model_executor)
         warm_up(core)
         hub = Hub(Wire(self._fleet_keys))
         stats = VerifierStats(self.verifier_id, time.time(), self._settings.mode, self._settings.num_speculative_tokens)
@@ -151,6 +157,17 @@ class VerifierProcess:
                 tracing.close()
             core.shutdown()
             hub.close()
+
+    def _lose_rank(self) -> None:
+        if self._built.is_set():
+            logger.error("a tensor-parallel rank died, and the verifier with it")
+            self._crash()
+
+    def _crash(self) -> None:
+        """A dead rank may be noticed by the engine's thread or by vLLM's: whoever comes first ends the process."""
+        for segment in self._segments:
+            segment.unlink(missing_ok=True)
+        self.on_crash()
 
     def _record_files(self, stats: VerifierStats) -> FileRecorder | None:
         if self._settings.records.dir is None or self._recorder is not None:
@@ -174,7 +191,7 @@ class VerifierProcess:
         kept = KeptRows(most, recorder) if most else None
         recorder = kept or recorder
         core.scheduler.records = Recording(recorder) if recorder is not None else None
-        router = hub.router(self.address, self._server_keys)
+        router = hub.router(self.address, self._server_keys, self._local_address)
         self.address = router.address
         welcome = EngineWelcome(
             version=ENGINE_WIRE_VERSION,

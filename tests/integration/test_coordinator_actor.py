@@ -1,4 +1,4 @@
-"""The coordinator behind Ray: calls, restarts, and the errors members see."""
+"""What runs behind Ray without an engine: the coordinator's calls, restarts and errors; rooms."""
 
 from __future__ import annotations
 
@@ -15,6 +15,10 @@ from backend.coordinator.actor import NAME, CoordinatorHandle
 from backend.fleet import DrafterStats, Member, VerifierStats
 from backend.launch.cluster import RayCluster
 from backend.launch.fleet import member_environment
+from backend.launch.placement import Group, arrange
+from backend.launch.plan import MemberPlan
+from backend.launch.processes import LaunchError
+from backend.launch.rooms import Rooms
 from backend.launch.state import ray_token
 from backend.models import ResolvedModels
 from backend.transport.sockets import ServerKeys
@@ -111,3 +115,35 @@ def _answers(handle: CoordinatorHandle) -> bool:
     except CoordinatorUnavailable:
         return False
     return True
+
+
+@ray.remote
+class Lodger:
+    """A member that says in which group it is."""
+
+    def group(self) -> str:
+        return str(ray.get_runtime_context().get_placement_group_id())
+
+
+def test_rooms_are_rays_placement_groups(cluster: RayCluster) -> None:
+    half = cluster.cpus / 2
+    members = [MemberPlan(f"{kind}-0", kind, [], half, 0, "") for kind in ("verifier", "drafter")]  # type: ignore[arg-type]
+    further = MemberPlan("drafter-1", "drafter", [], half, 0, "")
+    rooms = Rooms()
+    rooms.reserve(arrange(members, "near"))
+    try:
+        lodgers = [Lodger.options(num_cpus=half, scheduling_strategy=rooms.place(each)).remote() for each in members]
+        one, other = ray.get([lodger.group.remote() for lodger in lodgers], timeout=30)
+        assert one == other != "None"
+        with pytest.raises(LaunchError, match=rf"no room for drafter-1 \({half:g} CPU\): 127.0.0.1 has nothing free"):
+            rooms.reserve([Group("PACK", (further,))], timeout_s=0.5)
+        ray.kill(lodgers[1])
+        rooms.vacate("drafter-0")
+        guest = Lodger.options(num_cpus=half, scheduling_strategy=rooms.place(further)).remote()
+        assert ray.get(guest.group.remote(), timeout=30) == one
+    finally:
+        rooms.close()
+    deadline = time.monotonic() + 10
+    while ray.available_resources().get("CPU", 0) < cluster.cpus:
+        assert time.monotonic() < deadline, "the room was not given back"
+        time.sleep(0.05)

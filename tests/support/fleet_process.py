@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +21,22 @@ ROOT = Path(__file__).resolve().parents[2]
 class ServedFleet:
     """Starts with the constructor, ends with `stop`."""
 
-    def __init__(self, *arguments: str, start_timeout_s: float = 180.0) -> None:
+    def __init__(
+        self,
+        *arguments: str,
+        start_timeout_s: float = 180.0,
+        command: str = "serve",
+        prefix: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        """`prefix` is a command that runs ours somewhere else (`Machine.enter`)."""
         self.output: list[str] = []
         self._url = threading.Event()
         self.url = ""
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "gateway.cli", "serve", "--port", "0", *arguments],
+            [*prefix, sys.executable, "-m", "gateway.cli", command, "--port", "0", *arguments],
             cwd=ROOT,
-            env=os.environ | {"PYTHONUNBUFFERED": "1"},
+            env=os.environ | {"PYTHONUNBUFFERED": "1"} | (env or {}),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -73,10 +81,19 @@ class ServedFleet:
         assert answer.status_code == 200, answer.text
         return answer.json()
 
+    def interrupt(self) -> None:
+        """SIGINT to the fleet, also where another command stands before it."""
+        pids = [self.process.pid]
+        while children := Path(f"/proc/{pids[-1]}/task/{pids[-1]}/children").read_text().split():
+            if "nsenter" not in Path(f"/proc/{pids[-1]}/cmdline").read_text().split("\0")[0]:
+                break
+            pids.append(int(children[0]))
+        os.kill(pids[-1], signal.SIGINT)
+
     def stop(self, timeout_s: float = 60.0) -> int:
         """Ctrl-C; the exit status."""
         if self.process.poll() is None:
-            self.process.send_signal(signal.SIGINT)
+            self.interrupt()
         try:
             return self.process.wait(timeout_s)
         finally:

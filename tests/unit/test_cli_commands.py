@@ -6,6 +6,7 @@ import os
 import socket
 from pathlib import Path
 
+import msgspec
 import pytest
 import yaml
 
@@ -13,6 +14,7 @@ from backend.config import Settings
 from backend.config.sources import Loaded
 from backend.fleet import Assignment, DraftCounters, FleetSnapshot, Member, MemberView, VerifierStats
 from backend.launch import state
+from backend.launch.cluster import ClusterError, RayCluster
 from backend.models import ResolvedModels
 from gateway import cli, present
 
@@ -135,6 +137,27 @@ def test_fleets_are_found_by_namespace_or_pid(runtime: Path) -> None:
         state.find(None)
     with pytest.raises(state.StateError, match="no fleet 'three'"):
         state.find("three")
+
+
+@pytest.mark.parametrize("by_address", [False, True])
+@pytest.mark.parametrize("owns_cluster", [False, True])
+def test_our_token_is_shown_to_our_own_clusters_alone(
+    runtime: Path, monkeypatch: pytest.MonkeyPatch, owns_cluster: bool, by_address: bool
+) -> None:
+    """A cluster that the fleet has joined has a token of its own, in the user's environment."""
+    shown: list[str | None] = []
+
+    def connect(address: str, namespace: str, env: object, token: str | None) -> None:
+        assert address == "127.0.0.1:1"
+        shown.append(token)
+        raise ClusterError("far enough")
+
+    monkeypatch.setattr(RayCluster, "start", connect)
+    state.write(msgspec.structs.replace(fleet_file(os.getpid()), owns_cluster=owns_cluster))
+    arguments = ["--ray-address", "127.0.0.1:1"] if by_address else []
+    with pytest.raises(SystemExit):
+        cli.status(arguments)
+    assert shown == [state.ray_token() if owns_cluster else None]
 
 
 def test_a_dead_fleets_files_are_removed_and_nothing_else(runtime: Path, tmp_path: Path) -> None:

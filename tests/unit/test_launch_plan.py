@@ -92,3 +92,53 @@ def test_cores_are_disjoint_while_they_last(available: list[int], counts: list[i
     if sum(counts) <= len(available):
         used = [core for share in shares for core in share]
         assert len(used) == len(set(used))
+
+
+def test_a_joined_cluster_may_grow_at_any_time() -> None:
+    """So its members listen on tcp although it has one node yet, and over ipc for that node."""
+    decided = decide({}, nodes=1, local=False, host="10.0.0.1")
+    assert decided.encrypted
+    assert [(m.address, m.local) for m in decided.members] == [("tcp://node:0", True)] * 2
+    assert not any(m.local for m in decide({"transport": {"kind": "tcp"}}, nodes=2, local=False).members)
+    assert not any(m.local for m in decide({}).members), "its address is an ipc one already"
+
+
+def test_ipc_alone_does_not_reach_several_nodes() -> None:
+    with pytest.raises(PlanError, match="has 2"):
+        decide({"transport": {"kind": "ipc"}}, nodes=2, local=False)
+    assert not decide({"transport": {"kind": "ipc"}}, nodes=1, local=False).encrypted
+
+
+def test_ports_and_interfaces_are_the_members_own_to_find() -> None:
+    transport = {"host": "eth1", "ports": "20000-20009"}
+    assert decide({"transport": transport}, nodes=2, local=False).members[0].address == "tcp://eth1:20000-20009"
+    for wrong in (
+        {"host": "0.0.0.0"},
+        {"host": "::"},
+        {"ports": "5"},
+        {"ports": "9-5"},
+        {"ports": "0-5"},
+        {"ports": "1-70000"},
+    ):
+        with pytest.raises(ValueError, match="expected"):
+            decide({"transport": wrong})
+
+
+def test_ranks_share_the_cores_and_have_a_gpu_each() -> None:
+    on_cpu = decide({"verifier": {"tensor_parallel": 2}}, cores=[0, 1, 2]).members[0]
+    assert (on_cpu.cores, on_cpu.env) == ([0, 1], {"OMP_NUM_THREADS": "1"})
+    more = decide({"verifier": {"tensor_parallel": 2, "cores": 4}}, local=False, nodes=2).members[0]
+    assert (more.num_cpus, more.env) == (4, {"OMP_NUM_THREADS": "2"})
+    decided = decide({"verifier": {"tensor_parallel": 2}}, gpus=3.0)
+    assert [(m.num_gpus, m.env) for m in decided.members] == [(2.0, {}), (1.0, {})]
+    with pytest.raises(PlanError, match="tensor-parallel is 2 and --verifier-gpus 4"):
+        decide({"verifier": {"tensor_parallel": 2, "gpus": 4}}, gpus=8.0)
+    assert Settings.model_validate({"verifier": {"gpus": 4}}).verifier.ranks == 4
+
+
+def test_resources_of_ones_own_put_members_somewhere() -> None:
+    changes = {"verifier": {"ray_resources": {"big": 1}}, "drafting": {"ray_resources": {"small": 0.5}}}
+    assert [m.resources for m in decide(changes, nodes=2, local=False).members] == [{"big": 1}, {"small": 0.5}]
+    for wrong in ({"GPU": 1}, {"big": 0}):
+        with pytest.raises(ValueError, match=r"resource|more than 0"):
+            decide({"verifier": {"ray_resources": wrong}})

@@ -127,3 +127,12 @@ def test_a_file_is_not_a_directory(tmp_path: Path) -> None:
     file.write_bytes(b"")
     with pytest.raises(ModelError, match="is a file"):
         find("--model", str(file), tmp_path, quiet)
+
+
+def test_ranks_must_divide_the_attention_heads(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="4 attention heads cannot be dealt out to 3 ranks"):
+        resolve(settings(verifier={"tensor_parallel": 3}), quiet)
+    nested = target(tmp_path / "m", text_config={"num_attention_heads": 6})
+    with pytest.raises(ModelError, match="6 attention heads"):
+        resolve(settings(model=str(nested), mode="off", verifier={"gpus": 4}), quiet)
+    assert resolve(settings(model=str(nested), mode="off", verifier={"tensor_parallel": 3}), quiet).name == "m"

@@ -1,0 +1,116 @@
+"""The room a fleet has reserved in a cluster it joined: Ray's placement groups and who is in them.  The launcher's process.
+
+The operator's thread uses it once the fleet serves, the main thread before and after.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+import ray.exceptions
+from ray.util import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from backend.launch.placement import Group, fits, needs, text
+from backend.launch.plan import MemberPlan
+from backend.launch.processes import LaunchError
+
+RESERVE_TIMEOUT_S = 20.0
+"""Ray places a group that fits in well under a second; what it cannot place it tries for ever."""
+
+
+@dataclass
+class _Reserved:
+    """One placement group; `occupants[i]` is in bundle i, None where its member was removed."""
+
+    group: Any
+    bundles: list[dict[str, float]]
+    occupants: list[str | None]
+
+
+class Rooms:
+    """Every member of a joined cluster has a bundle of its own."""
+
+    def __init__(self) -> None:
+        self._reserved: list[_Reserved] = []
+
+    def reserve(self, groups: Sequence[Group], timeout_s: float = RESERVE_TIMEOUT_S) -> None:
+        """Reserves all these groups, or none and raises `LaunchError`."""
+        made: list[_Reserved] = []
+        try:
+            for group in groups:
+                bundles = [needs(member) for member in group.members]
+                handle = placement_group(bundles, strategy=group.strategy)
+                made.append(_Reserved(handle, bundles, [member.member_id for member in group.members]))
+            for group, reserved in zip(groups, made, strict=True):
+                if not reserved.group.wait(timeout_s):
+                    raise LaunchError(_no_room(group))
+        except BaseException:
+            for reserved in made:
+                _remove(reserved)
+            raise
+        self._reserved += made
+
+    def place(self, member: MemberPlan) -> Any:
+        """The scheduling strategy that starts a member in its room.
+
+        A member without one takes the first vacant room that is large enough, or gets a new one; raises `LaunchError`.
+        """
+        if (found := self._room_of(member)) is None:
+            self.reserve([Group("PACK", (member,))])
+            found = self._reserved[-1], 0
+        reserved, number = found
+        reserved.occupants[number] = member.member_id
+        return PlacementGroupSchedulingStrategy(
+            reserved.group, placement_group_bundle_index=number, placement_group_capture_child_tasks=False
+        )
+
+    def vacate(self, member_id: str) -> None:
+        """A member has gone for good.  A group without any members is given back to the cluster."""
+        for reserved in self._reserved:
+            reserved.occupants = [None if occupant == member_id else occupant for occupant in reserved.occupants]
+        for empty in [each for each in self._reserved if not any(each.occupants)]:
+            self._reserved.remove(empty)
+            _remove(empty)
+
+    def close(self) -> None:
+        """Gives everything back."""
+        for reserved in self._reserved:
+            _remove(reserved)
+        self._reserved.clear()
+
+    def _room_of(self, member: MemberPlan) -> tuple[_Reserved, int] | None:
+        vacant = None
+        for reserved in self._reserved:
+            for number, occupant in enumerate(reserved.occupants):
+                if occupant == member.member_id:
+                    return reserved, number
+                if occupant is None and vacant is None and fits(member, reserved.bundles[number]):
+                    vacant = reserved, number
+        return vacant
+
+
+def _remove(reserved: _Reserved) -> None:
+    with contextlib.suppress(ray.exceptions.RayError, ValueError):
+        remove_placement_group(reserved.group)
+
+
+def _no_room(group: Group) -> str:
+    """Why Ray could not place a group, as far as can be seen."""
+    free = ray._private.state.available_resources_per_node()
+    nodes = []
+    for node in ray.nodes():
+        if node["Alive"]:
+            there = {name: amount for name, amount in free.get(node["NodeID"], {}).items() if _counts(name)}
+            nodes.append(f"{node['NodeManagerAddress']} has {text(there) or 'nothing'} free")
+    together = " on one node" if group.strategy == "STRICT_PACK" and len(group.members) > 1 else ""
+    return f"the Ray cluster has no room for {group}{together}: {'; '.join(nodes)}"
+
+
+def _counts(name: str) -> bool:
+    """Not Ray's own memory, node and group bookkeeping."""
+    return not name.startswith(("node:", "memory", "object_store_memory")) and "_group_" not in name

@@ -1,0 +1,275 @@
+"""A fleet on two machines: the verifier on one, the drafter on the other, tcp with CURVE in between.
+
+The machines are namespaces (`tests/support/machines.py`), with a Ray node each; the test itself is a third one, with no keys.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+import zmq
+
+from backend.engine_wire import ENGINE_WIRE_VERSION, HELLO, EngineHello
+from backend.fleet import FleetSnapshot
+from backend.protocol import PROTOCOL_VERSION, Hello, encode
+from backend.transport import ServerKeys, new_server_keys
+from backend.verifier.engine import vllm_version
+from tests.support.fleet_process import ServedFleet, wait_for
+from tests.support.machines import RayMachines, Tap, missing, network
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.campaign,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(missing() is not None, reason=f"{missing()}"),
+]
+
+PROMPTS = [
+    "def read_lines(path):\n    ",
+    "class Stack:\n    def __init__(self):\n",
+    "import os\nimport sys\n",
+    "for i in ",
+]
+TOKENS = 128
+PORTS = "20000-20009"
+PORT = 20000
+"""Each machine has one member, which takes the first of them."""
+OUTAGE_S = 6.0
+"""Longer than heartbeats and leases wait, shorter than Ray does before it gives a node up."""
+NAMESPACE = "hosts"
+
+
+@dataclass
+class Hosts:
+    """What the tests get hold of."""
+
+    machines: RayMachines
+    fleet: ServedFleet
+
+    def snapshot(self) -> FleetSnapshot:
+        """As `outrider status` shows it on the head, which finds the fleet that runs there."""
+        status, said = self.command("status", "--json")
+        assert status == 0, said
+        return msgspec.json.decode(said, type=FleetSnapshot)
+
+    def command(self, *arguments: str) -> tuple[int, str]:
+        """`outrider ...` on the head: its exit status and what it says."""
+        done = self.machines.head.attempt(sys.executable, "-m", "gateway.cli", *arguments, env=self.machines.env)
+        return done.returncode, done.stdout if done.returncode == 0 else done.stderr
+
+    def drafts(self) -> float:
+        """Drafts of the remote drafter that were verified, so far."""
+        return self.fleet.metric("outrider_drafts_total", drafter="drafter-0")
+
+
+def completed(fleet: ServedFleet, prompt: str, tokens: int = TOKENS) -> str:
+    return str(fleet.complete(prompt, max_tokens=tokens, ignore_eos=True)["choices"][0]["text"])
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, str]:
+    """What one host answers, without any drafter."""
+    alone = ServedFleet("--mode", "off", "--ray-namespace", "hosts-alone")
+    try:
+        return {prompt: completed(alone, prompt) for prompt in PROMPTS}
+    finally:
+        alone.stop()
+
+
+@pytest.fixture(scope="module")
+def hosts(expected: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
+    log = tmp_path_factory.mktemp("hosts") / "machines.log"
+    with log.open("w") as stream, network(stream) as made:
+        machines = RayMachines(made)
+        fleet = ServedFleet(
+            *("--mode", "sync", "--verifier-fallback", "false", "--verifier-draft-deadline-ms", "1000"),
+            *("--ray-address", machines.ray_address, "--ray-wait-s", "60", "--ray-namespace", NAMESPACE),
+            *("--host", machines.head.address, "--transport-ports", PORTS),
+            *("--verifier-ray-resources", '{"verifying": 0.1}', "--drafting-ray-resources", '{"drafting": 0.1}'),
+            prefix=machines.head.enter,
+            env=machines.env,
+        )
+        try:
+            yield Hosts(machines, fleet)
+        finally:
+            assert fleet.stop() == 0
+
+
+def test_drafts_cross_encrypted_and_the_text_is_that_of_one_host(hosts: Hosts, expected: dict[str, str]) -> None:
+    head, worker = hosts.machines.head, hosts.machines.worker
+    shown = hosts.fleet.fleet()
+    assert [(m["id"], m["node"]) for m in shown["verifiers"] + shown["drafters"]] == [
+        ("verifier-0", head.address),
+        ("drafter-0", worker.address),
+    ]
+    tap = Tap(worker, PORT)
+    try:
+        # Two connections from the verifier: features from its worker, drafts to its scheduler.
+        assert {prompt: completed(hosts.fleet, prompt) for prompt in PROMPTS} == expected
+        wait_for(lambda: hosts.drafts() > 0, 10, "drafts that count")
+        assert hosts.fleet.metric("outrider_accepted_tokens_total", drafter="drafter-0") > len(PROMPTS) * TOKENS / 3
+        sent = hosts.fleet.metric("outrider_draft_sent_bytes_total", drafter="drafter-0")
+        wait_for(lambda: len(tap.heard) > sent, 10, "the features on the cable")
+        assert worker.connections(PORT) == {head.address}
+        assert b"MESSAGE" in tap.heard, "frames of CURVE's"
+        assert b"verifier-0" not in tap.heard
+        assert b"Round" not in tap.heard
+    finally:
+        tap.close()
+    # The gateway shares the verifier's node: it needs no tcp.
+    assert head.connections(PORT) == set()
+
+
+def test_a_further_gateway_on_the_other_machine(hosts: Hosts, expected: dict[str, str]) -> None:
+    head, worker = hosts.machines.head, hosts.machines.worker
+    place = ("--ray-address", hosts.machines.ray_address, "--ray-namespace", NAMESPACE, "--host", worker.address)
+    second = ServedFleet(*place, command="gateway", prefix=worker.enter, env=hosts.machines.env)
+    try:
+        wait_for(lambda: second.http.get("/readyz").status_code == 200, 30, "a verifier for the second gateway")
+        assert {prompt: completed(second, prompt) for prompt in PROMPTS} == expected
+        assert head.connections(PORT) == {worker.address}
+    finally:
+        assert second.stop() == 0
+
+
+def test_wrong_keys_get_nothing_and_change_nothing(hosts: Hosts, expected: dict[str, str]) -> None:
+    members = {view.member.id: view.member for view in hosts.snapshot().members}
+    assert members["verifier-0"].address == f"tcp://{hosts.machines.head.address}:{PORT}"
+    assert members["drafter-0"].address == f"tcp://{hosts.machines.worker.address}:{PORT}"
+    gateway_hello = [HELLO, msgspec.msgpack.encode(EngineHello(ENGINE_WIRE_VERSION, vllm_version(), "stranger"))]
+    drafting_hello = [encode(Hello(PROTOCOL_VERSION, "stranger", "drafts", 1))]
+    for name, hello in (("verifier-0", gateway_hello), ("drafter-0", drafting_hello)):
+        member = members[name]
+
+        def refused(name: str = name) -> float:
+            return hosts.fleet.metric("outrider_connections_refused_total", member=name)
+
+        strangers: list[tuple[ServerKeys | None, str]] = [
+            (new_server_keys(), member.server_key),
+            (new_server_keys(), new_server_keys().public),
+            (None, ""),
+        ]
+        for keys, server_key in strangers:
+            before = refused()
+            assert knock(member.address, hello, keys, server_key, lambda before=before: refused() > before) is None  # type: ignore[misc]
+    assert {prompt: completed(hosts.fleet, prompt) for prompt in PROMPTS} == expected
+    shown = hosts.fleet.fleet()
+    assert [each["verifiers"] for each in shown["drafters"]] == [["verifier-0"]]
+
+
+def knock(address: str, frames: list[bytes], keys: ServerKeys | None, server_key: str, until: Any) -> list[bytes] | None:
+    """A raw peer says hello, and waits for an answer until it was turned away for certain, and a second longer."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.linger = 0
+        if keys is not None:
+            dealer.curve_serverkey = server_key.encode()
+            dealer.curve_publickey, dealer.curve_secretkey = keys.public.encode(), keys.secret.encode()
+        dealer.connect(address)
+        dealer.send_multipart(frames)
+        wait_for(until, 20, "a refusal")
+        return dealer.recv_multipart() if dealer.poll(1000) else None
+
+
+def test_room_is_taken_refused_and_given_back(hosts: Hosts) -> None:
+    """The worker lends two CPUs and the drafter has one."""
+    assert hosts.command("add", "drafter")[0] == 0
+    second = next(view.member for view in hosts.snapshot().members if view.member.id == "drafter-1")
+    assert second.address == f"tcp://{hosts.machines.worker.address}:{PORT + 1}"
+    status, said = hosts.command("add", "drafter")
+    assert status == 1
+    assert "no room for drafter-2 (1 CPU, 0.1 drafting)" in said
+    assert hosts.command("remove", "drafter-1")[0] == 0
+    status, said = hosts.command("add", "drafter")
+    assert status == 0, said
+    assert hosts.command("remove", "drafter-1")[0] == 0
+
+
+class Stream:
+    """One streamed completion on a thread."""
+
+    def __init__(self, fleet: ServedFleet, prompt: str, tokens: int) -> None:
+        self.text = ""
+        self.ends: list[str] = []
+        body = {"model": "demo", "prompt": prompt, "temperature": 0, "max_tokens": tokens, "ignore_eos": True, "stream": True}
+        self._url, self._body = f"{fleet.url}/v1/completions", body
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        with httpx.stream("POST", self._url, json=self._body, timeout=120) as answer:
+            for line in answer.iter_lines():
+                if line.startswith("data: {"):
+                    choice = json.loads(line[6:])["choices"][0]
+                    self.text += choice["text"]
+                    self.ends += [choice["finish_reason"]] if choice["finish_reason"] else []
+                elif line:
+                    self.ends.append(line)
+
+    def wait(self) -> str:
+        self._thread.join(120)
+        assert self.ends == ["length", "data: [DONE]"]
+        return self.text
+
+
+def test_a_link_that_fails_costs_speed_alone(hosts: Hosts, expected: dict[str, str]) -> None:
+    longer = 1500
+    undisturbed = {prompt: completed(hosts.fleet, prompt, longer) for prompt in PROMPTS}
+    before = hosts.drafts()
+    streams = {prompt: Stream(hosts.fleet, prompt, longer) for prompt in PROMPTS}
+    wait_for(lambda: hosts.drafts() > before, 30, "drafts for the streams")
+    worker = hosts.machines.worker
+    began = time.monotonic()
+    worker.plug(False)
+    try:
+        # What was under way arrives or is lost; then decoding is plain and goes on.
+        wait_for(lambda: hosts.fleet.fleet()["drafters"][0]["state"] == "lost", 20, "the drafter to be missed")
+        at_the_cut = hosts.drafts()
+        lengths = {prompt: len(stream.text) for prompt, stream in streams.items()}
+        assert {prompt: stream.wait() for prompt, stream in streams.items()} == undisturbed
+        assert all(len(streams[prompt].text) > length for prompt, length in lengths.items()), "ended before the cut"
+        with ThreadPoolExecutor() as pool:
+            while time.monotonic() - began < OUTAGE_S:
+                assert dict(zip(PROMPTS, pool.map(lambda p: completed(hosts.fleet, p), PROMPTS), strict=True)) == expected
+        assert hosts.drafts() == at_the_cut
+    finally:
+        worker.plug(True)
+    returned = time.monotonic()
+
+    def drafted() -> bool:
+        assert completed(hosts.fleet, PROMPTS[0]) == expected[PROMPTS[0]]
+        return hosts.drafts() > at_the_cut
+
+    wait_for(drafted, 60, "drafts over the link that is back")
+    print(f"link away for {returned - began:.1f} s; drafted for again {time.monotonic() - returned:.1f} s after its return")
+    assert {prompt: completed(hosts.fleet, prompt) for prompt in PROMPTS} == expected
+    assert hosts.fleet.metric("outrider_sequences_finished_total", reason="lost") == 0
+
+
+def test_a_machine_that_is_lost_and_one_that_takes_its_place(hosts: Hosts, expected: dict[str, str]) -> None:
+    """The last test: the drafter's machine is gone after it."""
+    streams = {prompt: Stream(hosts.fleet, prompt, 1000) for prompt in PROMPTS}
+    wait_for(lambda: all(stream.text for stream in streams.values()), 30, "tokens")
+    hosts.machines.worker.power_off()
+    for stream in streams.values():
+        stream.wait()
+    assert {prompt: completed(hosts.fleet, prompt) for prompt in PROMPTS} == expected
+    before, began = hosts.drafts(), time.monotonic()
+    another = hosts.machines.join("drafting")
+
+    def drafted() -> bool:
+        assert completed(hosts.fleet, PROMPTS[0]) == expected[PROMPTS[0]]
+        return hosts.drafts() > before
+
+    wait_for(drafted, 180, "a drafter on the new machine")
+    print(f"drafted for again {time.monotonic() - began:.1f} s after another machine joined")
+    assert [each["node"] for each in hosts.fleet.fleet()["drafters"] if each["state"] == "ready"] == [another.address]

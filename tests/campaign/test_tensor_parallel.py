@@ -1,0 +1,87 @@
+"""A verifier whose model two processes share, on CPUs: the same greedy text, drafted for from the first rank's features.
+
+vLLM's executor runs each rank as a process of its own beside the verifier's; what one host can show of it is shown here.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from vllm.sampling_params import SamplingParams
+
+from backend.bench.prompts import Prompts
+from tests.support.fleet_process import ServedFleet, wait_for
+from tests.support.processes import Drafter, Verifier, demo_models
+
+pytestmark = [pytest.mark.engine, pytest.mark.campaign, pytest.mark.timeout(600)]
+
+REQUESTS, TOKENS = 8, 128
+PROMPT = "def read_lines(path):\n    "
+
+
+def prompts() -> list[list[int]]:
+    source = Prompts(demo_models().target_dir, 64)
+    return [source.make("code", f"ranks/{i}") for i in range(REQUESTS)]
+
+
+def answers(directory: Path, mode: str, ranks: int) -> tuple[list[list[int]], int, int]:
+    """What is answered greedily; drafts verified and draft tokens kept for it."""
+    settings = {"draft_deadline_ms": 5000, "fallback": False, "tensor_parallel": ranks}
+    verifier = Verifier(directory, {"mode": mode, "verifier": settings})
+    try:
+        params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
+        if mode == "off":
+            return [answer.tokens for answer in verifier.client.generate(prompts(), params)], 0, 0
+        drafter = Drafter(directory)
+        try:
+            verifier.set_drafters(drafter.ref)
+            tokens = [answer.tokens for answer in verifier.client.generate(prompts(), params)]
+            counted = verifier.client.fresh_stats().drafters["drafter-0"]
+            return tokens, counted.drafts, counted.accepted_tokens
+        finally:
+            drafter.close()
+    finally:
+        verifier.close()
+
+
+def test_two_ranks_draft_as_one_does_and_answer_the_same(tmp_path: Path) -> None:
+    plain, _, _ = answers(tmp_path, "off", 1)
+    one, *alone = answers(tmp_path, "sync", 1)
+    assert one == plain
+    for mode in ("sync", "ahead"):
+        two, drafts, accepted = answers(tmp_path, mode, 2)
+        print(f"{mode}: {drafts} drafts, {accepted} tokens kept; {alone} by one rank in sync")
+        assert two == plain
+        assert drafts > 0
+        assert abs(accepted / drafts - alone[1] / alone[0]) < 0.2
+
+
+def ranks_of(pid: int) -> list[int]:
+    """The processes of vLLM's ranks below a verifier's."""
+    children = [int(child) for file in Path(f"/proc/{pid}/task").glob("*/children") for child in file.read_text().split()]
+    return [child for child in children if "Worker_TP" in Path(f"/proc/{child}/cmdline").read_text()]
+
+
+def test_a_rank_that_dies_takes_its_verifier_along_and_the_request_goes_on() -> None:
+    shared_before = set(os.listdir("/dev/shm"))
+    fleet = ServedFleet(
+        *("--mode", "sync", "--verifier-tensor-parallel", "2", "--verifier-cores", "2"),
+        *("--ray-namespace", f"ranks-{os.getpid()}"),
+    )
+    try:
+        text = fleet.complete(PROMPT, max_tokens=TOKENS, ignore_eos=True)["choices"][0]["text"]
+        wait_for(lambda: fleet.metric("outrider_accepted_tokens_total", drafter="drafter-0") > 0, 10, "drafts that count")
+        pid = fleet.fleet()["verifiers"][0]["pid"]
+        ranks = ranks_of(pid)
+        assert len(ranks) == 2
+        os.kill(ranks[1], signal.SIGKILL)
+        # Whether it is sent before or after the loss is noticed: it waits for the verifier that Ray starts.
+        assert fleet.complete(PROMPT, max_tokens=TOKENS, ignore_eos=True)["choices"][0]["text"] == text
+        assert fleet.fleet()["verifiers"][0]["pid"] != pid
+        assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
+    finally:
+        assert fleet.stop() == 0
+    assert [name for name in os.listdir("/dev/shm") if name.startswith("vllm_dist") and name not in shared_before] == []

@@ -1,0 +1,228 @@
+"""Several machines on this one: network, PID and mount namespaces of their own behind a bridge.  Tests only; needs root.
+
+A machine has its own address, its own /tmp and /dev/shm, and sees only its own processes; the test itself is one more machine
+of the network.  A machine ends with its first process, which ends with the test: nothing is left, whatever happens.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import IO
+
+from tests.support.fleet_process import ROOT, wait_for
+
+FIRST_PROCESS = """
+import signal, subprocess, sys
+for directory in ("/tmp", "/dev/shm"):
+    subprocess.run(["mount", "-t", "tmpfs", "tmpfs", directory], check=True)
+subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+print("up", flush=True)
+sys.stdin.read()
+"""
+ETH_P_ALL = 3
+"""Both directions; asked for one protocol, Linux shows what comes in alone."""
+IPV4 = b"\x08\x00"
+UNSHARE = ("unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
+
+
+def missing() -> str | None:
+    """Why there can be no such machines here."""
+    for command in ("ip", "unshare", "nsenter"):
+        if shutil.which(command) is None:
+            return f"no {command} here"
+    if os.geteuid() != 0:
+        return "needs root, for network namespaces"
+    tried = subprocess.run([*UNSHARE, "true"], capture_output=True, text=True, check=False)
+    return tried.stderr.strip() or None if tried.returncode else None
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
+
+
+class Machine:
+    """One of them."""
+
+    def __init__(self, network: Network, number: int, log: IO[str]) -> None:
+        self.address = f"{network.prefix}.{number}"
+        self.port = f"{network.name}p{number}"
+        """The network's end of its cable."""
+        self._log = log
+        self._children: list[subprocess.Popen[str]] = []
+        self._first = subprocess.Popen(
+            [*UNSHARE, sys.executable, "-c", FIRST_PROCESS],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+        )
+        assert self._first.stdout is not None
+        if self._first.stdout.readline().strip() != "up":
+            raise RuntimeError("no namespaces here")
+        pid = self._first.pid
+        self.pid = int(Path(f"/proc/{pid}/task/{pid}/children").read_text())
+        """Of its first process, as seen from here."""
+        _ip("link", "add", self.port, "type", "veth", "peer", "name", "eth0", "netns", str(self.pid))
+        _ip("link", "set", self.port, "master", network.name, "up")
+        self.run("ip", "addr", "add", f"{self.address}/24", "dev", "eth0")
+        self.run("ip", "link", "set", "eth0", "up")
+
+    @property
+    def enter(self) -> list[str]:
+        """What stands before a command that is to run there."""
+        return ["nsenter", "-t", str(self.pid), "--net", "--mount", "--pid", "env", "-C", str(ROOT)]
+
+    def run(self, *command: str) -> str:
+        """Runs a command there; returns what it says."""
+        done = self.attempt(*command)
+        assert done.returncode == 0, f"{command}: {done.stderr}"
+        return done.stdout
+
+    def attempt(self, *command: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+        """Runs a command there that may fail."""
+        environment = os.environ | (env or {})
+        return subprocess.run([*self.enter, *command], env=environment, capture_output=True, text=True, check=False)
+
+    def start(self, *command: str, env: Mapping[str, str] | None = None) -> None:
+        """Starts a command there, which ends with the machine at the latest."""
+        started = subprocess.Popen(
+            [*self.enter, *command], env=os.environ | (env or {}), stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log
+        )
+        self._children.append(started)  # type: ignore[arg-type]
+
+    def plug(self, there: bool) -> None:
+        """Pulls its network cable out, or puts it back."""
+        _ip("link", "set", self.port, "up" if there else "down")
+
+    def connections(self, port: int) -> set[str]:
+        """The addresses from which connections to one of its tcp ports are established."""
+        found = set()
+        for line in Path(f"/proc/{self.pid}/net/tcp").read_text().splitlines()[1:]:
+            _, local, remote, state, *_ = line.split()
+            if state == "01" and int(local.split(":")[1], 16) == port:
+                found.add(socket.inet_ntoa(struct.pack("<I", int(remote.split(":")[0], 16))))
+        return found
+
+    def power_off(self) -> None:
+        """Everything on it ends at once."""
+        assert self._first.stdin is not None
+        self._first.stdin.close()
+        self._first.wait(30)
+        for child in self._children:
+            child.wait(30)
+
+
+class Network:
+    """A bridge; the test's own address on it is number 254."""
+
+    def __init__(self, log: IO[str]) -> None:
+        # Names of interfaces are short, and two tests may run at once.
+        self.name = f"or{secrets.token_hex(3)}"
+        self.prefix = f"10.{200 + secrets.randbelow(50)}.{secrets.randbelow(250)}"
+        self.address = f"{self.prefix}.254"
+        self._log = log
+        self.machines: list[Machine] = []
+        _ip("link", "add", self.name, "type", "bridge")
+        _ip("addr", "add", f"{self.address}/24", "dev", self.name)
+        _ip("link", "set", self.name, "up")
+
+    def machine(self) -> Machine:
+        """One more."""
+        self.machines.append(Machine(self, len(self.machines) + 1, self._log))
+        return self.machines[-1]
+
+    def close(self) -> None:
+        for machine in self.machines:
+            machine.power_off()
+        _ip("link", "del", self.name)
+
+
+@contextmanager
+def network(log: IO[str]) -> Iterator[Network]:
+    """A network for the block."""
+    made = Network(log)
+    with ExitStack() as stack:
+        stack.callback(made.close)
+        yield made
+
+
+class Tap:
+    """Listens in on a machine's cable: what goes to and from one of its tcp ports."""
+
+    def __init__(self, machine: Machine, port: int) -> None:
+        self._number = port
+        self._heard: list[bytes] = []
+        self._socket = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(ETH_P_ALL))
+        self._socket.bind((machine.port, 0))
+        self._socket.settimeout(0.2)
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._listen, daemon=True)
+        self._thread.start()
+
+    @property
+    def heard(self) -> bytes:
+        """All payloads so far."""
+        return b"".join(self._heard)
+
+    def _listen(self) -> None:
+        while not self._over.is_set():
+            try:
+                frame = self._socket.recv(65550)
+            except TimeoutError:
+                continue
+            packet = frame[14:]
+            if frame[12:14] != IPV4 or packet[9] != socket.IPPROTO_TCP:
+                continue
+            segment = packet[4 * (packet[0] & 15) : int.from_bytes(packet[2:4], "big")]
+            if self._number in struct.unpack(">HH", segment[:4]):
+                self._heard.append(segment[4 * (segment[12] >> 4) :])
+
+    def close(self) -> None:
+        self._over.set()
+        self._thread.join()
+        self._socket.close()
+
+
+class RayMachines:
+    """A Ray cluster of two machines: number one is the head and lends `verifying`, number two lends `drafting`."""
+
+    def __init__(self, made: Network) -> None:
+        self.network = made
+        self.env = {
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": secrets.token_hex(32),
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_prestart_worker_first_driver": "0",
+        }
+        self.head = made.machine()
+        self.ray_address = f"{self.head.address}:6379"
+        self._ray(self.head, "--head", "--port=6379", "--include-dashboard=false", '--resources={"verifying": 1}')
+        wait_for(lambda: self._listens(self.head.address, 6379), 60, "Ray's head")
+        self.worker = self.join("drafting")
+
+    def join(self, resource: str) -> Machine:
+        """One more machine, which lends this resource."""
+        machine = self.network.machine()
+        self._ray(machine, f"--address={self.ray_address}", f'--resources={{"{resource}": 1}}')
+        return machine
+
+    def _ray(self, machine: Machine, *options: str) -> None:
+        common = ("--num-cpus=2", f"--node-ip-address={machine.address}", "--object-store-memory=80000000")
+        ray = str(Path(sys.executable).with_name("ray"))
+        machine.start(ray, "start", *options, *common, "--disable-usage-stats", "--block", env=self.env)
+
+    def _listens(self, host: str, port: int) -> bool:
+        with socket.socket() as probe:
+            probe.settimeout(1)
+            return probe.connect_ex((host, port)) == 0

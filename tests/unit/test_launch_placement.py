@@ -1,0 +1,124 @@
+"""Which members share a placement group, and who moves into a room that became vacant."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from backend.fleet import MemberKind
+from backend.launch import rooms
+from backend.launch.placement import Group, arrange, fits, needs
+from backend.launch.plan import MemberPlan
+from backend.launch.processes import LaunchError
+from backend.launch.rooms import Rooms
+
+
+def member(name: str, cpus: float = 1, gpus: float = 0, **resources: float) -> MemberPlan:
+    kind: MemberKind = "verifier" if name.startswith("verifier") else "drafter"
+    return MemberPlan(name, kind, [], cpus, gpus, "tcp://node:0", resources=resources)
+
+
+def fleet(verifiers: int, drafters: int) -> list[MemberPlan]:
+    return [member(f"verifier-{i}") for i in range(verifiers)] + [member(f"drafter-{i}") for i in range(drafters)]
+
+
+def names(groups: list[Group]) -> list[tuple[str, list[str]]]:
+    return [(group.strategy, [each.member_id for each in group.members]) for group in groups]
+
+
+def test_spread_is_one_group_over_all_nodes() -> None:
+    assert names(arrange(fleet(1, 2), "spread")) == [("SPREAD", ["verifier-0", "drafter-0", "drafter-1"])]
+
+
+def test_near_is_a_node_per_verifier_and_its_drafters() -> None:
+    assert names(arrange(fleet(2, 3), "near")) == [
+        ("STRICT_PACK", ["verifier-0", "drafter-0", "drafter-2"]),
+        ("STRICT_PACK", ["verifier-1", "drafter-1"]),
+    ]
+
+
+@given(st.integers(0, 6), st.integers(0, 9), st.sampled_from(["spread", "near", "free"]))
+def test_everybody_is_in_one_group(verifiers: int, drafters: int, placement: Any) -> None:
+    members = fleet(verifiers, drafters)
+    placed = [each.member_id for group in arrange(members, placement) for each in group.members]
+    assert sorted(placed) == sorted(each.member_id for each in members)
+
+
+def test_all_ranks_of_a_verifier_are_one_bundle() -> None:
+    assert needs(member("verifier-0", cpus=0, gpus=4, big=0.5)) == {"GPU": 4, "big": 0.5}
+    assert needs(member("drafter-0", cpus=0)) == {"CPU": 0.01}, "Ray takes no empty bundle"
+
+
+def test_a_vacant_room_is_for_those_who_need_no_more() -> None:
+    assert fits(member("drafter-0", cpus=0, gpus=1), {"GPU": 4})
+    assert fits(member("drafter-0", cpus=0), {"GPU": 4})
+    assert not fits(member("verifier-1", cpus=0, gpus=4), {"GPU": 1})
+    assert not fits(member("verifier-1", cpus=0, gpus=1, big=1), {"GPU": 1})
+
+
+class FakeGroup:
+    """A placement group of Ray's, which has room or not."""
+
+    def __init__(self, bundles: list[dict[str, float]], strategy: str, has_room: bool) -> None:
+        self.bundles, self.strategy, self.has_room = bundles, strategy, has_room
+
+    def wait(self, timeout_s: float) -> bool:
+        return self.has_room
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Ray as far as rooms are concerned: `made` groups, of which some were `removed`; `room` for more or not."""
+    state = SimpleNamespace(made=[], removed=[], room=True)
+
+    def make(bundles: list[dict[str, float]], strategy: str) -> FakeGroup:
+        state.made.append(FakeGroup(bundles, strategy, state.room))
+        return state.made[-1]
+
+    monkeypatch.setattr(rooms, "placement_group", make)
+    monkeypatch.setattr(rooms, "remove_placement_group", state.removed.append)
+    monkeypatch.setattr(rooms, "_no_room", lambda group: f"no room for {group}")
+    monkeypatch.setattr(
+        rooms,
+        "PlacementGroupSchedulingStrategy",
+        lambda group, placement_group_bundle_index, **_: (group, placement_group_bundle_index),
+    )
+    return state
+
+
+def test_a_member_that_comes_again_has_its_room_and_a_new_one_takes_a_vacant_one(cluster: SimpleNamespace) -> None:
+    reserved = Rooms()
+    members = fleet(1, 2)
+    reserved.reserve(arrange(members, "spread"))
+    (whole,) = cluster.made
+    assert [reserved.place(each) for each in members] == [(whole, 0), (whole, 1), (whole, 2)]
+    assert reserved.place(members[1]) == (whole, 1)
+    reserved.vacate("drafter-0")
+    assert reserved.place(member("drafter-7")) == (whole, 1)
+    own, number = reserved.place(member("drafter-8"))
+    assert (own, number) == (cluster.made[1], 0)
+    assert not cluster.removed
+
+
+def test_a_group_without_members_is_given_back(cluster: SimpleNamespace) -> None:
+    reserved = Rooms()
+    reserved.reserve(arrange(fleet(2, 2), "near"))
+    reserved.vacate("verifier-0")
+    assert cluster.removed == []
+    reserved.vacate("drafter-0")
+    assert cluster.removed == cluster.made[:1]
+    reserved.close()
+    assert cluster.removed == cluster.made
+
+
+def test_without_room_for_all_nothing_stays_reserved(cluster: SimpleNamespace) -> None:
+    cluster.room = False
+    reserved = Rooms()
+    with pytest.raises(LaunchError, match=r"no room for verifier-0 \(1 CPU\), drafter-0 \(1 CPU\)"):
+        reserved.reserve(arrange(fleet(2, 2), "near"))
+    assert cluster.removed == cluster.made
+    assert len(cluster.made) == 2
