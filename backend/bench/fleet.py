@@ -215,5 +215,6 @@ def verifier_settings(bench: Bench, configuration: Configuration, verifiers: int
             "max_num_seqs": max(64, bench.most),
             "max_model_len": bench.longest,
             "engine_args": share,
+            **({"ahead_outcomes": configuration.outcomes} if configuration.outcomes else {}),
         },
     }

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from backend.bench.plan import Configuration, Point
+from backend.bench.plan import Configuration, Point, label
 from backend.fleet import DraftCounters, DrafterStats, VerifierStats
 
 if TYPE_CHECKING:
@@ -88,6 +88,8 @@ class Row(msgspec.Struct, frozen=True):
     domain: str
     ramp_from: int
     """The load went from here to `concurrency` and back; 0: it was steady."""
+    outcomes: int | None
+    """Fan-out of mode `ahead` where it was asked for."""
     cores: int
     rounds: int
     tokens_per_s: float
@@ -115,8 +117,8 @@ class Row(msgspec.Struct, frozen=True):
 
     @property
     def label(self) -> str:
-        """Mode and K."""
-        return f"{self.mode}-k{self.k}" if self.k else self.mode
+        """Mode, K and fan-out."""
+        return label(self.mode, self.k, self.outcomes)
 
 
 def sample(
@@ -190,6 +192,7 @@ def row(target: str, configuration: Configuration, point: Point, samples: Sequen
         temperature=point.temperature,
         domain=point.domain,
         ramp_from=point.ramp_from,
+        outcomes=configuration.outcomes,
         cores=len(configuration.cores),
         rounds=len(samples),
         idle={cause: statistics.median(s.idle.get(cause, 0.0) for s in samples) for cause in causes},

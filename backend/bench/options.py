@@ -31,6 +31,8 @@ class Options:
     layouts: tuple[str, ...]
     modes: tuple[Mode, ...]
     ks: tuple[int, ...]
+    outcomes: tuple[int, ...]
+    """Fan-outs of mode `ahead`; empty: a verifier's default."""
     concurrency: tuple[int, ...]
     temperatures: tuple[float, ...]
     domains: tuple[str, ...]
@@ -67,6 +69,7 @@ def parse(arguments: Sequence[str]) -> Options:
         layouts=given.layouts,
         modes=given.modes,
         ks=given.k,
+        outcomes=given.outcomes,
         concurrency=given.concurrency or ((1, 4) if quick else (1, 4, 16)),
         temperatures=given.temperatures,
         domains=given.domains or (DOMAINS[:1] if quick else DOMAINS),
@@ -102,6 +105,8 @@ def _parser() -> argparse.ArgumentParser:
     say("--modes", type=_names(MODES), metavar="LIST", default=MODES, help=f"of {', '.join(MODES)} (default: all)")
     say("--domains", type=_names(DOMAINS), metavar="LIST", help=f"of {', '.join(DOMAINS)}; the first is swept (default: all)")
     say("--k", type=_numbers(int, 1), metavar="LIST", default=(4,), help="draft tokens per verification (default: 4)")
+    fan_outs = "outcomes that mode ahead drafts per request and step (default: as when serving)"
+    say("--outcomes", type=_numbers(int, 1), metavar="LIST", default=(), help=fan_outs)
     say("--concurrency", type=_numbers(int, 1), metavar="LIST", help="requests in flight (default: 1,4,16)")
     say("--temperatures", type=_numbers(float, 0), metavar="LIST", default=(0.0, 1.0), help="default: 0,1")
     say("--tokens", type=at_least(2), metavar="N", help="tokens of every answer (default: 128)")

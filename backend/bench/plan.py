@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 from backend.bench.options import Options
 from backend.config.settings import Mode
@@ -37,6 +38,8 @@ class Configuration:
     k: int
     """0: no drafting."""
     cores: tuple[int, ...]
+    outcomes: int | None = None
+    """Fan-out of mode `ahead`; None: a verifier's default."""
 
     @property
     def name(self) -> str:
@@ -45,8 +48,8 @@ class Configuration:
 
     @property
     def label(self) -> str:
-        """Mode and K."""
-        return f"{self.mode}-k{self.k}" if self.k else self.mode
+        """Mode, K and fan-out."""
+        return label(self.mode, self.k, self.outcomes)
 
     @property
     def is_remote(self) -> bool:
@@ -105,9 +108,16 @@ def configurations(options: Options, split: CoreSplit) -> list[Configuration]:
         for mode in options.modes:
             if whole and (mode not in LOCAL_MODES or split.all == split.verifier):
                 continue
-            for k in options.ks if mode != "off" else (0,):
-                found.append(Configuration(layout, mode, k, split.all if whole else split.verifier))
+            ks = options.ks if mode != "off" else (0,)
+            fan_outs = (options.outcomes or (None,)) if mode == "ahead" else (None,)
+            for k, outcomes in product(ks, fan_outs):
+                found.append(Configuration(layout, mode, k, split.all if whole else split.verifier, outcomes))
     return found
+
+
+def label(mode: str, k: int, outcomes: int | None) -> str:
+    """What a configuration is called in tables."""
+    return mode + (f"-k{k}" if k else "") + (f"-o{outcomes}" if outcomes else "")
 
 
 def points(options: Options) -> list[Point]:
