@@ -11,11 +11,12 @@ from typing import Any
 import msgspec
 
 from backend.bench import plot
+from backend.bench.fleet import AUTO_WARM_UPS, WARM_UPS
 from backend.bench.identical import PLAIN, Difference
 from backend.bench.measure import Ratio, Row, ceiling, ratio
 from backend.bench.options import Options
 from backend.bench.plan import LOCAL_MODES, CoreSplit, Point
-from backend.bench.run import Results
+from backend.bench.run import WARM_UP_TOKENS, Results
 from backend.models import Say
 
 EQUAL_VERIFIER, EQUAL_TOTAL = "equal_verifier", "equal_total"
@@ -69,6 +70,8 @@ def markdown(content: Mapping[str, Any], rows: Sequence[Row], differences: Seque
         f"- Versions: Python {hardware['python']}, {_list(f'{n} {v}' for n, v in hardware['versions'].items())}",
         f"- Alternating rounds: {settings['rounds']}; tokens: {settings['prompt_tokens']} in, {settings['tokens']} out; "
         "medians with (least-greatest)",
+        f"- Before: {WARM_UPS} loads of up to {WARM_UP_TOKENS} tokens per concurrency and temperature, {AUTO_WARM_UPS} for "
+        "`auto`, which learns from them what plans cost",
         f"- {_greedy_line(content)}",
         "",
     ]

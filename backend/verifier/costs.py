@@ -25,7 +25,7 @@ FEW = 4
 """Measurements of a plan below which they say nothing."""
 ENOUGH = 8
 """Measurements from which on their decaying mean counts and no longer their median."""
-STALE_STEPS = 1024
+STALE_STEPS = 2048
 """Steps after which a measurement is due to be repeated."""
 HICCUP = 1.5
 """Times the usual that one measurement counts for at most."""
@@ -199,8 +199,8 @@ Source = Literal["features", "ahead", "own"]
 
 
 @dataclass
-class Accepted:
-    """What was accepted of one kind of requests."""
+class Learned:
+    """What was learned of one kind of requests: what was accepted, and what plans took."""
 
     drafts: Acceptance = field(default_factory=Acceptance)
     """Of all drafts that were verified, whatever the plan: what drafting from the target's features would bring everywhere.
@@ -209,6 +209,7 @@ class Accepted:
     """Of all verifications while outcomes are enumerated ahead, those that went without a draft included."""
     after_miss: Acceptance = field(default_factory=Acceptance)
     """Of drafts made afresh because what happened had not been enumerated: surprises go on surprising."""
+    cycles: Cycles = field(default_factory=Cycles)
 
     def observe(self, plan: Plan, source: Source, drafted: int, accepted: int) -> None:
         """See `Costs.note_verification`."""
@@ -227,6 +228,7 @@ class Accepted:
         """See `Costs.fade`."""
         for acceptance in (self.drafts, self.ahead, self.after_miss):
             acceptance.fade(FADED)
+        self.cycles.fade()
 
 
 @dataclass
@@ -237,15 +239,28 @@ class Costs:
     """Step time over tokens in the step."""
     draft: Curve = field(default_factory=Curve)
     """Draft round trip divided by k + 1 (one pass takes in the new rows, k draft), over requests in the round."""
-    cycles: Cycles = field(default_factory=Cycles)
-    greedy: Accepted = field(default_factory=Accepted)
-    sampled: Accepted = field(default_factory=Accepted)
-    """Apart from greedy ones: the same draft is accepted far more often where the target takes its likeliest token."""
+    greedy: Learned = field(default_factory=Learned)
+    sampled: Learned = field(default_factory=Learned)
+    """Apart from greedy ones: the same draft is accepted far more often where the target takes its likeliest token, and
+    verifying it without sampling takes less time."""
     greedy_share: float = 1.0
     """Of the requests decoding now."""
     ahead_hit_rate: float = 0.5
     """Share of verifications whose outcome had been enumerated."""
     _overhead_s: float = 0.0
+
+    @property
+    def cycles(self) -> Cycles:
+        """Of the kind that most requests are of now."""
+        return (self.greedy if self.greedy_share >= 0.5 else self.sampled).cycles
+
+    @property
+    def _other_cycles(self) -> Cycles:
+        return (self.sampled if self.greedy_share >= 0.5 else self.greedy).cycles
+
+    def age(self, plan: Plan, requests: float, clock: int) -> float:
+        """Steps since this plan was measured at this load, for whichever kind of requests."""
+        return min(each.age(plan, requests, clock) for each in (self.cycles, self._other_cycles))
 
     def note_drafts(self, requests: int, k: int, drafter_s: float, waited_s: float | None) -> None:
         """Drafts of `k` tokens for `requests` requests came; the drafter computed for `drafter_s`.
@@ -263,7 +278,6 @@ class Costs:
 
     def fade(self) -> None:
         """Nothing was drafted for long: what is drafted next counts for more than what was drafted then."""
-        self.cycles.fade()
         self.greedy.fade()
         self.sampled.fade()
 
@@ -286,14 +300,19 @@ class Costs:
 
     def per_verification_s(self, plan: Plan, requests: int) -> float:
         """Seconds per verification: measured, or what the two curves say, corrected by the nearest measurement."""
-        measured = self.cycles.at(plan, requests)
-        if measured is not None:
-            return measured
+        for cycles in (self.cycles, self._other_cycles):
+            measured = cycles.at(plan, requests)
+            if measured is not None:
+                return measured
         estimate = self._estimate(plan, requests)
-        nearest = self.cycles.nearest(plan, requests)
+        cycles = self.cycles
+        nearest = cycles.nearest(plan, requests)
+        if nearest is None:
+            cycles = self._other_cycles
+            nearest = cycles.nearest(plan, requests)
         if nearest is None:
             return estimate
-        at, seconds = 2 ** (nearest[1] / 2), self.cycles.measured[nearest].seconds
+        at, seconds = 2 ** (nearest[1] / 2), cycles.measured[nearest].seconds
         estimate *= seconds / self._estimate(nearest[0], at)
         if nearest[0].structure == plan.structure and nearest[1] == place_of(requests):
             # More draft tokens take more time, at most in proportion, whatever curves of long ago say.

@@ -176,7 +176,7 @@ class AutoPlanner:
         untried = [
             (self.tokens_per_s(plan, requests), plan)
             for plan in others
-            if self._costs.cycles.age(plan, requests, self._clock) > STALE_STEPS
+            if self._costs.age(plan, requests, self._clock) > STALE_STEPS
         ]
         if any(plan == OFF for _, plan in untried):
             # Plain steps are what drafting has to beat: what they take is worth knowing before anything else.

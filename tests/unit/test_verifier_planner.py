@@ -264,3 +264,17 @@ def test_drafted_steps_say_nothing_of_plain_ones_and_more_tokens_cost_at_most_in
         costs.cycles.observe(Plan(3), 16, 0.004, clock)
     assert costs.per_verification_s(Plan(4), 16) == pytest.approx(0.005)
     assert 0.003 <= costs.per_verification_s(Plan(2), 16) <= 0.004
+
+
+def test_sampled_steps_are_timed_apart_from_greedy_ones_and_stand_in_for_them() -> None:
+    costs = Costs(greedy_share=0.0)
+    for clock in range(8):
+        costs.cycles.observe(Plan(4), 4, 0.006, clock)
+    costs.greedy_share = 1.0
+    assert costs.per_verification_s(Plan(4), 4) == 0.006
+    assert costs.age(Plan(4), 4, 10) == 3
+    for clock in range(8):
+        costs.cycles.observe(Plan(4), 4, 0.004, clock)
+    assert costs.per_verification_s(Plan(4), 4) == 0.004
+    costs.greedy_share = 0.4
+    assert costs.per_verification_s(Plan(4), 4) == 0.006
