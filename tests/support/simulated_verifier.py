@@ -228,6 +228,10 @@ class SimulatedVerifier:
         self.heard: dict[str, float] = {}
         self.longest_silence_s = 0.0
 
+    def connections_refused(self) -> int:
+        """Asked of whoever plays the gateways."""
+        return 0
+
     def generate(self, texts: dict[str, Text], limit_s: float = 60.0) -> None:
         """All requests at once, to their ends."""
         for request_id, text in texts.items():
