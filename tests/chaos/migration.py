@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from gateway.routing import Candidate
+from backend.routing import Candidate
 from tests.chaos.workload import Case, Outcome, ask, cases, what_is_wrong
 from tests.support.engine_gateway import EngineFleet, engine_fleet
 from tests.support.fake_verifier import eventually
