@@ -18,6 +18,8 @@ GAIN = 1.03
 """A new plan must promise this much more than the present one."""
 DWELL_STEPS = 16
 """Steps a plan is kept for at least, unless the load changes."""
+RECONSIDER_EVERY = 4
+"""Steps between two looks at all plans, which take a few hundred microseconds."""
 SETTLE_STEPS = 2
 """Steps after a change that still verify what the plan before asked for."""
 PROBE_EVERY = 32
@@ -105,6 +107,7 @@ class AutoPlanner:
         self._running = OFF
         self._run = 0
         self._clock = 0
+        self._due = 0
 
     def plan(self, requests: int) -> Plan:
         """The present plan unless another one is clearly better, or a trial."""
@@ -135,8 +138,10 @@ class AutoPlanner:
             # What is best here is not what was best there; but a load on the border of two must not flap.
             self._place, self._trial = place, None
             self._steps = max(self._steps, DWELL_STEPS - SETTLE_STEPS)
+            self._due = self._clock + SETTLE_STEPS
         present = self._plan or OFF
-        if self._plan is None or (self._steps >= DWELL_STEPS and self._trial is None):
+        if self._plan is None or (self._clock >= self._due and self._steps >= DWELL_STEPS and self._trial is None):
+            self._due = self._clock + RECONSIDER_EVERY
             present = self._reconsider(requests)
         self._undrafted = 0 if present.k else self._undrafted + 1
         return self._try_out(present, requests)

@@ -27,7 +27,7 @@ class OneWay:
         self._first = first
 
     def choose(self, request_tokens: int, candidates: Sequence[Candidate]) -> str | None:
-        """See `gateway.routing.Router`."""
+        """See `backend.routing.Router`."""
         del request_tokens
         return min((each.id for each in candidates), key=lambda name: name != self._first, default=None)
 
