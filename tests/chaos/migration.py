@@ -106,7 +106,7 @@ async def _drafted(fleet: EngineFleet) -> dict[str, Drafted]:
     await fleet.quiet()
     # Counters are sent four times a second; those that are here may be from before the end.
     seen = {stats.verifier_id: stats.busy_s for stats in fleet.core.stats()}
-    await eventually(lambda: all(stats.busy_s > seen[stats.verifier_id] for stats in fleet.core.stats()))
+    await eventually(lambda: all(stats.busy_s > seen.get(stats.verifier_id, -1.0) for stats in fleet.core.stats()))
     return {
         stats.verifier_id: Drafted(
             sum(each.drafts for each in stats.drafters.values()), sum(each.accepted_tokens for each in stats.drafters.values())
