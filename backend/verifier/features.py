@@ -163,7 +163,7 @@ class FeatureShipper:
     def ship(self, spans: list[Span], hidden: torch.Tensor | None) -> None:
         """Sends this step's rows, or puts them aside.  `hidden`: `[num_tokens, width]` before `fc`, or None when drafters need
         no features."""
-        if hidden is not None:
+        if hidden is not None and (self._assigned or self._store.is_on):
             if not self.hurried and self._postponed.rows < MOST_ROWS:
                 self._postponed.add(spans, hidden)
                 return
