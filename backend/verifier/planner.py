@@ -22,6 +22,9 @@ from backend.verifier.trials import TRIAL_STEPS, TrialBudget
 
 GAIN = 1.05
 """A new plan must promise this much more than the present one."""
+DRAFTING_MUST_GAIN = 1.07
+"""Drafting must promise this much over plain steps.  Drafted requests end at different times and leave small batches behind, the
+best of a dozen estimates is too good, and a drafter that does not pay can serve somebody else."""
 DWELL_STEPS = 16
 """Steps a plan is kept for at least, unless the load changes."""
 RECONSIDER_EVERY = 4
@@ -142,6 +145,10 @@ class AutoPlanner:
         """Estimated goodput."""
         return self._costs.length(plan) / self._costs.per_verification_s(plan, requests)
 
+    def _worth(self, plan: Plan, requests: int) -> float:
+        """What plans are compared by."""
+        return self.tokens_per_s(plan, requests) / (DRAFTING_MUST_GAIN if plan.k else 1.0)
+
     def _choose(self, requests: int) -> Plan:
         self._clock += 1
         self._steps += 1
@@ -160,12 +167,11 @@ class AutoPlanner:
 
     def _reconsider(self, requests: int) -> Plan:
         present = self._plan
-        best = max(self._choices(requests), key=lambda plan: self.tokens_per_s(plan, requests))
+        best = max(self._choices(requests), key=lambda plan: self._worth(plan, requests))
         if present is None:
             self._plan = best
         elif best != present and (
-            present not in self._candidates(requests)
-            or self.tokens_per_s(best, requests) > GAIN * self.tokens_per_s(present, requests)
+            present not in self._candidates(requests) or self._worth(best, requests) > GAIN * self._worth(present, requests)
         ):
             self._change(best, requests)
         return self._plan or OFF
@@ -197,7 +203,7 @@ class AutoPlanner:
 
     def _loss(self, trial: Plan, present: Plan, requests: int) -> float:
         """What a trial loses, in steps of the present plan, by what is known of both."""
-        behind = 1 - self.tokens_per_s(trial, requests) / self.tokens_per_s(present, requests)
+        behind = 1 - self._worth(trial, requests) / self._worth(present, requests)
         longer = self._costs.per_verification_s(trial, requests) / self._costs.per_verification_s(present, requests)
         return TRIAL_STEPS * longer * max(behind, 0.0)
 
@@ -206,12 +212,12 @@ class AutoPlanner:
         if self._undrafted >= self._revisit:
             self._undrafted, self._revisit = 0, min(2 * self._revisit, LONGEST_REVISIT)
             self._costs.fade()
-            return max((p for p in others if p.k), key=lambda plan: self.tokens_per_s(plan, requests), default=None)
+            return max((p for p in others if p.k), key=lambda plan: self._worth(plan, requests), default=None)
         if OFF in others and self._costs.cycles.at(OFF, requests) is None:
             # Plain steps are what drafting has to beat: what they take is worth knowing before anything else.
             return OFF
-        present_rate = self.tokens_per_s(present, requests)
-        shares = {plan: self.tokens_per_s(plan, requests) / present_rate for plan in others}
+        present_rate = self._worth(present, requests)
+        shares = {plan: self._worth(plan, requests) / present_rate for plan in others}
         due = [plan for plan in others if self._is_due(plan, shares[plan], requests)]
         if not due:
             return None
