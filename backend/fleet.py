@@ -116,7 +116,12 @@ class VerifierStats(msgspec.Struct):
     plain_step_s: float = 0.0
     """What a step over the running requests takes without drafts, by the verifier's own measurements; 0: not known."""
     drafted_step_s: float = 0.0
-    """The same with `num_speculative_tokens` draft tokens each."""
+    """The same with the draft tokens of the present plan, all its groups together; with `num_speculative_tokens` while it
+    drafts nothing."""
+    lookup_step_s: float = 0.0
+    """A step with what prompt lookup alone would draft; 0: not known, or there is none."""
+    lookup_length: float = 0.0
+    """Tokens that such a step brings per request."""
 
 
 class DrafterStats(msgspec.Struct):

@@ -2,19 +2,20 @@
 
     python -m backend.bench.assign [--load 8,1 8,0 "8,0>0,8" 8,8@1] [--drafters 2] [--rounds 3] [--seconds 8] [--output FILE]
 
-Verifiers and drafters are processes on this machine; the coordinator's policy runs here and is fed with the members' own reports,
-four times a second (`assign_fleet.py`).  A load says how many requests each verifier has in flight, all the time; behind `@` the
-temperature, between `>` what follows within a round.  Rounds alternate between the ways of assigning; the fixed ones are pins.
+Verifiers and drafters are processes on this machine; the coordinator's policy runs here and is fed with the members' own
+reports, four times a second (`assign_fleet.py`).  A load says how many requests each verifier has in flight, all the time;
+behind `@` the temperature, between `>` what follows within a round.  Rounds alternate between the ways of assigning; the fixed
+ones are pins.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import statistics
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,8 @@ from backend.bench.children import ENVIRONMENT
 from backend.bench.measure import drafting_between
 from backend.config import environment
 from backend.config.settings import CoordinatorSettings
+from backend.coordinator.assignment import Situation
+from backend.coordinator.model import FleetModel
 
 LOADS = ("8,1", "8,0", "16,0", "16,4", "4,4", "8,0>0,8")
 WAYS = ("goodput", "static", "gathered")
@@ -79,10 +82,20 @@ def measure(fleet: BenchFleet, load: Load, way: str, seconds: float, settle_s: f
         fleet.load(phase, load.temperatures)
         fleet.run(seconds / len(load.phases))
     after = fleet.read()
+    situation = fleet.coordinator.situation(after.at)
+    predicted = {each: _predicted(situation, pins_of(each, load, list(fleet.refs)) or {}) for each in WAYS if each != "goodput"}
     held = {name: [ref.id for ref in each.refs] for name, each in fleet.verifiers.items()}
     plans = {name: dict(each.plans.most_common(4)) for name, each in fleet.verifiers.items()}
     found = {"load": load.name, "way": way, "changes": settled - changes, "changes_measured": fleet.changes - settled}
-    return found | figures(before, after) | {"plans": plans, "drafters": held}
+    known = {each.id: dataclasses.asdict(each) for each in situation.verifiers}
+    known |= {each.id: {"fixed_s": each.fixed_s, "per_request_s": each.per_request_s} for each in situation.drafters}
+    return found | figures(before, after) | {"plans": plans, "drafters": held, "predicted": predicted, "known": known}
+
+
+def _predicted(situation: Situation, pins: Mapping[str, Sequence[str]]) -> float:
+    """Tokens per second of a fixed way, by the policy's model."""
+    pairs = [(verifier, drafter) for drafter, verifiers in pins.items() for verifier in verifiers]
+    return FleetModel(dataclasses.replace(situation, bindings=dict.fromkeys(pairs, 0.0), pins={}), 0.0).total()
 
 
 def figures(before: Reading, after: Reading) -> dict[str, Any]:
@@ -124,7 +137,7 @@ def summary(rounds: Sequence[Mapping[str, Any]], ways: Sequence[str]) -> dict[st
         ratios = [a / b for a, b in zip(totals[way], totals.get("static", ()), strict=False)]
         if way != "static" and ratios:
             result[f"{way}/static"] = {"median": statistics.median(ratios), "least": min(ratios), "greatest": max(ratios)}
-    result["changes"] = dict(Counter({w: sum(r["changes"] + r["changes_measured"] for r in rounds if r["way"] == w) for w in ways}))
+    result["changes"] = {w: sum(r["changes"] + r["changes_measured"] for r in rounds if r["way"] == w) for w in ways}
     return result
 
 

@@ -1,7 +1,7 @@
 """The fleet of `make bench-fleet`: verifiers under closed loops, drafters, and the coordinator between them.  Parent process.
 
-Its main thread is the clients' and the coordinator's; a thread per drafter asks for its counters, because a drafter with nothing
-to do answers late and the loops must not wait for it.
+Its main thread is the clients' and the coordinator's; a thread per drafter asks for its counters, because a drafter with
+nothing to do answers late and the loops must not wait for it.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ LAYOUTS = ("as-served", "apart", "floating")
 def cores_of(layout: str, verifiers: int, drafters: int, cores: Sequence[int]) -> list[list[int]]:
     """Cores of each verifier, then of each drafter.
 
-    `as-served`: as `outrider serve` binds members of one core each; `apart`: drafters share a half of the machine that verifiers
-    do not use; `floating`: everybody may run everywhere.
+    `as-served`: as `outrider serve` binds members of one core each; `apart`: drafters share a half of the machine that
+    verifiers do not use; `floating`: everybody may run everywhere.
     """
     if layout == "apart" and len(cores) > 1:
         half = len(cores) // 2

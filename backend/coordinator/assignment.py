@@ -25,15 +25,17 @@ class VerifierLoad:
     plain_s: float | None = None
     """A step over the present requests without drafts."""
     drafted_s: float | None = None
-    """The same with K draft tokens each."""
+    """The same with as many draft tokens each as it has asked for of late."""
     length: float | None = None
-    """Acceptance length with K draft tokens."""
+    """Acceptance length with so many draft tokens."""
     overlap: float = 0.0
     """Share of drafting that goes on while the verifier computes: 0 draft, then verify; 1 both at once."""
     may_skip: bool = True
     """Drafts nothing where that is faster (mode `auto`)."""
     tgs: float | None = None
     """Tokens per second and request, as measured."""
+    bare_s: float | None = None
+    """Seconds per token of each request while nobody drafts for it: plain steps, or what its prompt lookups make of them."""
 
 
 @dataclass

@@ -8,7 +8,8 @@ length t is met with probability t / cycle and is half done on average).  So
     tokens = sum over its drafters of n/m * (1 + (acceptance length - 1) * quality)
     goodput = tokens / cycle,                                    or n / plain step where drafting may be skipped
 
-with `delay` the slowest of its drafters.  What was not measured yet is taken to be as it is elsewhere in the fleet.
+and n / bare without drafters: plain steps, or what prompt lookups make of them where that is better.  `delay` is that of the
+slowest of its drafters.  What was not measured yet is taken to be as it is elsewhere in the fleet.
 """
 
 from __future__ import annotations
@@ -72,9 +73,10 @@ class FleetModel:
     def goodput(self, v: int) -> tuple[float, float]:
         """Predicted tokens per second of a verifier with its drafters and without any, by the assignment as it is now."""
         n, served = self._requests[v], self.of_verifier[v]
-        plain = n / self._plain_s[v]
         if not served:
-            return plain, plain
+            bare = n / self._bare_s[v]
+            return bare, bare
+        plain = n / self._plain_s[v]
         share, verify_s = n / len(served), self._drafted_s[v]
         tokens = delay = longest = 0.0
         for d in served:
@@ -107,7 +109,7 @@ class FleetModel:
         known = self.arrays
         n = known.requests
         v, d = self.edges()
-        result: Array = n / known.plain_s
+        result: Array = n / known.bare_s
         if not len(v):
             return float(result.sum())
         held = np.bincount(v, minlength=len(n))
@@ -122,7 +124,7 @@ class FleetModel:
         tokens = np.add.reduceat(share * (1 + gained), first)
         verify_s = verify_s[first]
         drafted = tokens / np.maximum(verify_s + delay - known.overlap[at] * np.minimum(verify_s, delay), longest)
-        result[at] = np.where(known.may_skip[at], np.maximum(drafted, result[at]), drafted)
+        result[at] = np.where(known.may_skip[at], np.maximum(drafted, n[at] / known.plain_s[at]), drafted)
         return float(result.sum())
 
     def requests(self, v: int) -> float:
@@ -185,9 +187,9 @@ class FleetModel:
         held = np.array([len(served) for served in self.of_verifier])[:, None] + np.arange(most + 1)
         draft_s = float(known.fixed_s.mean()) + float(known.per_request_s.mean()) * n / np.maximum(held, 1)
         cycle = verify_s + draft_s - known.overlap[:, None] * np.minimum(verify_s, draft_s)
-        plain = n / known.plain_s[:, None]
-        drafted = np.where(held > 0, n * (1 + known.extra[:, None] * float(known.quality.mean())) / cycle, plain)
-        best = np.where(known.may_skip[:, None], np.maximum(drafted, plain), drafted)
+        bare = n / known.bare_s[:, None]
+        drafted = np.where(held > 0, n * (1 + known.extra[:, None] * float(known.quality.mean())) / cycle, bare)
+        best = np.where(known.may_skip[:, None] & (held > 0), np.maximum(drafted, n / known.plain_s[:, None]), drafted)
         result: Array = np.array(self.weight)[:, None] * (best + UNFLOORED * drafted)
         return result
 
@@ -198,6 +200,7 @@ class FleetModel:
         """
         known = self.arrays
         n, verify_s, plain_s, extra, overlap = known.requests, known.drafted_s, known.plain_s, known.extra, known.overlap
+        bare_s = known.bare_s
         fixed_s, per_request_s, quality = known.fixed_s, known.per_request_s, known.quality
         weight, floor = np.array(self.weight), np.where(known.may_skip, n / plain_s, 0.0)
         held = np.bincount(v, minlength=len(n)).astype(float)
@@ -207,8 +210,8 @@ class FleetModel:
         def goodput(at: Array, drafters: Array, fixed: Array | float, per: Array | float, mean: Array) -> Array:
             delay = fixed + per * n[at] / np.maximum(drafters, 1)
             cycle = verify_s[at] + delay - overlap[at] * np.minimum(verify_s[at], delay)
-            drafted = np.where(drafters > 0, n[at] * (1 + extra[at] * mean) / cycle, n[at] / plain_s[at])
-            result: Array = np.maximum(drafted, floor[at]) + UNFLOORED * drafted
+            drafted = np.where(drafters > 0, n[at] * (1 + extra[at] * mean) / cycle, n[at] / bare_s[at])
+            result: Array = np.where(drafters > 0, np.maximum(drafted, floor[at]), drafted) + UNFLOORED * drafted
             return result
 
         every = np.arange(len(n))
@@ -233,6 +236,7 @@ class FleetModel:
         self._mean_share = _mean(self._requests, 1.0)
         self._active = [min(each.requests, 1.0) for each in loads]
         self._plain_s = plain
+        self._bare_s = [each.bare_s or s for each, s in zip(loads, plain, strict=True)]
         self._drafted_s = [each.drafted_s or extra * s for each, s in zip(loads, plain, strict=True)]
         self._length = _known((each.length for each in loads), PRIOR_LENGTH)
         self._overlap = [each.overlap for each in loads]
@@ -312,6 +316,7 @@ class Arrays:
         self.requests = np.array(model._requests)
         self.active = np.array(model._active)
         self.plain_s = np.array(model._plain_s)
+        self.bare_s = np.array(model._bare_s)
         self.drafted_s = np.array(model._drafted_s)
         self.extra = np.array(model._length) - 1
         self.overlap = np.array(model._overlap)

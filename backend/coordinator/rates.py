@@ -106,7 +106,7 @@ class VerifierRates:
         self.load = VerifierLoad(verifier_id)
         self._smoothing_s = smoothing_s
         self._requests, self._tokens_per_s = Average(smoothing_s), Average(smoothing_s)
-        self._plain_s, self._drafted_s = Average(smoothing_s), Average(smoothing_s)
+        self._plain_s, self._drafted_s, self._bare_s = Average(smoothing_s), Average(smoothing_s), Average(smoothing_s)
         self._last: tuple[VerifierStats, float] | None = None
 
     def observe(self, stats: VerifierStats, now: float, drafters: dict[str, DrafterRates]) -> None:
@@ -121,7 +121,9 @@ class VerifierRates:
             self._plain_s.note(stats.plain_step_s, seconds)
         if stats.running and stats.drafted_step_s > 0:
             self._drafted_s.note(stats.drafted_step_s, seconds)
-        load.plain_s, load.drafted_s = self._plain_s.value, self._drafted_s.value
+        if stats.running and stats.lookup_step_s > 0:
+            self._bare_s.note(min(stats.lookup_step_s / stats.lookup_length, stats.plain_step_s), seconds)
+        load.plain_s, load.drafted_s, load.bare_s = self._plain_s.value, self._drafted_s.value, self._bare_s.value
         load.may_skip = stats.mode == "auto"
         load.overlap = _overlap(stats)
         if last is not None and known:
