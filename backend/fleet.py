@@ -175,6 +175,8 @@ class Member(msgspec.Struct, frozen=True):
     """The Ray node it runs on."""
     local_address: str = ""
     """Where it also listens for processes of that node (`ipc://...`); empty: only at `address`."""
+    cores: list[int] = []
+    """CPU cores it is bound to; empty: it computes elsewhere, or wherever there is room."""
 
 
 def reached_at(member: Member, node_id: str) -> str:
@@ -291,7 +293,8 @@ class FleetSnapshot(msgspec.Struct, frozen=True):
     assignments: list[Assignment]
     counters: dict[str, int]
     """`registrations`, `restarts`, `leases_expired`, `assignments_made`, `assignments_dropped`, and of the latter
-    `reassignments`: those whose both ends were fit to go on; `decisions`; `lends`, `lends_failed`, `returns` of places."""
+    `reassignments`: those whose both ends were fit to go on; `taken_back`: changes undone because less was made after
+    them; `decisions`; `lends`, `lends_failed`, `returns` of places."""
     pins: dict[str, list[str]] = {}
     """Drafters that an administrator has bound, and to which verifiers."""
     coordinator: str = ""

@@ -46,7 +46,8 @@ class Load:
 
 def parse_load(text: str) -> Load:
     """Reads `8,1`, `8@1,8` or `8,0>0,8`.  Raises `ValueError`."""
-    phases, temperatures = [], ()
+    phases: list[tuple[int, ...]] = []
+    temperatures: tuple[float, ...] = ()
     for phase in text.split(">"):
         parts = [part.partition("@") for part in phase.split(",")]
         phases.append(tuple(int(number) for number, _, _ in parts))

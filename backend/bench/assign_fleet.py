@@ -160,10 +160,10 @@ class BenchFleet:
         """Times that a verifier was given other drafters."""
         self._next_report = self._next_ping = 0.0
         now = time.monotonic()
-        for name, child in self.children.items():
+        for (name, child), cores in zip(self.children.items(), self.cores, strict=True):
             kind: MemberKind = "verifier" if name in self.verifiers else "drafter"
-            pid = child.process.pid
-            self.coordinator.register(Member(name, kind, "bench", "ipc://bench", "", "here", pid, "demo", "ready"), now)
+            member = Member(name, kind, "bench", "ipc://bench", "", "here", child.process.pid, "demo", "ready", cores=cores)
+            self.coordinator.register(member, now)
 
     def _child(self, name: str, cores: list[int]) -> Child:
         models = ResolvedModels(str(TARGET_DIR), str(DRAFTER_DIR), "eagle", "demo")

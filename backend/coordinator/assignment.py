@@ -64,6 +64,10 @@ class Situation:
     """Since when, by pair; the ends need not be fit any more."""
     pins: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """By drafter: it serves those of these verifiers that are fit, and nobody else.  An empty list keeps it out of service."""
+    settled: Collection[Pair] = ()
+    """Pairs that stay as they are, bound or not: it was tried otherwise."""
+    frozen: Collection[str] = ()
+    """Verifiers to which no drafter comes and from which none goes, as a change is being measured there."""
 
 
 @dataclass(frozen=True)

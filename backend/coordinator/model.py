@@ -68,6 +68,13 @@ class FleetModel:
         """Since when a pair was there before this decision; None: it was not."""
         return self._situation.bindings.get((self._situation.verifiers[edge[0]].id, self._situation.drafters[edge[1]].id))
 
+    def is_settled(self, edge: Edge) -> bool:
+        """Whether a pair is to stay as it is."""
+        if not self._situation.settled and not self._situation.frozen:
+            return False
+        verifier, drafter = self._situation.verifiers[edge[0]].id, self._situation.drafters[edge[1]].id
+        return verifier in self._situation.frozen or (verifier, drafter) in self._situation.settled
+
     # What it is worth.
 
     def goodput(self, v: int) -> tuple[float, float]:

@@ -17,18 +17,21 @@ from dataclasses import dataclass, field, replace
 
 from backend.config.settings import CoordinatorSettings
 from backend.coordinator.assignment import (
+    Action,
     AssignmentPolicy,
     Bind,
     Decision,
     DrafterSpeed,
     Pair,
     Situation,
+    Unbind,
     VerifierLoad,
 )
 from backend.coordinator.entries import Entry, route
 from backend.coordinator.goodput import Goodput
 from backend.coordinator.least_drafters import LeastDrafters
 from backend.coordinator.rates import DrafterRates, VerifierRates
+from backend.coordinator.trials import Trials
 from backend.fleet import (
     Assignment,
     DrafterRef,
@@ -59,6 +62,7 @@ class Counters:
     assignments_made: int = 0
     assignments_dropped: int = 0
     reassignments: int = 0
+    taken_back: int = 0
     decisions: int = 0
     lends: int = 0
     lends_failed: int = 0
@@ -91,6 +95,7 @@ class Coordinator:
     _withdrawn: frozenset[str] = frozenset()
     _verifier_rates: dict[str, VerifierRates] = field(default_factory=dict)
     _drafter_rates: dict[str, DrafterRates] = field(default_factory=dict)
+    _trials: Trials = field(init=False)
     counters: Counters = field(default_factory=Counters)
     _version: int = field(init=False)
     _rule: AssignmentPolicy = field(init=False)
@@ -104,6 +109,7 @@ class Coordinator:
     def __post_init__(self) -> None:
         self._version = self.first_version
         self._rule = self.rule or policy_of(self.settings)
+        self._trials = Trials(self.settings.trial_s)
 
     # Events.
 
@@ -246,7 +252,8 @@ class Coordinator:
                 [self._rates_of_verifier(key).load for key in fit if self._entries[key].member.kind == "verifier"],
                 [self._rates_of_drafter(key).speed for key in fit if self._entries[key].member.kind == "drafter"],
             )
-        return Situation(now, *self._fit, self._since, self._pins if pins is None else pins)
+        pins = self._pins if pins is None else pins
+        return Situation(now, *self._fit, self._since, pins, self._trials.settled(now), self._trials.frozen())
 
     def snapshot(self, now: float) -> FleetSnapshot:
         """The fleet at `now`, members and assignments in the order of their ids."""
@@ -283,13 +290,46 @@ class Coordinator:
     def _decide(self, now: float) -> None:
         self._decided_at, self._is_dirty = now, False
         self.counters.decisions += 1
-        for action in self._rule.decide(self.situation(now)).actions:
+        if back := [action for action in self._trials.judge(now) if self._may_take_back(action)]:
+            self.counters.taken_back += 1
+            self._carry_out(back, now)
+        actions = self._rule.decide(self.situation(now)).actions
+        # A drafter that was free, or has to leave, is not moved by choice.
+        busy = (
+            {drafter for verifier, drafter in self._since if self._is_fit(verifier) and self._is_fit(drafter)}
+            if actions
+            else ()
+        )
+        moves = [action for action in actions if action.drafter in busy and action.drafter not in self._pins]
+        self._trials.begin(moves, self._beside, now)
+        self._carry_out(actions, now)
+
+    def _carry_out(self, actions: Sequence[Action], now: float) -> None:
+        for action in actions:
             pair = action.verifier, action.drafter
             if isinstance(action, Bind):
                 self._bind(pair, now)
             else:
                 self.counters.reassignments += all(self._is_fit(each) for each in pair)
                 self._unbind(pair)
+        self._trials.changed(actions, now)
+
+    def _may_take_back(self, action: Action) -> bool:
+        """Whether a pair can become what it was."""
+        is_bound = (action.verifier, action.drafter) in self._since
+        fit = self._is_fit(action.verifier) and self._is_fit(action.drafter) and action.drafter not in self._pins
+        return fit and is_bound == isinstance(action, Unbind)
+
+    def _beside(self, drafter_id: str) -> list[str]:
+        """Verifiers that compute on cores of this drafter."""
+        drafter = self._entries[drafter_id].member
+        cores = set(drafter.cores)
+        return [
+            key
+            for key, entry in self._entries.items()
+            if cores and entry.member.kind == "verifier" and entry.is_fit and entry.member.node_id == drafter.node_id
+            if not cores.isdisjoint(entry.member.cores)
+        ]
 
     # Details.
 
@@ -302,6 +342,9 @@ class Coordinator:
         if verifier is not None:
             entry.verifier = verifier
             self._rates_of_verifier(entry.member.id).observe(verifier, now, self._drafter_rates)
+            self._trials.observe(
+                entry.member.id, verifier.started_at, verifier.tokens, verifier.running + verifier.waiting, now
+            )
         if drafter is not None:
             entry.drafter = drafter
             self._rates_of_drafter(entry.member.id).observe(drafter, now)
@@ -321,6 +364,7 @@ class Coordinator:
     def _forget_rates(self, member_id: str) -> None:
         self._verifier_rates.pop(member_id, None)
         self._drafter_rates.pop(member_id, None)
+        self._trials.forget(member_id)
 
     def _remove(self, member_id: str) -> None:
         del self._entries[member_id]
