@@ -16,6 +16,7 @@ import json
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,8 @@ LOADS = ("8,1", "8,0", "16,0", "16,4", "4,4", "8,0>0,8")
 WAYS = ("goodput", "static", "gathered")
 """`static`: drafters are dealt out one by one, whatever the load; `gathered`: all to the verifier with the most requests."""
 WARM_UP_S = 4.0
+CALM_S = 15.0
+"""Before a steady load is watched."""
 
 
 @dataclass(frozen=True)
@@ -160,10 +163,15 @@ def main(arguments: Sequence[str]) -> dict[str, Any]:
                         rounds.append(measure(fleet, load, way, given.seconds, given.settle))
                         _say(json.dumps(rounds[-1]))
                 _say(f"{load.name}: {json.dumps(summary([r for r in rounds if r['load'] == load.name], ways))}")
+            steady = measure(fleet, loads[0], "goodput", given.steady, CALM_S) if given.steady else None
+            counters = fleet.coordinator.snapshot(time.monotonic()).counters
         finally:
             fleet.close()
     by_load = {load.name: summary([r for r in rounds if r["load"] == load.name], ways) for load in loads}
-    result = {"layout": given.layout, "cores": fleet.cores, "seconds": given.seconds, "loads": by_load, "rounds": rounds}
+    result = {"layout": given.layout, "cores": fleet.cores, "seconds": given.seconds, "counters": counters}
+    result |= {"loads": by_load, "steady": steady, "rounds": rounds}
+    if steady:
+        _say(f"steady {loads[0].name}: {steady['changes_measured']} changes in {given.steady:g} s")
     if given.output:
         given.output.write_text(json.dumps(result, indent=1) + "\n")
     return result
@@ -179,6 +187,7 @@ def _parser() -> argparse.ArgumentParser:
     say("--rounds", type=int, default=3, help="of each way of assigning (default: 3)")
     say("--seconds", type=float, default=8.0, help="of each round (default: 8)")
     say("--settle", type=float, default=3.0, help="seconds of each round before it is measured (default: 3)")
+    say("--steady", type=float, default=60.0, help="seconds that the first load goes on, for counting changes (default: 60)")
     say("--output", type=Path, help="write the figures there as JSON")
     return parser
 

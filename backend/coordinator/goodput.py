@@ -268,8 +268,9 @@ def _moves_of_all(search: _Search, edge: Edge, takers: list[int]) -> Iterator[Ch
     v, served = edge[0], list(search.model.of_verifier[edge[0]])
     if edge[1] == served[0] and len(served) <= max(TOGETHER) and all(search.may_remove((v, d)) for d in served):
         for a in takers:
-            if all(search.may_add((a, d)) for d in served):
-                yield Change(tuple((v, d) for d in served), tuple((a, d) for d in served))
+            new = [(a, d) for d in served if d not in search.model.of_verifier[a]]
+            if a != v and all(search.may_add(each) for each in new):
+                yield Change(tuple((v, d) for d in served), tuple(new))
 
 
 def _exchanges(search: _Search, slow: list[Edge], pairs: list[Edge]) -> Iterator[Change]:

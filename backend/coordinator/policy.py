@@ -27,7 +27,7 @@ from backend.coordinator.assignment import (
     Unbind,
     VerifierLoad,
 )
-from backend.coordinator.entries import Entry, route
+from backend.coordinator.entries import Counters, Entry, beside, route
 from backend.coordinator.goodput import Goodput
 from backend.coordinator.least_drafters import LeastDrafters
 from backend.coordinator.rates import DrafterRates, VerifierRates
@@ -52,21 +52,6 @@ SPARE_SHARE_S = 5e-6
 """Per member: while many come at once, decisions are at least so far apart, and take a part of the time only."""
 
 UNKNOWN = Orders(known=False)
-
-
-@dataclass
-class Counters:
-    registrations: int = 0
-    restarts: int = 0
-    leases_expired: int = 0
-    assignments_made: int = 0
-    assignments_dropped: int = 0
-    reassignments: int = 0
-    taken_back: int = 0
-    decisions: int = 0
-    lends: int = 0
-    lends_failed: int = 0
-    returns: int = 0
 
 
 def policy_of(settings: CoordinatorSettings) -> AssignmentPolicy:
@@ -253,7 +238,8 @@ class Coordinator:
                 [self._rates_of_drafter(key).speed for key in fit if self._entries[key].member.kind == "drafter"],
             )
         pins = self._pins if pins is None else pins
-        return Situation(now, *self._fit, self._since, pins, self._trials.settled(now), self._trials.frozen())
+        settled, frozen = self._trials.settled(now), self._trials.frozen()
+        return Situation(now, *self._fit, self._since, pins, settled=settled, frozen=frozen)
 
     def snapshot(self, now: float) -> FleetSnapshot:
         """The fleet at `now`, members and assignments in the order of their ids."""
@@ -301,7 +287,7 @@ class Coordinator:
             else ()
         )
         moves = [action for action in actions if action.drafter in busy and action.drafter not in self._pins]
-        self._trials.begin(moves, self._beside, now)
+        self._trials.begin(moves, lambda drafter: beside(self._entries, drafter), now)
         self._carry_out(actions, now)
 
     def _carry_out(self, actions: Sequence[Action], now: float) -> None:
@@ -319,17 +305,6 @@ class Coordinator:
         is_bound = (action.verifier, action.drafter) in self._since
         fit = self._is_fit(action.verifier) and self._is_fit(action.drafter) and action.drafter not in self._pins
         return fit and is_bound == isinstance(action, Unbind)
-
-    def _beside(self, drafter_id: str) -> list[str]:
-        """Verifiers that compute on cores of this drafter."""
-        drafter = self._entries[drafter_id].member
-        cores = set(drafter.cores)
-        return [
-            key
-            for key, entry in self._entries.items()
-            if cores and entry.member.kind == "verifier" and entry.is_fit and entry.member.node_id == drafter.node_id
-            if not cores.isdisjoint(entry.member.cores)
-        ]
 
     # Details.
 
@@ -409,4 +384,5 @@ class Coordinator:
         gone: Iterable[Pair] = [pair for pair in self._since if member_id in pair]
         for pair in gone:
             self._unbind(pair)
+            self._trials.forget(pair[0])
         self._changed()

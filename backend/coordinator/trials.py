@@ -119,8 +119,9 @@ class Trials:
         )
 
     def changed(self, actions: Iterable[Action], now: float) -> None:
-        """These were carried out, whoever decided them."""
+        """These were carried out, whoever decided them.  What has to be changed during a trial ends it."""
         touched = {action.verifier for action in actions}
+        self._open = [trial for trial in self._open if trial.began == now or touched.isdisjoint(trial.before)]
         for verifier in touched & self._meters.keys():
             self._meters[verifier].changed_at = now
 

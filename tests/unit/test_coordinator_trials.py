@@ -8,6 +8,7 @@ import pytest
 
 from backend.config.settings import CoordinatorSettings
 from backend.coordinator.assignment import Action, Bind, Decision, Pair, Situation, Unbind
+from backend.coordinator.entries import beside
 from backend.coordinator.policy import Coordinator
 from backend.coordinator.trials import FIRST_HOLD_S, SETTLE_S, Trials
 from backend.fleet import DrafterStats, Member, MemberKind, VerifierStats
@@ -111,6 +112,14 @@ def test_a_verifier_that_restarts_ends_its_trial() -> None:
     assert world.trials.frozen() == frozenset()
 
 
+def test_a_drafter_that_has_to_leave_ends_a_trial() -> None:
+    world = reports()
+    world.move()
+    world.go_on(1, (800, 200))
+    world.trials.changed([Unbind("v0", "d0")], world.now)
+    assert not world.trials.frozen()
+
+
 def test_those_beside_the_drafter_count_and_moves_apart_are_judged_apart() -> None:
     trials, now = Trials(WATCH_S), 0.0
     tokens = dict.fromkeys((f"v{i}" for i in range(5)), 0)
@@ -125,6 +134,17 @@ def test_those_beside_the_drafter_count_and_moves_apart_are_judged_apart() -> No
             tokens[name] += 10 if name == "v4" and i >= 80 else 100
             trials.observe(name, 0.0, tokens[name], 4, now)
     assert trials.judge(now) == [Unbind("v0", "d1"), Bind("v1", "d1")]
+
+
+def test_beside_a_drafter_are_those_on_its_cores_of_its_node() -> None:
+    policy = Coordinator(60.0)
+    for name, node, cores in (("v0", "n", [0]), ("v1", "n", [1]), ("v2", "other", [1]), ("v3", "n", []), ("d0", "n", [1, 2])):
+        kind: MemberKind = "verifier" if name[0] == "v" else "drafter"
+        policy.register(Member(name, kind, "i", "ipc://", "", "", 0, "demo", "ready", node_id=node, cores=cores), 0.0)
+    entries = policy._entries
+    assert beside(entries, "d0") == ["v1"]
+    policy.register(Member("d1", "drafter", "i", "ipc://", "", "", 0, "demo", "ready", node_id="n"), 0.0)
+    assert beside(entries, "d1") == [], "on a GPU it shares cores with nobody"
 
 
 class _Gathers:
