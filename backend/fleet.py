@@ -175,7 +175,7 @@ class Member(msgspec.Struct, frozen=True):
     """The Ray node it runs on."""
     local_address: str = ""
     """Where it also listens for processes of that node (`ipc://...`); empty: only at `address`."""
-    cores: list[int] = []
+    cores: tuple[int, ...] = ()
     """CPU cores it is bound to; empty: it computes elsewhere, or wherever there is room."""
 
 

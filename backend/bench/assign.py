@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import datetime
 import json
-import statistics
+import os
+import shlex
 import sys
 import tempfile
 import time
@@ -22,7 +24,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from backend.bench import hardware
 from backend.bench.assign_fleet import LAYOUTS, BenchFleet, Reading
+from backend.bench.assign_report import markdown, summary
 from backend.bench.children import ENVIRONMENT
 from backend.bench.measure import drafting_between
 from backend.config import environment
@@ -90,7 +94,13 @@ def measure(fleet: BenchFleet, load: Load, way: str, seconds: float, settle_s: f
     predicted = {each: _predicted(situation, pins_of(each, load, list(fleet.refs)) or {}) for each in WAYS if each != "goodput"}
     held = {name: [ref.id for ref in each.refs] for name, each in fleet.verifiers.items()}
     plans = {name: dict(each.plans.most_common(4)) for name, each in fleet.verifiers.items()}
-    found = {"load": load.name, "way": way, "changes": settled - changes, "changes_measured": fleet.changes - settled}
+    found = {
+        "load": load.name,
+        "way": way,
+        "seconds": seconds,
+        "changes": settled - changes,
+        "changes_measured": fleet.changes - settled,
+    }
     known = {each.id: dataclasses.asdict(each) for each in situation.verifiers}
     known |= {each.id: {"fixed_s": each.fixed_s, "per_request_s": each.per_request_s} for each in situation.drafters}
     return found | figures(before, after) | {"plans": plans, "drafters": held, "predicted": predicted, "known": known}
@@ -133,23 +143,12 @@ def figures(before: Reading, after: Reading) -> dict[str, Any]:
     }
 
 
-def summary(rounds: Sequence[Mapping[str, Any]], ways: Sequence[str]) -> dict[str, Any]:
-    """Medians of each way, and the ratios of rounds side by side to the fixed split's."""
-    totals = {way: [r["tokens_per_s"] for r in rounds if r["way"] == way] for way in ways}
-    result: dict[str, Any] = {"tokens_per_s": {w: statistics.median(each) for w, each in totals.items() if each}}
-    for way in ways:
-        ratios = [a / b for a, b in zip(totals[way], totals.get("static", ()), strict=False)]
-        if way != "static" and ratios:
-            result[f"{way}/static"] = {"median": statistics.median(ratios), "least": min(ratios), "greatest": max(ratios)}
-    result["changes"] = {w: sum(r["changes"] + r["changes_measured"] for r in rounds if r["way"] == w) for w in ways}
-    return result
-
-
 def main(arguments: Sequence[str]) -> dict[str, Any]:
     """Measures and writes."""
     given = _parser().parse_args(list(arguments))
     loads, ways = [parse_load(each) for each in given.load], list(given.ways)
     environment.export(ENVIRONMENT, override=False)
+    about = _about(arguments)
     rounds: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="orfl") as directory:
         fleet = BenchFleet(Path(directory), len(loads[0].phases[0]), given.drafters, CoordinatorSettings(), given.layout)
@@ -168,13 +167,22 @@ def main(arguments: Sequence[str]) -> dict[str, Any]:
         finally:
             fleet.close()
     by_load = {load.name: summary([r for r in rounds if r["load"] == load.name], ways) for load in loads}
-    result = {"layout": given.layout, "cores": fleet.cores, "seconds": given.seconds, "counters": counters}
+    result = {"about": about, "layout": given.layout, "cores": fleet.cores, "seconds": given.seconds, "counters": counters}
     result |= {"loads": by_load, "steady": steady, "rounds": rounds}
-    if steady:
-        _say(f"steady {loads[0].name}: {steady['changes_measured']} changes in {given.steady:g} s")
+    _say(markdown(result))
     if given.output:
         given.output.write_text(json.dumps(result, indent=1) + "\n")
+        given.output.with_suffix(".md").write_text(markdown(result))
     return result
+
+
+def _about(arguments: Sequence[str]) -> dict[str, Any]:
+    return {
+        "commit": hardware.commit(),
+        "hardware": hardware.describe(tuple(sorted(os.sched_getaffinity(0)))),
+        "command": shlex.join(["python", "-m", "backend.bench.assign", *arguments]),
+        "date": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%dT%H:%M:%SZ}",
+    }
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -188,7 +196,7 @@ def _parser() -> argparse.ArgumentParser:
     say("--seconds", type=float, default=8.0, help="of each round (default: 8)")
     say("--settle", type=float, default=3.0, help="seconds of each round before it is measured (default: 3)")
     say("--steady", type=float, default=60.0, help="seconds that the first load goes on, for counting changes (default: 60)")
-    say("--output", type=Path, help="write the figures there as JSON")
+    say("--output", type=Path, help="write the figures there as JSON, and a page beside them")
     return parser
 
 

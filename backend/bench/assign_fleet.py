@@ -144,9 +144,10 @@ class BenchFleet:
         self._directory = directory
         self._hub = Hub(Wire())
         self.coordinator = Coordinator(60.0, settings=settings)
-        self.cores = cores_of(layout, verifiers, drafters, sorted(os.sched_getaffinity(0)))
         names = [f"v{i}" for i in range(verifiers)] + [f"d{i}" for i in range(drafters)]
-        self.children = {name: self._child(name, cores) for name, cores in zip(names, self.cores, strict=True)}
+        shares = cores_of(layout, verifiers, drafters, sorted(os.sched_getaffinity(0)))
+        self.cores = dict(zip(names, shares, strict=True))
+        self.children = {name: self._child(name, cores) for name, cores in self.cores.items()}
         addresses = {name: child.wait_ready() for name, child in self.children.items() if name[0] == "d"}
         self.refs = {name: DrafterRef(name, "bench", address, "", 1) for name, address in addresses.items()}
         self.asked = {name: _Asked(self.children[name]) for name in self.refs}
@@ -160,9 +161,10 @@ class BenchFleet:
         """Times that a verifier was given other drafters."""
         self._next_report = self._next_ping = 0.0
         now = time.monotonic()
-        for (name, child), cores in zip(self.children.items(), self.cores, strict=True):
+        for name, child in self.children.items():
             kind: MemberKind = "verifier" if name in self.verifiers else "drafter"
-            member = Member(name, kind, "bench", "ipc://bench", "", "here", child.process.pid, "demo", "ready", cores=cores)
+            pid, cores = child.process.pid, tuple(self.cores[name])
+            member = Member(name, kind, "bench", "ipc://bench", "", "here", pid, "demo", "ready", cores=cores)
             self.coordinator.register(member, now)
 
     def _child(self, name: str, cores: list[int]) -> Child:

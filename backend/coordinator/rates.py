@@ -121,7 +121,8 @@ class VerifierRates:
             self._plain_s.note(stats.plain_step_s, seconds)
         if stats.running and stats.drafted_step_s > 0:
             self._drafted_s.note(stats.drafted_step_s, seconds)
-        if stats.running and stats.lookup_step_s > 0:
+        # In the other modes people have chosen that drafters draft.
+        if stats.running and stats.lookup_step_s > 0 and stats.mode == "auto":
             self._bare_s.note(min(stats.lookup_step_s / stats.lookup_length, stats.plain_step_s), seconds)
         load.plain_s, load.drafted_s, load.bare_s = self._plain_s.value, self._drafted_s.value, self._bare_s.value
         load.may_skip = stats.mode == "auto"

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import dropwhile, takewhile
 
 from backend.coordinator.assignment import Action, Bind, Pair, Unbind
 
@@ -34,6 +35,8 @@ MOST_NEIGHBOURS = 8
 """With more verifiers beside the moved drafters their noise would hide what a change does; then only its ends count."""
 KEPT_S = 60.0
 """Of reports; a change is measured for less."""
+FEWEST = 3
+"""Reports that say anything."""
 NO_WORK = 0.25
 """Requests, in the mean."""
 
@@ -50,13 +53,12 @@ class _Meter:
 
     def between(self, begin: float, end: float) -> tuple[float, float, float] | None:
         """Seconds covered, tokens per second and mean number of requests; None where hardly anything was reported."""
-        inside = [each for each in self.seen if begin <= each[0] <= end]
-        if len(inside) < 3:
+        # From the newest on: mostly the last seconds are asked for.
+        inside = [*takewhile(lambda each: each[0] >= begin, dropwhile(lambda each: each[0] > end, reversed(self.seen)))]
+        seconds = inside[0][0] - inside[-1][0] if inside else 0.0
+        if len(inside) < FEWEST or seconds <= 0:
             return None
-        seconds = inside[-1][0] - inside[0][0]
-        if seconds <= 0:
-            return None
-        return seconds, (inside[-1][1] - inside[0][1]) / seconds, sum(held for _, _, held in inside) / len(inside)
+        return seconds, (inside[0][1] - inside[-1][1]) / seconds, sum(held for _, _, held in inside) / len(inside)
 
 
 @dataclass(frozen=True)

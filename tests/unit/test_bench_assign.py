@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from backend.bench.assign import WAYS, parse_load, pins_of, summary
+from backend.bench.assign import WAYS, parse_load, pins_of
 from backend.bench.assign_fleet import cores_of, plan_name
+from backend.bench.assign_report import markdown, summary
 from backend.fleet import VerifierStats
 
 
@@ -39,17 +40,37 @@ def test_cores_by_layout() -> None:
     assert cores_of("apart", 1, 1, [0]) == [[0], [0]]
 
 
-def test_rounds_side_by_side_are_compared() -> None:
+def test_rounds_side_by_side_are_compared_and_shown() -> None:
     made = {"goodput": (110.0, 90.0, 120.0), "static": (100.0, 100.0, 100.0)}
     rounds = [
-        {"way": way, "tokens_per_s": each, "changes": 1, "changes_measured": i}
+        {
+            "load": "8,1",
+            "way": way,
+            "tokens_per_s": each,
+            "changes": 1,
+            "changes_measured": i,
+            "drafters": {"v0": ["d0"], "v1": []},
+        }
         for way, totals in made.items()
         for i, each in enumerate(totals)
     ]
     found = summary(rounds, [way for way in WAYS if way in made])
     assert found["goodput/static"] == pytest.approx({"median": 1.1, "least": 0.9, "greatest": 1.2})
-    assert found["tokens_per_s"] == {"goodput": 110.0, "static": 100.0}
-    assert found["changes"] == {"goodput": 6, "static": 6}
+    assert found["tokens_per_s"]["goodput"] == {"median": 110.0, "least": 90.0, "greatest": 120.0}
+    assert found["changes"] == {"goodput": [1, 2, 3], "static": [1, 2, 3]}
+    hardware = {"cpu": "a processor", "machine_cores": 2, "load_average_before": 0.1}
+    result = {
+        "about": {"commit": "abc", "hardware": hardware, "command": "make", "date": "today"},
+        "layout": "floating",
+        "cores": {"v0": [0, 1]},
+        "loads": {"8,1": found},
+        "counters": {"reassignments": 4, "taken_back": 1},
+        "steady": {"load": "8,1", "seconds": 60.0, "changes_measured": 0},
+        "rounds": rounds,
+    }
+    page = markdown(result)
+    assert "| 8,1 | 110 (90-120) | 100 (100-100) | 1.10 (0.90-1.20) | 1, 2, 3 | v0: d0; v1: none |" in page
+    assert "for 60 s: 0 changes" in page
 
 
 def test_plans_have_names() -> None:

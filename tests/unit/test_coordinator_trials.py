@@ -138,7 +138,13 @@ def test_those_beside_the_drafter_count_and_moves_apart_are_judged_apart() -> No
 
 def test_beside_a_drafter_are_those_on_its_cores_of_its_node() -> None:
     policy = Coordinator(60.0)
-    for name, node, cores in (("v0", "n", [0]), ("v1", "n", [1]), ("v2", "other", [1]), ("v3", "n", []), ("d0", "n", [1, 2])):
+    for name, node, cores in (
+        ("v0", "n", (0,)),
+        ("v1", "n", (1,)),
+        ("v2", "other", (1,)),
+        ("v3", "n", ()),
+        ("d0", "n", (1, 2)),
+    ):
         kind: MemberKind = "verifier" if name[0] == "v" else "drafter"
         policy.register(Member(name, kind, "i", "ipc://", "", "", 0, "demo", "ready", node_id=node, cores=cores), 0.0)
     entries = policy._entries
