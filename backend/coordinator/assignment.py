@@ -9,7 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from backend.coordinator.table import Table
 
 Pair = tuple[str, str]
 """(verifier, drafter)."""
@@ -64,6 +67,8 @@ class Situation:
     """Since when, by pair; the ends need not be fit any more."""
     pins: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """By drafter: it serves those of these verifiers that are fit, and nobody else.  An empty list keeps it out of service."""
+    table: Table | None = field(default=None, compare=False, repr=False)
+    """The same once more in the form of `table.py`, where whoever asks keeps one.  It changes no decision, only its time."""
     settled: Collection[Pair] = ()
     """Pairs that stay as they are, bound or not: it was tried otherwise."""
     frozen: Collection[str] = ()

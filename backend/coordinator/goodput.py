@@ -20,7 +20,8 @@ from itertools import cycle
 import numpy as np
 
 from backend.coordinator.assignment import Decision, Situation
-from backend.coordinator.model import TOGETHER, Array, Edge, FleetModel
+from backend.coordinator.model import TOGETHER, Edge, FleetModel
+from backend.coordinator.table import Array
 
 SMALL = 96
 """With so many possible pairs at most, every change is looked at."""
@@ -101,7 +102,7 @@ def _place(search: _Search) -> None:
     by its concave envelope, the best that any number of further drafters gives per drafter.
     """
     model = search.model
-    free = [d for d, serves in enumerate(model.of_drafter) if not serves and d not in model.pinned]
+    free = [d for d in np.flatnonzero(model.held()[1] == 0).tolist() if d not in model.pinned]
     if not free:
         return
     search.placed = True
@@ -143,8 +144,11 @@ def _share(search: _Search) -> None:
     Where drafters are too few for all, whoever gains nothing stays alone; not all of many are asked in every decision.
     """
     model = search.model
-    bare = sorted((v for v, served in enumerate(model.of_verifier) if not served), key=model.requests, reverse=True)
-    shared = [(_burden(model, d), d) for d in range(len(model.of_drafter)) if bare and d not in model.pinned]
+    bare: list[int] = np.flatnonzero(model.held()[0] == 0).tolist()
+    if not bare:
+        return
+    bare.sort(key=model.requests, reverse=True)
+    shared = [(_burden(model, d), d) for d in range(model.counts[1]) if d not in model.pinned]
     heapq.heapify(shared)
     for order in (bare, bare[::-1]):
         refused = 0
@@ -208,36 +212,65 @@ def _worth(search: _Search, change: Change) -> float | None:
 def _candidates(search: _Search) -> Iterator[Change]:
     """Changes that keep every drafter used."""
     model = search.model
-    v, d = model.edges()
-    if not len(v):
+    if model.counts[0] * model.counts[1] > SMALL:
+        yield from _promising(search)
         return
-    takers, pairs, idle, slow = _where_to_look(search, v, d)
+    v, d = model.edges()
+    every, takers = list(zip(v.tolist(), d.tolist(), strict=True)), list(range(model.counts[0]))
+    pairs, idle = [edge for edge in every if search.may_remove(edge)], np.argsort(model.work, kind="stable").tolist()
+    if not every:
+        return
     for edge in pairs:
         yield from _changes_of(search, edge, takers, idle)
     for a in takers:
-        new = [(a, other) for other in idle if search.may_add((a, other))]
-        yield from (Change(add=(edge,)) for edge in new)
-        yield from (Change(add=tuple(new[:count])) for count in TOGETHER if count <= len(new))
-    yield from _exchanges(search, slow, pairs)
+        yield from _additions(search, a, idle)
+    yield from _exchanges(search, pairs, pairs)
 
 
-def _where_to_look(search: _Search, v: Array, d: Array) -> tuple[list[int], list[Edge], list[int], list[Edge]]:
-    """Verifiers that gain most, pairs that lose least, drafters with the least work, pairs to exchange."""
+def _additions(search: _Search, a: int, idle: list[int]) -> Iterator[Change]:
+    """Further drafters for one verifier, one by one and several together."""
+    new = [(a, other) for other in idle if search.may_add((a, other))]
+    yield from (Change(add=(edge,)) for edge in new)
+    yield from (Change(add=tuple(new[:count])) for count in TOGETHER if count <= len(new))
+
+
+def _promising(search: _Search) -> Iterator[Change]:
+    """The same for a large fleet, of the most promising verifiers, pairs and drafters.
+
+    Estimates say which; half of what is asked of a change, so that in a steady state little or nothing is left to look at.
+    """
     model = search.model
-    count = len(model.of_verifier), len(model.of_drafter)
-    if count[0] * count[1] <= SMALL:
-        every = [edge for edge in zip(v.tolist(), d.tolist(), strict=True) if search.may_remove(edge)]
-        return list(range(count[0])), every, np.argsort(model.work, kind="stable").tolist(), every
-    gains, losses, present = model.gains_and_losses(v, d)
-    work = np.array(model.work)
-    # Half of what is asked of a change, as these are estimates: in a steady state little or nothing is left to look at.
-    takers = [a for a in _best(-gains, PROMISING) if gains[a] > 0.5 * search.min_gain * present[a]]
-    wanted = _best(losses, 4 * PROMISING) if takers else []
-    crowded = [i for i in _best(-work[d], 2 * PROMISING) if len(model.of_drafter[d[i]]) > 1]
-    edges = [(int(v[i]), int(d[i])) for i in dict.fromkeys((*wanted, *crowded))]
-    pairs = [edge for edge in edges if search.may_remove(edge)][: 3 * PROMISING]
-    slow = [(a, max(model.of_verifier[a], key=model.slowness)) for a in takers if model.of_verifier[a]]
-    return takers, pairs, _best(work, max(TOGETHER)), [edge for edge in slow if search.may_remove(edge)]
+    v, d = model.edges()
+    if not len(v):
+        return
+    outlook, held = model.outlook(v, d), model.held()[1]
+    asked = 0.5 * search.min_gain * outlook.now
+    more = [a for a in _best(-outlook.most, PROMISING) if outlook.most[a] > asked[a]]
+    slow = [a for a in _best(-outlook.exchanged, PROMISING) if outlook.exchanged[a] > asked[a]]
+    crowded = np.flatnonzero(held[d] > 1)
+    if not more and not slow and not len(crowded):
+        return
+    work = model.burdens()[0]
+    idle = _best(work, max(TOGETHER))
+    crowded = crowded[_best(-work[d[crowded]], 2 * PROMISING)]
+    spare = _best(outlook.losses, 4 * PROMISING) if more or slow else []
+    loss = {(int(v[i]), int(d[i])): float(outlook.losses[i]) for i in (*spare, *crowded)}
+    pairs = [edge for edge in loss if search.may_remove(edge)][: 3 * PROMISING]
+
+    def is_likely(a: int, count: int, lost: float, others: set[int]) -> bool:
+        enough = asked[a] + sum(asked[other] for other in others)
+        return search.placed or bool(outlook.gains[count][a] - lost > enough)
+
+    for edge in pairs:
+        is_shared = held[edge[1]] > 1
+        takers = [a for a in more if is_shared or is_likely(a, 1, loss[edge], {edge[0]})]
+        yield from _changes_of(search, edge, takers, idle[:PROMISING])
+    for a in more:
+        for change in _additions(search, a, idle):
+            if is_likely(a, len(change.add), 0.0, {other for _, b in change.add for other in model.of_drafter[b]}):
+                yield change
+    slowest = [(a, max(model.of_verifier[a], key=model.slowness)) for a in slow if model.of_verifier[a]]
+    yield from _exchanges(search, [edge for edge in slowest if search.may_remove(edge)], pairs)
 
 
 def _changes_of(search: _Search, edge: Edge, takers: list[int], idle: list[int]) -> Iterator[Change]:

@@ -15,54 +15,106 @@ slowest of its drafters.  What was not measured yet is taken to be as it is else
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import chain
-from typing import Any
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain, pairwise
 
 import numpy as np
 
-from backend.coordinator.assignment import Action, DrafterSpeed, Situation, VerifierLoad, actions_between
+from backend.coordinator.assignment import Action, Situation, actions_between
+from backend.coordinator.table import Array, Arrays, Lists, Table
 
-Array = np.ndarray[Any, np.dtype[Any]]
-
-IDLE_REQUESTS = 0.25
-"""A verifier without work counts as so many requests: its first one is to find a drafter."""
-PRIOR_PLAIN_S, PRIOR_EXTRA, PRIOR_LENGTH = 0.03, 1.2, 2.5
-PRIOR_FIXED_S, PRIOR_PER_REQUEST_S = 0.006, 0.0005
-"""Before anything was measured anywhere.  Only their proportions matter, and only until the first requests were served."""
 UNFLOORED = 0.01
 """Where drafting is not worth it, more of it still counts for so much: it breaks ties, and leads off plateaus."""
 TOGETHER = 2, 4, 8, 16
 """One drafter more may be worth nothing where so many more are worth much: they may come together."""
-HEAVIEST = 2.0
-"""A straggler's tokens count for so much more at most, and a fast verifier's for so much less."""
-
 Edge = tuple[int, int]
 """(verifier, drafter) by their places in the situation."""
 
 
+@dataclass
+class Pairing:
+    """An assignment as lists by place, and what it makes of the drafters."""
+
+    of_verifier: list[list[int]]
+    of_drafter: list[list[int]]
+    work: list[float]
+    rest: list[float]
+
+
+@dataclass
+class Outlook:
+    """Roughly what changes of each verifier's pairs would do to it."""
+
+    now: Array
+    """What each verifier is worth."""
+    gains: dict[int, Array]
+    """By number of further drafters."""
+    exchanged: Array
+    """Gain of an average drafter in place of the slowest one."""
+    losses: Array
+    """By pair: what its verifier would lose with it."""
+
+    @property
+    def most(self) -> Array:
+        """The greatest of the gains."""
+        result: Array = np.max([*self.gains.values()], axis=0)
+        return result
+
+
 class FleetModel:
-    """An assignment that can be changed, and what it is worth.  Everything is by place, for speed."""
+    """An assignment that can be changed, and what it is worth.
+
+    Arrays serve where all members are looked at, lists where one is.  The lists are made when they are first needed: in a large
+    fleet most decisions need none, and thousands of small objects would take longer to make than all the rest.
+    """
 
     def __init__(self, situation: Situation, straggler_weight: float) -> None:
         self._situation = situation
-        self._verifiers = {each.id: i for i, each in enumerate(situation.verifiers)}
-        self._drafters = {each.id: i for i, each in enumerate(situation.drafters)}
-        self.pinned = {self._drafters[each] for each in situation.pins if each in self._drafters}
-        self._read_verifiers(situation.verifiers, straggler_weight)
-        self._read_drafters(situation.drafters)
-        # Lists, as nearly all are of one or two: thousands of sets would take longer to make than all the rest.
-        self.of_verifier: list[list[int]] = [[] for _ in self._verifiers]
-        self.of_drafter: list[list[int]] = [[] for _ in self._drafters]
-        self._stayed = 0
-        """Pairs that were there before and may stay."""
+        self._table = Table.of(situation)
+        self.arrays = Arrays(self._table, straggler_weight)
+        self.counts = len(situation.verifiers), len(situation.drafters)
+        """Verifiers and drafters."""
+        self._down = {
+            (self._table.place_of_verifier[verifier], d)
+            for d, down_for in self._table.down.items()
+            for verifier in down_for
+            if verifier in self._table.place_of_verifier
+        }
         self.is_changed = False
-        self._edges: tuple[Array, Array] | None = None
-        self._read_bindings()
-        self.work: list[float] = []
+        places = self._table.place_of_drafter
+        self.pinned = {places[each] for each in situation.pins if each in places}
+        self._edges: tuple[Array, Array] | None = self._table.pairs()
+        self._burdens: tuple[Array, Array] | None = None
+        self._stayed = len(self._edges[0])
+        """Pairs that were there before and may stay."""
+        if self.pinned:
+            self._obey_pins(*self._edges)
+
+    @cached_property
+    def one(self) -> Lists:
+        """What is known of each member."""
+        return Lists(self.arrays)
+
+    @cached_property
+    def _pairing(self) -> Pairing:
+        (v, d), (work, rest) = self.edges(), self.burdens()
+        return Pairing(_grouped(v, d, self.counts[0]), _grouped(d, v, self.counts[1]), work.tolist(), rest.tolist())
+
+    @property
+    def of_verifier(self) -> list[list[int]]:
+        """Drafters of each verifier."""
+        return self._pairing.of_verifier
+
+    @property
+    def of_drafter(self) -> list[list[int]]:
+        """Verifiers of each drafter."""
+        return self._pairing.of_drafter
+
+    @property
+    def work(self) -> list[float]:
         """Per drafter: seconds of drafting in a cycle of its verifiers."""
-        self._rest: list[float] = []
-        self.arrays = Arrays(self)
-        self._sum_up()
+        return self._pairing.work
 
     def since(self, edge: Edge) -> float | None:
         """Since when a pair was there before this decision; None: it was not."""
@@ -79,37 +131,38 @@ class FleetModel:
 
     def goodput(self, v: int) -> tuple[float, float]:
         """Predicted tokens per second of a verifier with its drafters and without any, by the assignment as it is now."""
-        n, served = self._requests[v], self.of_verifier[v]
+        one, work, rest = self.one, self._pairing.work, self._pairing.rest
+        n, served = one.requests[v], self._pairing.of_verifier[v]
         if not served:
-            bare = n / self._bare_s[v]
+            bare = n / one.bare_s[v]
             return bare, bare
-        plain = n / self._plain_s[v]
-        share, verify_s = n / len(served), self._drafted_s[v]
+        plain = n / one.plain_s[v]
+        share, verify_s, active, extra = n / len(served), one.drafted_s[v], one.active[v], one.extra[v]
         tokens = delay = longest = 0.0
         for d in served:
             if self._down and (v, d) in self._down:
                 tokens += share
                 continue
-            draft_s = self._fixed_s[d] + self._per_request_s[d] * share
-            own = 0.5 * self._active[v] * draft_s * draft_s / (verify_s + draft_s)
-            delay = max(delay, draft_s + self._rest[d] - own)
-            longest = max(longest, self.work[d])
-            tokens += share * (1 + (self._length[v] - 1) * self._quality[d])
-        return tokens / max(verify_s + delay - self._overlap[v] * min(verify_s, delay), longest), plain
+            draft_s = one.fixed_s[d] + one.per_request_s[d] * share
+            own = 0.5 * active * draft_s * draft_s / (verify_s + draft_s)
+            delay = max(delay, draft_s + rest[d] - own)
+            longest = max(longest, work[d])
+            tokens += share * (1 + extra * one.quality[d])
+        return tokens / max(verify_s + delay - one.overlap[v] * min(verify_s, delay), longest), plain
 
     def best(self, v: int) -> float:
         """Its goodput, without drafts where that is better and it may choose."""
         drafted, plain = self.goodput(v)
-        return max(drafted, plain) if self._may_skip[v] else drafted
+        return max(drafted, plain) if self.one.may_skip[v] else drafted
 
     def value(self, v: int) -> float:
         """What a verifier's goodput is worth to the search."""
         drafted, plain = self.goodput(v)
-        return (max(drafted, plain) if self._may_skip[v] else drafted) + UNFLOORED * drafted
+        return (max(drafted, plain) if self.one.may_skip[v] else drafted) + UNFLOORED * drafted
 
     def weighted(self, v: int) -> float:
         """`value` times the verifier's priority."""
-        return self.weight[v] * self.value(v)
+        return self.one.weight[v] * self.value(v)
 
     def total(self) -> float:
         """Predicted tokens per second of the fleet."""
@@ -122,11 +175,11 @@ class FleetModel:
         held = np.bincount(v, minlength=len(n))
         first = np.flatnonzero(np.diff(v, prepend=-1))
         at, share, verify_s = v[first], n[v] / held[v], known.drafted_s[v]
-        waited = np.array([edge not in self._down for edge in zip(v.tolist(), d.tolist(), strict=True)]) if self._down else 1
+        waited, (work, rest) = self._waited(v, d), self.burdens()
         draft_s = known.fixed_s[d] + known.per_request_s[d] * share
         own = 0.5 * known.active[v] * draft_s * draft_s / (verify_s + draft_s)
-        delay = np.maximum.reduceat(waited * (draft_s + np.array(self._rest)[d] - own), first)
-        longest = np.maximum.reduceat(waited * np.array(self.work)[d], first)
+        delay = np.maximum.reduceat(waited * (draft_s + rest[d] - own), first)
+        longest = np.maximum.reduceat(waited * work[d], first)
         gained = waited * known.extra[v] * known.quality[d]
         tokens = np.add.reduceat(share * (1 + gained), first)
         verify_s = verify_s[first]
@@ -136,11 +189,11 @@ class FleetModel:
 
     def requests(self, v: int) -> float:
         """Requests of a verifier; never nothing."""
-        return self._requests[v]
+        return self.one.requests[v]
 
     def slowness(self, d: int) -> float:
         """Time of a round of average size over the drafter's quality; less is better."""
-        return (self._fixed_s[d] + self._per_request_s[d] * self._mean_share) / max(self._quality[d], 0.01)
+        return self.one.slowness[d]
 
     def gain(self, remove: Sequence[Edge], add: Sequence[Edge]) -> tuple[float, float]:
         """What a change would add to the weighted sum, and what those whom it affects are worth now.
@@ -151,13 +204,14 @@ class FleetModel:
         touched = {d for v in ends for d in self.of_verifier[v]} | {d for _, d in add}
         affected = ends.union(*(self.of_drafter[d] for d in touched))
         before = sum(self.weighted(v) for v in affected)
-        kept = [(d, self.work[d], self._rest[d]) for d in touched]
+        all_work, all_rest = self._pairing.work, self._pairing.rest
+        kept = [(d, all_work[d], all_rest[d]) for d in touched]
         self._change(remove, add)
         self._refresh(touched)
         after = sum(self.weighted(v) for v in affected)
         self._change(add, remove)
         for d, work, rest in kept:
-            self.work[d], self._rest[d] = work, rest
+            all_work[d], all_rest[d] = work, rest
         return after - before, before
 
     def apply(self, remove: Sequence[Edge], add: Sequence[Edge]) -> None:
@@ -166,14 +220,15 @@ class FleetModel:
         touched = {d for v in ends for d in self.of_verifier[v]} | {d for _, d in add}
         self._change(remove, add)
         self._refresh(touched)
-        self.is_changed, self._edges = True, None
+        self.is_changed, self._edges, self._burdens = True, None, None
 
     def actions(self) -> list[Action]:
         """What leads from the situation to the assignment as it is now."""
-        verifiers, drafters = self._situation.verifiers, self._situation.drafters
         if not self.is_changed and self._stayed == len(self._situation.bindings):
             return []
-        after = {(verifiers[v].id, drafters[d].id) for v, served in enumerate(self.of_verifier) for d in served}
+        verifiers, drafters = self._situation.verifiers, self._situation.drafters
+        v, d = self.edges()
+        after = {(verifiers[a].id, drafters[b].id) for a, b in zip(v.tolist(), d.tolist(), strict=True)}
         return actions_between(self._situation.bindings, after)
 
     # Where it is worth looking, for all at once.
@@ -187,158 +242,123 @@ class FleetModel:
             self._edges = v, d
         return self._edges
 
+    def burdens(self) -> tuple[Array, Array]:
+        """Per drafter: seconds of drafting in a cycle of its verifiers; what is left of a round when another verifier asks."""
+        if self._burdens is None:
+            if self.is_changed:
+                self._burdens = np.array(self._pairing.work), np.array(self._pairing.rest)
+            else:
+                self._burdens = self._sum_up()
+        return self._burdens
+
+    def held(self) -> tuple[Array, Array]:
+        """How many drafters each verifier has, and how many verifiers each drafter."""
+        v, d = self.edges()
+        return np.bincount(v, minlength=self.counts[0]), np.bincount(d, minlength=self.counts[1])
+
     def by_count(self, most: int) -> Array:
         """What each verifier would be worth with 0, 1, ... `most` average drafters beyond its own, weighted and unshared."""
         known = self.arrays
         n, verify_s = known.requests[:, None], known.drafted_s[:, None]
-        held = np.array([len(served) for served in self.of_verifier])[:, None] + np.arange(most + 1)
+        held = self.held()[0][:, None] + np.arange(most + 1)
         draft_s = float(known.fixed_s.mean()) + float(known.per_request_s.mean()) * n / np.maximum(held, 1)
         cycle = verify_s + draft_s - known.overlap[:, None] * np.minimum(verify_s, draft_s)
         bare = n / known.bare_s[:, None]
         drafted = np.where(held > 0, n * (1 + known.extra[:, None] * float(known.quality.mean())) / cycle, bare)
         best = np.where(known.may_skip[:, None] & (held > 0), np.maximum(drafted, n / known.plain_s[:, None]), drafted)
-        result: Array = np.array(self.weight)[:, None] * (best + UNFLOORED * drafted)
+        result: Array = known.weight[:, None] * (best + UNFLOORED * drafted)
         return result
 
-    def gains_and_losses(self, v: Array, d: Array) -> tuple[Array, Array, Array]:
-        """Roughly what more drafters are worth to each verifier, the loss of each pair to its verifier, and what each has.
-
-        Weighted, and as if drafters were not shared and the others like the average; `gain` is exact.
-        """
+    def outlook(self, v: Array, d: Array) -> Outlook:
+        """What looking at all pairs at once tells; weighted, and as if drafters were not shared; `gain` is exact."""
         known = self.arrays
-        n, verify_s, plain_s, extra, overlap = known.requests, known.drafted_s, known.plain_s, known.extra, known.overlap
-        bare_s = known.bare_s
-        fixed_s, per_request_s, quality = known.fixed_s, known.per_request_s, known.quality
-        weight, floor = np.array(self.weight), np.where(known.may_skip, n / plain_s, 0.0)
+        n, bare, overlap = known.requests, known.requests / known.bare_s, known.overlap
+        floor = np.where(known.may_skip, known.requests / known.plain_s, 0.0)
         held = np.bincount(v, minlength=len(n)).astype(float)
-        of_held = np.bincount(v, weights=quality[d], minlength=len(n))
-        average = float(fixed_s.mean()), float(per_request_s.mean()), float(quality.mean())
+        of_held = np.bincount(v, weights=known.quality[d], minlength=len(n))
+        fixed_s, per_request_s = float(known.fixed_s.mean()), float(known.per_request_s.mean())
+        quality = float(known.quality.mean())
 
-        def goodput(at: Array, drafters: Array, fixed: Array | float, per: Array | float, mean: Array) -> Array:
-            delay = fixed + per * n[at] / np.maximum(drafters, 1)
-            cycle = verify_s[at] + delay - overlap[at] * np.minimum(verify_s[at], delay)
-            drafted = np.where(drafters > 0, n[at] * (1 + extra[at] * mean) / cycle, n[at] / bare_s[at])
-            result: Array = np.where(drafters > 0, np.maximum(drafted, floor[at]), drafted) + UNFLOORED * drafted
+        def worth(at: Array, drafters: Array, delay: Array, mean: Array) -> Array:
+            verify_s = known.drafted_s[at]
+            cycle = verify_s + delay - overlap[at] * np.minimum(verify_s, delay)
+            drafted = np.where(drafters > 0, n[at] * (1 + known.extra[at] * mean) / cycle, bare[at])
+            best = np.where(drafters > 0, np.maximum(drafted, floor[at]), drafted)
+            result: Array = known.weight[at] * (best + UNFLOORED * drafted)
             return result
 
-        every = np.arange(len(n))
-        now = goodput(every, held, average[0], average[1], of_held / np.maximum(held, 1))
-        gains = np.full(len(n), -np.inf)
-        for count in (1, *TOGETHER):
-            more = goodput(every, held + count, average[0], average[1], (of_held + count * average[2]) / (held + count))
-            gains = np.maximum(gains, more - now)
-        with_it = goodput(v, held[v], fixed_s[d], per_request_s[d], of_held[v] / held[v])
-        others = (of_held[v] - quality[d]) / np.maximum(held[v] - 1, 1)
-        without = goodput(v, held[v] - 1, average[0], average[1], others)
-        return weight * gains, weight[v] * (with_it - without), weight * now
+        def average(drafters: Array, requests: Array) -> Array:
+            result: Array = fixed_s + per_request_s * requests / np.maximum(drafters, 1)
+            return result
+
+        every, mean = np.arange(len(n)), of_held / np.maximum(held, 1)
+        now = worth(every, held, average(held, n), mean)
+        more = [
+            worth(every, held + count, average(held + count, n), (of_held + count * quality) / (held + count)) - now
+            for count in (1, *TOGETHER)
+        ]
+        draft_s = known.fixed_s[d] + known.per_request_s[d] * n[v] / held[v]
+        slowest = np.zeros(len(n))
+        first = np.flatnonzero(np.diff(v, prepend=-1))
+        slowest[v[first]] = np.maximum.reduceat(draft_s, first)
+        faster = np.minimum(slowest, average(held, n))
+        exchanged = worth(every, held, faster, mean) - worth(every, held, slowest, mean)
+        with_it = worth(v, held[v], draft_s, mean[v])
+        others = (of_held[v] - known.quality[d]) / np.maximum(held[v] - 1, 1)
+        losses = with_it - worth(v, held[v] - 1, average(held[v] - 1, n[v]), others)
+        return Outlook(now, dict(zip((1, *TOGETHER), more, strict=True)), exchanged, losses)
 
     # Details.
 
-    def _read_verifiers(self, loads: Sequence[VerifierLoad], straggler_weight: float) -> None:
-        plain = _known((each.plain_s for each in loads), PRIOR_PLAIN_S)
-        extra = _mean(
-            [each.drafted_s / each.plain_s for each in loads if each.drafted_s is not None and each.plain_s], PRIOR_EXTRA
-        )
-        self._requests = [max(each.requests, IDLE_REQUESTS) for each in loads]
-        self._mean_share = _mean(self._requests, 1.0)
-        self._active = [min(each.requests, 1.0) for each in loads]
-        self._plain_s = plain
-        self._bare_s = [each.bare_s or s for each, s in zip(loads, plain, strict=True)]
-        self._drafted_s = [each.drafted_s or extra * s for each, s in zip(loads, plain, strict=True)]
-        self._length = _known((each.length for each in loads), PRIOR_LENGTH)
-        self._overlap = [each.overlap for each in loads]
-        self._may_skip = [each.may_skip for each in loads]
-        tgs = [each.tgs if each.tgs and each.requests >= 0.5 else None for each in loads]
-        mean = _mean([each for each in tgs if each is not None], 1.0)
-        self.weight = [
-            1.0 if each is None else min(max((mean / each) ** straggler_weight, 1 / HEAVIEST), HEAVIEST) for each in tgs
-        ]
+    def _obey_pins(self, v: Array, d: Array) -> None:
+        drafters, places = self._situation.drafters, self._table.place_of_verifier
+        wanted = {b: {places[each] for each in self._situation.pins[drafters[b].id] if each in places} for b in self.pinned}
+        stay = np.array([b not in wanted or a in wanted[b] for a, b in zip(v.tolist(), d.tolist(), strict=True)], dtype=bool)
+        self._edges, self._stayed = (v[stay], d[stay]), int(stay.sum())
+        missing = [(a, b) for b, ends in wanted.items() for a in ends if a not in self.of_drafter[b]]
+        if missing:
+            self.apply((), missing)
 
-    def _read_drafters(self, speeds: Sequence[DrafterSpeed]) -> None:
-        self._fixed_s = _known((each.fixed_s for each in speeds), PRIOR_FIXED_S)
-        self._per_request_s = _known((each.per_request_s for each in speeds), PRIOR_PER_REQUEST_S)
-        self._quality = [each.quality for each in speeds]
-        self._down = {
-            (self._verifiers[verifier], d)
-            for d, each in enumerate(speeds)
-            for verifier in each.down_for
-            if verifier in self._verifiers
-        }
-
-    def _read_bindings(self) -> None:
-        pins = self._situation.pins
-        for verifier, drafter in self._situation.bindings:
-            v, d = self._verifiers.get(verifier), self._drafters.get(drafter)
-            if v is not None and d is not None and (d not in self.pinned or verifier in pins[drafter]):
-                self.of_verifier[v].append(d)
-                self.of_drafter[d].append(v)
-                self._stayed += 1
-        for d in self.pinned:
-            for verifier in pins[self._situation.drafters[d].id]:
-                v = self._verifiers.get(verifier)
-                if v is not None and d not in self.of_verifier[v]:
-                    self._change((), ((v, d),))
-                    self.is_changed = True
+    def _waited(self, v: Array, d: Array) -> Array:
+        """By pair: 0 where the verifier does not wait for the drafter, else 1."""
+        if not self._down:
+            return np.ones(1)
+        return np.array([edge not in self._down for edge in zip(v.tolist(), d.tolist(), strict=True)], dtype=float)
 
     def _change(self, remove: Sequence[Edge], add: Sequence[Edge]) -> None:
+        of_verifier, of_drafter = self._pairing.of_verifier, self._pairing.of_drafter
         for v, d in remove:
-            self.of_verifier[v].remove(d)
-            self.of_drafter[d].remove(v)
+            of_verifier[v].remove(d)
+            of_drafter[d].remove(v)
         for v, d in add:
-            self.of_verifier[v].append(d)
-            self.of_drafter[d].append(v)
+            of_verifier[v].append(d)
+            of_drafter[d].append(v)
 
     def _refresh(self, drafters: Iterable[int]) -> None:
+        one, pairing = self.one, self._pairing
         for d in drafters:
             work = rest = 0.0
-            for v in self.of_drafter[d]:
+            for v in pairing.of_drafter[d]:
                 if self._down and (v, d) in self._down:
                     continue
-                draft_s = self._fixed_s[d] + self._per_request_s[d] * self._requests[v] / len(self.of_verifier[v])
-                work += self._active[v] * draft_s
-                rest += 0.5 * self._active[v] * draft_s * draft_s / (self._drafted_s[v] + draft_s)
-            self.work[d], self._rest[d] = work, rest
+                draft_s = one.fixed_s[d] + one.per_request_s[d] * one.requests[v] / len(pairing.of_verifier[v])
+                work += one.active[v] * draft_s
+                rest += 0.5 * one.active[v] * draft_s * draft_s / (one.drafted_s[v] + draft_s)
+            pairing.work[d], pairing.rest[d] = work, rest
 
-    def _sum_up(self) -> None:
+    def _sum_up(self) -> tuple[Array, Array]:
         """`_refresh` of all drafters at once."""
-        if self._down:
-            self.work, self._rest = [0.0] * len(self.of_drafter), [0.0] * len(self.of_drafter)
-            self._refresh(range(len(self.of_drafter)))
-            return
-        v, d = self.edges()
-        known = self.arrays
-        held = np.bincount(v, minlength=len(self.of_verifier))
+        (v, d), known, count = self.edges(), self.arrays, self.counts[1]
+        held = np.bincount(v, minlength=self.counts[0])
         draft_s = known.fixed_s[d] + known.per_request_s[d] * known.requests[v] / held[v]
-        active, verify_s = known.active[v], known.drafted_s[v]
-        count = len(self.of_drafter)
-        self.work = np.bincount(d, weights=active * draft_s, minlength=count).tolist()
+        active, verify_s = self._waited(v, d) * known.active[v], known.drafted_s[v]
         rest = 0.5 * active * draft_s * draft_s / (verify_s + draft_s)
-        self._rest = np.bincount(d, weights=rest, minlength=count).tolist()
+        return np.bincount(d, weights=active * draft_s, minlength=count), np.bincount(d, weights=rest, minlength=count)
 
 
-class Arrays:
-    """What a model has read, for computing with all of it at once."""
-
-    def __init__(self, model: FleetModel) -> None:
-        self.requests = np.array(model._requests)
-        self.active = np.array(model._active)
-        self.plain_s = np.array(model._plain_s)
-        self.bare_s = np.array(model._bare_s)
-        self.drafted_s = np.array(model._drafted_s)
-        self.extra = np.array(model._length) - 1
-        self.overlap = np.array(model._overlap)
-        self.may_skip = np.array(model._may_skip)
-        self.fixed_s = np.array(model._fixed_s)
-        self.per_request_s = np.array(model._per_request_s)
-        self.quality = np.array(model._quality)
-
-
-def _known(values: Iterable[float | None], prior: float) -> list[float]:
-    """Each value where it is known, else the mean of those that are, else the prior."""
-    given = list(values)
-    mean = _mean([each for each in given if each is not None], prior)
-    return [mean if each is None else each for each in given]
-
-
-def _mean(values: Sequence[float], otherwise: float) -> float:
-    return sum(values) / len(values) if values else otherwise
+def _grouped(keys: Array, values: Array, count: int) -> list[list[int]]:
+    """The values of each key from 0 to `count` - 1."""
+    order = np.argsort(keys, kind="stable")
+    ordered: list[int] = values[order].tolist()
+    ends: list[int] = np.cumsum(np.bincount(keys, minlength=count)).tolist()
+    return [ordered[begin:end] for begin, end in pairwise((0, *ends))]

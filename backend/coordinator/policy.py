@@ -21,16 +21,15 @@ from backend.coordinator.assignment import (
     AssignmentPolicy,
     Bind,
     Decision,
-    DrafterSpeed,
     Pair,
     Situation,
     Unbind,
-    VerifierLoad,
 )
 from backend.coordinator.entries import Counters, Entry, beside, route
 from backend.coordinator.goodput import Goodput
 from backend.coordinator.least_drafters import LeastDrafters
 from backend.coordinator.rates import DrafterRates, VerifierRates
+from backend.coordinator.table import Table
 from backend.coordinator.trials import Trials
 from backend.fleet import (
     Assignment,
@@ -88,8 +87,8 @@ class Coordinator:
     _decided_at: float = -math.inf
     _is_dirty: bool = False
     """Somebody came, left, became fit or unfit, or was pinned since the last decision."""
-    _fit: tuple[list[VerifierLoad], list[DrafterSpeed]] | None = None
-    """Kept while nobody comes or goes: sorting thousands takes longer than deciding."""
+    _fit: Table | None = None
+    """Kept while nobody comes or goes: sorting thousands, and reading them, takes longer than deciding."""
 
     def __post_init__(self) -> None:
         self._version = self.first_version
@@ -233,13 +232,15 @@ class Coordinator:
         """What a decision at `now` depends on."""
         if self._fit is None:
             fit = sorted(key for key, entry in self._entries.items() if entry.is_fit)
-            self._fit = (
+            self._fit = Table(
                 [self._rates_of_verifier(key).load for key in fit if self._entries[key].member.kind == "verifier"],
                 [self._rates_of_drafter(key).speed for key in fit if self._entries[key].member.kind == "drafter"],
+                self._since,
             )
+        known = self._fit
         pins = self._pins if pins is None else pins
         settled, frozen = self._trials.settled(now), self._trials.frozen()
-        return Situation(now, *self._fit, self._since, pins, settled=settled, frozen=frozen)
+        return Situation(now, known.verifiers, known.drafters, self._since, pins, known, settled, frozen)
 
     def snapshot(self, now: float) -> FleetSnapshot:
         """The fleet at `now`, members and assignments in the order of their ids."""
@@ -281,11 +282,7 @@ class Coordinator:
             self._carry_out(back, now)
         actions = self._rule.decide(self.situation(now)).actions
         # A drafter that was free, or has to leave, is not moved by choice.
-        busy = (
-            {drafter for verifier, drafter in self._since if self._is_fit(verifier) and self._is_fit(drafter)}
-            if actions
-            else ()
-        )
+        busy = {d for v, d in self._since if self._is_fit(v) and self._is_fit(d)} if actions else ()
         moves = [action for action in actions if action.drafter in busy and action.drafter not in self._pins]
         self._trials.begin(moves, lambda drafter: beside(self._entries, drafter), now)
         self._carry_out(actions, now)
@@ -314,15 +311,23 @@ class Coordinator:
         self._is_dirty, self._fit = True, None
 
     def _measure(self, entry: Entry, verifier: VerifierStats | None, drafter: DrafterStats | None, now: float) -> None:
+        spoken_of: set[str] = set()
         if verifier is not None:
+            # A verifier's report also says how its drafters did, and which of them it did without.
+            spoken_of.update(verifier.drafters, verifier.drafters_down, entry.verifier.drafters_down if entry.verifier else ())
             entry.verifier = verifier
             self._rates_of_verifier(entry.member.id).observe(verifier, now, self._drafter_rates)
             self._trials.observe(
                 entry.member.id, verifier.started_at, verifier.tokens, verifier.running + verifier.waiting, now
             )
         if drafter is not None:
+            spoken_of.add(entry.member.id)
             entry.drafter = drafter
             self._rates_of_drafter(entry.member.id).observe(drafter, now)
+        if self._fit is not None:
+            self._fit.read_verifier(entry.member.id)
+            for drafter_id in spoken_of:
+                self._fit.read_drafter(drafter_id)
 
     def _rates_of_verifier(self, member_id: str) -> VerifierRates:
         rates = self._verifier_rates.get(member_id)
@@ -371,14 +376,20 @@ class Coordinator:
     def _bind(self, pair: Pair, now: float) -> None:
         self._version += 1
         self._generation[pair], self._since[pair] = self._version, now
+        self._forget_pairs()
         self._drafters.setdefault(pair[0], set()).add(pair[1])
         self.counters.assignments_made += 1
 
     def _unbind(self, pair: Pair) -> None:
         self._version += 1
         del self._generation[pair], self._since[pair]
+        self._forget_pairs()
         self._drafters[pair[0]].discard(pair[1])
         self.counters.assignments_dropped += 1
+
+    def _forget_pairs(self) -> None:
+        if self._fit is not None:
+            self._fit.forget_pairs()
 
     def _unbind_member(self, member_id: str) -> None:
         gone: Iterable[Pair] = [pair for pair in self._since if member_id in pair]

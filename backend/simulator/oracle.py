@@ -14,7 +14,8 @@ from dataclasses import replace
 import numpy as np
 
 from backend.coordinator.assignment import Pair, Situation
-from backend.coordinator.model import Array, FleetModel
+from backend.coordinator.model import FleetModel
+from backend.coordinator.table import Array
 
 MOST_DRAFTERS = 64
 """Drafters of one verifier that are looked at one by one; more of them are bounded by infinitely many."""
