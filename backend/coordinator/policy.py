@@ -281,11 +281,7 @@ class Coordinator:
             self._carry_out(back, now)
         actions = self._rule.decide(self.situation(now)).actions
         # A drafter that was free, or has to leave, is not moved by choice.
-        busy = (
-            {drafter for verifier, drafter in self._since if self._is_fit(verifier) and self._is_fit(drafter)}
-            if actions
-            else ()
-        )
+        busy = {d for v, d in self._since if self._is_fit(v) and self._is_fit(d)} if actions else ()
         moves = [action for action in actions if action.drafter in busy and action.drafter not in self._pins]
         self._trials.begin(moves, lambda drafter: beside(self._entries, drafter), now)
         self._carry_out(actions, now)
