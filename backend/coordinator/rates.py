@@ -23,6 +23,9 @@ TREND = 10
 PRIOR_SLOPE = 0.3
 """Share of a round's time that is taken to grow with its requests while all rounds are alike."""
 
+LOOKUP_GAIN = 1.1
+"""Lookups are made where they promise so many times the tokens of plain steps (`verifier/fallback.py`)."""
+
 
 @dataclass
 class Average:
@@ -123,7 +126,8 @@ class VerifierRates:
             self._drafted_s.note(stats.drafted_step_s, seconds)
         # In the other modes people have chosen that drafters draft.
         if stats.running and stats.lookup_step_s > 0 and stats.mode == "auto":
-            self._bare_s.note(min(stats.lookup_step_s / stats.lookup_length, stats.plain_step_s), seconds)
+            own_s = stats.lookup_step_s / stats.lookup_length
+            self._bare_s.note(own_s if LOOKUP_GAIN * own_s < stats.plain_step_s else stats.plain_step_s, seconds)
         load.plain_s, load.drafted_s, load.bare_s = self._plain_s.value, self._drafted_s.value, self._bare_s.value
         load.may_skip = stats.mode == "auto"
         load.overlap = _overlap(stats)
