@@ -56,8 +56,9 @@ def main(arguments: Sequence[str], say: Say, make_route: Callable[[], Route]) ->
 
 def _run(options: Options, policy: Policy, route: Route) -> dict[str, Any]:
     settings = CoordinatorSettings.model_validate({**options.settings, "policy": policy})
-    timed = report.Timed(policy_of(settings), time.process_time)
-    referee = report.Referee(max(int(options.scenario.seconds) // REFEREED, 1))
+    rule = policy_of(settings)
+    timed = report.Timed(rule, time.perf_counter)
+    referee = report.Referee(max(int(options.scenario.seconds) // REFEREED, 1), rule)
     coordinator = Coordinator(max(settings.lease_s, 3 * options.scenario.report_s), settings=settings, rule=timed)
     outcome = FleetSimulation(options.scenario, coordinator, route, referee.watch).run()
     return report.summary(outcome, timed, referee, options.scenario.seconds)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from backend.coordinator.assignment import AssignmentPolicy, Decision, Situation
 from backend.coordinator.policy import Coordinator
 from backend.models import Say
+from backend.simulator.bound import bound_by_drafter
 from backend.simulator.fleet import Outcome
 from backend.simulator.oracle import best_partition, predicted, upper_bound
 
@@ -45,7 +46,12 @@ class Referee:
     """Holds the assignment against what is possible, every few samples."""
 
     every: int
+    policy: AssignmentPolicy
     shares: list[float] = field(default_factory=list)
+    of_ideal: list[float] = field(default_factory=list)
+    """The same against the simpler bound for large fleets, of ideal drafters."""
+    anew: list[float] = field(default_factory=list)
+    """Of what the policy would assign were nothing bound yet: what hysteresis keeps it from."""
     _seen: int = 0
 
     def watch(self, now: float, coordinator: Coordinator) -> None:
@@ -57,8 +63,14 @@ class Referee:
         if not situation.verifiers or not situation.drafters:
             return
         is_small = len(situation.verifiers) <= MOST_EXACT[0] and len(situation.drafters) <= MOST_EXACT[1]
-        best = best_partition(situation) if is_small else upper_bound(situation)
-        self.shares.append(predicted(situation, situation.bindings) / best)
+        best = ideal = best_partition(situation) if is_small else upper_bound(situation)
+        if not is_small:
+            best = min(ideal, bound_by_drafter(situation))
+        now = predicted(situation, situation.bindings)
+        self.shares.append(now / best)
+        self.of_ideal.append(now / ideal)
+        placed = self.policy.decide(replace(situation, bindings={})).actions
+        self.anew.append(predicted(situation, [(each.verifier, each.drafter) for each in placed]) / best)
 
 
 def summary(outcome: Outcome, timed: Timed, referee: Referee, seconds: float) -> dict[str, Any]:
@@ -85,6 +97,8 @@ def summary(outcome: Outcome, timed: Timed, referee: Referee, seconds: float) ->
             "mean": statistics.fmean(referee.shares) if referee.shares else None,
             "least": min(referee.shares, default=None),
             "moments": len(referee.shares),
+            "of_ideal_drafters": statistics.fmean(referee.of_ideal) if referee.of_ideal else None,
+            "placed_anew": statistics.fmean(referee.anew) if referee.anew else None,
         },
         "samples": [asdict(each) for each in outcome.samples],
     }

@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+import msgspec
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,7 +20,9 @@ from backend.coordinator.goodput import Goodput
 from backend.coordinator.least_drafters import LeastDrafters
 from backend.coordinator.model import FleetModel
 from backend.coordinator.policy import Coordinator, policy_of
+from backend.coordinator.table import Table
 from backend.fleet import DraftCounters, DrafterStats, Member, VerifierStats
+from backend.simulator.bound import bound_by_drafter
 from backend.simulator.oracle import best_graph, best_partition, predicted, upper_bound
 
 FEW = settings(max_examples=30, deadline=None)
@@ -119,6 +123,7 @@ def test_large_fleets_against_a_bound_that_nothing_exceeds(verifiers: int, draft
 @given(situations(3, 4, 12))
 def test_the_bound_is_one(situation: Situation) -> None:
     assert upper_bound(situation) >= best_graph(situation) - 1e-6
+    assert bound_by_drafter(situation) >= best_graph(situation) - 1e-6
     assert best_graph(situation) >= best_partition(situation) - 1e-6
 
 
@@ -278,6 +283,41 @@ class Fleet:
 
 def replace_counters(counters: DraftCounters) -> DraftCounters:
     return DraftCounters(drafts=counters.drafts, accepted_tokens=counters.accepted_tokens)
+
+
+def test_the_columns_that_a_coordinator_keeps_say_what_a_new_table_would() -> None:
+    """While reports come, breakers open, drafters move, are pinned and leave."""
+    fleet = Fleet([16, 1, 4], 5, CoordinatorSettings(), 0)
+    dice = random.Random(0)
+    kept = set()
+    for turn in range(60):
+        fleet.loads = [dice.choice([0, 1, 8, 32]) for _ in fleet.loads]
+        fleet.run(1, 0.1)
+        if turn == 20:
+            fleet.policy.pin("d1", ["v2"], fleet.now)
+        if turn in (30, 40):
+            down = ["d0", "gone"] if turn == 30 else []
+            stats = replace_down(fleet._verifier(0, 0.1), down)
+            assert fleet.policy.report("v0", "i", "ready", fleet.now, stats).known
+            assert bool(fleet.policy.situation(fleet.now).drafters[0].down_for) == bool(down)
+        if turn == 50:
+            fleet.policy.deregister("d4", "i", fleet.now)
+            fleet.names.remove("d4")
+        situation = fleet.policy.situation(fleet.now)
+        known, anew = Table.of(situation), Table(situation.verifiers, situation.drafters, situation.bindings)
+        kept.add(id(known))
+        assert known is situation.table
+        assert np.array_equal(known.loads(), anew.loads(), equal_nan=True)
+        assert np.array_equal(known.speeds(), anew.speeds(), equal_nan=True)
+        assert known.down == anew.down
+        assert all(np.array_equal(a, b) for a, b in zip(known.pairs(), anew.pairs(), strict=True))
+        other = replace(situation, bindings={})
+        assert len(Table.of(other).pairs()[0]) == 0, "a table of other pairs is not believed"
+    assert len(kept) <= 3, "made anew only where somebody came or went"
+
+
+def replace_down(stats: VerifierStats, down: list[str]) -> VerifierStats:
+    return msgspec.structs.replace(stats, drafters_down=down)
 
 
 def test_ten_percent_of_noise_moves_hardly_anything_in_a_steady_state() -> None:
