@@ -33,6 +33,8 @@ FREE_GAIN = 0.002
 """What a change must promise that undoes nothing but this decision's own placing, or ends a pair that does harm."""
 START_GAIN = 0.01
 """What a further pair must promise verifiers all of whose drafters are new."""
+LAYOUTS = 4
+"""Ways of placing free drafters to begin with: by worth, so that equals are together, in turn, in turn backwards."""
 IDLE_BURDEN_S = 1e-4
 REFUSALS = 8
 """So many verifiers that gain nothing from the least busy drafter, and the rest is not asked."""
@@ -56,7 +58,19 @@ class _Search:
     now: float
     min_gain: float
     min_dwell_s: float
+    layout: int | None = None
+    """Which way of placing free drafters to begin with; None: the one that looks best."""
     placed: bool = False
+
+    def run(self) -> None:
+        """Places, shares, improves."""
+        _place(self)
+        _share(self)
+        _improve(self)
+
+    def worth(self) -> float:
+        """What is to be made great."""
+        return sum(map(self.model.weighted, range(self.model.counts[0])))
 
     def may_remove(self, edge: Edge) -> bool:
         """Whether a pair is neither pinned nor too young."""
@@ -85,14 +99,22 @@ class Goodput:
 
     def decide(self, situation: Situation) -> Decision:
         """Places, shares, improves."""
-        model = FleetModel(situation, self.straggler_weight)
-        search = _Search(model, situation.now, self.min_gain, self.min_dwell_s)
-        before = model.total()
+        search = self._search(situation)
+        before = search.model.total()
         if situation.verifiers and situation.drafters:
-            _place(search)
-            _share(search)
-            _improve(search)
+            search.run()
+            if search.placed and not situation.bindings and len(situation.verifiers) * len(situation.drafters) <= SMALL:
+                # A fresh start of a small fleet: what is best in the end need not look best before it is improved.
+                others = [self._search(situation, layout) for layout in range(LAYOUTS)]
+                for other in others:
+                    other.run()
+                search = max([search, *others], key=_Search.worth)
+        model = search.model
         return Decision(model.actions(), before, model.total() if model.is_changed else before)
+
+    def _search(self, situation: Situation, layout: int | None = None) -> _Search:
+        model = FleetModel(situation, self.straggler_weight)
+        return _Search(model, situation.now, self.min_gain, self.min_dwell_s, layout)
 
 
 def _place(search: _Search) -> None:
@@ -115,6 +137,14 @@ def _place(search: _Search) -> None:
     # together, so that a slow one keeps none of them waiting.
     first = {v: rank for rank, v in reversed(list(enumerate(takers)))}
     layouts = [list(zip(each, free, strict=True)) for each in (takers, sorted(takers, key=lambda v: first[v]))]
+    if search.layout is not None:
+        evenly = [
+            v for v, _ in zip(cycle(sorted(range(model.counts[0]), key=model.requests, reverse=True)), free, strict=False)
+        ]
+        layouts.append(list(zip(evenly, free, strict=True)))
+        layouts.append(list(zip(evenly, reversed(free), strict=True)))
+        model.apply((), layouts[search.layout])
+        return
     worth = []
     for layout in layouts:
         model.apply((), layout)

@@ -1,15 +1,16 @@
-"""What steps, drafts and acceptance cost and bring, learned from what was measured.  Pure; engine thread.
+"""What steps, drafts and acceptance cost and bring, learned from what was measured.  Pure; scheduler's process and thread.
 
-Acceptance probabilities per draft position, the time a verification takes under each plan, and, for plans that were never in
-force, two curves of measured points (steps, drafts) to estimate it from.
+Acceptance probabilities per draft position, the time a verification takes under each plan (`cycles.py`), and, for plans that
+were never in force, two curves of measured points (steps, drafts) to estimate it from.
 """
 
 from __future__ import annotations
 
 import math
-import statistics
 from dataclasses import dataclass, field
 from typing import Literal
+
+from backend.verifier.cycles import Cycles, Plan, place_of
 
 FORGET = 0.998
 """Weight of a verification after one newer one: about the last five hundred count."""
@@ -19,16 +20,6 @@ PRIOR_CHANCE, PRIOR_WEIGHT = 0.7, 8.0
 """What a new drafter is believed to have achieved: a few bad verifications at the start must not end drafting."""
 NEWEST = 0.1
 """Share of the newest measurement in a point of a curve."""
-SLOWEST = 0.05
-"""The same for a plan's cycle, once there are enough of them for a mean."""
-FEW = 4
-"""Measurements of a plan below which they say nothing."""
-ENOUGH = 8
-"""Measurements from which on their decaying mean counts and no longer their median."""
-STALE_STEPS = 2048
-"""Steps after which a measurement is due to be repeated."""
-HICCUP = 1.5
-"""Times the usual that one measurement counts for at most."""
 
 
 @dataclass
@@ -98,104 +89,6 @@ class Acceptance:
         return expected
 
 
-@dataclass(frozen=True)
-class Plan:
-    """`k` draft tokens per request, verified in `groups` micro-batches, `outcomes` enumerated ahead per request."""
-
-    k: int
-    groups: int = 1
-    outcomes: int = 0
-
-    @property
-    def structure(self) -> tuple[int, bool]:
-        """Plans of one structure differ in `k` only."""
-        return self.groups if self.k else 0, bool(self.outcomes)
-
-
-OFF = Plan(0)
-
-
-def place_of(requests: float) -> int:
-    """Loads that count as one: half octaves."""
-    return round(2 * math.log2(max(requests, 1)))
-
-
-@dataclass
-class Measured:
-    """Seconds per verification of one plan at one load, decayed."""
-
-    seconds: float
-    seen: int
-    at: int
-    """The planner's clock, in steps, when last measured."""
-    first: list[float] = field(default_factory=list)
-    """The first few, of which the median counts: a mean of four with one hiccup among them condemns a plan."""
-
-    def renew(self) -> None:
-        """What was measured so far counts as one measurement of those to come."""
-        if self.seen > FEW:
-            self.seen, self.first = FEW, [self.seconds]
-
-
-@dataclass
-class Cycles:
-    """What a plan was measured to take at a load: seconds from the end of a step to the end of the next, waiting included,
-    divided by the verifications in it.
-
-    Measured whole, because its parts do not add up: a drafter that enumerates outcomes answers others later, and answers
-    that lie unread while others are verified cost nothing.
-    """
-
-    measured: dict[tuple[Plan, int], Measured] = field(default_factory=dict)
-
-    def observe(self, plan: Plan, requests: int, seconds: float, clock: int) -> None:
-        """One step under `plan` with `requests` requests decoding."""
-        known = self.measured.get((plan, place_of(requests)))
-        if known is None:
-            self.measured[plan, place_of(requests)] = Measured(seconds, 1, clock, [seconds])
-            return
-        # What was measured long ago gives way to what is measured now: the machine may not be the same.
-        if clock - known.at > STALE_STEPS:
-            known.renew()
-        known.seen, known.at = known.seen + 1, clock
-        if known.seen <= ENOUGH:
-            known.first.append(seconds)
-            known.seconds = statistics.median(known.first)
-            return
-        # One hiccup of the machine must not condemn a plan.
-        seconds = min(seconds, HICCUP * known.seconds)
-        known.seconds += max(1 / known.seen, SLOWEST) * (seconds - known.seconds)
-
-    def fade(self) -> None:
-        """What is measured next counts for more than what was: what made drafting slow may be over."""
-        for plan, place in self.measured:
-            if plan.k:
-                self.measured[plan, place].renew()
-
-    def at(self, plan: Plan, requests: float) -> float | None:
-        """Seconds per verification; None where it was never measured, or hardly."""
-        known = self.measured.get((plan, place_of(requests)))
-        return known.seconds if known is not None and known.seen >= FEW else None
-
-    def age(self, plan: Plan, requests: float, clock: int) -> float:
-        """Steps since this plan was measured at this load."""
-        known = self.measured.get((plan, place_of(requests)))
-        return clock - known.at if known is not None and known.seen >= FEW else math.inf
-
-    def nearest(self, plan: Plan, requests: float) -> tuple[Plan, int] | None:
-        """The measurement most like this plan at this load: of its own structure if there is one, then of a near load.
-
-        What drafting costs on top says nothing of plain steps.
-        """
-        place = place_of(requests)
-        known = [key for key, measured in self.measured.items() if measured.seen >= FEW and (plan.k or not key[0].k)]
-        return min(
-            known,
-            key=lambda key: (key[0].structure != plan.structure, abs(key[1] - place), abs(key[0].k - plan.k)),
-            default=None,
-        )
-
-
 Source = Literal["features", "ahead", "own"]
 """What a draft was made from: the target's features, an outcome enumerated before it came, the request's own text."""
 
@@ -260,10 +153,6 @@ class Costs:
     def _other_cycles(self) -> Cycles:
         return (self.sampled if self.greedy_share >= 0.5 else self.greedy).cycles
 
-    def age(self, plan: Plan, requests: float, clock: int) -> float:
-        """Steps since this plan was measured at this load, for whichever kind of requests."""
-        return min(each.age(plan, requests, clock) for each in (self.cycles, self._other_cycles))
-
     def note_drafts(self, requests: int, k: int, drafter_s: float, waited_s: float | None) -> None:
         """Drafts of `k` tokens for `requests` requests came; the drafter computed for `drafter_s`.
 
@@ -301,17 +190,21 @@ class Costs:
         return self.greedy_share * greedy + (1 - self.greedy_share) * sampled
 
     def per_verification_s(self, plan: Plan, requests: int) -> float:
-        """Seconds per verification: measured, or what the two curves say, corrected by the nearest measurement."""
-        for cycles in (self.cycles, self._other_cycles):
-            measured = cycles.at(plan, requests)
-            if measured is not None:
-                return measured
-        estimate = self._estimate(plan, requests)
+        """Seconds per verification: as measured, or what other requests or the curves say, corrected by what is near."""
+        measured = self.cycles.at(plan, requests)
+        if measured is not None:
+            return measured
+        nearest = self.cycles.nearest(plan, requests)
+        others = self._other_cycles.at(plan, requests)
+        if others is not None:
+            same = self._other_cycles.measured.get(nearest) if nearest is not None else None
+            ratio = self.cycles.measured[nearest].seconds / same.seconds if nearest is not None and same is not None else 1.0
+            return others * ratio
         cycles = self.cycles
-        nearest = cycles.nearest(plan, requests)
         if nearest is None:
             cycles = self._other_cycles
             nearest = cycles.nearest(plan, requests)
+        estimate = self._estimate(plan, requests)
         if nearest is None:
             return estimate
         at, seconds = 2 ** (nearest[1] / 2), cycles.measured[nearest].seconds

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from backend.fleet import DraftCounters, VerifierStats
 from backend.records.recorder import name_for_records
-from backend.verifier.costs import Plan
+from backend.verifier.cycles import Plan
 from backend.verifier.fixed import fixed_response
 from backend.verifier.recording import Recording
 from backend.verifier.traces import RequestTraces

@@ -2,19 +2,25 @@
 
 Pure; scheduler's process and thread.  The fixed modes have a fixed plan.  `auto` compares the goodput (tokens per second) of
 every plan it may choose, K = 0 included, and changes only when the gain is worth a change.  What a plan costs is measured while
-it is in force, per load; what it would cost elsewhere is estimated from the nearest measurement (`costs.Cycles`).  Promising
-plans that were never tried at this load, or not for long, are tried for a few steps now and then.
+it is in force, per load; what it would cost elsewhere is estimated from the nearest measurement (`cycles.py`).
+
+Estimates of plans that were never tried are often too good, and the best of many always is.  So a plan is chosen only once it
+was measured at this load; promising ones that were not, or not for long, are tried for a few steps now and then.  What such
+trials lose is kept account of, and may be a small part of the time only (`trials.py`).
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
-from backend.verifier.costs import OFF, STALE_STEPS, Costs, Plan, place_of
+from backend.verifier.costs import Costs
+from backend.verifier.cycles import OFF, Plan, place_of
 from backend.verifier.groups import SMALLEST
+from backend.verifier.trials import TRIAL_STEPS, TrialBudget
 
-GAIN = 1.03
+GAIN = 1.05
 """A new plan must promise this much more than the present one."""
 DWELL_STEPS = 16
 """Steps a plan is kept for at least, unless the load changes."""
@@ -22,14 +28,17 @@ RECONSIDER_EVERY = 4
 """Steps between two looks at all plans, which take a few hundred microseconds."""
 SETTLE_STEPS = 2
 """Steps after a change that still verify what the plan before asked for."""
-PROBE_EVERY = 32
-"""Steps between two trials."""
-PROBE_STEPS = 7
-"""Steps of a trial."""
-PROMISING = 0.85
-"""Share of the present plan's goodput that a plan must be estimated to have to be tried."""
+PROBE_EVERY = 16
+"""Steps between two trials at least."""
+PROMISING, STALE_STEPS = 0.85, 2048
+"""Share of the present plan's goodput that a plan must be estimated to have to be tried, and steps until it is tried again."""
+DOUBT, DOUBT_STEPS = 0.25, 128
+"""How much better than it was measured in one trial a plan may be, and steps until it is measured again if it might beat the
+present one: a moment when the machine was slow must not decide for long.  The doubt falls with the root of the trials."""
 REVISIT_STEPS = 256
 """Steps without drafts after which drafting is tried whatever its estimate: acceptance is known only by drafting."""
+LONGEST_REVISIT = 1024
+"""The same after drafting was tried in vain again and again: each time in a row doubles the wait."""
 
 
 @dataclass(frozen=True)
@@ -64,9 +73,9 @@ class Planner(Protocol):
         """For the next step, with `requests` requests decoding."""
         ...
 
-    def stepped(self, requests: int, verified: int, seconds: float | None) -> None:
-        """The step so planned verified `verified` of `requests` requests, `seconds` after the step before had ended; None:
-        the time between holds something else than this plan."""
+    def stepped(self, requests: int, verified: int, step_s: float, cycle_s: float | None) -> None:
+        """The step so planned verified `verified` of `requests` requests in `step_s` seconds, and ended `cycle_s` after the one
+        before; None: the time between holds something else than this plan."""
         ...
 
 
@@ -84,7 +93,7 @@ class FixedPlanner:
         """Always the same."""
         return self._plan
 
-    def stepped(self, requests: int, verified: int, seconds: float | None) -> None:
+    def stepped(self, requests: int, verified: int, step_s: float, cycle_s: float | None) -> None:
         """Nothing is to be learned."""
 
 
@@ -101,9 +110,11 @@ class AutoPlanner:
         self._place = -1
         self._steps = 0
         self._undrafted = 0
+        self._revisit = REVISIT_STEPS
         self._since_trial = 0
         self._trial: Plan | None = None
         self._trial_left = 0
+        self._budget = TrialBudget()
         self._running = OFF
         self._run = 0
         self._clock = 0
@@ -121,10 +132,11 @@ class AutoPlanner:
         """See `Planner`."""
         return self._run > SETTLE_STEPS
 
-    def stepped(self, requests: int, verified: int, seconds: float | None) -> None:
+    def stepped(self, requests: int, verified: int, step_s: float, cycle_s: float | None) -> None:
         """See `Planner`."""
-        if seconds is not None and verified and self.settled:
-            self._costs.cycles.observe(self._running, requests, seconds / verified, self._clock)
+        if cycle_s is not None and verified and self.settled:
+            rest_s = max(cycle_s - step_s, 0.0) / verified
+            self._costs.cycles.observe(self._running, requests, step_s / verified, rest_s, self._clock)
 
     def tokens_per_s(self, plan: Plan, requests: int) -> float:
         """Estimated goodput."""
@@ -147,8 +159,8 @@ class AutoPlanner:
         return self._try_out(present, requests)
 
     def _reconsider(self, requests: int) -> Plan:
-        best = max(self._candidates(requests), key=lambda plan: self.tokens_per_s(plan, requests))
         present = self._plan
+        best = max(self._choices(requests), key=lambda plan: self.tokens_per_s(plan, requests))
         if present is None:
             self._plan = best
         elif best != present and (
@@ -158,36 +170,61 @@ class AutoPlanner:
             self._change(best, requests)
         return self._plan or OFF
 
+    def _choices(self, requests: int) -> list[Plan]:
+        """The plans measured at this load; all of them where the present one was not."""
+        candidates, cycles = self._candidates(requests), self._costs.cycles
+        if self._plan not in candidates or cycles.at(self._plan, requests) is None:
+            return candidates
+        return [plan for plan in candidates if cycles.at(plan, requests) is not None]
+
     def _try_out(self, present: Plan, requests: int) -> Plan:
         """A plan worth trying in place of the present one, or the present one."""
         if self._trial is not None and self._trial_left > 0:
             self._trial_left -= 1
             return self._trial
-        self._trial = None
+        if self._trial is not None:
+            self._budget.spend(self._loss(self._trial, present, requests))
+            self._trial = None
+        self._budget.stepped()
         self._since_trial += 1
         if self._since_trial >= PROBE_EVERY and self._steps >= DWELL_STEPS:
-            self._since_trial = 0
             self._trial = self._worth_trying(present, requests)
-            self._trial_left = PROBE_STEPS - 1
+            if self._trial is not None:
+                self._undrafted = 0 if self._trial.k else self._undrafted
+                self._since_trial = 0
+                self._trial_left = TRIAL_STEPS - 1
         return self._trial or present
+
+    def _loss(self, trial: Plan, present: Plan, requests: int) -> float:
+        """What a trial loses, in steps of the present plan, by what is known of both."""
+        behind = 1 - self.tokens_per_s(trial, requests) / self.tokens_per_s(present, requests)
+        longer = self._costs.per_verification_s(trial, requests) / self._costs.per_verification_s(present, requests)
+        return TRIAL_STEPS * longer * max(behind, 0.0)
 
     def _worth_trying(self, present: Plan, requests: int) -> Plan | None:
         others = [plan for plan in self._candidates(requests) if plan != present]
-        if self._undrafted >= REVISIT_STEPS:
-            self._undrafted = 0
+        if self._undrafted >= self._revisit:
+            self._undrafted, self._revisit = 0, min(2 * self._revisit, LONGEST_REVISIT)
             self._costs.fade()
-            return max((p for p in others if p.k), key=lambda plan: self.tokens_per_s(plan, requests))
-        least = PROMISING * self.tokens_per_s(present, requests)
-        untried = [
-            (self.tokens_per_s(plan, requests), plan)
-            for plan in others
-            if self._costs.age(plan, requests, self._clock) > STALE_STEPS
-        ]
-        if any(plan == OFF for _, plan in untried):
+            return max((p for p in others if p.k), key=lambda plan: self.tokens_per_s(plan, requests), default=None)
+        if OFF in others and self._costs.cycles.at(OFF, requests) is None:
             # Plain steps are what drafting has to beat: what they take is worth knowing before anything else.
             return OFF
-        promising = [(estimate, plan) for estimate, plan in untried if estimate >= least]
-        return max(promising, key=lambda pair: pair[0])[1] if promising else None
+        present_rate = self.tokens_per_s(present, requests)
+        shares = {plan: self.tokens_per_s(plan, requests) / present_rate for plan in others}
+        due = [plan for plan in others if self._is_due(plan, shares[plan], requests)]
+        if not due:
+            return None
+        best = max(due, key=lambda plan: shares[plan])
+        return best if self._budget.affords(self._loss(best, present, requests)) else None
+
+    def _is_due(self, plan: Plan, share: float, requests: int) -> bool:
+        """Whether a plan with this share of the present one's estimated goodput is worth measuring (again)."""
+        cycles = self._costs.cycles
+        age, trials = cycles.age(plan, requests, self._clock), cycles.trials(plan, requests)
+        if trials and share * (1 + DOUBT / math.sqrt(trials)) > 1:
+            return age > DOUBT_STEPS
+        return share >= PROMISING and age > STALE_STEPS
 
     def _candidates(self, requests: int) -> list[Plan]:
         plans = [OFF]
@@ -202,6 +239,8 @@ class AutoPlanner:
     def _change(self, plan: Plan, requests: int) -> None:
         left, costs = self._plan or OFF, self._costs
         self._plan, self._steps, self._trial = plan, 0, None
+        if plan.k:
+            self._revisit = REVISIT_STEPS
         self.changes += 1
         share = requests / plan.groups
         self.decision = Decision(

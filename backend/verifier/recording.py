@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from backend.fleet import VerifierStats
 from backend.records.recorder import Recorder
 from backend.records.rows import DecisionRow, RequestRow, StepRow, VerificationRow
-from backend.verifier.costs import Plan
+from backend.verifier.cycles import Plan
 from backend.verifier.planner import Decision
 
 NO_OUTCOME = (-1, 0, 0, 0, "", False)

@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from backend.verifier.features import FeatureShipper
 from backend.verifier.postponed import Span
@@ -52,6 +54,23 @@ class UndraftedSteps:
     would do without drafts is what the plain sampler does.  (vLLM 0.32, `v1/sample/ops/topk_topp_sampler.py`,
     `apply_top_k_only`.)
     """
+
+    def _calc_spec_decode_metadata(self, num_draft_tokens: Any, cu_num_scheduled_tokens: Any) -> Any:
+        """vLLM's method of the same name, which takes a percent of a small model's step; without drafts it comes to this."""
+        if num_draft_tokens.any():
+            return super()._calc_spec_decode_metadata(num_draft_tokens, cu_num_scheduled_tokens)  # type: ignore[misc]
+        requests, device = len(num_draft_tokens), self.device  # type: ignore[attr-defined]
+        none = torch.empty(0, dtype=torch.int32, device=device)
+        each = torch.arange(requests, dtype=torch.int32, device=device)
+        return SpecDecodeMetadata(
+            draft_token_ids=none,
+            num_draft_tokens=[0] * requests,
+            cu_num_draft_tokens=torch.zeros_like(each),
+            cu_num_sampled_tokens=each + 1,
+            target_logits_indices=none,
+            bonus_logits_indices=each,
+            logits_indices=async_tensor_h2d(cu_num_scheduled_tokens - 1, device=device),
+        )
 
     def _sample(self, logits: Any, spec_decode_metadata: Any) -> Any:
         if spec_decode_metadata is not None and not any(spec_decode_metadata.num_draft_tokens):

@@ -22,8 +22,9 @@ from vllm.v1.outputs import DraftTokenIds
 from backend.fleet import FALLBACK, DrafterRef, VerifierStats
 from backend.protocol import Ahead, Drafts, NextItem
 from backend.verifier.ahead import AheadBook, Ended, worth_waiting
-from backend.verifier.costs import OFF, Costs, Plan, Source
+from backend.verifier.costs import Costs, Source
 from backend.verifier.counting import Counters, CountingScheduler, Drafted
+from backend.verifier.cycles import OFF, Plan
 from backend.verifier.drafts import DraftBook, Usable
 from backend.verifier.fallback import GAIN, Fallback
 from backend.verifier.groups import Groups
@@ -154,7 +155,7 @@ class DraftingScheduler(CountingScheduler, Scheduler):
         super().note_step(seconds, cycle_s)
         if self._step.decodes_only:
             self.costs.verify.observe(self._step.tokens, seconds)
-            self.planner.stepped(len(self._step.decoding), self._step.scheduled, cycle_s)
+            self.planner.stepped(len(self._step.decoding), self._step.scheduled, seconds, cycle_s)
 
     def read_plan(self, stats: VerifierStats) -> None:
         """Puts what is decided and who is down into `stats`."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from backend.verifier.costs import Costs, Plan
+from backend.verifier.costs import Costs
+from backend.verifier.cycles import Plan
 from backend.verifier.planner import Planner
 
 HICCUP_MS = 20.0
@@ -88,7 +89,8 @@ def run(
         if plans is not None:
             plans.append(plan)
         verified = requests // 2 if plan.groups == 2 and requests >= 4 else requests
-        took = machine.cycle_ms(plan, requests) * max(dice.gauss(1.0, machine.noise), 0.5)
+        slow = max(dice.gauss(1.0, machine.noise), 0.5)
+        took = machine.cycle_ms(plan, requests) * slow
         if dice.random() < machine.hiccups:
             took += HICCUP_MS
         for _ in range(verified):
@@ -105,7 +107,8 @@ def run(
         costs.verify.observe(verified * (before.k + 1), verify_s)
         if plan.k:
             costs.note_drafts(verified, plan.k, machine.draft_ms(verified, plan.k) / 1000, None)
-        planner.stepped(requests, verified, None if number == 0 else took / 1000)
+        step_ms = machine.verify_ms(verified, plan.k) * slow
+        planner.stepped(requests, verified, min(step_ms, took) / 1000, None if number == 0 else took / 1000)
         before = plan
     return tokens / spent
 

@@ -89,8 +89,7 @@ def test_within_five_percent_of_the_best_partition() -> None:
     dice = random.Random(0)
     shares = shares_of_the_best(best_partition, [(dice.randint(1, 6), dice.randint(1, 8)) for _ in range(250)])
     assert statistics.mean(shares) >= 0.99
-    assert shares[2] >= 0.95, "but for two of 250"
-    assert shares[0] >= 0.9
+    assert shares[0] >= 0.98, "in none of 250 less"
 
 
 def test_within_five_percent_of_the_best_assignment_of_all() -> None:

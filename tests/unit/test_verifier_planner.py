@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backend.verifier.costs import OFF, Acceptance, Costs, Curve, Cycles, Plan
+from backend.verifier.costs import Acceptance, Costs, Curve
+from backend.verifier.cycles import OFF, Cycles, Plan
 from backend.verifier.planner import REVISIT_STEPS, AutoPlanner, FixedPlanner, make_planner
+from backend.verifier.trials import AT_START, SHARE, TrialBudget
 from tests.support.simulated_steps import Machine, all_plans, profiled, run
 
 GPU_LIKE = Machine()
@@ -114,7 +116,7 @@ def test_drafting_is_tried_again_now_and_then() -> None:
     run(machine, planner, costs, 4, 1000, dice)
     plans: list[Plan] = []
     run(machine, planner, costs, 4, 4 * REVISIT_STEPS, dice, plans)
-    assert 8 <= sum(plan.k > 0 for plan in plans) <= 4 * REVISIT_STEPS / 8
+    assert 7 <= sum(plan.k > 0 for plan in plans) <= 4 * REVISIT_STEPS / 10
 
 
 def test_drafting_begins_again_when_it_begins_to_pay() -> None:
@@ -180,7 +182,7 @@ def test_a_plan_never_tried_is_estimated_from_the_nearest_that_was() -> None:
     model.draft.observe(1, 0.001)
     plain = model.per_verification_s(Plan(4), 1)
     for clock in range(20):
-        model.cycles.observe(Plan(3), 1, 0.018, clock)
+        model.cycles.observe(Plan(3), 1, 0.010, 0.008, clock)
     assert model.per_verification_s(Plan(3), 1) == pytest.approx(0.018)
     assert model.per_verification_s(Plan(4), 1) == pytest.approx(plain * 0.018 / (0.005 + 0.004), rel=0.01)
 
@@ -188,8 +190,8 @@ def test_a_plan_never_tried_is_estimated_from_the_nearest_that_was() -> None:
 def test_one_hiccup_does_not_condemn_a_plan() -> None:
     model = Costs()
     for clock in range(20):
-        model.cycles.observe(Plan(3), 1, 0.01, clock)
-    model.cycles.observe(Plan(3), 1, 5.0, 20)
+        model.cycles.observe(Plan(3), 1, 0.009, 0.001, clock)
+    model.cycles.observe(Plan(3), 1, 5.0, 5.0, 20)
     assert model.per_verification_s(Plan(3), 1) < 0.012
 
 
@@ -247,16 +249,16 @@ def test_what_drafting_ahead_shows_of_the_drafter_counts_for_every_plan() -> Non
 def test_a_hiccup_among_the_first_measurements_condemns_no_plan() -> None:
     cycles = Cycles()
     for clock, seconds in enumerate((0.002, 0.030, 0.002, 0.002)):
-        cycles.observe(Plan(4), 1, seconds, clock)
+        cycles.observe(Plan(4), 1, seconds / 2, seconds / 2, clock)
     assert cycles.at(Plan(4), 1) == 0.002
 
 
 def test_what_was_measured_long_ago_gives_way() -> None:
     cycles = Cycles()
     for clock in range(50):
-        cycles.observe(Plan(4), 1, 0.010, clock)
+        cycles.observe(Plan(4), 1, 0.010, 0.0, clock)
     for clock in range(5_000, 5_004):
-        cycles.observe(Plan(4), 1, 0.002, clock)
+        cycles.observe(Plan(4), 1, 0.002, 0.0, clock)
     assert cycles.at(Plan(4), 1) == 0.002
 
 
@@ -264,12 +266,12 @@ def test_drafted_steps_say_nothing_of_plain_ones_and_more_tokens_cost_at_most_in
     costs = profiled(Machine())
     plain = costs.per_verification_s(OFF, 16)
     for clock in range(20):
-        costs.cycles.observe(Plan(2, outcomes=8), 16, 1.0, clock)
+        costs.cycles.observe(Plan(2, outcomes=8), 16, 1.0, 0.0, clock)
     assert costs.per_verification_s(OFF, 16) == plain
     costs.verify.observe(80, 30.0)
-    costs.cycles.observe(Plan(3), 16, 0.004, 0)
+    costs.cycles.observe(Plan(3), 16, 0.004, 0.0, 0)
     for clock in range(4):
-        costs.cycles.observe(Plan(3), 16, 0.004, clock)
+        costs.cycles.observe(Plan(3), 16, 0.004, 0.0, clock)
     assert costs.per_verification_s(Plan(4), 16) == pytest.approx(0.005)
     assert 0.003 <= costs.per_verification_s(Plan(2), 16) <= 0.004
 
@@ -277,12 +279,69 @@ def test_drafted_steps_say_nothing_of_plain_ones_and_more_tokens_cost_at_most_in
 def test_sampled_steps_are_timed_apart_from_greedy_ones_and_stand_in_for_them() -> None:
     costs = Costs(greedy_share=0.0)
     for clock in range(8):
-        costs.cycles.observe(Plan(4), 4, 0.006, clock)
+        costs.cycles.observe(Plan(4), 4, 0.006, 0.0, clock)
     costs.greedy_share = 1.0
     assert costs.per_verification_s(Plan(4), 4) == 0.006
-    assert costs.age(Plan(4), 4, 10) == 3
     for clock in range(8):
-        costs.cycles.observe(Plan(4), 4, 0.004, clock)
+        costs.cycles.observe(Plan(4), 4, 0.004, 0.0, clock)
     assert costs.per_verification_s(Plan(4), 4) == 0.004
     costs.greedy_share = 0.4
     assert costs.per_verification_s(Plan(4), 4) == 0.006
+
+
+def test_requests_of_the_other_kind_stand_in_at_the_rate_of_what_was_measured_of_both() -> None:
+    costs = Costs(greedy_share=1.0)
+    for clock in range(8):
+        costs.cycles.observe(Plan(4), 4, 0.004, 0.0, clock)
+        costs.cycles.observe(OFF, 4, 0.002, 0.0, clock)
+    costs.greedy_share = 0.0
+    for clock in range(8):
+        costs.cycles.observe(OFF, 4, 0.003, 0.0, clock)
+    assert costs.per_verification_s(Plan(4), 4) == pytest.approx(0.006)
+
+
+def test_a_moment_when_the_machine_was_slow_does_not_condemn_a_plan_measured_before_nor_for_good() -> None:
+    cycles = Cycles()
+    for clock in range(5):
+        cycles.observe(OFF, 4, 0.002, 0.0, clock)
+    for clock in range(500, 505):
+        cycles.observe(OFF, 4, 0.004, 0.0, clock)
+    assert cycles.at(OFF, 4) == pytest.approx(0.002, rel=0.05)
+    for clock in range(505, 900):
+        cycles.observe(OFF, 4, 0.004, 0.0, clock)
+    assert cycles.at(OFF, 4) == pytest.approx(0.004, rel=0.05)
+    for clock in range(2000, 2006):
+        cycles.observe(OFF, 4, 0.002, 0.0, clock)
+    assert cycles.at(OFF, 4) == 0.002
+
+
+def test_waits_count_with_their_mean_and_slow_steps_with_less() -> None:
+    cycles = Cycles()
+    for clock in range(400):
+        cycles.observe(Plan(2), 1, 0.010 if clock % 4 else 0.014, 0.004 * (clock % 2), clock)
+    measured = cycles.measured[Plan(2), 0]
+    assert measured.rest_s == pytest.approx(0.002, rel=0.2)
+    assert 0.010 <= measured.step_s < 0.011
+
+
+def test_a_plan_is_not_chosen_before_it_was_measured_where_the_present_one_was() -> None:
+    machine = Machine(accept=0.9)
+    costs = profiled(machine)
+    planner = AutoPlanner(costs, 4, 8)
+    plans: list[Plan] = []
+    run(machine, planner, costs, 4, 600, random.Random(2), plans)
+    measured_at = {plan: costs.cycles.measured.get((plan, 4)) for plan in set(plans)}
+    assert all(found is not None for found in measured_at.values())
+    assert planner.decision is None or costs.cycles.at(planner.decision.plan, 4) is not None
+
+
+def test_trials_lose_a_small_share_of_the_steps_however_bad_they_are() -> None:
+    budget = TrialBudget()
+    lost = 0.0
+    for _ in range(20_000):
+        budget.stepped()
+        if budget.affords(3.0):
+            budget.spend(6.0)
+            lost += 6.0
+    assert lost <= AT_START + 6.0 + SHARE * 20_000
+    assert lost > SHARE * 20_000 / 2

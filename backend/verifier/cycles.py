@@ -1,0 +1,147 @@
+"""Plans, and what each was measured to take at each load.  Pure; scheduler's process and thread."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import dataclass, field
+
+SLOWEST = 0.05
+"""The same for a plan's cycle, once there are enough of them for a mean."""
+FEW = 4
+"""Measurements of a plan below which they say nothing."""
+ENOUGH = 8
+"""Measurements from which on their decaying mean counts and no longer their median."""
+RENEW_STEPS = 128
+"""Steps after which a measurement gives way to what is measured next: machines that others use too are not always as fast."""
+OLD = 3
+"""Measurements that everything measured long ago counts for."""
+MANY_TRIALS = 4.0
+"""Trials of a plan beyond which one more says little more; see `Measured.trials`."""
+FASTER = 0.7
+"""Share of the weight that a step faster than usual has, beside one that is slower."""
+HICCUP = 1.5
+"""Times the usual that one measurement counts for at most."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`k` draft tokens per request, verified in `groups` micro-batches, `outcomes` enumerated ahead per request."""
+
+    k: int
+    groups: int = 1
+    outcomes: int = 0
+
+    @property
+    def structure(self) -> tuple[int, bool]:
+        """Plans of one structure differ in `k` only."""
+        return self.groups if self.k else 0, bool(self.outcomes)
+
+
+OFF = Plan(0)
+
+
+def place_of(requests: float) -> int:
+    """Loads that count as one: half octaves."""
+    return round(2 * math.log2(max(requests, 1)))
+
+
+@dataclass
+class Measured:
+    """Seconds per verification of one plan at one load, decayed: in steps, and between them.
+
+    Steps are all alike, and only ever too slow when something else has the machine: the faster ones count for more.  What lies
+    between is short where drafts were there in time and long where not, so its mean counts.
+    """
+
+    step_s: float
+    rest_s: float
+    at: int
+    """The planner's clock, in steps, when last measured."""
+    seen: int = 1
+    trials: float = 0.0
+    """How often it was measured for long enough to say something, decayed."""
+    _steps: list[float] = field(default_factory=list)
+    _rests: list[float] = field(default_factory=list)
+    """The first few.  One hiccup among four would condemn a plan if their mean counted."""
+
+    @property
+    def seconds(self) -> float:
+        """Per verification."""
+        return self.step_s + self.rest_s
+
+    def observe(self, step_s: float, rest_s: float, clock: int) -> None:
+        """One more step."""
+        if clock - self.at > RENEW_STEPS:
+            self.renew()
+        self.seen, self.at = self.seen + 1, clock
+        self.trials += 1 / ENOUGH
+        if self.seen <= ENOUGH:
+            self._steps.append(step_s)
+            self._rests.append(rest_s)
+            self.step_s = sorted(self._steps)[(len(self._steps) - 1) * 3 // 8]
+            self.rest_s = statistics.median(self._rests)
+            return
+        weight = max(1 / self.seen, SLOWEST)
+        slower = step_s > self.step_s
+        self.step_s += weight * (FASTER if not slower else 1 - FASTER) * (min(step_s, HICCUP * self.step_s) - self.step_s)
+        self.rest_s += weight * (min(rest_s, HICCUP * self.seconds) - self.rest_s)
+
+    def renew(self) -> None:
+        """What was measured so far counts as a few measurements of those to come."""
+        if self.seen >= FEW:
+            self.seen, self._steps, self._rests = FEW, [self.step_s] * OLD, [self.rest_s] * OLD
+            self.trials = min(self.trials, MANY_TRIALS) / 2
+
+
+@dataclass
+class Cycles:
+    """What a plan was measured to take at a load: seconds from the end of a step to the end of the next, waiting included,
+    divided by the verifications in it.
+
+    Measured whole, because its parts do not add up: a drafter that enumerates outcomes answers others later, and answers
+    that lie unread while others are verified cost nothing.
+    """
+
+    measured: dict[tuple[Plan, int], Measured] = field(default_factory=dict)
+
+    def observe(self, plan: Plan, requests: int, step_s: float, rest_s: float, clock: int) -> None:
+        """One step under `plan` with `requests` requests decoding."""
+        known = self.measured.get((plan, place_of(requests)))
+        if known is None:
+            known = self.measured[plan, place_of(requests)] = Measured(step_s, rest_s, clock, seen=0)
+        known.observe(step_s, rest_s, clock)
+
+    def fade(self) -> None:
+        """What is measured next counts for more than what was: what made drafting slow may be over."""
+        for plan, place in self.measured:
+            if plan.k:
+                self.measured[plan, place].renew()
+
+    def at(self, plan: Plan, requests: float) -> float | None:
+        """Seconds per verification; None where it was never measured, or hardly."""
+        known = self.measured.get((plan, place_of(requests)))
+        return known.seconds if known is not None and known.seen >= FEW else None
+
+    def age(self, plan: Plan, requests: float, clock: int) -> float:
+        """Steps since this plan was measured at this load."""
+        known = self.measured.get((plan, place_of(requests)))
+        return clock - known.at if known is not None and known.seen >= FEW else math.inf
+
+    def trials(self, plan: Plan, requests: float) -> float:
+        """How often this plan was measured at this load; 0 where never, or hardly."""
+        known = self.measured.get((plan, place_of(requests)))
+        return known.trials if known is not None and known.seen >= FEW else 0.0
+
+    def nearest(self, plan: Plan, requests: float) -> tuple[Plan, int] | None:
+        """The measurement most like this plan at this load: of its own structure if there is one, then of a near load.
+
+        What drafting costs on top says nothing of plain steps.
+        """
+        place = place_of(requests)
+        known = [key for key, measured in self.measured.items() if measured.seen >= FEW and (plan.k or not key[0].k)]
+        return min(
+            known,
+            key=lambda key: (key[0].structure != plan.structure, abs(key[1] - place), abs(key[0].k - plan.k)),
+            default=None,
+        )
