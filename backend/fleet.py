@@ -116,7 +116,12 @@ class VerifierStats(msgspec.Struct):
     plain_step_s: float = 0.0
     """What a step over the running requests takes without drafts, by the verifier's own measurements; 0: not known."""
     drafted_step_s: float = 0.0
-    """The same with `num_speculative_tokens` draft tokens each."""
+    """The same with the draft tokens of the present plan, all its groups together; with `num_speculative_tokens` while it
+    drafts nothing."""
+    lookup_step_s: float = 0.0
+    """A step with what prompt lookup alone would draft; 0: not known, or there is none."""
+    lookup_length: float = 0.0
+    """Tokens that such a step brings per request."""
 
 
 class DrafterStats(msgspec.Struct):
@@ -170,6 +175,8 @@ class Member(msgspec.Struct, frozen=True):
     """The Ray node it runs on."""
     local_address: str = ""
     """Where it also listens for processes of that node (`ipc://...`); empty: only at `address`."""
+    cores: tuple[int, ...] = ()
+    """CPU cores it is bound to; empty: it computes elsewhere, or wherever there is room."""
 
 
 def reached_at(member: Member, node_id: str) -> str:
@@ -286,7 +293,8 @@ class FleetSnapshot(msgspec.Struct, frozen=True):
     assignments: list[Assignment]
     counters: dict[str, int]
     """`registrations`, `restarts`, `leases_expired`, `assignments_made`, `assignments_dropped`, and of the latter
-    `reassignments`: those whose both ends were fit to go on; `decisions`; `lends`, `lends_failed`, `returns` of places."""
+    `reassignments`: those whose both ends were fit to go on; `taken_back`: changes undone because less was made after
+    them; `decisions`; `lends`, `lends_failed`, `returns` of places."""
     pins: dict[str, list[str]] = {}
     """Drafters that an administrator has bound, and to which verifiers."""
     coordinator: str = ""

@@ -1,217 +1,203 @@
-"""`make bench-fleet`: assignment by goodput against a fixed split, on real engines under skewed load.  Parent process.
+"""`make bench-fleet`: assignment by goodput against a fixed split, on real engines under skewed loads.  Parent process.
 
-    python -m backend.bench.assign [--load 8,1] [--drafters 2] [--rounds 4] [--seconds 12] [--output FILE]
+    python -m backend.bench.assign [--load 8,1 8,0 "8,0>0,8" 8,8@1] [--drafters 2] [--rounds 3] [--seconds 8] [--output FILE]
 
 Verifiers and drafters are processes on this machine; the coordinator's policy runs here and is fed with the members' own
-reports, four times a second.  Rounds alternate between the two ways of assigning.  Both are measured with the same closed
-loops: as many requests in flight per verifier as `--load` says.  All processes share this machine's cores: on a
-small machine a drafter that does more takes time from the verifiers, which it would not do on hardware of its own.
+reports, four times a second (`assign_fleet.py`).  A load says how many requests each verifier has in flight, all the time;
+behind `@` the temperature, between `>` what follows within a round.  Rounds alternate between the ways of assigning; the fixed
+ones are pins.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
+import dataclasses
+import datetime
 import json
 import os
-import statistics
+import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from backend.bench.children import ENVIRONMENT, Child, close_all
+from backend.bench import hardware
+from backend.bench.assign_fleet import LAYOUTS, BenchFleet, Reading
+from backend.bench.assign_report import markdown, summary
+from backend.bench.children import ENVIRONMENT
 from backend.bench.measure import drafting_between
 from backend.config import environment
 from backend.config.settings import CoordinatorSettings
-from backend.coordinator.policy import Coordinator
-from backend.demo import DRAFTER_DIR, TARGET_DIR
-from backend.fleet import DrafterRef, DrafterStats, Member, MemberKind, VerifierStats
-from backend.models import ResolvedModels
+from backend.coordinator.assignment import Situation
+from backend.coordinator.model import FleetModel
 
-REPORT_S = 0.25
-SETTLE_S = 3.0
-"""Of each round, before it is measured: the other way of assigning has just been left."""
-PROMPT, TOKENS = 128, 192
-NEVER_S = 3600 * 24.0
-
-
-class _Verifier:
-    """One verifier under a closed loop."""
-
-    def __init__(self, child: Child, in_flight: int, prompts: itertools.cycle[list[int]]) -> None:
-        from backend.verifier.client import EngineClient, sampling
-
-        self.child = child
-        self.in_flight = in_flight
-        self.client = EngineClient(child.wait_ready(), "bench", child.check)
-        self.refs: list[DrafterRef] = []
-        self._prompts = prompts
-        self._sampling = sampling(TOKENS, 0.0)
-
-    def assign(self, refs: Sequence[DrafterRef]) -> bool:
-        """Tells it its drafters; True when these are others than before."""
-        if [ref.id for ref in refs] == [ref.id for ref in self.refs]:
-            return False
-        self.refs = list(refs)
-        self.child.ask(msgspec.to_builtins(self.refs))
-        return True
-
-    def turn(self) -> None:
-        """Takes what has come, and fills up."""
-        client = self.client
-        client.receive()
-        for request_id in [r for r, answer in client.answers.items() if answer.finish_reason is not None]:
-            del client.answers[request_id]
-        while len(client.answers) < self.in_flight:
-            client.add(next(self._prompts), self._sampling)
+LOADS = ("8,1", "8,0", "16,0", "16,4", "4,4", "8,0>0,8")
+WAYS = ("goodput", "static", "gathered")
+"""`static`: drafters are dealt out one by one, whatever the load; `gathered`: all to the verifier with the most requests."""
+WARM_UP_S = 4.0
+CALM_S = 15.0
+"""Before a steady load is watched."""
 
 
-class _Fleet:
-    """Everything that runs, and the coordinator."""
+@dataclass(frozen=True)
+class Load:
+    """Requests in flight at each verifier, phase by phase."""
 
-    def __init__(self, directory: Path, loads: Sequence[int], drafters: int, settings: CoordinatorSettings) -> None:
-        from backend.bench.prompts import Prompts
-
-        make = Prompts(str(TARGET_DIR), PROMPT)
-        self.coordinator = Coordinator(60.0, settings=settings)
-        self.children = [self._child(directory, "drafter", f"d{i}") for i in range(drafters)]
-        self.drafters = {child.name: child for child in self.children}
-        verifiers = [self._child(directory, "verifier", f"v{i}") for i in range(len(loads))]
-        self.children += verifiers
-        self.refs = {name: DrafterRef(name, "bench", child.wait_ready(), "", 1) for name, child in self.drafters.items()}
-        self.verifiers = {
-            child.name: _Verifier(child, load, itertools.cycle([make.make("code", f"{child.name}/{i}") for i in range(64)]))
-            for child, load in zip(verifiers, loads, strict=True)
-        }
-        self.changes = 0
-        now = time.monotonic()
-        for name in (*self.verifiers, *self.drafters):
-            kind: MemberKind = "verifier" if name in self.verifiers else "drafter"
-            self.coordinator.register(Member(name, kind, "bench", "ipc://bench", "", "here", 0, "demo", "ready"), now)
-
-    def _child(self, directory: Path, role: str, name: str) -> Child:
-        models = ResolvedModels(str(TARGET_DIR), str(DRAFTER_DIR), "eagle", "demo")
-        verifier = {"gateway_lease_s": NEVER_S, "max_model_len": 512}
-        job: dict[str, Any] = {
-            "role": role,
-            "name": name,
-            "cores": sorted(os.sched_getaffinity(0)),
-            "environment": ENVIRONMENT | {"OMP_NUM_THREADS": "1"},
-            "address": f"ipc://{directory}/{name}",
-            "target_dir": models.target_dir,
-            "head_dir": models.drafter_dir,
-            "paths": msgspec.to_builtins(models),
-            "settings": {"cores": 1} if role == "drafter" else {"mode": "auto", "verifier": verifier},
-        }
-        return Child(job, directory / f"{name}.log")
-
-    def split(self) -> None:
-        """The fixed assignment: drafters dealt out one by one, whatever the load."""
-        names = list(self.verifiers)
-        for i, name in enumerate(names):
-            mine = [ref for j, ref in enumerate(self.refs.values()) if j % len(names) == i % len(self.refs)]
-            self.verifiers[name].assign(mine)
-
-    def report(self, obey: bool) -> None:
-        """Every member reports; verifiers obey what they are told, if they are to."""
-        now = time.monotonic()
-        for name, child in self.drafters.items():
-            stats = msgspec.convert(child.ask("stats"), DrafterStats)
-            self.coordinator.report(name, "bench", "ready", now, drafter=stats)
-        for name, verifier in self.verifiers.items():
-            orders = self.coordinator.report(name, "bench", "ready", now, verifier=verifier.client.stats)
-            if obey:
-                self.changes += verifier.assign([self.refs[ref.id] for ref in orders.drafters])
-
-    def run(self, seconds: float, obey: bool) -> None:
-        """Serves for so long."""
-        end, next_report = time.monotonic() + seconds, 0.0
-        while (now := time.monotonic()) < end:
-            for verifier in self.verifiers.values():
-                verifier.turn()
-            if now >= next_report:
-                next_report = now + REPORT_S
-                self.report(obey)
-            next(iter(self.verifiers.values())).client.hub.poll(0.01)
-
-    def read(self) -> dict[str, tuple[VerifierStats, float]]:
-        """Each verifier's counters and when they came."""
-        found = {}
-        for name, verifier in self.verifiers.items():
-            found[name] = verifier.client.fresh_stats(), verifier.client.stats_at
-        return found
-
-    def close(self) -> None:
-        """Ends every process."""
-        for verifier in self.verifiers.values():
-            verifier.client.close()
-        close_all(self.children)
+    name: str
+    phases: tuple[tuple[int, ...], ...]
+    temperatures: tuple[float, ...]
 
 
-def measure(fleet: _Fleet, policy: str, seconds: float) -> dict[str, Any]:
+def parse_load(text: str) -> Load:
+    """Reads `8,1`, `8@1,8` or `8,0>0,8`.  Raises `ValueError`."""
+    phases: list[tuple[int, ...]] = []
+    temperatures: tuple[float, ...] = ()
+    for phase in text.split(">"):
+        parts = [part.partition("@") for part in phase.split(",")]
+        phases.append(tuple(int(number) for number, _, _ in parts))
+        temperatures = temperatures or tuple(float(given) if given else 0.0 for _, _, given in parts)
+    if len({len(phase) for phase in phases}) > 1 or min(min(phase) for phase in phases) < 0:
+        raise ValueError(f"{text!r}: every phase names the requests of every verifier")
+    return Load(text, tuple(phases), temperatures)
+
+
+def pins_of(way: str, load: Load, drafters: Sequence[str]) -> dict[str, list[str]] | None:
+    """Who drafts for whom in a fixed way; None: the policy decides."""
+    verifiers = len(load.phases[0])
+    if way == "goodput":
+        return None
+    if way == "gathered":
+        most = max(range(verifiers), key=lambda v: sum(phase[v] for phase in load.phases))
+        return {drafter: [f"v{most}"] for drafter in drafters}
+    # Where drafters are fewer, verifiers share them.
+    few = len(drafters)
+    return {d: [f"v{v}" for v in range(verifiers) if v == i % verifiers or v % few == i] for i, d in enumerate(drafters)}
+
+
+def measure(fleet: BenchFleet, load: Load, way: str, seconds: float, settle_s: float) -> dict[str, Any]:
     """One round under one way of assigning."""
-    changes, obey = fleet.changes, policy == "goodput"
-    if not obey:
-        fleet.split()
-    fleet.run(SETTLE_S, obey)
-    before = fleet.read()
-    fleet.run(seconds, obey)
+    changes = fleet.changes
+    fleet.hold(pins_of(way, load, list(fleet.refs)))
+    fleet.load(load.phases[0], load.temperatures)
+    fleet.run(settle_s)
+    for verifier in fleet.verifiers.values():
+        verifier.plans.clear()
+    settled, before = fleet.changes, fleet.read()
+    for phase in load.phases:
+        fleet.load(phase, load.temperatures)
+        fleet.run(seconds / len(load.phases))
     after = fleet.read()
-    rates, lengths = {}, {}
-    for name, (new, at) in after.items():
-        old, since = before[name]
-        rates[name] = (new.tokens - old.tokens) / (at - since)
-        drafted = drafting_between(old, new)
-        lengths[name] = 1 + drafted.accepted_tokens / drafted.drafts if drafted.drafts else None
+    situation = fleet.coordinator.situation(after.at)
+    predicted = {each: _predicted(situation, pins_of(each, load, list(fleet.refs)) or {}) for each in WAYS if each != "goodput"}
+    held = {name: [ref.id for ref in each.refs] for name, each in fleet.verifiers.items()}
+    plans = {name: dict(each.plans.most_common(4)) for name, each in fleet.verifiers.items()}
+    found = {
+        "load": load.name,
+        "way": way,
+        "seconds": seconds,
+        "changes": settled - changes,
+        "changes_measured": fleet.changes - settled,
+    }
+    known = {each.id: dataclasses.asdict(each) for each in situation.verifiers}
+    known |= {each.id: {"fixed_s": each.fixed_s, "per_request_s": each.per_request_s} for each in situation.drafters}
+    return found | figures(before, after) | {"plans": plans, "drafters": held, "predicted": predicted, "known": known}
+
+
+def _predicted(situation: Situation, pins: Mapping[str, Sequence[str]]) -> float:
+    """Tokens per second of a fixed way, by the policy's model."""
+    pairs = [(verifier, drafter) for drafter, verifiers in pins.items() for verifier in verifiers]
+    return FleetModel(dataclasses.replace(situation, bindings=dict.fromkeys(pairs, 0.0), pins={}), 0.0).total()
+
+
+def figures(before: Reading, after: Reading) -> dict[str, Any]:
+    """What happened between two readings."""
+    wall = after.at - before.at
+    by_verifier = {}
+    for name, (new, at) in after.verifiers.items():
+        old, since = before.verifiers[name]
+        drafted, steps = drafting_between(old, new), new.steps - old.steps
+        by_verifier[name] = {
+            "tokens_per_s": (new.tokens - old.tokens) / (at - since),
+            "acceptance_length": 1 + drafted.accepted_tokens / drafted.drafts if drafted.drafts else None,
+            "drafted_share": drafted.drafts / max(new.verifications - old.verifications, 1),
+            "t_verify_ms": (new.verify_s - old.verify_s) / steps * 1e3 if steps else None,
+            "step_ms": (new.decode_s - old.decode_s) / max(new.decode_steps - old.decode_steps, 1) * 1e3,
+            "idle_awaiting_draft": (new.idle_s["awaiting_draft"] - old.idle_s["awaiting_draft"]) / (at - since),
+        }
+    drafters = {}
+    for name, new_d in after.drafters.items():
+        old_d = before.drafters[name]
+        batches = new_d.batches - old_d.batches
+        drafters[name] = {
+            "t_draft_ms": (new_d.draft_s - old_d.draft_s) / batches * 1e3 if batches else None,
+            "requests_per_batch": (new_d.drafts - old_d.drafts) / batches if batches else None,
+        }
     return {
-        "policy": policy,
-        "tokens_per_s": sum(rates.values()),
-        "tgs": {name: rate / fleet.verifiers[name].in_flight for name, rate in rates.items()},
-        "acceptance_length": lengths,
-        "changes": fleet.changes - changes,
-        "drafters": {name: [ref.id for ref in each.refs] for name, each in fleet.verifiers.items()},
-        "handover_bytes": sum(c.handover_bytes for s, _ in after.values() for c in s.drafters.values()),
+        "tokens_per_s": sum(each["tokens_per_s"] or 0.0 for each in by_verifier.values()),
+        "cores_used": {name: (cpu - before.cpu_s[name]) / wall for name, cpu in after.cpu_s.items()},
+        "verifiers": by_verifier,
+        "by_drafter": drafters,
     }
 
 
 def main(arguments: Sequence[str]) -> dict[str, Any]:
     """Measures and writes."""
-    parser = argparse.ArgumentParser(prog="make bench-fleet", description="Assignment by goodput against a fixed split.")
-    parser.add_argument("--load", default="8,1", help="requests in flight per verifier (default: 8,1)")
-    parser.add_argument("--drafters", type=int, default=2, help="default: 2")
-    parser.add_argument("--rounds", type=int, default=4, help="of each way of assigning (default: 4)")
-    parser.add_argument("--seconds", type=float, default=12.0, help="of each round (default: 12)")
-    parser.add_argument("--output", type=Path, help="write the figures there as JSON")
-    given = parser.parse_args(list(arguments))
-    loads = [int(each) for each in given.load.split(",")]
+    given = _parser().parse_args(list(arguments))
+    loads, ways = [parse_load(each) for each in given.load], list(given.ways)
     environment.export(ENVIRONMENT, override=False)
+    about = _about(arguments)
+    rounds: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="orfl") as directory:
-        fleet = _Fleet(Path(directory), loads, given.drafters, CoordinatorSettings())
+        fleet = BenchFleet(Path(directory), len(loads[0].phases[0]), given.drafters, CoordinatorSettings(), given.layout)
         try:
-            fleet.split()
-            fleet.run(SETTLE_S, obey=False)
-            rounds = []
-            for number in range(given.rounds):
-                for policy in ("static", "goodput") if number % 2 else ("goodput", "static"):
-                    rounds.append(measure(fleet, policy, given.seconds))
-                    _say(json.dumps(rounds[-1]))
+            for load in loads:
+                fleet.hold(pins_of("static", load, list(fleet.refs)))
+                fleet.load(load.phases[0], load.temperatures)
+                fleet.run(WARM_UP_S)
+                for number in range(given.rounds):
+                    for way in ways[number % len(ways) :] + ways[: number % len(ways)]:
+                        rounds.append(measure(fleet, load, way, given.seconds, given.settle))
+                        _say(json.dumps(rounds[-1]))
+                _say(f"{load.name}: {json.dumps(summary([r for r in rounds if r['load'] == load.name], ways))}")
+            steady = measure(fleet, loads[0], "goodput", given.steady, CALM_S) if given.steady else None
             counters = fleet.coordinator.snapshot(time.monotonic()).counters
         finally:
             fleet.close()
-    result = {"load": loads, "drafters": given.drafters, "seconds": given.seconds, "rounds": rounds, "counters": counters}
-    totals = {p: [r["tokens_per_s"] for r in rounds if r["policy"] == p] for p in ("static", "goodput")}
-    ratios = [good / fixed for good, fixed in zip(totals["goodput"], totals["static"], strict=True)]
-    result["median_tokens_per_s"] = {policy: statistics.median(each) for policy, each in totals.items()}
-    result["ratio"] = {"median": statistics.median(ratios), "least": min(ratios), "greatest": max(ratios)}
-    _say(json.dumps({key: result[key] for key in ("median_tokens_per_s", "ratio", "counters")}, indent=1))
+    by_load = {load.name: summary([r for r in rounds if r["load"] == load.name], ways) for load in loads}
+    result = {"about": about, "layout": given.layout, "cores": fleet.cores, "seconds": given.seconds, "counters": counters}
+    result |= {"loads": by_load, "steady": steady, "rounds": rounds}
+    _say(markdown(result))
     if given.output:
         given.output.write_text(json.dumps(result, indent=1) + "\n")
+        given.output.with_suffix(".md").write_text(markdown(result))
     return result
+
+
+def _about(arguments: Sequence[str]) -> dict[str, Any]:
+    return {
+        "commit": hardware.commit(),
+        "hardware": hardware.describe(tuple(sorted(os.sched_getaffinity(0)))),
+        "command": shlex.join(["python", "-m", "backend.bench.assign", *arguments]),
+        "date": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%dT%H:%M:%SZ}",
+    }
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="make bench-fleet", description="Assignment by goodput against a fixed split.")
+    say = parser.add_argument
+    say("--load", nargs="+", default=list(LOADS), metavar="LOAD", help=f"requests in flight (default: {' '.join(LOADS)})")
+    say("--ways", nargs="+", default=["goodput", "static"], choices=WAYS, help="default: goodput static")
+    say("--layout", choices=LAYOUTS, default="as-served", help="which member runs on which cores (default: as-served)")
+    say("--drafters", type=int, default=2, help="default: 2")
+    say("--rounds", type=int, default=3, help="of each way of assigning (default: 3)")
+    say("--seconds", type=float, default=8.0, help="of each round (default: 8)")
+    say("--settle", type=float, default=3.0, help="seconds of each round before it is measured (default: 3)")
+    say("--steady", type=float, default=60.0, help="seconds that the first load goes on, for counting changes (default: 60)")
+    say("--output", type=Path, help="write the figures there as JSON, and a page beside them")
+    return parser
 
 
 def _say(line: str) -> None:

@@ -171,6 +171,13 @@ class CoordinatorSettings(Section):
         0.05, ge=0, le=1, description="goodput: a reassignment must promise this share of its verifiers' tokens per second more"
     )
     min_dwell_s: float = Field(5.0, ge=0, description="goodput: a drafter is not taken from a verifier before so long")
+    trial_s: float = Field(
+        6.0,
+        ge=0,
+        le=30,
+        description="goodput: a reassignment after which the verifiers concerned made fewer tokens for so long, all in all and "
+        "per request, is taken back and not tried again for a minute, then two, then four; 0: never",
+    )
     straggler_weight: float = Field(
         0.25,
         ge=0,

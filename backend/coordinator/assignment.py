@@ -28,15 +28,17 @@ class VerifierLoad:
     plain_s: float | None = None
     """A step over the present requests without drafts."""
     drafted_s: float | None = None
-    """The same with K draft tokens each."""
+    """The same with as many draft tokens each as it has asked for of late."""
     length: float | None = None
-    """Acceptance length with K draft tokens."""
+    """Acceptance length with so many draft tokens."""
     overlap: float = 0.0
     """Share of drafting that goes on while the verifier computes: 0 draft, then verify; 1 both at once."""
     may_skip: bool = True
     """Drafts nothing where that is faster (mode `auto`)."""
     tgs: float | None = None
     """Tokens per second and request, as measured."""
+    bare_s: float | None = None
+    """Seconds per token of each request while nobody drafts for it: plain steps, or what its prompt lookups make of them."""
 
 
 @dataclass
@@ -67,6 +69,10 @@ class Situation:
     """By drafter: it serves those of these verifiers that are fit, and nobody else.  An empty list keeps it out of service."""
     table: Table | None = field(default=None, compare=False, repr=False)
     """The same once more in the form of `table.py`, where whoever asks keeps one.  It changes no decision, only its time."""
+    settled: Collection[Pair] = ()
+    """Pairs that stay as they are, bound or not: it was tried otherwise."""
+    frozen: Collection[str] = ()
+    """Verifiers to which no drafter comes and from which none goes, as a change is being measured there."""
 
 
 @dataclass(frozen=True)

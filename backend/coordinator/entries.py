@@ -1,12 +1,30 @@
-"""One member as the coordinator's registry keeps it.  Pure; `policy.py` owns all of them."""
+"""One member as the coordinator's registry keeps it, and what it counts.  Pure; `policy.py` owns all of them."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import msgspec
 
 from backend.fleet import DrafterStats, Draining, Member, MemberState, MemberView, VerifierStats
+
+
+@dataclass
+class Counters:
+    """As `FleetSnapshot.counters`."""
+
+    registrations: int = 0
+    restarts: int = 0
+    leases_expired: int = 0
+    assignments_made: int = 0
+    assignments_dropped: int = 0
+    reassignments: int = 0
+    taken_back: int = 0
+    decisions: int = 0
+    lends: int = 0
+    lends_failed: int = 0
+    returns: int = 0
 
 
 @dataclass
@@ -46,3 +64,13 @@ class Entry:
 def route(member: Member) -> tuple[str, str, str, str]:
     """What the peers of a member connect to; another route needs another generation."""
     return member.incarnation, member.address, member.server_key, member.head
+
+
+def beside(entries: Mapping[str, Entry], drafter_id: str) -> list[str]:
+    """Verifiers fit to work that are bound to cores of this drafter."""
+    drafter = entries[drafter_id].member
+    cores = set(drafter.cores)
+    if not cores:
+        return []
+    fit = [(key, entry.member) for key, entry in entries.items() if entry.member.kind == "verifier" and entry.is_fit]
+    return [key for key, each in fit if each.node_id == drafter.node_id and not cores.isdisjoint(each.cores)]

@@ -75,11 +75,13 @@ class _Search:
     def may_remove(self, edge: Edge) -> bool:
         """Whether a pair is neither pinned nor too young."""
         since = self.model.since(edge)
-        return edge[1] not in self.model.pinned and (since is None or self.now - since >= self.min_dwell_s)
+        is_old = since is None or self.now - since >= self.min_dwell_s
+        return edge[1] not in self.model.pinned and is_old and not self.model.is_settled(edge)
 
     def may_add(self, edge: Edge) -> bool:
         """Whether a pair is possible and not there yet."""
-        return edge[1] not in self.model.pinned and edge[1] not in self.model.of_verifier[edge[0]]
+        is_new = edge[1] not in self.model.of_verifier[edge[0]]
+        return edge[1] not in self.model.pinned and is_new and not self.model.is_settled(edge)
 
     def apply(self, change: Change) -> None:
         """Makes a change."""
@@ -187,7 +189,7 @@ def _share(search: _Search) -> None:
                 continue
             d = shared[0][1]
             change = Change(add=((v, d),))
-            if _worth(search, change) is None:
+            if not search.may_add((v, d)) or _worth(search, change) is None:
                 refused += 1
                 continue
             search.placed = True
@@ -307,6 +309,7 @@ def _changes_of(search: _Search, edge: Edge, takers: list[int], idle: list[int])
     yield from (Change((edge,), ((a, d),)) for a in takers if search.may_add((a, d)))
     if len(model.of_verifier[v]) > 1:
         yield from _moves_of_the_slow(search, edge, takers)
+        yield from _moves_of_all(search, edge, takers)
     if len(model.of_drafter[d]) > 1:
         yield from (Change((edge,), ((v, other),)) for other in idle if search.may_add((v, other)))
         yield Change((edge,))
@@ -321,6 +324,16 @@ def _moves_of_the_slow(search: _Search, edge: Edge, takers: list[int]) -> Iterat
         for a in takers:
             if all(search.may_add((a, other)) for other in slow):
                 yield Change(tuple((v, other) for other in slow), tuple((a, other) for other in slow))
+
+
+def _moves_of_all(search: _Search, edge: Edge, takers: list[int]) -> Iterator[Change]:
+    """A verifier that does better by prompt lookup gains nothing before the last of its drafters has gone."""
+    v, served = edge[0], list(search.model.of_verifier[edge[0]])
+    if edge[1] == served[0] and len(served) <= max(TOGETHER) and all(search.may_remove((v, d)) for d in served):
+        for a in takers:
+            new = [(a, d) for d in served if d not in search.model.of_verifier[a]]
+            if a != v and all(search.may_add(each) for each in new):
+                yield Change(tuple((v, d) for d in served), tuple(new))
 
 
 def _exchanges(search: _Search, slow: list[Edge], pairs: list[Edge]) -> Iterator[Change]:

@@ -8,7 +8,8 @@ length t is met with probability t / cycle and is half done on average).  So
     tokens = sum over its drafters of n/m * (1 + (acceptance length - 1) * quality)
     goodput = tokens / cycle,                                    or n / plain step where drafting may be skipped
 
-with `delay` the slowest of its drafters.  What was not measured yet is taken to be as it is elsewhere in the fleet.
+and n / bare without drafters: plain steps, or what prompt lookups make of them where that is better.  `delay` is that of the
+slowest of its drafters.  What was not measured yet is taken to be as it is elsewhere in the fleet.
 """
 
 from __future__ import annotations
@@ -119,15 +120,23 @@ class FleetModel:
         """Since when a pair was there before this decision; None: it was not."""
         return self._situation.bindings.get((self._situation.verifiers[edge[0]].id, self._situation.drafters[edge[1]].id))
 
+    def is_settled(self, edge: Edge) -> bool:
+        """Whether a pair is to stay as it is."""
+        if not self._situation.settled and not self._situation.frozen:
+            return False
+        verifier, drafter = self._situation.verifiers[edge[0]].id, self._situation.drafters[edge[1]].id
+        return verifier in self._situation.frozen or (verifier, drafter) in self._situation.settled
+
     # What it is worth.
 
     def goodput(self, v: int) -> tuple[float, float]:
         """Predicted tokens per second of a verifier with its drafters and without any, by the assignment as it is now."""
         one, work, rest = self.one, self._pairing.work, self._pairing.rest
         n, served = one.requests[v], self._pairing.of_verifier[v]
-        plain = n / one.plain_s[v]
         if not served:
-            return plain, plain
+            bare = n / one.bare_s[v]
+            return bare, bare
+        plain = n / one.plain_s[v]
         share, verify_s, active, extra = n / len(served), one.drafted_s[v], one.active[v], one.extra[v]
         tokens = delay = longest = 0.0
         for d in served:
@@ -160,7 +169,7 @@ class FleetModel:
         known = self.arrays
         n = known.requests
         v, d = self.edges()
-        result: Array = n / known.plain_s
+        result: Array = n / known.bare_s
         if not len(v):
             return float(result.sum())
         held = np.bincount(v, minlength=len(n))
@@ -175,7 +184,7 @@ class FleetModel:
         tokens = np.add.reduceat(share * (1 + gained), first)
         verify_s = verify_s[first]
         drafted = tokens / np.maximum(verify_s + delay - known.overlap[at] * np.minimum(verify_s, delay), longest)
-        result[at] = np.where(known.may_skip[at], np.maximum(drafted, result[at]), drafted)
+        result[at] = np.where(known.may_skip[at], np.maximum(drafted, n[at] / known.plain_s[at]), drafted)
         return float(result.sum())
 
     def requests(self, v: int) -> float:
@@ -254,17 +263,17 @@ class FleetModel:
         held = self.held()[0][:, None] + np.arange(most + 1)
         draft_s = float(known.fixed_s.mean()) + float(known.per_request_s.mean()) * n / np.maximum(held, 1)
         cycle = verify_s + draft_s - known.overlap[:, None] * np.minimum(verify_s, draft_s)
-        plain = n / known.plain_s[:, None]
-        drafted = np.where(held > 0, n * (1 + known.extra[:, None] * float(known.quality.mean())) / cycle, plain)
-        best = np.where(known.may_skip[:, None], np.maximum(drafted, plain), drafted)
+        bare = n / known.bare_s[:, None]
+        drafted = np.where(held > 0, n * (1 + known.extra[:, None] * float(known.quality.mean())) / cycle, bare)
+        best = np.where(known.may_skip[:, None] & (held > 0), np.maximum(drafted, n / known.plain_s[:, None]), drafted)
         result: Array = known.weight[:, None] * (best + UNFLOORED * drafted)
         return result
 
     def outlook(self, v: Array, d: Array) -> Outlook:
         """What looking at all pairs at once tells; weighted, and as if drafters were not shared; `gain` is exact."""
         known = self.arrays
-        n, plain, overlap = known.requests, known.requests / known.plain_s, known.overlap
-        floor = np.where(known.may_skip, plain, 0.0)
+        n, bare, overlap = known.requests, known.requests / known.bare_s, known.overlap
+        floor = np.where(known.may_skip, known.requests / known.plain_s, 0.0)
         held = np.bincount(v, minlength=len(n)).astype(float)
         of_held = np.bincount(v, weights=known.quality[d], minlength=len(n))
         fixed_s, per_request_s = float(known.fixed_s.mean()), float(known.per_request_s.mean())
@@ -273,8 +282,9 @@ class FleetModel:
         def worth(at: Array, drafters: Array, delay: Array, mean: Array) -> Array:
             verify_s = known.drafted_s[at]
             cycle = verify_s + delay - overlap[at] * np.minimum(verify_s, delay)
-            drafted = np.where(drafters > 0, n[at] * (1 + known.extra[at] * mean) / cycle, plain[at])
-            result: Array = known.weight[at] * (np.maximum(drafted, floor[at]) + UNFLOORED * drafted)
+            drafted = np.where(drafters > 0, n[at] * (1 + known.extra[at] * mean) / cycle, bare[at])
+            best = np.where(drafters > 0, np.maximum(drafted, floor[at]), drafted)
+            result: Array = known.weight[at] * (best + UNFLOORED * drafted)
             return result
 
         def average(drafters: Array, requests: Array) -> Array:

@@ -17,17 +17,20 @@ from dataclasses import dataclass, field, replace
 
 from backend.config.settings import CoordinatorSettings
 from backend.coordinator.assignment import (
+    Action,
     AssignmentPolicy,
     Bind,
     Decision,
     Pair,
     Situation,
+    Unbind,
 )
-from backend.coordinator.entries import Entry, route
+from backend.coordinator.entries import Counters, Entry, beside, route
 from backend.coordinator.goodput import Goodput
 from backend.coordinator.least_drafters import LeastDrafters
 from backend.coordinator.rates import DrafterRates, VerifierRates
 from backend.coordinator.table import Table
+from backend.coordinator.trials import Trials
 from backend.fleet import (
     Assignment,
     DrafterRef,
@@ -48,20 +51,6 @@ SPARE_SHARE_S = 5e-6
 """Per member: while many come at once, decisions are at least so far apart, and take a part of the time only."""
 
 UNKNOWN = Orders(known=False)
-
-
-@dataclass
-class Counters:
-    registrations: int = 0
-    restarts: int = 0
-    leases_expired: int = 0
-    assignments_made: int = 0
-    assignments_dropped: int = 0
-    reassignments: int = 0
-    decisions: int = 0
-    lends: int = 0
-    lends_failed: int = 0
-    returns: int = 0
 
 
 def policy_of(settings: CoordinatorSettings) -> AssignmentPolicy:
@@ -90,6 +79,7 @@ class Coordinator:
     _withdrawn: frozenset[str] = frozenset()
     _verifier_rates: dict[str, VerifierRates] = field(default_factory=dict)
     _drafter_rates: dict[str, DrafterRates] = field(default_factory=dict)
+    _trials: Trials = field(init=False)
     counters: Counters = field(default_factory=Counters)
     _version: int = field(init=False)
     _rule: AssignmentPolicy = field(init=False)
@@ -103,6 +93,7 @@ class Coordinator:
     def __post_init__(self) -> None:
         self._version = self.first_version
         self._rule = self.rule or policy_of(self.settings)
+        self._trials = Trials(self.settings.trial_s)
 
     # Events.
 
@@ -247,7 +238,9 @@ class Coordinator:
                 self._since,
             )
         known = self._fit
-        return Situation(now, known.verifiers, known.drafters, self._since, self._pins if pins is None else pins, known)
+        pins = self._pins if pins is None else pins
+        settled, frozen = self._trials.settled(now), self._trials.frozen()
+        return Situation(now, known.verifiers, known.drafters, self._since, pins, known, settled, frozen)
 
     def snapshot(self, now: float) -> FleetSnapshot:
         """The fleet at `now`, members and assignments in the order of their ids."""
@@ -284,13 +277,31 @@ class Coordinator:
     def _decide(self, now: float) -> None:
         self._decided_at, self._is_dirty = now, False
         self.counters.decisions += 1
-        for action in self._rule.decide(self.situation(now)).actions:
+        if back := [action for action in self._trials.judge(now) if self._may_take_back(action)]:
+            self.counters.taken_back += 1
+            self._carry_out(back, now)
+        actions = self._rule.decide(self.situation(now)).actions
+        # A drafter that was free, or has to leave, is not moved by choice.
+        busy = {d for v, d in self._since if self._is_fit(v) and self._is_fit(d)} if actions else ()
+        moves = [action for action in actions if action.drafter in busy and action.drafter not in self._pins]
+        self._trials.begin(moves, lambda drafter: beside(self._entries, drafter), now)
+        self._carry_out(actions, now)
+
+    def _carry_out(self, actions: Sequence[Action], now: float) -> None:
+        for action in actions:
             pair = action.verifier, action.drafter
             if isinstance(action, Bind):
                 self._bind(pair, now)
             else:
                 self.counters.reassignments += all(self._is_fit(each) for each in pair)
                 self._unbind(pair)
+        self._trials.changed(actions, now)
+
+    def _may_take_back(self, action: Action) -> bool:
+        """Whether a pair can become what it was."""
+        is_bound = (action.verifier, action.drafter) in self._since
+        fit = self._is_fit(action.verifier) and self._is_fit(action.drafter) and action.drafter not in self._pins
+        return fit and is_bound == isinstance(action, Unbind)
 
     # Details.
 
@@ -306,6 +317,9 @@ class Coordinator:
             spoken_of.update(verifier.drafters, verifier.drafters_down, entry.verifier.drafters_down if entry.verifier else ())
             entry.verifier = verifier
             self._rates_of_verifier(entry.member.id).observe(verifier, now, self._drafter_rates)
+            self._trials.observe(
+                entry.member.id, verifier.started_at, verifier.tokens, verifier.running + verifier.waiting, now
+            )
         if drafter is not None:
             spoken_of.add(entry.member.id)
             entry.drafter = drafter
@@ -330,6 +344,7 @@ class Coordinator:
     def _forget_rates(self, member_id: str) -> None:
         self._verifier_rates.pop(member_id, None)
         self._drafter_rates.pop(member_id, None)
+        self._trials.forget(member_id)
 
     def _remove(self, member_id: str) -> None:
         del self._entries[member_id]
@@ -380,4 +395,5 @@ class Coordinator:
         gone: Iterable[Pair] = [pair for pair in self._since if member_id in pair]
         for pair in gone:
             self._unbind(pair)
+            self._trials.forget(pair[0])
         self._changed()

@@ -23,6 +23,9 @@ TREND = 10
 PRIOR_SLOPE = 0.3
 """Share of a round's time that is taken to grow with its requests while all rounds are alike."""
 
+LOOKUP_GAIN = 1.1
+"""Lookups are made where they promise so many times the tokens of plain steps (`verifier/fallback.py`)."""
+
 
 @dataclass
 class Average:
@@ -106,7 +109,7 @@ class VerifierRates:
         self.load = VerifierLoad(verifier_id)
         self._smoothing_s = smoothing_s
         self._requests, self._tokens_per_s = Average(smoothing_s), Average(smoothing_s)
-        self._plain_s, self._drafted_s = Average(smoothing_s), Average(smoothing_s)
+        self._plain_s, self._drafted_s, self._bare_s = Average(smoothing_s), Average(smoothing_s), Average(smoothing_s)
         self._last: tuple[VerifierStats, float] | None = None
 
     def observe(self, stats: VerifierStats, now: float, drafters: dict[str, DrafterRates]) -> None:
@@ -121,7 +124,11 @@ class VerifierRates:
             self._plain_s.note(stats.plain_step_s, seconds)
         if stats.running and stats.drafted_step_s > 0:
             self._drafted_s.note(stats.drafted_step_s, seconds)
-        load.plain_s, load.drafted_s = self._plain_s.value, self._drafted_s.value
+        # In the other modes people have chosen that drafters draft.
+        if stats.running and stats.lookup_step_s > 0 and stats.mode == "auto":
+            own_s = stats.lookup_step_s / stats.lookup_length
+            self._bare_s.note(own_s if LOOKUP_GAIN * own_s < stats.plain_step_s else stats.plain_step_s, seconds)
+        load.plain_s, load.drafted_s, load.bare_s = self._plain_s.value, self._drafted_s.value, self._bare_s.value
         load.may_skip = stats.mode == "auto"
         load.overlap = _overlap(stats)
         if last is not None and known:

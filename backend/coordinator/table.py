@@ -36,7 +36,7 @@ class Table:
         self.place_of_drafter = {each.id: place for place, each in enumerate(drafters)}
         self.down: dict[int, frozenset[str]] = {}
         """By place of the drafter: verifiers that do not wait for it."""
-        self._loads, self._speeds = np.empty((len(verifiers), 7)), np.empty((len(drafters), 3))
+        self._loads, self._speeds = np.empty((len(verifiers), 8)), np.empty((len(drafters), 3))
         self._pairs: tuple[Array, Array] | None = None
         for name in self.place_of_verifier:
             self.read_verifier(name)
@@ -63,7 +63,8 @@ class Table:
         place = self.place_of_verifier.get(verifier_id)
         if place is not None:
             it = self.verifiers[place]
-            self._loads[place] = (it.requests, it.plain_s, it.drafted_s, it.length, it.overlap, it.may_skip, it.tgs)
+            row = it.requests, it.plain_s, it.drafted_s, it.length, it.overlap, it.may_skip, it.tgs, it.bare_s
+            self._loads[place] = row
 
     def read_drafter(self, drafter_id: str) -> None:
         """The same of a drafter."""
@@ -83,7 +84,7 @@ class Table:
     # What there is.
 
     def loads(self) -> Array:
-        """Rows of requests, plain_s, drafted_s, length, overlap, may_skip, tgs: `[7, verifiers]`; a copy."""
+        """Rows of requests, plain_s, drafted_s, length, overlap, may_skip, tgs, bare_s: `[8, verifiers]`; a copy."""
         return np.ascontiguousarray(self._loads.T)
 
     def speeds(self) -> Array:
@@ -105,12 +106,13 @@ class Arrays:
     """What is known of all members, or taken to be.  Fields are by place."""
 
     def __init__(self, table: Table, straggler_weight: float) -> None:
-        requests, plain_s, drafted_s, length, overlap, may_skip, tgs = table.loads()
+        requests, plain_s, drafted_s, length, overlap, may_skip, tgs, bare_s = table.loads()
         fixed_s, per_request_s, quality = table.speeds()
         self.requests: Array = np.maximum(requests, IDLE_REQUESTS)
         """A verifier's; never nothing."""
         self.active: Array = np.minimum(requests, 1.0)
         self.plain_s = _known(plain_s, PRIOR_PLAIN_S)
+        self.bare_s: Array = np.where(bare_s > 0, bare_s, self.plain_s)
         grown = (drafted_s / plain_s)[(drafted_s == drafted_s) & (plain_s > 0)]
         slower = float(grown.mean()) if len(grown) else PRIOR_EXTRA
         self.drafted_s: Array = np.where(drafted_s > 0, drafted_s, slower * self.plain_s)
@@ -133,6 +135,7 @@ class Lists:
         self.requests: list[float] = arrays.requests.tolist()
         self.active: list[float] = arrays.active.tolist()
         self.plain_s: list[float] = arrays.plain_s.tolist()
+        self.bare_s: list[float] = arrays.bare_s.tolist()
         self.drafted_s: list[float] = arrays.drafted_s.tolist()
         self.extra: list[float] = arrays.extra.tolist()
         self.overlap: list[float] = arrays.overlap.tolist()

@@ -61,6 +61,7 @@ class DrafterActor:
             model=parsed.drafter,
             node_id=ray.get_runtime_context().get_node_id(),
             local_address=local_address,
+            cores=tuple(cores),
         )
         coordinator = CoordinatorHandle.connect(namespace)
         # A tcp socket cannot be bound before the fleet's keys are known, nor its port be told before it is bound.

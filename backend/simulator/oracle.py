@@ -96,7 +96,8 @@ def _by_count(situation: Situation) -> tuple[Array, Array]:
     used = np.minimum(count, MOST_DRAFTERS)
     busy = known.active[:, None] * (used * fixed_s + per_request_s * n) / cycle
     goodput = np.where(known.may_skip[:, None], np.maximum(drafted, plain), drafted)
-    return np.hstack((plain, goodput)), np.hstack((np.zeros_like(plain), busy))
+    bare = (known.requests / known.bare_s)[:, None]
+    return np.hstack((bare, goodput)), np.hstack((np.zeros_like(plain), busy))
 
 
 def _of_pairs(model: FleetModel, pairs: list[tuple[int, int]]) -> float:

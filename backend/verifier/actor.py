@@ -50,6 +50,7 @@ class VerifierActor:
             model=paths.name,
             node_id=ray.get_runtime_context().get_node_id(),
             local_address=local_address,
+            cores=tuple(cores),
         )
         coordinator = CoordinatorHandle.connect(namespace)
         credentials = coordinator.register(member)

@@ -50,7 +50,9 @@ class Curve:
         if right == 0 or len(known) == 1:
             return known[0][1]
         (x0, y0), (x1, y1) = known[min(right, len(known) - 1) - 1], known[min(right, len(known) - 1)]
-        return y0 + max((y1 - y0) / (x1 - x0), 0.0) * (x - x0)
+        there = y0 + max((y1 - y0) / (x1 - x0), 0.0) * (x - x0)
+        # Two near points and some noise make any slope; beyond the last of them more takes more in proportion at most.
+        return min(there, y1 * x / x1) if x > x1 else there
 
 
 @dataclass

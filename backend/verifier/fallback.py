@@ -33,6 +33,10 @@ GAIN = 1.1
 """It must promise this much more."""
 ALWAYS = 1 - 1e-9
 """Chances from here on are certainty: the sum of their powers is a difference of rounding errors."""
+REMEMBERED = 0.998
+"""Weight of a look-up after one newer one of whatever request, for what look-ups bring in general."""
+ENOUGH = 32.0
+"""Look-ups that must have been seen through before anything is said of them in general."""
 PROBE_STEPS = 32
 """Every so many steps all requests ask their drafters, so that what these would bring stays known."""
 
@@ -78,6 +82,28 @@ class _Track:
         return share * self.own.length(k) + 1 - share
 
 
+@dataclass
+class _General:
+    """Look-ups of all requests, decayed."""
+
+    looked: float = 0.0
+    found: float = 0.0
+    seen: float = 0.0
+    """Through to their end."""
+    matched: float = 0.0
+    """Tokens of these that were right."""
+
+    def note_seen(self, matched: int) -> None:
+        """One was seen through."""
+        self.seen = REMEMBERED * self.seen + 1
+        self.matched = REMEMBERED * self.matched + matched
+
+    def note_made(self, found: bool) -> None:
+        """One was made."""
+        self.looked = REMEMBERED * self.looked + 1
+        self.found = REMEMBERED * self.found + found
+
+
 class Fallback:
     """All requests of one verifier.  `k`: draft tokens at most; 0 switches it off."""
 
@@ -86,6 +112,7 @@ class Fallback:
         self._tracks: dict[str, _Track] = {}
         self._budget = INDEXED_PER_STEP
         self._steps = 0
+        self._general = _General()
 
     def __len__(self) -> int:
         return len(self._tracks)
@@ -150,6 +177,17 @@ class Fallback:
         if track is not None:
             track.remote.observe(drafted, accepted)
 
+    def in_general(self) -> tuple[float, float] | None:
+        """Share of verifications that look-ups find a draft for, and the tokens per verification if they alone drafted.
+
+        None before enough of them were seen through.
+        """
+        general = self._general
+        if general.seen < ENOUGH:
+            return None
+        share = general.found / general.looked
+        return share, 1 + share * general.matched / general.seen
+
     def forget(self, request_id: str) -> None:
         """The request is over."""
         self._tracks.pop(request_id, None)
@@ -166,10 +204,12 @@ class Fallback:
             if matched == known < len(guess):
                 return
             track.own.observe(len(guess), matched)
+            self._general.note_seen(matched)
         guess = track.lookup.look_up([], self._k)
         track.guess = (len(tokens), guess) if guess else None
         track.found = FORGET * track.found + bool(guess)
         track.looked = FORGET * track.looked + 1
+        self._general.note_made(bool(guess))
 
     def _look_up(self, track: _Track, k: int) -> list[int]:
         if track.guess is not None and track.guess[0] == len(track.lookup.tokens):

@@ -163,9 +163,13 @@ class DraftingScheduler(CountingScheduler, Scheduler):
         stats.plan_k, stats.plan_groups = self._plan.k, self._plan.groups
         stats.plan_outcomes = self._plan.outcomes
         stats.plan_changes = self.planner.changes
-        requests, k = max(stats.running, 1), self.num_spec_tokens
+        requests, k, groups = max(stats.running, 1), self._plan.k or self.num_spec_tokens, self._plan.groups
         stats.plain_step_s = self.costs.verify.at(requests) or 0.0
-        stats.drafted_step_s = self.costs.verify.at(requests * (1 + k)) or 0.0
+        # Of the plan in force, as acceptance is: what other plans take is not measured but estimated.
+        stats.drafted_step_s = groups * (self.costs.verify.at(requests * (1 + k) / groups) or 0.0)
+        if (lookups := self.fallback.in_general()) is not None:
+            share, stats.lookup_length = lookups
+            stats.lookup_step_s = self.costs.verify.at(requests * (1 + share * k)) or 0.0
 
     # -- waiting -------------------------------------------------------------------------------------------------------
 

@@ -168,6 +168,27 @@ def test_pins_hold_under_both_rules(situation: Situation, data: st.DataObject) -
         assert {d for _, d in bindings} >= {each.id for each in situation.drafters} - pins.keys()
 
 
+def test_a_verifier_that_does_better_by_itself_leaves_its_drafters_to_the_other() -> None:
+    """From one drafter each, and from both at it: one alone of them makes no difference."""
+    loads = [VerifierLoad("v0", 8, 0.02, 0.03, 4.0, bare_s=0.004), VerifierLoad("v1", 8, 0.02, 0.03, 4.0, bare_s=0.02)]
+    speeds = [DrafterSpeed(f"d{i}", 0.006, 0.002) for i in range(2)]
+    situation = Situation(0.0, loads, speeds)
+    for start in ({("v0", "d0"): 0.0, ("v1", "d1"): 0.0}, {("v0", "d0"): 0.0, ("v0", "d1"): 0.0}, {}):
+        assert settle(Goodput(), situation, start).keys() == {("v1", "d0"), ("v1", "d1")}
+    assert predicted(situation, [("v1", "d0"), ("v1", "d1")]) == pytest.approx(best_graph(situation), rel=0.01)
+
+
+def test_what_is_settled_or_frozen_stays() -> None:
+    loads = [VerifierLoad("v0", 16, 0.03, 0.04, 3.0), VerifierLoad("v1", 0)]
+    speeds = [DrafterSpeed(f"d{i}", 0.006, 0.002) for i in range(2)]
+    situation, start = Situation(0.0, loads, speeds), {("v0", "d0"): 0.0, ("v1", "d1"): 0.0}
+    assert ("v0", "d1") in settle(Goodput(), situation, start)
+    settled = replace(situation, settled={("v0", "d1")})
+    assert ("v0", "d1") not in settle(Goodput(), settled, start)
+    assert settle(Goodput(), replace(situation, frozen={"v0"}), start).keys() == start.keys()
+    assert settle(Goodput(), replace(situation, frozen={"v0", "v1"})), "drafters without work are placed all the same"
+
+
 def test_a_straggler_goes_first() -> None:
     loads = [VerifierLoad(f"v{i}", 8, 0.03, 0.04, 2.5, tgs=tgs) for i, tgs in enumerate((30.0, 30.0, 10.0))]
     speeds = [DrafterSpeed(f"d{i}", 0.006, 0.001) for i in range(4)]

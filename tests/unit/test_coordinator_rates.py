@@ -72,6 +72,22 @@ def test_a_restarted_process_sets_a_new_mark() -> None:
     assert (drafter.speed.fixed_s or 0) + 8 * (drafter.speed.per_request_s or 0) == pytest.approx(0.02)
 
 
+def test_what_a_verifier_makes_without_drafters() -> None:
+    rates = VerifierRates("v0", 2.0)
+    rates.observe(stats(plain_step_s=0.03), 0.0, {})
+    assert rates.load.bare_s is None
+    rates.observe(stats(plain_step_s=0.03, lookup_step_s=0.05, lookup_length=4.0), 0.25, {})
+    assert rates.load.bare_s == pytest.approx(0.0125)
+    for i in range(100):
+        rates.observe(stats(plain_step_s=0.03, lookup_step_s=0.05, lookup_length=1.2), 0.5 + 0.25 * i, {})
+    assert rates.load.bare_s == pytest.approx(0.03, rel=1e-3), "look-ups that do not pay are not made"
+    fixed = VerifierRates("v0", 2.0)
+    fixed.observe(
+        VerifierStats("v0", 0.0, "sync", 4, running=4, plain_step_s=0.03, lookup_step_s=0.05, lookup_length=4.0), 0.0, {}
+    )
+    assert fixed.load.bare_s is None, "whoever asks for drafters gets them"
+
+
 def test_what_the_plan_hides_behind_verification() -> None:
     rates = VerifierRates("v0", 2.0)
     rates.observe(stats(plan_groups=1), 0.0, {})

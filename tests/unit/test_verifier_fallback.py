@@ -115,9 +115,27 @@ def test_nothing_is_preferred_before_it_was_seen_to_work() -> None:
     assert EVIDENCE > 1 < GAIN
 
 
+def test_what_look_ups_bring_in_general_outlives_the_requests() -> None:
+    fallback = Fallback(K)
+    run(fallback, period(20))
+    assert fallback.in_general() is None
+    for i in range(40):
+        run(fallback, period(40), request_id=f"copying {i}")
+        fallback.forget(f"copying {i}")
+    share, length = fallback.in_general() or (0.0, 0.0)
+    assert share > 0.9
+    assert length == pytest.approx(1 + share * K, rel=0.05)
+    for i in range(40):
+        run(fallback, fresh(200), request_id=f"new {i}")
+    later, shorter = fallback.in_general() or (1.0, K + 1.0)
+    assert later < 0.3 * share
+    assert shorter < 0.5 * length
+
+
 def test_switched_off_it_does_nothing() -> None:
     fallback = Fallback(0)
     run(fallback, period(60))
+    assert fallback.in_general() is None
     assert len(fallback) == 0
     assert fallback.draft("r", 60, K, CHEAP) == []
     assert fallback.preferred(["r"], K, 0.01, 1.0) == frozenset()

@@ -149,6 +149,14 @@ def test_a_curve_is_learned_and_never_falls() -> None:
     assert falling.at(100) >= falling.at(3) > 0  # type: ignore[operator]
 
 
+def test_beyond_what_was_measured_a_curve_grows_in_proportion_at_most() -> None:
+    curve = Curve()
+    curve.observe(16, 10.0)
+    curve.observe(20, 16.0)
+    assert curve.at(18) == pytest.approx(13.0)
+    assert curve.at(40) == pytest.approx(32.0)
+
+
 def test_small_batches_are_remembered_through_a_time_of_large_ones() -> None:
     curve = Curve()
     curve.observe(1, 5.0)
