@@ -23,8 +23,8 @@ from backend.verifier.trials import TRIAL_STEPS, TrialBudget
 GAIN = 1.05
 """A new plan must promise this much more than the present one."""
 DRAFTING_MUST_GAIN = 1.07
-"""Drafting must promise this much over plain steps.  Drafted requests end at different times and leave small batches behind, the
-best of a dozen estimates is too good, and a drafter that does not pay can serve somebody else."""
+"""Drafting must promise this much over plain steps.  Drafted requests end at different times and leave small batches behind,
+the best of a dozen estimates is too good, and a drafter that does not pay can serve somebody else."""
 DWELL_STEPS = 16
 """Steps a plan is kept for at least, unless the load changes."""
 RECONSIDER_EVERY = 4
