@@ -10,6 +10,9 @@ from backend.verifier.cycles import Plan
 from backend.verifier.planner import Planner
 
 HICCUP_MS = 20.0
+SLOWER = 1.45
+SLOW_STEPS = (5, 25)
+"""Steps of a slow moment, at least and at most."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,8 @@ class Machine:
     """What a miss waits, on top of its draft, for the enumeration that goes on."""
     noise: float = 0.1
     hiccups: float = 0.01
+    slow_moments: float = 0.0
+    """Chance per step that a moment begins in which everything takes `SLOWER` times as long."""
 
     def verify_ms(self, requests: float, k: int) -> float:
         return self.step + self.token * requests * (k + 1)
@@ -84,12 +89,16 @@ def run(
     """
     tokens = spent = 0.0
     before = Plan(0)
+    slow_left = 0
     for number in range(steps):
         plan = planner.plan(requests)
         if plans is not None:
             plans.append(plan)
         verified = requests // 2 if plan.groups == 2 and requests >= 4 else requests
-        slow = max(dice.gauss(1.0, machine.noise), 0.5)
+        if machine.slow_moments and not slow_left and dice.random() < machine.slow_moments:
+            slow_left = dice.randint(*SLOW_STEPS)
+        slow = max(dice.gauss(1.0, machine.noise), 0.5) * (SLOWER if slow_left else 1.0)
+        slow_left = max(slow_left - 1, 0)
         took = machine.cycle_ms(plan, requests) * slow
         if dice.random() < machine.hiccups:
             took += HICCUP_MS

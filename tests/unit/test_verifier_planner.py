@@ -335,6 +335,20 @@ def test_a_plan_is_not_chosen_before_it_was_measured_where_the_present_one_was()
     assert planner.decision is None or costs.cycles.at(planner.decision.plan, 4) is not None
 
 
+def test_slow_moments_of_the_machine_do_not_make_it_draft_where_that_does_not_pay() -> None:
+    machine = Machine(step=7.0, token=0.6, accept=0.45, hits=0.45, slow_moments=0.01)
+    drafted: list[float] = []
+    for seed in range(8):
+        costs = profiled(machine)
+        planner = AutoPlanner(costs, 4, 8)
+        dice = random.Random(seed)
+        run(machine, planner, costs, 16, 600, dice)
+        plans: list[Plan] = []
+        run(machine, planner, costs, 16, 1200, dice, plans)
+        drafted.append(sum(plan.k > 0 for plan in plans) / len(plans))
+    assert statistics.mean(drafted) < 0.1
+
+
 def test_trials_lose_a_small_share_of_the_steps_however_bad_they_are() -> None:
     budget = TrialBudget()
     lost = 0.0
