@@ -139,19 +139,24 @@ class Costs:
     """Apart from greedy ones: the same draft is accepted far more often where the target takes its likeliest token, and
     verifying it without sampling takes less time."""
     greedy_share: float = 1.0
-    """Of the requests decoding now."""
+    """Of the requests running now."""
     ahead_hit_rate: float = 0.5
     """Share of verifications whose outcome had been enumerated."""
     _overhead_s: float = 0.0
 
     @property
+    def mostly_greedy(self) -> bool:
+        """The kind that most requests are of now."""
+        return self.greedy_share >= 0.5
+
+    @property
     def cycles(self) -> Cycles:
-        """Of the kind that most requests are of now."""
-        return (self.greedy if self.greedy_share >= 0.5 else self.sampled).cycles
+        """Of that kind."""
+        return (self.greedy if self.mostly_greedy else self.sampled).cycles
 
     @property
     def _other_cycles(self) -> Cycles:
-        return (self.sampled if self.greedy_share >= 0.5 else self.greedy).cycles
+        return (self.sampled if self.mostly_greedy else self.greedy).cycles
 
     def note_drafts(self, requests: int, k: int, drafter_s: float, waited_s: float | None) -> None:
         """Drafts of `k` tokens for `requests` requests came; the drafter computed for `drafter_s`.

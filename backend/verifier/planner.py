@@ -38,6 +38,9 @@ PROMISING, STALE_STEPS = 0.85, 2048
 DOUBT, DOUBT_STEPS = 0.25, 128
 """How much better than it was measured in one trial a plan may be, and steps until it is measured again if it might beat the
 present one: a moment when the machine was slow must not decide for long.  The doubt falls with the root of the trials."""
+PLAIN_SHARE, PLAIN_STEPS = 0.6, 256
+"""Plain steps are measured again after so many steps if they reach this share of the present plan: of them nothing is uncertain
+but what they take, and they are the way out of all that does not pay."""
 REVISIT_STEPS = 256
 """Steps without drafts after which drafting is tried whatever its estimate: acceptance is known only by drafting."""
 LONGEST_REVISIT = 1024
@@ -110,7 +113,8 @@ class AutoPlanner:
         self._longest = longest
         self._outcomes = outcomes
         self._plan: Plan | None = None
-        self._place = -1
+        self._load = (-1, True)
+        """Half octave of the requests, and whether most of them are greedy."""
         self._steps = 0
         self._undrafted = 0
         self._revisit = REVISIT_STEPS
@@ -152,12 +156,13 @@ class AutoPlanner:
     def _choose(self, requests: int) -> Plan:
         self._clock += 1
         self._steps += 1
-        place = place_of(requests)
-        if place != self._place:
+        load = place_of(requests), self._costs.mostly_greedy
+        if load != self._load:
             # What is best here is not what was best there; but a load on the border of two must not flap.
-            self._place, self._trial = place, None
-            self._steps = max(self._steps, DWELL_STEPS - SETTLE_STEPS)
-            self._due = self._clock + SETTLE_STEPS
+            wait = SETTLE_STEPS if load[1] == self._load[1] else 0
+            self._load, self._trial = load, None
+            self._steps = max(self._steps, DWELL_STEPS - wait)
+            self._due = self._clock + wait
         present = self._plan or OFF
         if self._plan is None or (self._clock >= self._due and self._steps >= DWELL_STEPS and self._trial is None):
             self._due = self._clock + RECONSIDER_EVERY
@@ -230,6 +235,8 @@ class AutoPlanner:
         age, trials = cycles.age(plan, requests, self._clock), cycles.trials(plan, requests)
         if trials and share * (1 + DOUBT / math.sqrt(trials)) > 1:
             return age > DOUBT_STEPS
+        if plan == OFF and share > PLAIN_SHARE:
+            return age > PLAIN_STEPS
         return share >= PROMISING and age > STALE_STEPS
 
     def _candidates(self, requests: int) -> list[Plan]:

@@ -192,7 +192,8 @@ class DraftingScheduler(CountingScheduler, Scheduler):
         """vLLM's method of the same name: attach what arrived, hold back what waits, then schedule."""
         self._attach()
         decoding = [request for request in self.running if not request.is_prefill_chunk]
-        self.costs.greedy_share = sum(map(_is_greedy, decoding)) / len(decoding) if decoding else 1.0
+        if self.running:
+            self.costs.greedy_share = sum(map(_is_greedy, self.running)) / len(self.running)
         self._plan = self._next_plan(len(decoding))
         self._groups.want(self._plan.groups)
         held: set[str] = set()
