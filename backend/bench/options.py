@@ -41,6 +41,8 @@ class Options:
     rounds: int
     requests: int
     """Requests of one measurement at least; never fewer than are in flight."""
+    waves: int
+    """The same, times the requests in flight: at the end of a load there are ever fewer, which is another load."""
     ramp: bool
     """Also a load that goes from the smallest concurrency to the greatest and back."""
     full: bool
@@ -77,6 +79,7 @@ def parse(arguments: Sequence[str]) -> Options:
         prompt_tokens=given.prompt_tokens,
         rounds=given.rounds or 3,
         requests=given.requests or (2 if quick else 4),
+        waves=given.waves or (1 if quick else 3),
         ramp=given.ramp,
         full=given.full,
         micro=given.micro,
@@ -113,6 +116,7 @@ def _parser() -> argparse.ArgumentParser:
     say("--prompt-tokens", type=at_least(8), metavar="N", default=128, help="tokens of every prompt (default: 128)")
     say("--rounds", type=at_least(1), metavar="N", help="measurements of each point (default: 3)")
     say("--requests", type=at_least(1), metavar="N", help="requests per measurement at least (default: 4)")
+    say("--waves", type=at_least(1), metavar="N", help="and at least N times as many as are in flight (default: 3)")
     say("--model", metavar="NAME", help="measure this target instead: Hugging Face id or directory")
     say("--drafter", metavar="NAME", help="its EAGLE head: Hugging Face id or directory, or ngram")
     say("--verifier-cores", type=at_least(1), metavar="N", help="default: three quarters of the cores")

@@ -152,10 +152,12 @@ def _measure_cell(
 
 def _prompts_of(cell: Cell, prompts: Prompts, options: Options) -> list[list[list[int]]]:
     """By phase.  The same for all configurations, others in every round and at every point."""
-    place = f"{cell.round}/{cell.point.name}"
+    place, phases = f"{cell.round}/{cell.point.name}", cell.point.phases
+    # A load that goes up and down is never steady anyway.
+    waves = options.waves if len(phases) == 1 else 1
     return [
-        [prompts.make(cell.point.domain, f"{place}/{phase}/{i}") for i in range(max(options.requests, concurrency))]
-        for phase, concurrency in enumerate(cell.point.phases)
+        [prompts.make(cell.point.domain, f"{place}/{phase}/{i}") for i in range(max(options.requests, waves * concurrency))]
+        for phase, concurrency in enumerate(phases)
     ]
 
 
