@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from typing import Protocol
 
@@ -17,6 +18,10 @@ from backend.coordinator.messages import CoordinatorUnavailable, Credentials
 from backend.fleet import DrafterStats, Member, MemberState, Orders, VerifierStats
 
 logger = logging.getLogger(__name__)
+
+ENTER_LIMIT_S = 300.0
+"""Seconds a starting member waits for a coordinator that is away."""
+RETRY_S = 0.2
 
 
 class Coordinator(Protocol):
@@ -29,6 +34,23 @@ class Coordinator(Protocol):
     ) -> Orders: ...
 
     def deregister(self, member_id: str, incarnation: str) -> None: ...
+
+
+def enter(coordinator: Coordinator, member: Member, limit_s: float = ENTER_LIMIT_S) -> Credentials:
+    """Registers a process that has just started, as soon as the coordinator can be reached.
+
+    Ray restarts an actor that dies, but not one whose constructor raises: a member that happens to start while the coordinator
+    is being restarted must not be lost.  Raises `CoordinatorUnavailable` after `limit_s` seconds.
+    """
+    deadline = time.monotonic() + limit_s
+    while True:
+        try:
+            return coordinator.register(member)
+        except CoordinatorUnavailable as error:
+            if time.monotonic() >= deadline:
+                raise
+            logger.warning("coordinator is away (%s); waiting for it to register", error)
+            time.sleep(RETRY_S)
 
 
 class Membership:

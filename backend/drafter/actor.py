@@ -20,7 +20,7 @@ from backend.departure import Departure
 from backend.drafter.head_config import CheckpointError
 from backend.drafter.process import DrafterModel, DrafterProcess, pin_cores
 from backend.fleet import Member, Orders
-from backend.membership import Membership
+from backend.membership import Membership, enter
 from backend.models import ResolvedModels
 from backend.tracing import open_tracing
 from backend.transport.sockets import Wire, new_server_keys
@@ -65,7 +65,7 @@ class DrafterActor:
         )
         coordinator = CoordinatorHandle.connect(namespace)
         # A tcp socket cannot be bound before the fleet's keys are known, nor its port be told before it is bound.
-        credentials = coordinator.register(member)
+        credentials = enter(coordinator, member)
         self._process = DrafterProcess(
             member_id,
             DrafterModel(paths.target_dir, paths.drafter_dir),

@@ -13,7 +13,7 @@ from backend.config.environment import visible_devices
 from backend.coordinator.actor import CoordinatorHandle
 from backend.departure import Departure
 from backend.fleet import Member, Orders
-from backend.membership import Membership
+from backend.membership import Membership, enter
 from backend.models import ResolvedModels
 from backend.transport import new_server_keys
 
@@ -53,7 +53,7 @@ class VerifierActor:
             cores=tuple(cores),
         )
         coordinator = CoordinatorHandle.connect(namespace)
-        credentials = coordinator.register(member)
+        credentials = enter(coordinator, member)
         # vLLM is imported only now: the fleet already knows that this member is starting.
         from backend.verifier.process import VerifierProcess
 
