@@ -200,9 +200,10 @@ class AutoPlanner:
         self._since_trial += 1
         if self._since_trial >= PROBE_EVERY and self._steps >= DWELL_STEPS:
             self._trial = self._worth_trying(present, requests)
+            # Where nothing is due, looking again at every step would cost more than it could bring.
+            self._since_trial = 0 if self._trial is not None else PROBE_EVERY - RECONSIDER_EVERY
             if self._trial is not None:
                 self._undrafted = 0 if self._trial.k else self._undrafted
-                self._since_trial = 0
                 self._trial_left = TRIAL_STEPS - 1
         return self._trial or present
 
