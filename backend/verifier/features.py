@@ -35,7 +35,7 @@ from backend.transport import Wire
 from backend.verifier.feature_link import FeatureLink, Projection
 from backend.verifier.feature_store import FeatureStore
 from backend.verifier.pairing import drafter_for
-from backend.verifier.postponed import MOST_ROWS, Postponed, Span
+from backend.verifier.postponed import Postponed, Span, pick_rows
 
 logger = logging.getLogger(__name__)
 
@@ -148,6 +148,7 @@ class FeatureShipper:
     def finish(self, request_ids: Iterable[str]) -> None:
         """These requests are over; drafters are told with the next round."""
         over = list(request_ids)
+        self._postponed.forget(over)
         for request_id in over:
             self._store.forget(request_id)
         for link in self._links.values():
@@ -164,7 +165,7 @@ class FeatureShipper:
         """Sends this step's rows, or puts them aside.  `hidden`: `[num_tokens, width]` before `fc`, or None when drafters need
         no features."""
         if hidden is not None and (self._assigned or self._store.is_on):
-            if not self.hurried and self._postponed.rows < MOST_ROWS:
+            if not self.hurried and not self._postponed.is_full:
                 self._postponed.add(spans, hidden)
                 return
             spans, hidden = self._postponed.with_present(spans, hidden)
@@ -280,8 +281,7 @@ class FeatureShipper:
         """All rows of these spans, projected together."""
         if hidden is None:
             return _Rows()
-        places = [row for span in spans for row in range(span.offset, span.offset + span.rows)]
-        picked = hidden[torch.tensor(places, device=hidden.device, dtype=torch.long)]
+        picked = pick_rows(spans, hidden)
         projected = picked if project is None else project(picked)
         # The step's own read-back of the sampled tokens has already synchronised the stream: this copy waits for `fc` alone.
         raw = projected.contiguous().cpu()

@@ -21,14 +21,17 @@ class Groups:
 
     def want(self, groups: int) -> None:
         """Forms one or two groups from now on."""
-        self._wanted = groups
-        self._level()
+        if groups != self._wanted:
+            self._wanted = groups
+            self._level()
 
     def add(self, request_id: str) -> None:
         """A request begins to decode; it joins the smaller group."""
-        if not any(request_id in group for group in self._members):
-            min(self._members, key=len)[request_id] = None
-            self._level()
+        for group in self._members:
+            if request_id in group:
+                return
+        min(self._members, key=len)[request_id] = None
+        self._level()
 
     def remove(self, request_id: str) -> None:
         """The request is finished, aborted or preempted."""

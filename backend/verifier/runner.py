@@ -8,7 +8,8 @@ class vLLM chose (see `worker.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -46,6 +47,13 @@ class SeededPrefill:
             batch.generators.update(aside)
 
 
+@functools.lru_cache(maxsize=64)
+def _tables(requests: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Nothing, each request's place, no draft for any of them, and how many tokens the first n sample; read only."""
+    each = torch.arange(requests, dtype=torch.int32, device=device)
+    return torch.empty(0, dtype=torch.int32, device=device), each, torch.zeros_like(each), each + 1
+
+
 class UndraftedSteps:
     """A step without a single draft token is sampled as a plain step.
 
@@ -59,14 +67,13 @@ class UndraftedSteps:
         """vLLM's method of the same name, which takes a percent of a small model's step; without drafts it comes to this."""
         if num_draft_tokens.any():
             return super()._calc_spec_decode_metadata(num_draft_tokens, cu_num_scheduled_tokens)  # type: ignore[misc]
-        requests, device = len(num_draft_tokens), self.device  # type: ignore[attr-defined]
-        none = torch.empty(0, dtype=torch.int32, device=device)
-        each = torch.arange(requests, dtype=torch.int32, device=device)
+        device = self.device  # type: ignore[attr-defined]
+        none, each, zeros, counts = _tables(len(num_draft_tokens), device)
         return SpecDecodeMetadata(
             draft_token_ids=none,
-            num_draft_tokens=[0] * requests,
-            cu_num_draft_tokens=torch.zeros_like(each),
-            cu_num_sampled_tokens=each + 1,
+            num_draft_tokens=[0] * len(num_draft_tokens),
+            cu_num_draft_tokens=zeros,
+            cu_num_sampled_tokens=counts,
             target_logits_indices=none,
             bonus_logits_indices=each,
             logits_indices=async_tensor_h2d(cu_num_scheduled_tokens - 1, device=device),
@@ -178,22 +185,19 @@ class RemoteDrafting:
         """Each request's final rows in this step, in batch order."""
         batch: Any = self.input_batch  # type: ignore[attr-defined]
         spans: list[Span] = []
-        offset = 0
+        count, offset = len(batch.req_ids), 0
+        starts, texts = batch.num_computed_tokens_cpu[:count].tolist(), batch.token_ids_cpu
+        drafted = metadata.num_draft_tokens if metadata is not None else [0] * count
+        of, undrafted = scheduler_output.num_scheduled_tokens, scheduler_output.undrafted
         for i, request_id in enumerate(batch.req_ids):
-            scheduled = scheduler_output.num_scheduled_tokens[request_id]
-            drafted = metadata.num_draft_tokens[i] if metadata is not None else 0
-            accepted = max(len(sampled[i]) - 1, 0)
-            rows = scheduled - (drafted - accepted) if sampled[i] else scheduled
-            tokens = batch.token_ids_cpu[i]
-            spans.append(
-                Span(
-                    request_id=request_id,
-                    start=int(batch.num_computed_tokens_cpu[i]),
-                    offset=offset,
-                    rows=rows,
-                    wants_draft=bool(sampled[i]) and request_id not in scheduler_output.undrafted,
-                    tokens=lambda a, b, row=tokens: row[a:b].tolist(),  # type: ignore[misc]
-                )
-            )
+            scheduled, tokens = of[request_id], sampled[i]
+            # Of the drafted rows those behind the accepted ones are not final.
+            rows = scheduled - drafted[i] + len(tokens) - 1 if tokens else scheduled
+            wants_draft = bool(tokens) and request_id not in undrafted
+            spans.append(Span(request_id, starts[i], offset, rows, wants_draft, _reader(texts[i])))
             offset += scheduled
         return spans
+
+
+def _reader(row: np.ndarray[Any, Any]) -> Callable[[int, int], list[int]]:
+    return lambda first, last: row[first:last].tolist()

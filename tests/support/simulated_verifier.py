@@ -203,7 +203,7 @@ class SimulatedCore:
             computed.append(first)
             sampled.append(emitted)
             counts.append(len(drafts))
-        self.runner.input_batch = SimpleNamespace(req_ids=ids, num_computed_tokens_cpu=computed, token_ids_cpu=rows)
+        self.runner.input_batch = SimpleNamespace(req_ids=ids, num_computed_tokens_cpu=np.array(computed), token_ids_cpu=rows)
         joined = torch.cat(hidden)
         metadata = SimpleNamespace(num_draft_tokens=counts)
         self.runner.propose_draft_token_ids(scheduled, sampled, None, joined, joined, None, metadata, None, None)

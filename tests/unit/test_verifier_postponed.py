@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backend.verifier.postponed import Postponed, Span
+from backend.verifier.postponed import Postponed, Span, pick_rows
 
 
 def tokens(first: int, last: int) -> list[int]:
@@ -68,3 +69,37 @@ def test_what_is_put_aside_survives_the_reuse_of_its_memory() -> None:
     hidden.zero_()
     (span,), joined = postponed.with_present(*step({"a": 1}, {"a": 2}))
     assert positions(span, joined) == [0, 1, 2]
+
+
+def test_rows_of_requests_that_have_ended_never_go_out_and_do_not_count() -> None:
+    postponed = Postponed()
+    postponed.add(*step({"a": 3, "b": 2}, {"a": 0, "b": 0}))
+    postponed.forget(["b", "stranger"])
+    assert postponed.rows == 3
+    postponed.add(*step({"a": 1}, {"a": 3}))
+    (span,), joined = postponed.with_present(*step({"a": 1}, {"a": 4}))
+    assert positions(span, joined) == [0, 1, 2, 3, 4]
+    assert len(joined) == 5
+    assert postponed.rows == 0
+
+
+def test_it_is_full_by_rows_of_live_requests_and_by_bytes_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("backend.verifier.postponed.MOST_ROWS", 4)
+    monkeypatch.setattr("backend.verifier.postponed.MOST_BYTES", 80)
+    postponed = Postponed()
+    postponed.add(*step({"a": 4}, {"a": 0}))
+    assert postponed.is_full
+    postponed.forget(["a"])
+    assert not postponed.is_full
+    postponed.add(*step({"b": 6}, {"b": 0}))
+    postponed.forget(["b"])
+    assert postponed.is_full, "eighty bytes are held"
+    postponed.with_present(*step({"c": 1}, {"c": 0}))
+    assert not postponed.is_full
+
+
+def test_rows_that_lie_one_after_the_other_are_not_copied() -> None:
+    spans, hidden = step({"a": 2, "b": 1}, {"a": 0, "b": 0})
+    assert pick_rows(spans, hidden).data_ptr() == hidden.data_ptr()
+    spans, hidden = step({"a": 2, "b": 1}, {"a": 0, "b": 0}, rejected=1)
+    assert pick_rows(spans, hidden)[:, 1].tolist() == [0, 1, 0]
