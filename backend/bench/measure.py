@@ -52,7 +52,7 @@ class Sample(msgspec.Struct, frozen=True):
 
     round: int
     tokens_per_s: float
-    """Tokens of all requests over the wall time from the first request's start to the last one's end."""
+    """See `Load`."""
     tgs: float
     """Decode TGS: (n_out - 1) / (t_last - t_first), the median over requests."""
     ttft_ms: float
@@ -137,7 +137,7 @@ def sample(
     is_timed = configuration.is_remote and drafting.rounds > 0
     return Sample(
         round=number,
-        tokens_per_s=tokens / load.wall_s,
+        tokens_per_s=load.tokens_per_s,
         tgs=statistics.median((len(a.tokens) - 1) / max(a.last_at - a.first_at, 1e-9) for a in load.answers),
         ttft_ms=statistics.median((a.first_at - a.sent_at) * 1e3 for a in load.answers),
         acceptance_length=1 + drafting.accepted_tokens / drafting.drafts if drafting.drafts else None,

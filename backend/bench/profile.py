@@ -16,7 +16,7 @@ from backend.bench.stopwatch import COMPUTE, THEIRS, WAIT
 from backend.models import Say
 
 NOT_OURS = (WAIT, THEIRS, COMPUTE)
-PROFILED = ("sync", "pipelined", "ahead")
+PROFILED = ("sync", "pipelined", "ahead", "auto")
 Laps = Sequence[tuple[int, Mapping[str, float]]]
 
 

@@ -59,7 +59,7 @@ def run(options: Options, split: CoreSplit, results: Results, say: Say) -> None:
 
 
 def profile(options: Options, split: CoreSplit, say: Say) -> list[dict[str, Any]]:
-    """Runs every remote mode of a fixed plan at one request and at most, with stopwatches in the children; the figures."""
+    """Runs every remote mode at one request and at most, with stopwatches in the children; the figures."""
     most = max(options.concurrency)
     modes = tuple(mode for mode in options.modes if mode in PROFILED)
     options = replace(options, modes=modes, layouts=("equal_verifier",))

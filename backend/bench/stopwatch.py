@@ -92,6 +92,7 @@ def watch_verifier() -> Stopwatch:
     from backend.verifier.features import FeatureShipper
     from backend.verifier.gateways import GatewayPort
     from backend.verifier.loop import DraftLinks, EngineLoop
+    from backend.verifier.planner import AutoPlanner
     from backend.verifier.runner import RemoteDrafting
     from backend.verifier.scheduler import DraftingScheduler
 
@@ -113,6 +114,7 @@ def watch_verifier() -> Stopwatch:
     watch.wrap(DraftLinks, "receive ask", "draft wire")
     watch.wrap(DraftingScheduler, "schedule update_from_output settle take_drafts take_ahead wait_until", "scheduler")
     watch.wrap(CountingScheduler, "schedule update_from_output", "counting")
+    watch.wrap(AutoPlanner, "plan stepped", "planner")
     watch.wrap(Fallback, "begin_step advance draft better preferred", "fallback")
     watch.wrap(RemoteDrafting, "propose_draft_token_ids", "spans")
     watch.wrap(FeatureShipper, "ship", "rounds")

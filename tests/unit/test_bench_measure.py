@@ -46,7 +46,8 @@ def measured(configuration: Configuration = SYNC, number: int = 0) -> Sample:
     counters = DraftCounters(drafts=15, accepted_tokens=25, rounds=20, draft_s=0.04, bytes_sent=4000)
     after = Snapshot(stats(3.0, 6.0, 1.5, 30, counters), 104.0, DrafterStats("d", 0, busy_s=1.5))
     answers = [Answer(tokens=[1] * 11, sent_at=10.0, first_at=10.5, last_at=12.5)]
-    return sample(number, configuration, Load(2.5, answers), before, after, drafter_cores=1)
+    rate = sum(len(answer.tokens) for answer in answers) / 2.5
+    return sample(number, configuration, Load(2.5, answers, rate), before, after, drafter_cores=1)
 
 
 def test_a_sample_divides_differences() -> None:
