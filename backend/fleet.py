@@ -106,6 +106,8 @@ class VerifierStats(msgspec.Struct):
     """Micro-batches that take turns being verified."""
     plan_outcomes: int = 0
     """Outcomes drafted ahead of time per request."""
+    plan_lookup: int = 0
+    """Draft tokens per request at most where the plan is prompt lookup on the verifier and no drafter is asked."""
     plan_changes: int = 0
     """Times mode `auto` has changed its mind."""
     records_written: dict[str, int] = msgspec.field(default_factory=dict)

@@ -188,9 +188,10 @@ SPECULATION = Dashboard(
             [
                 Panel(
                     "K in force",
-                    "Draft tokens asked for per request; 0: no drafting now.",
+                    "Draft tokens asked of drafters per request, or made by prompt lookup instead; 0: no drafting now.",
                     [
                         Query(verifier_gauge("outrider_verifier_plan_k"), "{{verifier}}"),
+                        Query(verifier_gauge("outrider_verifier_plan_lookup"), "{{verifier}} by lookup"),
                         Query(f"max({verifier_gauge('outrider_verifier_num_speculative_tokens')})", "most allowed"),
                     ],
                     decimals=0,

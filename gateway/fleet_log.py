@@ -148,6 +148,8 @@ class FleetLog:
 
 def plan_words(stats: VerifierStats) -> str:
     """A plan as people say it: `K 4, 2 groups`."""
+    if stats.plan_lookup:
+        return f"K {stats.plan_lookup} by prompt lookup"
     if stats.plan_k == 0:
         return "no drafts"
     if stats.plan_outcomes:

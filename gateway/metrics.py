@@ -148,6 +148,9 @@ DEFINITIONS: dict[str, Definition] = {
     "outrider_verifier_num_speculative_tokens": Definition("gauge", _VERIFIER, "draft tokens per verification at most (K)"),
     "outrider_verifier_plan_k": Definition("gauge", _VERIFIER, "draft tokens asked for in the present step, 0 to K"),
     "outrider_verifier_plan_groups": Definition("gauge", _VERIFIER, "micro-batches that take turns being verified"),
+    "outrider_verifier_plan_lookup": Definition(
+        "gauge", _VERIFIER, "draft tokens at most by prompt lookup while no drafter is asked, 0 to K"
+    ),
     "outrider_verifier_plan_changes_total": Definition("counter", _VERIFIER, "times mode auto has changed its plan"),
     # The same under vLLM's names, summed over the fleet: its benchmark client reads them
     "vllm:spec_decode_num_drafts_total": Definition("counter", (), "see outrider_drafts_total"),

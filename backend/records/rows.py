@@ -30,6 +30,7 @@ class StepRow(msgspec.Struct, frozen=True):
     plan_k: int
     plan_groups: int
     plan_outcomes: int
+    plan_lookup: int
     draft_ms: float
     """Drafter compute of the longest round whose drafts this step verified; 0 for drafts that vLLM makes itself."""
     verify_ms: float
@@ -90,6 +91,7 @@ class DecisionRow(msgspec.Struct, frozen=True, gc=False):
     plan_k: int
     plan_groups: int
     plan_outcomes: int
+    plan_lookup: int
     predicted_tokens_per_s: float
     present_tokens_per_s: float
     """The same prediction for the plan that was left."""

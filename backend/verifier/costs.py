@@ -18,6 +18,10 @@ FADED = 0.2
 """Weight of all verifications once nothing was drafted for long."""
 PRIOR_CHANCE, PRIOR_WEIGHT = 0.7, 8.0
 """What a new drafter is believed to have achieved: a few bad verifications at the start must not end drafting."""
+LENGTH_PRIOR = 32.0
+"""Verifications that acceptance alone counts for in what a plan brings."""
+MOST_MOVED = 2.0
+"""Times that what a plan brought may have become more or less since."""
 NEWEST = 0.1
 """Share of the newest measurement in a point of a curve."""
 
@@ -89,6 +93,32 @@ class Acceptance:
         return expected
 
 
+@dataclass
+class Lengths:
+    """Tokens per verification under a plan at a load, decayed.
+
+    They are not acceptance alone: drafts come late or not at all, and a step that goes on without them is as short
+    as it brings little.  What a plan brought when it was in force moves along with what is learned of the drafter since.
+    """
+
+    seen: dict[tuple[Plan, int], tuple[float, float, float]] = field(default_factory=dict)
+    """Verifications, their tokens, and what was expected of them by acceptance alone."""
+
+    def observe(self, plan: Plan, requests: float, tokens: int, expected: float) -> None:
+        """One verification."""
+        seen, made, hoped = self.seen.get((plan, place_of(requests)), (0.0, 0.0, 0.0))
+        self.seen[plan, place_of(requests)] = FORGET * seen + 1, FORGET * made + tokens, FORGET * hoped + expected
+
+    def at(self, plan: Plan, requests: float, expected: float) -> float:
+        """Tokens per verification where acceptance alone lets `expected` expect."""
+        seen, made, hoped = self.seen.get((plan, place_of(requests)), (0.0, 0.0, 0.0))
+        extra, hoped_extra = made - seen, hoped - seen
+        # One draft token in a hundred says nothing of a share.
+        moved = (expected - 1) * seen / hoped_extra if hoped_extra > 0.01 * seen else 1.0
+        measured = extra * min(max(moved, 1 / MOST_MOVED), MOST_MOVED)
+        return 1 + (measured + LENGTH_PRIOR * (expected - 1)) / (seen + LENGTH_PRIOR)
+
+
 Source = Literal["features", "ahead", "own"]
 """What a draft was made from: the target's features, an outcome enumerated before it came, the request's own text."""
 
@@ -104,6 +134,7 @@ class Learned:
     """Of all verifications while outcomes are enumerated ahead, those that went without a draft included."""
     after_miss: Acceptance = field(default_factory=Acceptance)
     """Of drafts made afresh because what happened had not been enumerated: surprises go on surprising."""
+    lengths: Lengths = field(default_factory=Lengths)
     cycles: Cycles = field(default_factory=Cycles)
 
     def observe(self, plan: Plan, source: Source, drafted: int, accepted: int) -> None:
@@ -140,6 +171,9 @@ class Costs:
     verifying it without sampling takes less time."""
     greedy_share: float = 1.0
     """Of the requests running now."""
+    lookups: tuple[float, float] | None = None
+    """Share of verifications that prompt lookup finds a draft for, and tokens per verification if it alone drafted; None: not
+    known.  Of requests like those running now; what it brings where it was in force is known by itself."""
     ahead_hit_rate: float = 0.5
     """Share of verifications whose outcome had been enumerated."""
     _overhead_s: float = 0.0
@@ -168,16 +202,18 @@ class Costs:
             self._overhead_s += NEWEST * (max(waited_s - drafter_s, 0.0) - self._overhead_s)
         self.draft.observe(requests, (drafter_s + self._overhead_s) / (k + 1))
 
-    def note_verification(self, plan: Plan, greedy: bool, source: Source, drafted: int, accepted: int) -> None:
-        """One verification under `plan`, of a draft from `source`; `drafted` 0: it had none."""
-        (self.greedy if greedy else self.sampled).observe(plan, source, drafted, accepted)
+    def note_verification(self, plan: Plan, requests: float, greedy: bool, source: Source, drafted: int, accepted: int) -> None:
+        """One verification under `plan` with `requests` requests decoding; `drafted` 0: without a draft."""
+        kind = self.greedy if greedy else self.sampled
+        kind.observe(plan, source, drafted, accepted)
+        kind.lengths.observe(plan, requests, accepted + 1, self._expected(kind, plan, requests))
 
     def fade(self) -> None:
         """Nothing was drafted for long: what is drafted next counts for more than what was drafted then."""
         self.greedy.fade()
         self.sampled.fade()
 
-    def verify_s(self, requests: float, k: int) -> float:
+    def verify_s(self, requests: float, k: float) -> float:
         """A step over `requests` requests with `k` draft tokens each."""
         return self.verify.at(requests * (1 + k)) or 1e-3
 
@@ -185,9 +221,27 @@ class Costs:
         """From the end of a step to the arrival of its drafts."""
         return (k + 1) * (self.draft.at(requests) or 1e-3)
 
-    def length(self, plan: Plan) -> float:
+    def length(self, plan: Plan, requests: float) -> float:
         """Expected tokens per verification, of the requests decoding now."""
-        return self.greedy_share * self.greedy.length(plan) + (1 - self.greedy_share) * self.sampled.length(plan)
+        if not plan.k:
+            return 1.0
+        return sum(
+            share * kind.lengths.at(plan, requests, self._expected(kind, plan, requests))
+            for share, kind in ((self.greedy_share, self.greedy), (1 - self.greedy_share, self.sampled))
+            if share
+        )
+
+    def _expected(self, kind: Learned, plan: Plan, requests: float) -> float:
+        """Of requests of this kind, by acceptance alone."""
+        return self._lookups_used(plan.k, requests)[1] if plan.lookup else kind.length(plan)
+
+    def _lookups_used(self, k: int, requests: float) -> tuple[float, float]:
+        """Share of requests that lookups would draft for and tokens per verification; none and 1 where they would not pay."""
+        if self.lookups is None:
+            return 0.0, 1.0
+        share, length = self.lookups
+        plain_s = self.verify_s(requests, 0)
+        return self.lookups if length * plain_s > self.verify_s(requests, share * k) else (0.0, 1.0)
 
     def length_after_miss(self, k: int) -> float:
         """The same of a draft made afresh because the outcome had not been enumerated."""
@@ -226,6 +280,8 @@ class Costs:
         k = plan.k
         if k == 0:
             return self.verify_s(requests, 0) / requests
+        if plan.lookup:
+            return self.verify_s(requests, self._lookups_used(k, requests)[0] * k) / requests
         if plan.groups == 2:
             half = requests / 2
             return 2 * max(self.verify_s(half, k), self.draft_s(half, k)) / requests

@@ -31,11 +31,18 @@ class Plan:
     k: int
     groups: int = 1
     outcomes: int = 0
+    lookup: bool = False
+    """Drafted from the requests' own text on the verifier, where that is expected to pay; no drafter is asked."""
 
     @property
-    def structure(self) -> tuple[int, bool]:
+    def structure(self) -> tuple[int, bool, bool]:
         """Plans of one structure differ in `k` only."""
-        return self.groups if self.k else 0, bool(self.outcomes)
+        return self.groups if self.k else 0, bool(self.outcomes), self.lookup
+
+    @property
+    def remote_k(self) -> int:
+        """Draft tokens asked of a drafter per request."""
+        return 0 if self.lookup else self.k
 
 
 OFF = Plan(0)
@@ -51,7 +58,8 @@ class Measured:
     """Seconds per verification of one plan at one load, decayed: in steps, and between them.
 
     Steps are all alike, and only ever too slow when something else has the machine: the faster ones count for more.  What lies
-    between is short where drafts were there in time and long where not, so its mean counts.
+    between is short where drafts were there in time and long where not, so its mean counts.  Steps under prompt lookup are not
+    alike (it finds something for more or fewer requests): all of their time counts with its mean.
     """
 
     step_s: float
@@ -61,6 +69,7 @@ class Measured:
     seen: int = 1
     trials: float = 0.0
     """How often it was measured for long enough to say something, decayed."""
+    is_uneven: bool = False
     _steps: list[float] = field(default_factory=list)
     _rests: list[float] = field(default_factory=list)
     """The first few.  One hiccup among four would condemn a plan if their mean counted."""
@@ -76,6 +85,11 @@ class Measured:
             self.renew()
         self.seen, self.at = self.seen + 1, clock
         self.trials += 1 / ENOUGH
+        if self.is_uneven:
+            seconds, weight = step_s + rest_s, max(1 / self.seen, SLOWEST)
+            seconds = min(seconds, HICCUP * HICCUP * self.seconds) if self.seen > FEW else seconds
+            self.step_s, self.rest_s = 0.0, self.seconds + weight * (seconds - self.seconds)
+            return
         if self.seen <= ENOUGH:
             self._steps.append(step_s)
             self._rests.append(rest_s)
@@ -109,7 +123,8 @@ class Cycles:
         """One step under `plan` with `requests` requests decoding."""
         known = self.measured.get((plan, place_of(requests)))
         if known is None:
-            known = self.measured[plan, place_of(requests)] = Measured(step_s, rest_s, clock, seen=0)
+            known = Measured(step_s, rest_s, clock, seen=0, is_uneven=plan.lookup)
+            self.measured[plan, place_of(requests)] = known
         known.observe(step_s, rest_s, clock)
 
     def fade(self) -> None:

@@ -67,6 +67,7 @@ class _Track:
     """What is known of one request."""
 
     lookup: Lookup
+    greedy: bool
     own: Chance = field(default_factory=lambda: Chance(1.0, 4.0))
     """Of look-ups that found something."""
     remote: Chance = field(default_factory=lambda: Chance(2.8, 4.0))
@@ -112,7 +113,13 @@ class Fallback:
         self._tracks: dict[str, _Track] = {}
         self._budget = INDEXED_PER_STEP
         self._steps = 0
-        self._general = _General()
+        self._general = {True: _General(), False: _General()}
+        """Of greedy requests, and of those that are sampled."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there are look-ups at all."""
+        return self._k > 0
 
     def __len__(self) -> int:
         return len(self._tracks)
@@ -122,14 +129,15 @@ class Fallback:
         self._budget = INDEXED_PER_STEP
         self._steps += 1
 
-    def advance(self, request_id: str, tokens: Sequence[int]) -> None:
+    def advance(self, request_id: str, tokens: Sequence[int], greedy: bool = True) -> None:
         """The request's tokens are now `tokens`, prompt included; they only ever grow."""
         if not self._k:
             return
         track = self._tracks.get(request_id)
         if track is None:
             known = list(tokens)
-            track = self._tracks[request_id] = _Track(Lookup(known, SHORTEST, LONGEST, max(len(known) - WINDOW, 0)))
+            lookup = Lookup(known, SHORTEST, LONGEST, max(len(known) - WINDOW, 0))
+            track = self._tracks[request_id] = _Track(lookup, greedy)
         else:
             track.lookup.tokens.extend(tokens[len(track.lookup.tokens) :])
         self._budget -= track.lookup.index(max(self._budget, 0))
@@ -177,16 +185,20 @@ class Fallback:
         if track is not None:
             track.remote.observe(drafted, accepted)
 
-    def in_general(self) -> tuple[float, float] | None:
+    def in_general(self, greedy_share: float = 1.0) -> tuple[float, float] | None:
         """Share of verifications that look-ups find a draft for, and the tokens per verification if they alone drafted.
 
-        None before enough of them were seen through.
+        Where `greedy_share` of the requests are greedy.  None before enough look-ups for such requests were seen through.
         """
-        general = self._general
-        if general.seen < ENOUGH:
-            return None
-        share = general.found / general.looked
-        return share, 1 + share * general.matched / general.seen
+        found, length = 0.0, 1.0
+        for greedy, weight in ((True, greedy_share), (False, 1 - greedy_share)):
+            general = self._general[greedy]
+            if weight and general.seen < ENOUGH:
+                return None
+            if weight:
+                share = weight * general.found / general.looked
+                found, length = found + share, length + share * general.matched / general.seen
+        return found, length
 
     def forget(self, request_id: str) -> None:
         """The request is over."""
@@ -204,12 +216,12 @@ class Fallback:
             if matched == known < len(guess):
                 return
             track.own.observe(len(guess), matched)
-            self._general.note_seen(matched)
+            self._general[track.greedy].note_seen(matched)
         guess = track.lookup.look_up([], self._k)
         track.guess = (len(tokens), guess) if guess else None
         track.found = FORGET * track.found + bool(guess)
         track.looked = FORGET * track.looked + 1
-        self._general.note_made(bool(guess))
+        self._general[track.greedy].note_made(bool(guess))
 
     def _look_up(self, track: _Track, k: int) -> list[int]:
         if track.guess is not None and track.guess[0] == len(track.lookup.tokens):

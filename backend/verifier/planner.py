@@ -41,10 +41,16 @@ present one: a moment when the machine was slow must not decide for long.  The d
 PLAIN_SHARE, PLAIN_STEPS = 0.6, 256
 """Plain steps are measured again after so many steps if they reach this share of the present plan: of them nothing is uncertain
 but what they take, and they are the way out of all that does not pay."""
-REVISIT_STEPS = 256
+REVISIT_STEPS = 512
 """Steps without drafts after which drafting is tried whatever its estimate: acceptance is known only by drafting."""
-LONGEST_REVISIT = 1024
+LONGEST_REVISIT = 2048
 """The same after drafting was tried in vain again and again: each time in a row doubles the wait."""
+CALL_STEPS = 8
+"""Steps before a trial in which drafters that were not asked for long take in what was said meanwhile."""
+LOOKUP_LEAD_STEPS = 24
+"""Steps that prompt lookup needs after plain ones to read what was said meanwhile, and to learn what it is worth."""
+LOOKUP_STEPS = 1024
+"""Plain steps after which prompt lookup is tried again: it costs next to nothing, and text may begin to repeat itself."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +76,9 @@ class Planner(Protocol):
     """The latest change."""
     changes: int
 
+    calls_drafters: bool
+    """Whether drafters should take in now what was not sent while nothing was drafted: they are about to be asked."""
+
     @property
     def settled(self) -> bool:
         """Whether what is verified now was drafted under the present plan."""
@@ -89,6 +98,7 @@ class FixedPlanner:
     """The plan of a mode that was asked for."""
 
     settled = True
+    calls_drafters = False
 
     def __init__(self, plan: Plan) -> None:
         self.decision: Decision | None = None
@@ -106,12 +116,15 @@ class FixedPlanner:
 class AutoPlanner:
     """Chooses by goodput."""
 
-    def __init__(self, costs: Costs, longest: int, outcomes: int) -> None:
+    def __init__(self, costs: Costs, longest: int, outcomes: int, lookup: bool = False) -> None:
+        """At most `longest` draft tokens and `outcomes` ahead; `lookup`: prompt lookup may draft by itself."""
         self.decision: Decision | None = None
         self.changes = 0
+        self.calls_drafters = False
         self._costs = costs
         self._longest = longest
         self._outcomes = outcomes
+        self._lookup = lookup
         self._plan: Plan | None = None
         self._load = (-1, True)
         """Half octave of the requests, and whether most of them are greedy."""
@@ -124,20 +137,23 @@ class AutoPlanner:
         self._budget = TrialBudget()
         self._running = OFF
         self._run = 0
+        self._settling = SETTLE_STEPS
         self._clock = 0
         self._due = 0
 
     def plan(self, requests: int) -> Plan:
         """The present plan unless another one is clearly better, or a trial."""
         chosen = self._choose(requests) if requests else self._plan or OFF
-        self._run = self._run + 1 if chosen == self._running else 1
-        self._running = chosen
+        if chosen != self._running:
+            self._settling = self._lead(chosen)
+            self._running, self._run = chosen, 0
+        self._run += 1
         return chosen
 
     @property
     def settled(self) -> bool:
         """See `Planner`."""
-        return self._run > SETTLE_STEPS
+        return self._run > self._settling
 
     def stepped(self, requests: int, verified: int, step_s: float, cycle_s: float | None) -> None:
         """See `Planner`."""
@@ -145,9 +161,13 @@ class AutoPlanner:
             rest_s = max(cycle_s - step_s, 0.0) / verified
             self._costs.cycles.observe(self._running, requests, step_s / verified, rest_s, self._clock)
 
+    def _lead(self, plan: Plan) -> int:
+        """Steps under `plan`, were it next, that say nothing of it."""
+        return LOOKUP_LEAD_STEPS if plan.lookup and not self._running.k else SETTLE_STEPS
+
     def tokens_per_s(self, plan: Plan, requests: int) -> float:
         """Estimated goodput."""
-        return self._costs.length(plan) / self._costs.per_verification_s(plan, requests)
+        return self._costs.length(plan, requests) / self._costs.per_verification_s(plan, requests)
 
     def _worth(self, plan: Plan, requests: int) -> float:
         """What plans are compared by."""
@@ -167,7 +187,7 @@ class AutoPlanner:
         if self._plan is None or (self._clock >= self._due and self._steps >= DWELL_STEPS and self._trial is None):
             self._due = self._clock + RECONSIDER_EVERY
             present = self._reconsider(requests)
-        self._undrafted = 0 if present.k else self._undrafted + 1
+        self._undrafted = 0 if present.remote_k else self._undrafted + 1
         return self._try_out(present, requests)
 
     def _reconsider(self, requests: int) -> Plan:
@@ -192,20 +212,25 @@ class AutoPlanner:
         """A plan worth trying in place of the present one, or the present one."""
         if self._trial is not None and self._trial_left > 0:
             self._trial_left -= 1
-            return self._trial
+            self.calls_drafters = self._trial_left >= TRIAL_STEPS and self._trial.remote_k > 0
+            return present if self.calls_drafters else self._trial
         if self._trial is not None:
             self._budget.spend(self._loss(self._trial, present, requests))
             self._trial = None
+        self.calls_drafters = False
         self._budget.stepped()
         self._since_trial += 1
         if self._since_trial >= PROBE_EVERY and self._steps >= DWELL_STEPS:
             self._trial = self._worth_trying(present, requests)
-            # Where nothing is due, looking again at every step would cost more than it could bring.
-            self._since_trial = 0 if self._trial is not None else PROBE_EVERY - RECONSIDER_EVERY
+            # Looking at all plans takes a few hundred microseconds: where nothing is due, not at every step.
+            self._since_trial = 0 if self._trial is not None else PROBE_EVERY // 2
             if self._trial is not None:
-                self._undrafted = 0 if self._trial.k else self._undrafted
-                self._trial_left = TRIAL_STEPS - 1
-        return self._trial or present
+                self._undrafted = 0 if self._trial.remote_k else self._undrafted
+                self._trial_left = TRIAL_STEPS - SETTLE_STEPS + self._lead(self._trial)
+                if self._trial.remote_k and not self._running.remote_k:
+                    self._trial_left = TRIAL_STEPS + CALL_STEPS
+                return self._try_out(present, requests)
+        return present
 
     def _loss(self, trial: Plan, present: Plan, requests: int) -> float:
         """What a trial loses, in steps of the present plan, by what is known of both."""
@@ -218,7 +243,7 @@ class AutoPlanner:
         if self._undrafted >= self._revisit:
             self._undrafted, self._revisit = 0, min(2 * self._revisit, LONGEST_REVISIT)
             self._costs.fade()
-            return max((p for p in others if p.k), key=lambda plan: self._worth(plan, requests), default=None)
+            return max((p for p in others if p.remote_k), key=lambda plan: self._worth(plan, requests), default=None)
         if OFF in others and self._costs.cycles.at(OFF, requests) is None:
             # Plain steps are what drafting has to beat: what they take is worth knowing before anything else.
             return OFF
@@ -234,6 +259,8 @@ class AutoPlanner:
         """Whether a plan with this share of the present one's estimated goodput is worth measuring (again)."""
         cycles = self._costs.cycles
         age, trials = cycles.age(plan, requests, self._clock), cycles.trials(plan, requests)
+        if plan.lookup and self._plan == OFF:
+            return age > LOOKUP_STEPS
         if trials and share * (1 + DOUBT / math.sqrt(trials)) > 1:
             return age > DOUBT_STEPS
         if plan == OFF and share > PLAIN_SHARE:
@@ -242,6 +269,8 @@ class AutoPlanner:
 
     def _candidates(self, requests: int) -> list[Plan]:
         plans = [OFF]
+        if self._lookup:
+            plans.append(Plan(self._longest, lookup=True))
         for k in range(1, self._longest + 1):
             plans.append(Plan(k))
             if self._outcomes:
@@ -253,7 +282,7 @@ class AutoPlanner:
     def _change(self, plan: Plan, requests: int) -> None:
         left, costs = self._plan or OFF, self._costs
         self._plan, self._steps, self._trial = plan, 0, None
-        if plan.k:
+        if plan.remote_k:
             self._revisit = REVISIT_STEPS
         self.changes += 1
         share = requests / plan.groups
@@ -263,14 +292,14 @@ class AutoPlanner:
             self.tokens_per_s(plan, requests),
             self.tokens_per_s(left, requests),
             costs.verify_s(share, plan.k),
-            costs.draft_s(share, plan.k) if plan.k else 0.0,
-            costs.length(plan),
+            costs.draft_s(share, plan.k) if plan.remote_k else 0.0,
+            costs.length(plan, requests),
             costs.ahead_hit_rate,
         )
 
 
-def make_planner(mode: str, costs: Costs, k: int, outcomes: int) -> Planner:
+def make_planner(mode: str, costs: Costs, k: int, outcomes: int, lookup: bool = False) -> Planner:
     """The planner of a remote draft mode."""
     if mode == "auto":
-        return AutoPlanner(costs, k, outcomes)
+        return AutoPlanner(costs, k, outcomes, lookup)
     return FixedPlanner({"sync": Plan(k), "pipelined": Plan(k, groups=2), "ahead": Plan(k, outcomes=outcomes)}[mode])

@@ -67,9 +67,13 @@ class DraftingScheduler(CountingScheduler, Scheduler):
         options = self.vllm_config.additional_config["outrider"]
         self.book = DraftBook(self.vllm_config.model_config.get_vocab_size(), options["draft_deadline_ms"] / 1000)
         self.costs = Costs()
-        self.planner = make_planner(options["mode"], self.costs, self.num_spec_tokens, options["ahead_outcomes"])
+        self.planner = make_planner(
+            options["mode"], self.costs, self.num_spec_tokens, options["ahead_outcomes"], options["fallback"]
+        )
         self.ahead = AheadBook()
         self.fallback = Fallback(self.num_spec_tokens if options["fallback"] else 0)
+        self._alone = Plan(self.num_spec_tokens, lookup=True) if options["fallback"] else OFF
+        """The plan of a verifier without drafters."""
         self._groups = Groups()
         self._plan = OFF
         self._step = StepShape(0, frozenset(), 0, False)
@@ -139,9 +143,11 @@ class DraftingScheduler(CountingScheduler, Scheduler):
         if draft is not None and not own:
             self.fallback.note_remote(request_id, drafted, accepted)
         # Our own draft in place of a miss is a part of what drafting ahead brings; of true features it says nothing.
-        if self.planner.settled and (not own or self._plan.outcomes):
+        plan = self._plan
+        if plan.k and self.planner.settled and (not own or plan.outcomes or plan.lookup):
             source: Source = "own" if own else "ahead" if draft is not None and draft.ahead else "features"
-            self.costs.note_verification(self._plan, _is_greedy(self.requests[request_id]), source, drafted, accepted)
+            greedy = _is_greedy(self.requests[request_id])
+            self.costs.note_verification(plan, len(self._step.decoding), greedy, source, drafted, accepted)
         if draft is None:
             return None
         return Drafted(draft.drafter_id, draft.ahead, self._draft_s.pop(request_id, 0.0))
@@ -155,19 +161,20 @@ class DraftingScheduler(CountingScheduler, Scheduler):
         super().note_step(seconds, cycle_s)
         if self._step.decodes_only:
             self.costs.verify.observe(self._step.tokens, seconds)
-            self.planner.stepped(len(self._step.decoding), self._step.scheduled, seconds, cycle_s)
+            if self._drafter_ids:
+                self.planner.stepped(len(self._step.decoding), self._step.scheduled, seconds, cycle_s)
 
     def read_plan(self, stats: VerifierStats) -> None:
         """Puts what is decided and who is down into `stats`."""
         stats.drafters_down = self.book.down()
-        stats.plan_k, stats.plan_groups = self._plan.k, self._plan.groups
-        stats.plan_outcomes = self._plan.outcomes
+        stats.plan_k, stats.plan_groups = self._plan.remote_k, self._plan.groups
+        stats.plan_outcomes, stats.plan_lookup = self._plan.outcomes, self._plan.k if self._plan.lookup else 0
         stats.plan_changes = self.planner.changes
         requests, k, groups = max(stats.running, 1), self._plan.k or self.num_spec_tokens, self._plan.groups
         stats.plain_step_s = self.costs.verify.at(requests) or 0.0
         # Of the plan in force, as acceptance is: what other plans take is not measured but estimated.
         stats.drafted_step_s = groups * (self.costs.verify.at(requests * (1 + k) / groups) or 0.0)
-        if (lookups := self.fallback.in_general()) is not None:
+        if (lookups := self.fallback.in_general(self.costs.greedy_share)) is not None:
             share, stats.lookup_length = lookups
             stats.lookup_step_s = self.costs.verify.at(requests * (1 + share * k)) or 0.0
 
@@ -205,15 +212,16 @@ class DraftingScheduler(CountingScheduler, Scheduler):
         self._fall_back(verified)
         output = super().schedule(throttle_prefills)
         # The worker ships features before the outcome is known here: it has to know now for whom and how much to ask.
-        output.draft_k = 0 if self._plan.outcomes else self._plan.k
-        output.hurried = self._plan.k > 0
+        output.draft_k = 0 if self._plan.outcomes else self._plan.remote_k
+        output.hurried = self._plan.remote_k > 0 or self.planner.calls_drafters
         output.undrafted = self._needs_no_drafter(verified) if output.draft_k else frozenset()
         self._step = StepShape.of(output, frozenset(request.request_id for request in decoding))
         return output
 
     def _next_plan(self, requests: int) -> Plan:
         if not self._drafter_ids:
-            return OFF
+            return self._alone
+        self.costs.lookups = self.fallback.in_general(self.costs.greedy_share)
         changes = self.planner.changes
         plan = self.planner.plan(requests)
         if self.planner.changes != changes:
@@ -226,7 +234,7 @@ class DraftingScheduler(CountingScheduler, Scheduler):
         """Gives those without a draft one of our own, where that is expected to pay."""
         self.fallback.begin_step()
         self._untold.clear()
-        k = self._plan.k if self._drafter_ids else self.num_spec_tokens
+        k = self._plan.k
         bare = [request for request in requests if not request.spec_token_ids]
         if not (k and bare) or self.counters is None:
             return
@@ -269,24 +277,28 @@ class DraftingScheduler(CountingScheduler, Scheduler):
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """vLLM's method of the same name; afterwards the requests that go on expect their next drafts."""
-        lengths = {r: self.requests[r].num_tokens for r in scheduler_output.num_scheduled_tokens if r in self.requests}
+        plan = self._plan
+        lengths = {}
+        if plan.outcomes:
+            lengths = {r: self.requests[r].num_tokens for r in scheduler_output.num_scheduled_tokens if r in self.requests}
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         now = time.monotonic()
-        if any(request_id in self._groups.present() for request_id in scheduler_output.num_scheduled_tokens):
+        if len(self._groups) > 1 and any(r in self._groups.present() for r in scheduler_output.num_scheduled_tokens):
             self._groups.stepped()
         for request_id in scheduler_output.num_scheduled_tokens:
             request = self.requests.get(request_id)
             if request is None or request.is_finished() or request.is_prefill_chunk:
                 continue
             self._groups.add(request_id)
-            if self._plan.k or not self._drafter_ids:
-                self.fallback.advance(request_id, request.all_token_ids)
+            if not plan.k:
+                continue
+            self.fallback.advance(request_id, request.all_token_ids, _is_greedy(request))
             chosen = drafter_for(request_id, self._drafter_ids)
             if chosen is None or request_id in scheduler_output.undrafted:
                 continue
             if scheduler_output.draft_k:
                 self.book.expect(request_id, request.num_tokens, chosen, now)
-            elif self._plan.outcomes:
+            elif plan.outcomes:
                 began = lengths.get(request_id, request.num_tokens - 1)
                 if request_id in self._untold and request.num_tokens - began > 1:
                     began = -1

@@ -107,6 +107,7 @@ class Story:
             plan_k=old.plan_k,
             plan_groups=old.plan_groups,
             plan_outcomes=old.plan_outcomes,
+            plan_lookup=old.plan_lookup,
             plan_changes=old.plan_changes,
         )
 

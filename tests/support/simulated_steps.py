@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from backend.verifier.costs import Costs
+from backend.verifier.costs import Costs, Source
 from backend.verifier.cycles import Plan
 from backend.verifier.planner import Planner
 
@@ -32,6 +32,9 @@ class Machine:
     """What a miss waits, on top of its draft, for the enumeration that goes on."""
     noise: float = 0.1
     hiccups: float = 0.01
+    found: float = 0.0
+    """Share of verifications that prompt lookup finds a draft for."""
+    found_accept: float = 0.9
     slow_moments: float = 0.0
     """Chance per step that a moment begins in which everything takes `SLOWER` times as long."""
 
@@ -45,6 +48,8 @@ class Machine:
         """From the end of a step to the end of the next."""
         if plan.k == 0:
             return self.verify_ms(requests, 0)
+        if plan.lookup:
+            return self.verify_ms(requests, 0) + self.token * requests * self.found * plan.k + 0.01 * requests
         if plan.groups == 2:
             half = requests / 2
             return max(self.verify_ms(half, plan.k), self.draft_ms(half, plan.k)) + 0.3
@@ -55,8 +60,9 @@ class Machine:
 
     def goodput(self, plan: Plan, requests: int) -> float:
         """Tokens per ms that a plan really brings."""
-        bare = self.ahead_loss if plan.outcomes else 0.0
-        length = bare + (1 - bare) * sum(self.accept**i for i in range(plan.k + 1))
+        bare = 1 - self.found if plan.lookup else self.ahead_loss if plan.outcomes else 0.0
+        accept = self.found_accept if plan.lookup else self.accept
+        length = bare + (1 - bare) * sum(accept**i for i in range(plan.k + 1))
         share = requests / 2 if plan.groups == 2 else requests
         return share * length / (self.cycle_ms(plan, requests) + HICCUP_MS * self.hiccups)
 
@@ -65,9 +71,9 @@ class Machine:
         return max(self.goodput(plan, requests) for plan in plans)
 
 
-def all_plans(requests: int, longest: int = 4, outcomes: int = 8) -> list[Plan]:
-    """Every plan of a fixed mode."""
-    plans = [Plan(0)]
+def all_plans(requests: int, longest: int = 4, outcomes: int = 8, *, lookup: bool = False) -> list[Plan]:
+    """Every plan of a fixed mode, and prompt lookup alone."""
+    plans = [Plan(0), Plan(longest, lookup=True)] if lookup else [Plan(0)]
     for k in range(1, longest + 1):
         plans += [Plan(k), Plan(k, outcomes=outcomes)]
         plans += [Plan(k, groups=2)] if requests >= 4 else []
@@ -103,18 +109,24 @@ def run(
         if dice.random() < machine.hiccups:
             took += HICCUP_MS
         for _ in range(verified):
-            drafted = 0 if before.outcomes and dice.random() < machine.ahead_loss else before.k
-            accepted = 0
-            while accepted < drafted and dice.random() < machine.accept:
+            bare = 1 - machine.found if before.lookup else machine.ahead_loss if before.outcomes else 0.0
+            drafted = 0 if bare and dice.random() < bare else before.k
+            accepted, accept = 0, machine.found_accept if before.lookup else machine.accept
+            while accepted < drafted and dice.random() < accept:
                 accepted += 1
             tokens += accepted + 1
             if before.k and planner.settled:
                 hit = bool(before.outcomes) and dice.random() < machine.hits
-                costs.note_verification(before, True, "ahead" if hit else "features", drafted, accepted)
+                source: Source = "own" if before.lookup else "ahead" if hit else "features"
+                costs.note_verification(before, requests, True, source, drafted, accepted)
         spent += took
         verify_s = machine.verify_ms(verified, before.k) / 1000
         costs.verify.observe(verified * (before.k + 1), verify_s)
-        if plan.k:
+        if plan.k and machine.found:
+            # What lookups would bring is seen whenever something is drafted.
+            kept = sum(machine.found_accept**i for i in range(1, plan.k + 1))
+            costs.lookups = machine.found, 1 + machine.found * kept
+        if plan.remote_k:
             costs.note_drafts(verified, plan.k, machine.draft_ms(verified, plan.k) / 1000, None)
         step_ms = machine.verify_ms(verified, plan.k) * slow
         planner.stepped(requests, verified, min(step_ms, took) / 1000, None if number == 0 else took / 1000)

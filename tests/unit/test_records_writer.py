@@ -20,9 +20,9 @@ from backend.records.store import Store
 from backend.records.writer import FileRecorder
 
 ABOUT_V0 = About("verifier-0", "0123456789abcdef", 1_700_000_000.0, "sync", "demo", 4)
-STEP = StepRow(3, 1.5, 2.0, 2, 0, 5, 2, 5, 4, 1, 0, 0.5, 1.0, 1.25, {"awaiting_draft": 0.75})
+STEP = StepRow(3, 1.5, 2.0, 2, 0, 5, 2, 5, 4, 1, 0, 0, 0.5, 1.0, 1.25, {"awaiting_draft": 0.75})
 REQUEST = RequestRow("r", 1.0, 2.0, 3.0, 7, 9, 4, 12, 5, "stop", False)
-DECISION = DecisionRow(3, 1.0, 2, 4, 1, 0, 100.0, 90.0, 0.01, 0.02, 2.5, 0.5)
+DECISION = DecisionRow(3, 1.0, 2, 4, 1, 0, 0, 100.0, 90.0, 0.01, 0.02, 2.5, 0.5)
 
 
 def verification(step: int) -> VerificationRow:

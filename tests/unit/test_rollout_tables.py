@@ -40,6 +40,7 @@ def step(number: int, verified: list[VerificationRow], began_at: float, interval
         plan_k=4,
         plan_groups=1,
         plan_outcomes=0,
+        plan_lookup=0,
         draft_ms=1.25,
         verify_ms=2.5,
         busy_ms=4.0,

@@ -115,6 +115,19 @@ def test_nothing_is_preferred_before_it_was_seen_to_work() -> None:
     assert EVIDENCE > 1 < GAIN
 
 
+def test_what_look_ups_bring_is_known_of_greedy_and_of_sampled_requests_apart() -> None:
+    fallback = Fallback(K)
+    run(fallback, period(200), request_id="greedy")
+    assert fallback.in_general(0.0) is None
+    assert fallback.in_general(0.5) is None
+    for length in range(8, 201):
+        fallback.begin_step()
+        fallback.advance("sampled", [t for i in range(70) for t in (1, 2, 100 + i)][:length], greedy=False)
+    greedy, sampled, both = (fallback.in_general(share) or (0.0, 0.0) for share in (1.0, 0.0, 0.5))
+    assert greedy[1] > 4 > 1.5 > sampled[1]
+    assert both[1] == pytest.approx((greedy[1] + sampled[1]) / 2)
+
+
 def test_what_look_ups_bring_in_general_outlives_the_requests() -> None:
     fallback = Fallback(K)
     run(fallback, period(20))

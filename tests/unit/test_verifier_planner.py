@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backend.verifier.costs import Acceptance, Costs, Curve
+from backend.verifier.costs import Acceptance, Costs, Curve, Lengths
 from backend.verifier.cycles import OFF, Cycles, Plan
-from backend.verifier.planner import REVISIT_STEPS, AutoPlanner, FixedPlanner, make_planner
+from backend.verifier.planner import CALL_STEPS, REVISIT_STEPS, AutoPlanner, FixedPlanner, make_planner
 from backend.verifier.trials import AT_START, SHARE, TrialBudget
 from tests.support.simulated_steps import Machine, all_plans, profiled, run
 
@@ -119,6 +119,23 @@ def test_drafting_is_tried_again_now_and_then() -> None:
     assert 7 <= sum(plan.k > 0 for plan in plans) <= 4 * REVISIT_STEPS / 10
 
 
+def test_drafters_take_in_what_was_said_before_they_are_asked_again() -> None:
+    machine = Machine(accept=0.02)
+    costs = profiled(machine)
+    planner = AutoPlanner(costs, 4, 8)
+    dice = random.Random(3)
+    run(machine, planner, costs, 4, 1000, dice)
+    while planner.plan(4).remote_k:
+        planner.stepped(4, 4, 0.006, 0.006)
+    called, plan = 0, OFF
+    while not plan.remote_k:
+        plan = planner.plan(4)
+        called += planner.calls_drafters
+        planner.stepped(4, 4, 0.006, 0.006)
+    assert called == CALL_STEPS
+    assert not planner.calls_drafters
+
+
 def test_drafting_begins_again_when_it_begins_to_pay() -> None:
     bad, good = Machine(accept=0.02), Machine(accept=0.95)
     costs = profiled(bad)
@@ -127,6 +144,42 @@ def test_drafting_begins_again_when_it_begins_to_pay() -> None:
     run(bad, planner, costs, 1, 1000, dice)
     run(good, planner, costs, 1, 1500, dice)
     assert run(good, planner, costs, 1, 500, dice) > 0.8 * good.best(all_plans(1), 1)
+
+
+@pytest.mark.parametrize(("found", "accept"), [(0.9, 0.3), (0.7, 0.5), (0.5, 0.1), (0.0, 0.1)])
+def test_text_that_repeats_itself_is_drafted_from_itself_where_that_brings_most(found: float, accept: float) -> None:
+    machine = Machine(token=0.3, accept=accept, hits=accept, found=found, found_accept=0.95)
+    costs = profiled(machine)
+    planner = AutoPlanner(costs, 4, 8, lookup=True)
+    dice = random.Random(4)
+    got = best = 0.0
+    plans: list[Plan] = []
+    for place, requests in enumerate((1, 4, 16, 1, 16, 4, 1)):
+        goodput = run(machine, planner, costs, requests, 800, dice, plans)
+        if place > 2:
+            got, best = got + goodput, best + machine.best(all_plans(requests, lookup=True), requests)
+    assert got > 0.95 * best
+    # Where nothing is found, lookups cost what plain steps cost, and may stand in for them.
+    assert not found or sum(plan.lookup for plan in plans) / len(plans) > 0.7
+
+
+def test_lookups_are_tried_again_when_nothing_else_pays_and_chosen_when_text_begins_to_repeat_itself() -> None:
+    fresh, repeating = Machine(accept=0.02), Machine(accept=0.02, found=0.9)
+    costs = profiled(fresh)
+    planner = AutoPlanner(costs, 4, 8, lookup=True)
+    dice = random.Random(5)
+    run(fresh, planner, costs, 4, 2000, dice)
+    plans: list[Plan] = []
+    run(repeating, planner, costs, 4, 2000, dice, plans)
+    assert sum(plan.lookup for plan in plans[-400:]) > 300
+
+
+def test_without_lookups_they_are_no_plan() -> None:
+    machine = Machine(accept=0.1, found=0.9)
+    planner = AutoPlanner(profiled(machine), 4, 8)
+    plans: list[Plan] = []
+    run(machine, planner, profiled(machine), 4, 1000, random.Random(1), plans)
+    assert not any(plan.lookup for plan in plans)
 
 
 def test_fixed_modes_have_fixed_plans() -> None:
@@ -225,25 +278,37 @@ def test_greedy_requests_are_drafted_for_though_sampled_ones_were_not_worth_it()
     model = Costs()
     plan = Plan(4)
     for _ in range(400):
-        model.note_verification(plan, True, "features", 4, 4)
-        model.note_verification(plan, False, "features", 4, 0)
+        model.note_verification(plan, 1, True, "features", 4, 4)
+        model.note_verification(plan, 1, False, "features", 4, 0)
     model.greedy_share = 1.0
-    assert model.length(plan) > 4.5
+    assert model.length(plan, 1) > 4.5
     model.greedy_share = 0.0
-    assert model.length(plan) < 1.2
+    assert model.length(plan, 1) < 1.2
     model.greedy_share = 0.5
-    assert 2.5 < model.length(plan) < 3.5
+    assert 2.5 < model.length(plan, 1) < 3.5
 
 
 def test_what_drafting_ahead_shows_of_the_drafter_counts_for_every_plan() -> None:
     model = Costs()
     for _ in range(400):
-        model.note_verification(Plan(4, outcomes=8), True, "ahead", 4, 4)
-    assert model.length(Plan(4)) > 4.5
+        model.note_verification(Plan(4, outcomes=8), 1, True, "ahead", 4, 4)
+    assert model.length(Plan(4), 1) > 4.5
     for _ in range(2_000):
-        model.note_verification(Plan(4, outcomes=8), True, "own", 4, 0)
-    assert model.length(Plan(4)) > 4.5, "the request's own text is no drafter's"
-    assert model.length(Plan(4, outcomes=8)) < 1.5
+        model.note_verification(Plan(4, outcomes=8), 1, True, "own", 4, 0)
+    assert model.length(Plan(4), 1) > 4.5, "the request's own text is no drafter's"
+    assert model.length(Plan(4, outcomes=8), 1) < 1.5
+
+
+def test_what_a_plan_brings_at_a_load_is_measured_and_moves_with_the_drafter() -> None:
+    lengths, plan = Lengths(), Plan(4)
+    assert lengths.at(plan, 16, 3.0) == 3.0
+    for _ in range(4000):
+        lengths.observe(plan, 16, 2, 3.0)
+    assert lengths.at(plan, 16, 3.0) == pytest.approx(2.0, abs=0.15)
+    assert lengths.at(plan, 1, 3.0) == 3.0, "another load"
+    assert lengths.at(plan, 16, 2.0) == pytest.approx(1.5, abs=0.15), "half as much is accepted as was then"
+    assert lengths.at(plan, 16, 3.8) == pytest.approx(2.4, abs=0.2)
+    assert lengths.at(plan, 16, 1.0) < 1.6
 
 
 def test_a_hiccup_among_the_first_measurements_condemns_no_plan() -> None:
@@ -322,6 +387,16 @@ def test_waits_count_with_their_mean_and_slow_steps_with_less() -> None:
     measured = cycles.measured[Plan(2), 0]
     assert measured.rest_s == pytest.approx(0.002, rel=0.2)
     assert 0.010 <= measured.step_s < 0.011
+
+
+def test_steps_of_lookups_count_with_their_mean_from_the_first_on() -> None:
+    cycles = Cycles()
+    for clock in range(8):
+        cycles.observe(Plan(4, lookup=True), 4, 0.003 if clock % 4 == 0 else 0.002, 0.0, clock)
+    assert cycles.at(Plan(4, lookup=True), 4) == pytest.approx(0.00225, rel=0.01)
+    for clock in range(8, 400):
+        cycles.observe(Plan(4, lookup=True), 4, 0.004 if clock % 2 else 0.002, 0.0001, clock)
+    assert cycles.at(Plan(4, lookup=True), 4) == pytest.approx(0.0031, rel=0.05)
 
 
 def test_a_plan_is_not_chosen_before_it_was_measured_where_the_present_one_was() -> None:
