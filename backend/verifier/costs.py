@@ -18,10 +18,8 @@ FADED = 0.2
 """Weight of all verifications once nothing was drafted for long."""
 PRIOR_CHANCE, PRIOR_WEIGHT = 0.7, 8.0
 """What a new drafter is believed to have achieved: a few bad verifications at the start must not end drafting."""
-LENGTH_PRIOR = 32.0
-"""Verifications that acceptance alone counts for in what a plan brings."""
-MOST_MOVED = 2.0
-"""Times that what a plan brought may have become more or less since."""
+LOOKUP_PRIOR = 16.0
+"""Verifications that lookups in general count for in what a plan of lookups brings at a load."""
 NEWEST = 0.1
 """Share of the newest measurement in a point of a curve."""
 
@@ -94,29 +92,21 @@ class Acceptance:
 
 
 @dataclass
-class Lengths:
-    """Tokens per verification under a plan at a load, decayed.
+class LookupLengths:
+    """Tokens per verification while prompt lookup alone drafts, per load: it drafts less where steps are dear."""
 
-    They are not acceptance alone: drafts come late or not at all, and a step that goes on without them is as short
-    as it brings little.  What a plan brought when it was in force moves along with what is learned of the drafter since.
-    """
+    measured: dict[int, tuple[float, float]] = field(default_factory=dict)
+    """Decayed tokens and verifications."""
 
-    seen: dict[tuple[Plan, int], tuple[float, float, float]] = field(default_factory=dict)
-    """Verifications, their tokens, and what was expected of them by acceptance alone."""
-
-    def observe(self, plan: Plan, requests: float, tokens: int, expected: float) -> None:
+    def observe(self, requests: float, tokens: int) -> None:
         """One verification."""
-        seen, made, hoped = self.seen.get((plan, place_of(requests)), (0.0, 0.0, 0.0))
-        self.seen[plan, place_of(requests)] = FORGET * seen + 1, FORGET * made + tokens, FORGET * hoped + expected
+        seen = self.measured.get(place_of(requests), (0.0, 0.0))
+        self.measured[place_of(requests)] = FORGET * seen[0] + tokens, FORGET * seen[1] + 1
 
-    def at(self, plan: Plan, requests: float, expected: float) -> float:
-        """Tokens per verification where acceptance alone lets `expected` expect."""
-        seen, made, hoped = self.seen.get((plan, place_of(requests)), (0.0, 0.0, 0.0))
-        extra, hoped_extra = made - seen, hoped - seen
-        # One draft token in a hundred says nothing of a share.
-        moved = (expected - 1) * seen / hoped_extra if hoped_extra > 0.01 * seen else 1.0
-        measured = extra * min(max(moved, 1 / MOST_MOVED), MOST_MOVED)
-        return 1 + (measured + LENGTH_PRIOR * (expected - 1)) / (seen + LENGTH_PRIOR)
+    def at(self, requests: float, expected: float) -> float:
+        """Where nothing is known but what lookups bring in general, `expected`."""
+        tokens, seen = self.measured.get(place_of(requests), (0.0, 0.0))
+        return (tokens + LOOKUP_PRIOR * expected) / (seen + LOOKUP_PRIOR)
 
 
 Source = Literal["features", "ahead", "own"]
@@ -134,11 +124,13 @@ class Learned:
     """Of all verifications while outcomes are enumerated ahead, those that went without a draft included."""
     after_miss: Acceptance = field(default_factory=Acceptance)
     """Of drafts made afresh because what happened had not been enumerated: surprises go on surprising."""
-    lengths: Lengths = field(default_factory=Lengths)
+    lookups: LookupLengths = field(default_factory=LookupLengths)
     cycles: Cycles = field(default_factory=Cycles)
 
-    def observe(self, plan: Plan, source: Source, drafted: int, accepted: int) -> None:
+    def observe(self, plan: Plan, requests: float, source: Source, drafted: int, accepted: int) -> None:
         """See `Costs.note_verification`."""
+        if plan.lookup:
+            self.lookups.observe(requests, accepted + 1)
         if plan.outcomes:
             self.ahead.observe(drafted or plan.k, accepted)
             if drafted and source == "features":
@@ -204,9 +196,7 @@ class Costs:
 
     def note_verification(self, plan: Plan, requests: float, greedy: bool, source: Source, drafted: int, accepted: int) -> None:
         """One verification under `plan` with `requests` requests decoding; `drafted` 0: without a draft."""
-        kind = self.greedy if greedy else self.sampled
-        kind.observe(plan, source, drafted, accepted)
-        kind.lengths.observe(plan, requests, accepted + 1, self._expected(kind, plan, requests))
+        (self.greedy if greedy else self.sampled).observe(plan, requests, source, drafted, accepted)
 
     def fade(self) -> None:
         """Nothing was drafted for long: what is drafted next counts for more than what was drafted then."""
@@ -223,17 +213,11 @@ class Costs:
 
     def length(self, plan: Plan, requests: float) -> float:
         """Expected tokens per verification, of the requests decoding now."""
-        if not plan.k:
-            return 1.0
-        return sum(
-            share * kind.lengths.at(plan, requests, self._expected(kind, plan, requests))
-            for share, kind in ((self.greedy_share, self.greedy), (1 - self.greedy_share, self.sampled))
-            if share
-        )
-
-    def _expected(self, kind: Learned, plan: Plan, requests: float) -> float:
-        """Of requests of this kind, by acceptance alone."""
-        return self._lookups_used(plan.k, requests)[1] if plan.lookup else kind.length(plan)
+        if plan.lookup:
+            expected = self._lookups_used(plan.k, requests)[1]
+            greedy, sampled = (kind.lookups.at(requests, expected) for kind in (self.greedy, self.sampled))
+            return self.greedy_share * greedy + (1 - self.greedy_share) * sampled
+        return self.greedy_share * self.greedy.length(plan) + (1 - self.greedy_share) * self.sampled.length(plan)
 
     def _lookups_used(self, k: int, requests: float) -> tuple[float, float]:
         """Share of requests that lookups would draft for and tokens per verification; none and 1 where they would not pay."""

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backend.verifier.costs import Acceptance, Costs, Curve, Lengths
+from backend.verifier.costs import Acceptance, Costs, Curve
 from backend.verifier.cycles import OFF, Cycles, Plan
 from backend.verifier.planner import CALL_STEPS, REVISIT_STEPS, AutoPlanner, FixedPlanner, make_planner
 from backend.verifier.trials import AT_START, SHARE, TrialBudget
@@ -299,16 +299,17 @@ def test_what_drafting_ahead_shows_of_the_drafter_counts_for_every_plan() -> Non
     assert model.length(Plan(4, outcomes=8), 1) < 1.5
 
 
-def test_what_a_plan_brings_at_a_load_is_measured_and_moves_with_the_drafter() -> None:
-    lengths, plan = Lengths(), Plan(4)
-    assert lengths.at(plan, 16, 3.0) == 3.0
-    for _ in range(4000):
-        lengths.observe(plan, 16, 2, 3.0)
-    assert lengths.at(plan, 16, 3.0) == pytest.approx(2.0, abs=0.15)
-    assert lengths.at(plan, 1, 3.0) == 3.0, "another load"
-    assert lengths.at(plan, 16, 2.0) == pytest.approx(1.5, abs=0.15), "half as much is accepted as was then"
-    assert lengths.at(plan, 16, 3.8) == pytest.approx(2.4, abs=0.2)
-    assert lengths.at(plan, 16, 1.0) < 1.6
+def test_what_lookups_bring_at_a_load_is_measured_there() -> None:
+    costs, plan = Costs(lookups=(0.9, 4.0)), Plan(4, lookup=True)
+    for tokens in (4, 16):
+        costs.verify.observe(tokens, 0.01)
+    assert costs.length(plan, 4) == pytest.approx(4.0)
+    for _ in range(400):
+        costs.note_verification(plan, 4, True, "own", 4, 1)
+    assert costs.length(plan, 4) == pytest.approx(2.0, abs=0.15)
+    assert costs.length(plan, 1) == pytest.approx(4.0), "another load"
+    costs.greedy_share = 0.0
+    assert costs.length(plan, 4) == pytest.approx(4.0), "other requests"
 
 
 def test_a_hiccup_among_the_first_measurements_condemns_no_plan() -> None:
