@@ -36,7 +36,13 @@ def matching(draft: Sequence[int], text: Sequence[int]) -> int:
 @pytest.mark.parametrize("mode", ["sync", "ahead"])
 def test_the_drafter_at_the_end_is_as_good_as_a_fresh_one(tmp_path: Path, mode: str) -> None:
     paths = demo_models()
-    settings = {"mode": mode, "num_speculative_tokens": K, "verifier": {"draft_deadline_ms": 5000, "fallback": False}}
+    settings = {
+        "mode": mode,
+        "num_speculative_tokens": K,
+        "verifier": {"draft_deadline_ms": 5000, "fallback": False},
+        # All features by the socket, where the drafter notes them.
+        "transport": {"ring_mib": 0},
+    }
     verifier = Verifier(tmp_path, settings)
     drafter = NotingDrafter(f"ipc://{tmp_path}/noting.sock", paths)
     try:
