@@ -237,21 +237,20 @@ class Costs:
         measured = self.cycles.at(plan, requests)
         if measured is not None:
             return measured
-        nearest = self.cycles.nearest(plan, requests)
-        others = self._other_cycles.at(plan, requests)
+        cycles, others = self.cycles, self._other_cycles.at(plan, requests)
+        nearest = cycles.nearest(plan, requests)
         if others is not None:
-            same = self._other_cycles.measured.get(nearest) if nearest is not None else None
-            ratio = self.cycles.measured[nearest].seconds / same.seconds if nearest is not None and same is not None else 1.0
-            return others * ratio
-        cycles = self.cycles
+            same = self._other_cycles.at_place(*nearest) if nearest is not None else None
+            here = cycles.at_place(*nearest) if nearest is not None else None
+            return others * here / same if here is not None and same is not None else others
         if nearest is None:
             cycles = self._other_cycles
             nearest = cycles.nearest(plan, requests)
         estimate = self._estimate(plan, requests)
-        if nearest is None:
+        seconds = cycles.at_place(*nearest) if nearest is not None else None
+        if nearest is None or seconds is None:
             return estimate
-        at, seconds = 2 ** (nearest[1] / 2), cycles.measured[nearest].seconds
-        estimate *= seconds / self._estimate(nearest[0], at)
+        estimate *= seconds / self._estimate(nearest[0], 2 ** (nearest[1] / 2))
         if nearest[0].structure == plan.structure and nearest[1] == place_of(requests):
             # More draft tokens take more time, at most in proportion, whatever curves of long ago say.
             bound = seconds * (1 + plan.k) / (1 + nearest[0].k)

@@ -7,7 +7,7 @@ import statistics
 from dataclasses import dataclass, field
 
 SLOWEST = 0.05
-"""The same for a plan's cycle, once there are enough of them for a mean."""
+"""Least weight of a newer measurement of a plan's cycle, once there are enough of them for a mean."""
 FEW = 4
 """Measurements of a plan below which they say nothing."""
 ENOUGH = 8
@@ -20,6 +20,10 @@ MANY_TRIALS = 4.0
 """Trials of a plan beyond which one more says little more; see `Measured.trials`."""
 FASTER = 0.7
 """Share of the weight that a step faster than usual has, beside one that is slower."""
+FOLLOW = 0.15
+"""How far the speed of the machine follows each step."""
+FAR = 2.0
+"""How much slower or faster than usual the machine may be before that is what is usual."""
 HICCUP = 1.5
 """Times the usual that one measurement counts for at most."""
 
@@ -101,6 +105,11 @@ class Measured:
         self.step_s += weight * (FASTER if not slower else 1 - FASTER) * (min(step_s, HICCUP * self.step_s) - self.step_s)
         self.rest_s += weight * (min(rest_s, HICCUP * self.seconds) - self.rest_s)
 
+    def scale(self, factor: float) -> None:
+        """Everything takes `factor` times as long."""
+        self.step_s, self.rest_s = factor * self.step_s, factor * self.rest_s
+        self._steps, self._rests = [factor * s for s in self._steps], [factor * s for s in self._rests]
+
     def renew(self) -> None:
         """What was measured so far counts as a few measurements of those to come."""
         if self.seen >= FEW:
@@ -115,17 +124,41 @@ class Cycles:
 
     Measured whole, because its parts do not add up: a drafter that enumerates outcomes answers others later, and answers
     that lie unread while others are verified cost nothing.
+
+    What a plan takes is kept apart from the speed of the machine, which others may use too and which wanders by more than two
+    plans differ.  A plan that is in force for long measures that speed; a plan on trial is measured by it.  So what is compared
+    are steps that lay next to each other, and not what each plan took whenever it was last in force.
     """
 
     measured: dict[tuple[Plan, int], Measured] = field(default_factory=dict)
+    """At the machine's usual speed."""
+    slowness: float = 1.0
+    """How much longer everything takes at present than usual."""
 
-    def observe(self, plan: Plan, requests: int, step_s: float, rest_s: float, clock: int) -> None:
-        """One step under `plan` with `requests` requests decoding."""
+    def observe(self, plan: Plan, requests: int, step_s: float, rest_s: float, clock: int, *, in_force: bool = False) -> None:
+        """One step under `plan` with `requests` requests decoding.
+
+        `in_force`: the plan is so for long, not for a trial; if steps take another time now, it is the machine's doing.
+        """
         known = self.measured.get((plan, place_of(requests)))
+        if in_force and known is not None and known.seen >= ENOUGH and not known.is_uneven:
+            drift = (step_s + rest_s) / (known.seconds * self.slowness)
+            self.slowness *= min(max(drift, 1 / HICCUP), HICCUP) ** FOLLOW
+            known.at = clock
+            self._rebase()
+            return
+        step_s, rest_s = step_s / self.slowness, rest_s / self.slowness
         if known is None:
             known = Measured(step_s, rest_s, clock, seen=0, is_uneven=plan.lookup)
             self.measured[plan, place_of(requests)] = known
         known.observe(step_s, rest_s, clock)
+
+    def _rebase(self) -> None:
+        """What the machine does for long is its usual speed."""
+        if not 1 / FAR < self.slowness < FAR:
+            for known in self.measured.values():
+                known.scale(self.slowness)
+            self.slowness = 1.0
 
     def fade(self) -> None:
         """What is measured next counts for more than what was: what made drafting slow may be over."""
@@ -135,8 +168,12 @@ class Cycles:
 
     def at(self, plan: Plan, requests: float) -> float | None:
         """Seconds per verification; None where it was never measured, or hardly."""
-        known = self.measured.get((plan, place_of(requests)))
-        return known.seconds if known is not None and known.seen >= FEW else None
+        return self.at_place(plan, place_of(requests))
+
+    def at_place(self, plan: Plan, place: int) -> float | None:
+        """The same at the load of this place."""
+        known = self.measured.get((plan, place))
+        return known.seconds * self.slowness if known is not None and known.seen >= FEW else None
 
     def age(self, plan: Plan, requests: float, clock: int) -> float:
         """Steps since this plan was measured at this load."""

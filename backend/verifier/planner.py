@@ -22,6 +22,8 @@ from backend.verifier.trials import TRIAL_STEPS, TrialBudget
 
 GAIN = 1.05
 """A new plan must promise this much more than the present one."""
+UNSURE = 0.04
+"""More of it for a plan that was measured in one trial; less with the root of the trials."""
 DRAFTING_MUST_GAIN = 1.07
 """Drafting must promise this much over plain steps.  Drafted requests end at different times and leave small batches behind,
 the best of a dozen estimates is too good, and a drafter that does not pay can serve somebody else."""
@@ -31,14 +33,17 @@ RECONSIDER_EVERY = 4
 """Steps between two looks at all plans, which take a few hundred microseconds."""
 SETTLE_STEPS = 2
 """Steps after a change that still verify what the plan before asked for."""
+LEARN_STEPS = DWELL_STEPS + SETTLE_STEPS
+"""Steps after a change in which the new plan is measured.  From then on what it takes is the measure of the machine's speed, by
+which all others are judged: only a trial between its steps tells which of two plans is the quicker."""
 PROBE_EVERY = 16
 """Steps between two trials at least."""
-PROMISING, STALE_STEPS = 0.85, 2048
+PROMISING, STALE_STEPS = 0.85, 512
 """Share of the present plan's goodput that a plan must be estimated to have to be tried, and steps until it is tried again."""
-DOUBT, DOUBT_STEPS = 0.25, 128
+DOUBT, DOUBT_STEPS = 0.25, 64
 """How much better than it was measured in one trial a plan may be, and steps until it is measured again if it might beat the
 present one: a moment when the machine was slow must not decide for long.  The doubt falls with the root of the trials."""
-PLAIN_SHARE, PLAIN_STEPS = 0.6, 256
+PLAIN_SHARE, PLAIN_STEPS = 0.6, 128
 """Plain steps are measured again after so many steps if they reach this share of the present plan: of them nothing is uncertain
 but what they take, and they are the way out of all that does not pay."""
 REVISIT_STEPS = 512
@@ -159,7 +164,8 @@ class AutoPlanner:
         """See `Planner`."""
         if cycle_s is not None and verified and self.settled:
             rest_s = max(cycle_s - step_s, 0.0) / verified
-            self._costs.cycles.observe(self._running, requests, step_s / verified, rest_s, self._clock)
+            in_force = self._running == self._plan and self._steps > LEARN_STEPS
+            self._costs.cycles.observe(self._running, requests, step_s / verified, rest_s, self._clock, in_force=in_force)
 
     def _lead(self, plan: Plan) -> int:
         """Steps under `plan`, were it next, that say nothing of it."""
@@ -196,10 +202,16 @@ class AutoPlanner:
         if present is None:
             self._plan = best
         elif best != present and (
-            present not in self._candidates(requests) or self._worth(best, requests) > GAIN * self._worth(present, requests)
+            present not in self._candidates(requests)
+            or self._worth(best, requests) > self._must_gain(best, requests) * self._worth(present, requests)
         ):
             self._change(best, requests)
         return self._plan or OFF
+
+    def _must_gain(self, plan: Plan, requests: int) -> float:
+        """How many times the present plan's worth `plan` must promise: the less often it was measured, the more."""
+        trials = self._costs.cycles.trials(plan, requests)
+        return GAIN + (UNSURE / math.sqrt(trials) if trials else 0.0)
 
     def _choices(self, requests: int) -> list[Plan]:
         """The plans measured at this load; all of them where the present one was not."""

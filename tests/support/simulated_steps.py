@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ HICCUP_MS = 20.0
 SLOWER = 1.45
 SLOW_STEPS = (5, 25)
 """Steps of a slow moment, at least and at most."""
+DRIFT_STEPS = 32
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,8 @@ class Machine:
     found_accept: float = 0.9
     slow_moments: float = 0.0
     """Chance per step that a moment begins in which everything takes `SLOWER` times as long."""
+    drift: float = 0.0
+    """Deviation of the machine's speed, which wanders and comes back within `DRIFT_STEPS`."""
 
     def verify_ms(self, requests: float, k: int) -> float:
         return self.step + self.token * requests * (k + 1)
@@ -96,6 +100,7 @@ def run(
     tokens = spent = 0.0
     before = Plan(0)
     slow_left = 0
+    wandered = 0.0
     for number in range(steps):
         plan = planner.plan(requests)
         if plans is not None:
@@ -105,6 +110,9 @@ def run(
             slow_left = dice.randint(*SLOW_STEPS)
         slow = max(dice.gauss(1.0, machine.noise), 0.5) * (SLOWER if slow_left else 1.0)
         slow_left = max(slow_left - 1, 0)
+        if machine.drift:
+            wandered += -wandered / DRIFT_STEPS + dice.gauss(0.0, machine.drift * math.sqrt(2 / DRIFT_STEPS))
+            slow *= math.exp(wandered)
         took = machine.cycle_ms(plan, requests) * slow
         if dice.random() < machine.hiccups:
             took += HICCUP_MS

@@ -203,6 +203,33 @@ def test_a_moment_when_the_machine_was_slow_does_not_condemn_a_plan_measured_bef
     assert cycles.at(OFF, 4) == 0.002
 
 
+def test_a_plan_in_force_measures_the_machine_and_a_plan_on_trial_is_measured_by_it() -> None:
+    cycles = Cycles()
+    for clock in range(20):
+        cycles.observe(OFF, 4, 0.002, 0.0, clock)
+    for clock in range(20, 60):
+        cycles.observe(OFF, 4, 0.003, 0.0, clock, in_force=True)
+    assert cycles.at(OFF, 4) == pytest.approx(0.003, rel=0.01)
+    for clock in range(60, 65):
+        cycles.observe(Plan(2), 4, 0.006, 0.0, clock)
+    assert cycles.at(Plan(2), 4) == pytest.approx(0.006, rel=0.01)
+    for clock in range(65, 105):
+        cycles.observe(OFF, 4, 0.002, 0.0, clock, in_force=True)
+    assert cycles.at(Plan(2), 4) == pytest.approx(0.004, rel=0.02)
+
+
+def test_what_the_machine_does_for_long_is_its_usual_speed() -> None:
+    cycles = Cycles()
+    for clock in range(20):
+        cycles.observe(OFF, 4, 0.002, 0.0, clock)
+        cycles.observe(Plan(2), 4, 0.004, 0.0, clock)
+    for clock in range(20, 100):
+        cycles.observe(OFF, 4, 0.006, 0.0, clock, in_force=True)
+    assert 0.5 < cycles.slowness < 2
+    assert cycles.at(OFF, 4) == pytest.approx(0.006, rel=0.01)
+    assert cycles.at(Plan(2), 4) == pytest.approx(0.012, rel=0.01)
+
+
 def test_waits_count_with_their_mean_and_slow_steps_with_less() -> None:
     cycles = Cycles()
     for clock in range(400):

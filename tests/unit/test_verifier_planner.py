@@ -42,14 +42,15 @@ def settled(machine: Machine, requests: int, steps: int = 1500) -> Plan:
 @pytest.mark.parametrize("name", MACHINES)
 def test_goodput_is_within_five_percent_of_the_best_fixed_plan_while_the_load_changes(name: str) -> None:
     machine = MACHINES[name]
-    costs = profiled(machine)
-    planner = AutoPlanner(costs, 4, 8)
-    dice = random.Random(7)
     got = best = 0.0
-    for place, requests in enumerate((1, 4, 16, 1, 16, 4, 1)):
-        goodput = run(machine, planner, costs, requests, 800, dice)
-        if place > 2:
-            got, best = got + goodput, best + machine.best(all_plans(requests), requests)
+    for seed in range(3):
+        costs = profiled(machine)
+        planner = AutoPlanner(costs, 4, 8)
+        dice = random.Random(seed)
+        for place, requests in enumerate((1, 4, 16, 1, 16, 4, 1)):
+            goodput = run(machine, planner, costs, requests, 800, dice)
+            if place > 2:
+                got, best = got + goodput, best + machine.best(all_plans(requests), requests)
     assert got > 0.95 * best
 
 
@@ -212,6 +213,20 @@ def test_slow_moments_of_the_machine_do_not_make_it_draft_where_that_does_not_pa
         run(machine, planner, costs, 16, 1200, dice, plans)
         drafted.append(sum(plan.k > 0 for plan in plans) / len(plans))
     assert statistics.mean(drafted) < 0.1
+
+
+def test_a_machine_whose_speed_wanders_does_not_make_it_change_to_and_fro() -> None:
+    machine = Machine(step=5.5, token=1.2, draft=1.5, pass_=0.5, accept=0.5, hits=0.5, noise=0.08, drift=0.12)
+    changes = 0
+    for seed in range(12):
+        costs = profiled(machine)
+        planner = AutoPlanner(costs, 4, 8)
+        dice = random.Random(seed)
+        run(machine, planner, costs, 4, 600, dice)
+        before = planner.changes
+        run(machine, planner, costs, 4, 1200, dice)
+        changes += planner.changes - before
+    assert changes / 12 < 2
 
 
 def test_trials_lose_a_small_share_of_the_steps_however_bad_they_are() -> None:
