@@ -194,6 +194,17 @@ class DraftBook:
         mine = self.pending if request_ids is None else [r for r in request_ids if r in self.pending]
         return min((self.pending[r].deadline for r in mine), default=None)
 
+    def deadline_beside_prefill(self, request_ids: Iterable[str], draft_s: float, saved_s: float) -> float | None:
+        """The same where there is prefill to do, which need not wait: how long it should, or None.
+
+        Drafts verified beside a prompt need no step of their own, which saves `saved_s`.  So a step waits that long for them at
+        most, and not at all where drafts take longer (`draft_s`).
+        """
+        mine = [self.pending[r] for r in request_ids if r in self.pending]
+        if not mine or draft_s >= saved_s:
+            return None
+        return min(min(p.deadline for p in mine), max(p.asked_at for p in mine) + saved_s)
+
     def has_ready(self) -> bool:
         """Whether `collect` would return a draft."""
         return bool(self._ready)

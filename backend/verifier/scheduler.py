@@ -183,15 +183,17 @@ class DraftingScheduler(CountingScheduler, Scheduler):
     def wait_until(self) -> float | None:
         """When the next step must begin at the latest, if it should wait for drafts at all; None: begin now.
 
-        All drafted requests of a group are verified together.  A step may begin before their drafts are in when there is
-        prefill to do, or when the engine is being paused.
+        All drafted requests of a group are verified together, beside the prefill where there is some.  Nothing waits when the
+        engine is being paused.
         """
         if not self.book.pending or self._pause_state != PauseState.UNPAUSED:
             return None
+        group = self._groups.present()
         room = len(self.running) < self.max_num_running_reqs
         if (room and len(self.waiting)) or any(request.is_prefill_chunk for request in self.running):
-            return None
-        return self.book.next_deadline(self._groups.present())
+            draft_s, step_s = self.costs.draft_s(len(group), self._plan.k), self.costs.verify_s(1, 0)
+            return self.book.deadline_beside_prefill(group, draft_s, step_s)
+        return self.book.next_deadline(group)
 
     # -- vLLM's hooks --------------------------------------------------------------------------------------------------
 

@@ -193,3 +193,16 @@ def test_only_a_lost_drafters_requests_move(request_id: str, drafters: list[str]
         rest = sorted(set(drafters) - {gone})
         if gone != chosen:
             assert drafter_for(request_id, rest) == chosen
+
+
+def test_beside_a_prompt_drafts_are_waited_for_as_long_as_that_saves_time() -> None:
+    book = DraftBook(VOCAB, LONGEST_S)
+    book.set_drafters(DRAFTERS)
+    assert book.deadline_beside_prefill(["a", "b"], 0.002, 0.007) is None
+    book.expect("a", 5, "d0", 1.000)
+    book.expect("b", 5, "d0", 1.001)
+    assert book.deadline_beside_prefill(["a", "b"], 0.002, 0.007) == pytest.approx(1.008)
+    assert book.deadline_beside_prefill(["a"], 0.002, 0.007) == pytest.approx(1.007)
+    assert book.deadline_beside_prefill(["c"], 0.002, 0.007) is None
+    assert book.deadline_beside_prefill(["a", "b"], 0.008, 0.007) is None
+    assert book.deadline_beside_prefill(["a", "b"], 0.002, 9.0) == book.next_deadline(["a", "b"])
