@@ -18,6 +18,8 @@ OLD = 3
 """Measurements that everything measured long ago counts for."""
 MANY_TRIALS = 4.0
 """Trials of a plan beyond which one more says little more; see `Measured.trials`."""
+LONGER = 0.25
+"""Share of a cycle by which one wait may be longer than usual: a hiccup says nothing of the drafter, many waits do."""
 FASTER = 0.7
 """Share of the weight that a step faster than usual has, beside one that is slower."""
 FOLLOW = 0.15
@@ -105,6 +107,11 @@ class Measured:
         self.step_s += weight * (FASTER if not slower else 1 - FASTER) * (min(step_s, HICCUP * self.step_s) - self.step_s)
         self.rest_s += weight * (min(rest_s, HICCUP * self.seconds) - self.rest_s)
 
+    def wait(self, rest_s: float, clock: int) -> None:
+        """One more time between two steps of a plan that is in force."""
+        self.at = clock
+        self.rest_s += SLOWEST * min(rest_s - self.rest_s, LONGER * self.seconds)
+
     def scale(self, factor: float) -> None:
         """Everything takes `factor` times as long."""
         self.step_s, self.rest_s = factor * self.step_s, factor * self.rest_s
@@ -138,13 +145,14 @@ class Cycles:
     def observe(self, plan: Plan, requests: int, step_s: float, rest_s: float, clock: int, *, in_force: bool = False) -> None:
         """One step under `plan` with `requests` requests decoding.
 
-        `in_force`: the plan is so for long, not for a trial; if steps take another time now, it is the machine's doing.
+        `in_force`: the plan is so for long, not for a trial; if steps take another time now, it is the machine's doing.  What
+        lies between them may be the drafter's.
         """
         known = self.measured.get((plan, place_of(requests)))
         if in_force and known is not None and known.seen >= ENOUGH and not known.is_uneven:
-            drift = (step_s + rest_s) / (known.seconds * self.slowness)
+            drift = step_s / (known.step_s * self.slowness)
             self.slowness *= min(max(drift, 1 / HICCUP), HICCUP) ** FOLLOW
-            known.at = clock
+            known.wait(rest_s / self.slowness, clock)
             self._rebase()
             return
         step_s, rest_s = step_s / self.slowness, rest_s / self.slowness

@@ -38,8 +38,9 @@ LEARN_STEPS = DWELL_STEPS + SETTLE_STEPS
 which all others are judged: only a trial between its steps tells which of two plans is the quicker."""
 PROBE_EVERY = 16
 """Steps between two trials at least."""
-PROMISING, STALE_STEPS = 0.85, 512
-"""Share of the present plan's goodput that a plan must be estimated to have to be tried, and steps until it is tried again."""
+PROMISING, UNTRIED, STALE_STEPS = 0.85, 0.8, 512
+"""Share of the present plan's goodput that a plan must have to be tried again (estimated, where it never was tried at this
+load), and steps until then."""
 DOUBT, DOUBT_STEPS = 0.25, 64
 """How much better than it was measured in one trial a plan may be, and steps until it is measured again if it might beat the
 present one: a moment when the machine was slow must not decide for long.  The doubt falls with the root of the trials."""
@@ -277,7 +278,7 @@ class AutoPlanner:
             return age > DOUBT_STEPS
         if plan == OFF and share > PLAIN_SHARE:
             return age > PLAIN_STEPS
-        return share >= PROMISING and age > STALE_STEPS
+        return share >= (PROMISING if trials else UNTRIED) and age > STALE_STEPS
 
     def _candidates(self, requests: int) -> list[Plan]:
         plans = [OFF]

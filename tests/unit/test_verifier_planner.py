@@ -147,6 +147,17 @@ def test_drafting_begins_again_when_it_begins_to_pay() -> None:
     assert run(good, planner, costs, 1, 500, dice) > 0.8 * good.best(all_plans(1), 1)
 
 
+@pytest.mark.parametrize("requests", [1, 4, 16])
+def test_a_drafter_that_becomes_slow_is_not_taken_for_a_machine_that_did(requests: int) -> None:
+    quick, slow = Machine(accept=0.95), Machine(accept=0.95, draft=60.0, hits=0.0)
+    costs = profiled(quick)
+    planner = AutoPlanner(costs, 4, 8)
+    dice = random.Random(6)
+    run(quick, planner, costs, requests, 1000, dice)
+    run(slow, planner, costs, requests, 1000, dice)
+    assert run(slow, planner, costs, requests, 500, dice) > 0.9 * slow.best(all_plans(requests), requests)
+
+
 @pytest.mark.parametrize(("found", "accept"), [(0.9, 0.3), (0.7, 0.5), (0.5, 0.1), (0.0, 0.1)])
 def test_text_that_repeats_itself_is_drafted_from_itself_where_that_brings_most(found: float, accept: float) -> None:
     machine = Machine(token=0.3, accept=accept, hits=accept, found=found, found_accept=0.95)
