@@ -147,10 +147,14 @@ def connect_dealer(
 ) -> zmq.Socket[bytes]:
     """A DEALER connecting to `address` as `identity`; it reconnects by itself until closed.
 
+    `high_water_mark`: messages that wait to be sent; those that came in and are not read yet are not bounded.
     Raises `ValueError` for a tcp address without the server's key or the fleet's.
     """
     socket: zmq.Socket[bytes] = wire.context.socket(zmq.DEALER)
     _common(socket, address, high_water_mark)
+    # With a full inbox the connection is not read any more, heartbeats included; so it is made anew, and libzmq 4.3.5 ends the
+    # process when the inbox is read at last (libzmq issue 3937).  What a server says is bounded by what it was asked.
+    socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.IDENTITY, identity)
     socket.setsockopt(zmq.RECONNECT_IVL, 50)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
