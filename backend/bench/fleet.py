@@ -25,10 +25,6 @@ from backend.fleet import DrafterRef, DrafterStats
 from backend.models import ResolvedModels, Say
 from backend.verifier.client import EngineClient
 
-WARM_UPS = 3
-"""Loads of each kind before the first that is measured."""
-AUTO_WARM_UPS = 10
-"""The same for `auto`, which learns from them what plans cost: a server does so in its first minute."""
 LOADING_AT_ONCE = 2
 NEVER_S = 3600 * 24.0
 """Our clients ping only while they wait, and one waits at a time."""
@@ -100,10 +96,10 @@ class TargetFleet:
         prompts: Sequence[list[int]],
         tokens: int,
         concurrencies: Sequence[int],
+        loads: int,
         temperatures: Sequence[float] = (0.0,),
     ) -> None:
-        """Runs every load that will be measured, a few times, and takes the first readings."""
-        loads = AUTO_WARM_UPS if configuration.mode == "auto" else WARM_UPS
+        """Runs every load that will be measured `loads` times and takes the first readings."""
         verifier = self._verifiers[configuration]
         before = verifier.client.fresh_stats()
         for concurrency, temperature in product(concurrencies, temperatures):

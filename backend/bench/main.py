@@ -58,12 +58,16 @@ def _modes(options: Options, split: CoreSplit, about: dict[str, Any], output: Pa
     from backend.verifier.client import EngineRefused
 
     results = Results()
+
+    def keep() -> None:
+        report.keep(output, about, options, split, results)
+
     try:
-        run(options, split, results, say)
+        run(options, split, results, say, keep)
     except (EngineRefused, LoadError) as error:
         raise BenchError(str(error)) from error
     finally:
-        # What was measured before an interruption is worth keeping; it is marked as incomplete.
+        # What was measured before an interruption is worth a table too; it is marked as incomplete.
         if results.samples:
             report.write(output, about, options, split, results, say)
 

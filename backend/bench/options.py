@@ -18,6 +18,8 @@ DOMAINS = ("code", "prose", "chat", "random")
 Name = TypeVar("Name", bound=str)
 Number = TypeVar("Number", int, float)
 
+AUTO_LEARNS = 4
+"""How many times the others' warm-up `auto` gets: it learns there what plans cost, as a server does in its first minute."""
 OWN = "own"
 """What a target given with --model is called."""
 
@@ -43,6 +45,8 @@ class Options:
     """Requests of one measurement at least; never fewer than are in flight."""
     waves: int
     """The same, times the requests in flight: at the end of a load there are ever fewer, which is another load."""
+    warm_ups: int
+    """Loads of each kind before the first that is measured."""
     ramp: bool
     """Also a load that goes from the smallest concurrency to the greatest and back."""
     full: bool
@@ -80,6 +84,7 @@ def parse(arguments: Sequence[str]) -> Options:
         rounds=given.rounds or 3,
         requests=given.requests or (2 if quick else 4),
         waves=given.waves or (1 if quick else 3),
+        warm_ups=given.warm_ups,
         ramp=given.ramp,
         full=given.full,
         micro=given.micro,
@@ -117,6 +122,8 @@ def _parser() -> argparse.ArgumentParser:
     say("--rounds", type=at_least(1), metavar="N", help="measurements of each point (default: 3)")
     say("--requests", type=at_least(1), metavar="N", help="requests per measurement at least (default: 4)")
     say("--waves", type=at_least(1), metavar="N", help="and at least N times as many as are in flight (default: 3)")
+    before = f"loads of each kind before the first measured one, {AUTO_LEARNS} times as many for auto (default: 3)"
+    say("--warm-ups", type=at_least(1), metavar="N", default=3, help=before)
     say("--model", metavar="NAME", help="measure this target instead: Hugging Face id or directory")
     say("--drafter", metavar="NAME", help="its EAGLE head: Hugging Face id or directory, or ngram")
     say("--verifier-cores", type=at_least(1), metavar="N", help="default: three quarters of the cores")

@@ -11,10 +11,9 @@ from typing import Any
 import msgspec
 
 from backend.bench import plot
-from backend.bench.fleet import AUTO_WARM_UPS, WARM_UPS
 from backend.bench.identical import PLAIN, Difference
 from backend.bench.measure import Ratio, Row, ceiling, ratio
-from backend.bench.options import Options
+from backend.bench.options import AUTO_LEARNS, Options
 from backend.bench.plan import LOCAL_MODES, CoreSplit, Point
 from backend.bench.run import WARM_UP_TOKENS, Results
 from backend.models import Say
@@ -26,12 +25,20 @@ NOTHING = "-"
 
 def write(output: Path, about: Mapping[str, Any], options: Options, split: CoreSplit, results: Results, say: Say) -> None:
     """All three files, from whatever was measured."""
-    content = document(about, options, split, results)
-    (output / "bench.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    content = keep(output, about, options, split, results)
     rows = results.rows()
     (output / "bench.md").write_text(markdown(content, rows, results.greedy.differences()), encoding="utf-8")
     drawn = plot.draw(rows, output / "bench.png", say)
     say(f"wrote {output}/bench.json, bench.md{', bench.png' if drawn else ''}")
+
+
+def keep(output: Path, about: Mapping[str, Any], options: Options, split: CoreSplit, results: Results) -> dict[str, Any]:
+    """bench.json alone, replaced as a whole: what a run that is ended from outside leaves behind."""
+    content = document(about, options, split, results)
+    unfinished = output / "bench.json.new"
+    unfinished.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    unfinished.replace(output / "bench.json")
+    return content
 
 
 def document(about: Mapping[str, Any], options: Options, split: CoreSplit, results: Results) -> dict[str, Any]:
@@ -70,8 +77,8 @@ def markdown(content: Mapping[str, Any], rows: Sequence[Row], differences: Seque
         f"- Versions: Python {hardware['python']}, {_list(f'{n} {v}' for n, v in hardware['versions'].items())}",
         f"- Alternating rounds: {settings['rounds']}; tokens: {settings['prompt_tokens']} in, {settings['tokens']} out; "
         "medians with (least-greatest)",
-        f"- Before: {WARM_UPS} loads of up to {WARM_UP_TOKENS} tokens per concurrency and temperature, {AUTO_WARM_UPS} for "
-        "`auto`, which learns from them what plans cost",
+        f"- Before: {settings['warm_ups']} loads of up to {WARM_UP_TOKENS} tokens per concurrency and temperature, "
+        f"{AUTO_LEARNS} times as many for `auto`, which learns from them what plans cost",
         f"- {_greedy_line(content)}",
         "",
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from backend.bench.fleet import Bench, TargetFleet
 from backend.bench.hardware import gpus
 from backend.bench.identical import GreedyCheck
 from backend.bench.measure import Row, Sample, row, sample
-from backend.bench.options import OWN, Options
+from backend.bench.options import AUTO_LEARNS, OWN, Options
 from backend.bench.plan import Cell, Configuration, CoreSplit, Point, cells, configurations, points
 from backend.bench.profile import PROFILED, Laps, rows_of
 from backend.bench.prompts import Prompts
@@ -42,8 +42,8 @@ class Results:
         return [row(target, configuration, point, each) for (target, configuration, point), each in self.samples.items()]
 
 
-def run(options: Options, split: CoreSplit, results: Results, say: Say) -> None:
-    """Measures everything into `results`, which also hold what was measured when this raises."""
+def run(options: Options, split: CoreSplit, results: Results, say: Say, keep: Callable[[], None]) -> None:
+    """Measures everything into `results` and calls `keep` whenever they have grown."""
     with tempfile.TemporaryDirectory(prefix="outrider-") as name, on_cores(split.drafter):
         base = resolve(_base_settings(options), say)
         for target in options.targets:
@@ -54,7 +54,7 @@ def run(options: Options, split: CoreSplit, results: Results, say: Say) -> None:
             say(f"target {target}: {results.targets[target]}")
             longest = options.prompt_tokens + options.tokens + SPARE_POSITIONS
             bench = Bench(models, split, directory, len(gpus()), longest, max(options.concurrency))
-            _measure_target(target, bench, options, results, say)
+            _measure_target(target, bench, options, results, say, keep)
     results.complete = True
 
 
@@ -73,7 +73,9 @@ def profile(options: Options, split: CoreSplit, say: Say) -> list[dict[str, Any]
         with TargetFleet(bench, configured, say) as fleet:
             for configuration in configured:
                 first = [prompts.make(options.domains[0], f"warm/{i}") for i in range(most)]
-                fleet.warm_up(configuration, first, min(WARM_UP_TOKENS, options.tokens), (1, most))
+                fleet.warm_up(
+                    configuration, first, min(WARM_UP_TOKENS, options.tokens), (1, most), _warm_ups(configuration, options)
+                )
                 found: dict[str, dict[int, Laps]] = {}
                 for requests in sorted({1, most}):
                     fleet.laps(configuration)
@@ -116,7 +118,7 @@ def _base_settings(options: Options) -> Settings:
     return Settings()
 
 
-def _measure_target(target: str, bench: Bench, options: Options, results: Results, say: Say) -> None:
+def _measure_target(target: str, bench: Bench, options: Options, results: Results, say: Say, keep: Callable[[], None]) -> None:
     prompts = Prompts(bench.models.target_dir, options.prompt_tokens)
     configured = configurations(options, bench.split)
     schedule = list(cells(configured, points(options), options.rounds))
@@ -125,12 +127,18 @@ def _measure_target(target: str, bench: Bench, options: Options, results: Result
         for configuration in configured:
             first = [prompts.make(options.domains[0], f"warm/{i}") for i in range(bench.most)]
             tokens = min(WARM_UP_TOKENS, options.tokens)
-            fleet.warm_up(configuration, first, tokens, options.concurrency, options.temperatures)
+            loads = _warm_ups(configuration, options)
+            fleet.warm_up(configuration, first, tokens, options.concurrency, loads, options.temperatures)
         began = time.monotonic()
         for number, cell in enumerate(schedule, 1):
             measured = _measure_cell(target, fleet, cell, _prompts_of(cell, prompts, options), options.tokens, results, bench)
+            keep()
             left_s = (time.monotonic() - began) / number * (len(schedule) - number)
             say(_progress(target, cell, measured, f"{number}/{len(schedule)}", left_s))
+
+
+def _warm_ups(configuration: Configuration, options: Options) -> int:
+    return options.warm_ups * (AUTO_LEARNS if configuration.mode == "auto" else 1)
 
 
 def _measure_cell(

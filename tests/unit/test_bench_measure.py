@@ -141,8 +141,18 @@ def test_all_three_files_are_written(tmp_path: Path, results: Results) -> None:
     ]
     text = (tmp_path / "bench.md").read_text()
     assert "| code c1 t0 | 4 | 50.00 | 2.00 | 0.04 | 1.04 |" in text
+    assert "- Before: 3 loads of up to 64 tokens per concurrency and temperature, 4 times as many for `auto`" in text
     assert "off (all cores)" in text
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_an_unfinished_run_leaves_says_so(tmp_path: Path, results: Results) -> None:
+    results.complete = False
+    for _ in range(2):
+        report.keep(tmp_path, ABOUT, options_module.parse([]), split_cores([0, 1], None, None), results)
+    (left,) = tmp_path.iterdir()
+    content = json.loads(left.read_text())
+    assert (left.name, content["complete"], len(content["rows"])) == ("bench.json", False, 3)
 
 
 def test_without_matplotlib_the_numbers_are_still_written(
