@@ -18,8 +18,8 @@ FADED = 0.2
 """Weight of all verifications once nothing was drafted for long."""
 PRIOR_CHANCE, PRIOR_WEIGHT = 0.7, 8.0
 """What a new drafter is believed to have achieved: a few bad verifications at the start must not end drafting."""
-LOOKUP_PRIOR = 16.0
-"""Verifications that lookups in general count for in what a plan of lookups brings at a load."""
+EXPECTED_WEIGHT = 16.0
+"""Verifications that what is expected counts for beside those seen at a load."""
 NEWEST = 0.1
 """Share of the newest measurement in a point of a curve."""
 
@@ -92,21 +92,21 @@ class Acceptance:
 
 
 @dataclass
-class LookupLengths:
-    """Tokens per verification while prompt lookup alone drafts, per load: it drafts less where steps are dear."""
+class ByLoad:
+    """The mean over verifications of something that differs with the load, decayed."""
 
     measured: dict[int, tuple[float, float]] = field(default_factory=dict)
-    """Decayed tokens and verifications."""
+    """Sum and verifications."""
 
-    def observe(self, requests: float, tokens: int) -> None:
+    def observe(self, requests: float, value: float) -> None:
         """One verification."""
-        seen = self.measured.get(place_of(requests), (0.0, 0.0))
-        self.measured[place_of(requests)] = FORGET * seen[0] + tokens, FORGET * seen[1] + 1
+        total, seen = self.measured.get(place_of(requests), (0.0, 0.0))
+        self.measured[place_of(requests)] = FORGET * total + value, FORGET * seen + 1
 
     def at(self, requests: float, expected: float) -> float:
-        """Where nothing is known but what lookups bring in general, `expected`."""
-        tokens, seen = self.measured.get(place_of(requests), (0.0, 0.0))
-        return (tokens + LOOKUP_PRIOR * expected) / (seen + LOOKUP_PRIOR)
+        """Where nothing was seen, `expected`."""
+        total, seen = self.measured.get(place_of(requests), (0.0, 0.0))
+        return (total + EXPECTED_WEIGHT * expected) / (seen + EXPECTED_WEIGHT)
 
 
 Source = Literal["features", "ahead", "own"]
@@ -124,23 +124,32 @@ class Learned:
     """Of all verifications while outcomes are enumerated ahead, those that went without a draft included."""
     after_miss: Acceptance = field(default_factory=Acceptance)
     """Of drafts made afresh because what happened had not been enumerated: surprises go on surprising."""
-    lookups: LookupLengths = field(default_factory=LookupLengths)
+    lookups: ByLoad = field(default_factory=ByLoad)
+    """Tokens while prompt lookup alone drafts: it drafts less where steps are dear."""
+    covered: dict[int, ByLoad] = field(default_factory=dict)
+    """Whether there was a draft, by micro-batches: none came in time, or a request's own text was preferred and silent.  Steps
+    without are cheap, and must not be taken for quick verifications of full drafts."""
     cycles: Cycles = field(default_factory=Cycles)
 
     def observe(self, plan: Plan, requests: float, source: Source, drafted: int, accepted: int) -> None:
         """See `Costs.note_verification`."""
         if plan.lookup:
             self.lookups.observe(requests, accepted + 1)
-        if plan.outcomes:
+        elif plan.outcomes:
             self.ahead.observe(drafted or plan.k, accepted)
             if drafted and source == "features":
                 self.after_miss.observe(drafted, accepted)
+        else:
+            self.covered.setdefault(plan.groups, ByLoad()).observe(requests, bool(drafted))
         if drafted and source != "own":
             self.drafts.observe(drafted, accepted)
 
-    def length(self, plan: Plan) -> float:
-        """Expected tokens per verification."""
-        return (self.ahead if plan.outcomes and self.ahead.drafted else self.drafts).length(plan.k)
+    def length(self, plan: Plan, requests: float) -> float:
+        """Expected tokens per verification, those without a draft included."""
+        if plan.outcomes and self.ahead.drafted:
+            return self.ahead.length(plan.k)
+        covered = 1.0 if plan.outcomes or plan.groups not in self.covered else self.covered[plan.groups].at(requests, 1.0)
+        return 1 + covered * (self.drafts.length(plan.k) - 1)
 
     def fade(self) -> None:
         """See `Costs.fade`."""
@@ -195,7 +204,7 @@ class Costs:
         self.draft.observe(requests, (drafter_s + self._overhead_s) / (k + 1))
 
     def note_verification(self, plan: Plan, requests: float, greedy: bool, source: Source, drafted: int, accepted: int) -> None:
-        """One verification under `plan` with `requests` requests decoding; `drafted` 0: without a draft."""
+        """One verification under `plan`, which drafts, with `requests` requests decoding; `drafted` 0: without a draft."""
         (self.greedy if greedy else self.sampled).observe(plan, requests, source, drafted, accepted)
 
     def fade(self) -> None:
@@ -217,7 +226,8 @@ class Costs:
             expected = self._lookups_used(plan.k, requests)[1]
             greedy, sampled = (kind.lookups.at(requests, expected) for kind in (self.greedy, self.sampled))
             return self.greedy_share * greedy + (1 - self.greedy_share) * sampled
-        return self.greedy_share * self.greedy.length(plan) + (1 - self.greedy_share) * self.sampled.length(plan)
+        greedy, sampled = self.greedy.length(plan, requests), self.sampled.length(plan, requests)
+        return self.greedy_share * greedy + (1 - self.greedy_share) * sampled
 
     def _lookups_used(self, k: int, requests: float) -> tuple[float, float]:
         """Share of requests that lookups would draft for and tokens per verification; none and 1 where they would not pay."""

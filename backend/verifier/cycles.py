@@ -9,13 +9,11 @@ from dataclasses import dataclass, field
 SLOWEST = 0.05
 """Least weight of a newer measurement of a plan's cycle, once there are enough of them for a mean."""
 FEW = 4
-"""Measurements of a plan below which they say nothing."""
+"""Measurements of a plan below which they say nothing; and what everything measured long ago counts for."""
 ENOUGH = 8
 """Measurements from which on their decaying mean counts and no longer their median."""
 RENEW_STEPS = 128
 """Steps after which a measurement gives way to what is measured next: machines that others use too are not always as fast."""
-OLD = 3
-"""Measurements that everything measured long ago counts for."""
 MANY_TRIALS = 4.0
 """Trials of a plan beyond which one more says little more; see `Measured.trials`."""
 LONGER = 0.25
@@ -78,7 +76,8 @@ class Measured:
     is_uneven: bool = False
     _steps: list[float] = field(default_factory=list)
     _rests: list[float] = field(default_factory=list)
-    """The first few.  One hiccup among four would condemn a plan if their mean counted."""
+    """The first few, of which the median counts: one hiccup among four would condemn a plan by their mean.  Nothing lower than
+    the median: a plan on trial is compared with one whose long measured mean is known, and would look better than it is."""
 
     @property
     def seconds(self) -> float:
@@ -99,8 +98,7 @@ class Measured:
         if self.seen <= ENOUGH:
             self._steps.append(step_s)
             self._rests.append(rest_s)
-            self.step_s = sorted(self._steps)[(len(self._steps) - 1) * 3 // 8]
-            self.rest_s = statistics.median(self._rests)
+            self.step_s, self.rest_s = statistics.median(self._steps), statistics.median(self._rests)
             return
         weight = max(1 / self.seen, SLOWEST)
         slower = step_s > self.step_s
@@ -120,7 +118,7 @@ class Measured:
     def renew(self) -> None:
         """What was measured so far counts as a few measurements of those to come."""
         if self.seen >= FEW:
-            self.seen, self._steps, self._rests = FEW, [self.step_s] * OLD, [self.rest_s] * OLD
+            self.seen, self._steps, self._rests = FEW, [self.step_s] * FEW, [self.rest_s] * FEW
             self.trials = min(self.trials, MANY_TRIALS) / 2
 
 

@@ -24,7 +24,7 @@ GAIN = 1.05
 """A new plan must promise this much more than the present one."""
 UNSURE = 0.04
 """More of it for a plan that was measured in one trial; less with the root of the trials."""
-DRAFTING_MUST_GAIN = 1.07
+DRAFTING_MUST_GAIN = 1.03
 """Drafting must promise this much over plain steps.  Drafted requests end at different times and leave small batches behind,
 the best of a dozen estimates is too good, and a drafter that does not pay can serve somebody else."""
 DWELL_STEPS = 16

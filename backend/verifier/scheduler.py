@@ -142,9 +142,8 @@ class DraftingScheduler(CountingScheduler, Scheduler):
         own = draft is not None and draft.drafter_id == FALLBACK
         if draft is not None and not own:
             self.fallback.note_remote(request_id, drafted, accepted)
-        # Our own draft in place of a miss is a part of what drafting ahead brings; of true features it says nothing.
         plan = self._plan
-        if plan.k and self.planner.settled and (not own or plan.outcomes or plan.lookup):
+        if plan.k and self.planner.settled:
             source: Source = "own" if own else "ahead" if draft is not None and draft.ahead else "features"
             greedy = _is_greedy(self.requests[request_id])
             self.costs.note_verification(plan, len(self._step.decoding), greedy, source, drafted, accepted)
