@@ -103,7 +103,7 @@ class VerifierSettings(Section):
         ge=0,
         description="host memory for the features of running requests, in MiB: drafters that take over start warm; 0: off",
     )
-    ahead_outcomes: int = Field(8, ge=1, le=64, description="mode ahead: outcomes drafted per request and step")
+    ahead_outcomes: int = Field(4, ge=1, le=64, description="mode ahead: outcomes drafted per request and step")
     fallback: bool = Field(
         True,
         description="remote modes: draft by prompt lookup on the verifier where no remote draft comes in time, "
