@@ -25,13 +25,18 @@ from typing import Literal
 
 import msgspec
 
-ENGINE_WIRE_VERSION = 2
+ENGINE_WIRE_VERSION = 3
 
 HELLO, ADD, ABORT, UTILITY, ROWS, PING = b"h", b"a", b"x", b"u", b"q", b"p"
 WELCOME, TAKEN, OUTPUTS, STATS, REFUSED = b"w", b"t", b"o", b"s", b"r"
 
 FIXED_RESPONSE = "outrider_fixed_response"
 """Key of `SamplingParams.extra_args`: the token ids a request must emit (`backend/verifier/fixed.py`)."""
+
+NOISE_SEED = "outrider_noise_seed"
+"""Key of `SamplingParams.extra_args` within a verifier: the seed of a request's noise (`backend/noise`), below 2**64."""
+GREEDY_BELOW = 1e-5
+"""Temperature below which vLLM takes the likeliest token."""
 
 
 class EngineHello(msgspec.Struct, frozen=True):
@@ -50,6 +55,9 @@ class Addition(msgspec.Struct, frozen=True):
     request is moved it gets another, so that what an earlier place still emits is not taken for what the present one does."""
     emitted: list[int] = []
     """Tokens the client already has: output, not prompt.  The verifier goes on after them, as if it had sampled them."""
+    noise_seed: int | None = None
+    """The seed of a request that names none itself, below 2**64; the same at every verifier the request is given to.  None: the
+    verifier draws one."""
 
 
 class Refusal(msgspec.Struct, frozen=True):

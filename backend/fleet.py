@@ -16,8 +16,8 @@ MemberState = Literal["starting", "ready", "draining", "lent", "lost"]
 """`lent`: a verifier that could serve, and whose place a drafter has (`Loan`)."""
 IDLE_CAUSES = ("no_work", "awaiting_draft", "transfer", "swap")
 
-FALLBACK = "fallback"
-"""Stands among the drafters of a verifier's counters for its own prompt lookup (`verifier/fallback.py`)."""
+LOOKUP = "lookup"
+"""Stands among the drafters of a verifier's counters for its own prompt lookup (`speculation/lookups.py`)."""
 
 
 class DraftCounters(msgspec.Struct):
@@ -44,13 +44,13 @@ class DraftCounters(msgspec.Struct):
     handover_bytes: int = 0
     """Of `bytes_sent`, those features."""
     ahead_hits: int = 0
-    """Verifications whose outcome had been drafted ahead of time."""
+    """Verifications after which a draft was at hand, with drafting ahead on."""
     ahead_misses: int = 0
     dropped: dict[str, int] = msgspec.field(default_factory=dict)
     """Drafts not used, by reason.
 
-    `finished`: the request ended first; `late`: it came after its deadline; `lost`: the deadline passed without it;
-    `stale`: for another length than the request has; `invalid`: undecodable, or tokens outside the vocabulary;
+    `finished`: the request ended first; `late`: the request had gone on without; `lost`: the deadline passed without it;
+    `stale`: not asked for; `invalid`: undecodable, or tokens outside the vocabulary;
     `overflow`: the drafter's queue was full and the round was never sent.
     """
 
@@ -101,15 +101,11 @@ class VerifierStats(msgspec.Struct):
     drafters_down: list[str] = msgspec.field(default_factory=list)
     """Assigned drafters whose circuit breaker is open: drafts are not waited for."""
     plan_k: int = 0
-    """Draft tokens asked for per request in the present step; 0 also where no remote drafting takes place."""
-    plan_groups: int = 1
-    """Micro-batches that take turns being verified."""
+    """Draft tokens asked of drafters per request at most; 0: they are not asked."""
     plan_outcomes: int = 0
     """Outcomes drafted ahead of time per request."""
-    plan_lookup: int = 0
-    """Draft tokens per request at most where the plan is prompt lookup on the verifier and no drafter is asked."""
     plan_changes: int = 0
-    """Times mode `auto` has changed its mind."""
+    """Times mode `auto` has changed between plain steps, drafting, and drafting ahead."""
     records_written: dict[str, int] = msgspec.field(default_factory=dict)
     """Rows by kind; empty where nothing is recorded."""
     records_dropped: dict[str, int] = msgspec.field(default_factory=dict)
@@ -118,8 +114,7 @@ class VerifierStats(msgspec.Struct):
     plain_step_s: float = 0.0
     """What a step over the running requests takes without drafts, by the verifier's own measurements; 0: not known."""
     drafted_step_s: float = 0.0
-    """The same with the draft tokens of the present plan, all its groups together; with `num_speculative_tokens` while it
-    drafts nothing."""
+    """What it takes with the draft tokens that are expected to be worth verifying."""
     lookup_step_s: float = 0.0
     """A step with what prompt lookup alone would draft; 0: not known, or there is none."""
     lookup_length: float = 0.0

@@ -2,7 +2,7 @@
 
 The longest suffix of `shortest..longest` tokens that occurred before is looked up; what followed its latest occurrence is the
 draft.  Where that runs into the request's end it goes on with what it has drafted, so that a period of two repeats for K.
-The n-gram drafter and the verifier's own fallback use the same look-up.
+The n-gram drafter and the verifier's own prompt lookup use the same look-up.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ class Lookup:
     def __init__(self, tokens: list[int], shortest: int, longest: int, first: int = 0) -> None:
         self.tokens = tokens
         self.last_used = 0.0
+        self.found = 0
+        """Length of the suffix that the latest look-up found."""
         self._sizes = range(shortest, longest + 1)
         self._after: dict[tuple[int, ...], int] = {}
         self._first = self._indexed = first
@@ -41,6 +43,7 @@ class Lookup:
         for size in reversed(self._sizes):
             follows = self._after.get(tuple(ending[-size:])) if len(ending) >= size else None
             if follows is not None:
+                self.found = size
                 return self._continue(follows, k, assumed)
         return []
 

@@ -2,12 +2,17 @@
 
 A verifier's worker ships one `Round` per engine step: a MessagePack header and one raw frame that holds the features
 (hidden states after the EAGLE `fc`, or the raw last hidden state for EAGLE-1) of every row in it, in item order.  On one host
-large frames go through shared memory (`transport/ring.py`) and the message holds their position instead.  The drafter answers
-with one `Drafts`.  Nothing here is pickled.
+large frames go through shared memory (`transport/ring.py`) and the message holds their position instead.  Rounds only extend
+the drafter's cache.  What to draft the verifier's scheduler says with `Next` on its own socket.  The drafter answers with
+`Drafts` where there is no draft yet, and with `Ahead`: drafts for the likely outcomes of the verification that goes on
+meanwhile.  Nothing here is pickled.
 
-In the mode `ahead` rounds only extend the drafter's cache (`k = 0`).  What to draft the verifier's scheduler says with `Next`
-on its own socket; the drafter answers with `Drafts` of `seq` 0 where there is no draft yet, and with `Ahead`: drafts for the
-likely outcomes of the verification that goes on meanwhile.
+Noise.  A request has a seed.  The verifier's token at position t is the one that maximises `log p(v) + G(seed, t, v)`
+(`backend/noise`), the draft's the one that maximises `log q(v) + tau G(seed, t, v)`.  A draft token is accepted while it is the
+verifier's own, so what a drafter does with the noise changes how many are accepted and never the text.
+
+Signs.  With a draft come two numbers per token, its value and its lead (`backend/chances.py`), or none where the drafter has
+none.
 
 Positions.  A request's tokens are `x[0..n-1]`, `n = base_len`.  Feature row `p` is the target's feature of position `p` and
 is paired with the token at `p + 1`.  So a message with `rows` rows and base length `n` carries the features of the positions
@@ -22,7 +27,7 @@ from typing import Literal
 
 import msgspec
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 HELLO_FIRST = "hello first"
 """The reason of a refusal that greeting again, and opening all requests again, will cure."""
@@ -61,8 +66,10 @@ class Open(msgspec.Struct, frozen=True, tag="open"):
     base_len: int
     tokens: list[int]
     rows: int
-    k: int
-    """Draft tokens wanted in answer; 0 extends the drafter's cache only (a prefill chunk that is not the last)."""
+    seed: int = 0
+    """Of the noise that verifier and drafter share; 64 bits, unsigned."""
+    temperature: float = 0.0
+    """The request's; 0: greedy, without noise."""
     trace: str = ""
     """The W3C `traceparent` below which the drafter's span belongs; empty: the request is not traced."""
 
@@ -74,7 +81,6 @@ class Commit(msgspec.Struct, frozen=True, tag="commit"):
     base_len: int
     tokens: list[int]
     rows: int
-    k: int
 
 
 class Close(msgspec.Struct, frozen=True, tag="close"):
@@ -108,13 +114,17 @@ class NextItem(msgspec.Struct, frozen=True, array_like=True):
     """The draft the verifier is verifying right now at `base_len`; empty: it has none, draft afresh."""
     outcomes: int
     """How many outcomes to precompute at most; 0 = none."""
+    floor: float = 0.0
+    """A draft ends before the first token whose survival, the product of the chances up to it, falls below this."""
 
 
 class Next(msgspec.Struct, frozen=True, tag="next"):
-    """Mode `ahead`, once per engine step on the `drafts` socket: before or after the `Round` that brings `base_len`."""
+    """Once per engine step on the `drafts` socket: before or after the `Round` that brings `base_len`."""
 
     epoch: int
     items: list[NextItem]
+    judges: list[list[float]] = []
+    """The weights of `chances` for greedy and for sampled requests; empty: no draft ends before its `k`."""
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
@@ -133,17 +143,18 @@ class Draft(msgspec.Struct, frozen=True, array_like=True):
     request_id: str
     base_len: int
     tokens: list[int]
+    signs: list[float] = []
+    """Value and lead of each token; empty: unknown."""
 
 
 class Drafts(msgspec.Struct, frozen=True, tag="drafts"):
-    """The answer to one `Round` (or to a part of it)."""
+    """The fresh drafts of a `Next` (or of a part of it, or of several)."""
 
     epoch: int
-    seq: int
     draft_us: int
-    """Drafter compute for this round, in microseconds."""
+    """Drafter compute for them, in microseconds."""
     queue_us: int
-    """Time the round waited at the drafter before its compute began, in microseconds."""
+    """Time the first of them waited at the drafter before its compute began, in microseconds."""
     items: list[Draft]
 
 
@@ -153,9 +164,11 @@ class Outcome(msgspec.Struct, frozen=True, array_like=True):
     accepted: int
     """How many tokens of `verifying` are accepted."""
     token: int
-    """The token after them (recovered or bonus)."""
+    """The verifier's own token after them."""
     tokens: list[int]
     """The draft to use at `base_len + accepted + 1`."""
+    signs: list[float] = []
+    """As in `Draft`."""
 
 
 class Block(msgspec.Struct, frozen=True):

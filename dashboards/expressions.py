@@ -19,7 +19,7 @@ MAY_BE_EMPTY = (
     (r"", r"\bALERTS\b", "no alert fires"),
     (r"", r"outrider_recovery_seconds", "no sequence was moved to another verifier"),
     (r"", r"outrider_ahead_hits_total", "no plan drafts ahead of time"),
-    (r"", r'drafter="fallback"', "no verifier drafted on the spot"),
+    (r"", r'drafter="lookup"', "no verifier drafted by prompt lookup"),
     (r"", r"outrider_handover_rows", "no running request was handed to another drafter"),
 )
 """Pattern of the place, pattern of the expression, and why it may return nothing though a fleet is under load and well."""

@@ -40,7 +40,7 @@ SPECULATION = Dashboard(
                 ),
                 plot(
                     "Acceptance rate",
-                    "Accepted tokens / draft tokens. Unlike the acceptance length, it falls as K grows.",
+                    "Accepted tokens / draft tokens. Unlike the acceptance length, it falls as more of each draft is verified.",
                     pair_ratio("outrider_accepted_tokens_total", "outrider_draft_tokens_total", "drafter"),
                     "{{drafter}}",
                     unit="percentunit",
@@ -101,17 +101,17 @@ SPECULATION = Dashboard(
             "Other sources of drafts",
             [
                 by_verifier(
-                    "Drafted on the spot",
-                    "Share of drafts that the verifier made itself, by prompt lookup: where the remote draft was late or lost, "
-                    "where no drafter is assigned, or where lookup does better.",
+                    "Drafted by prompt lookup",
+                    "Share of drafts that the verifier made itself, from a request's own text: where they promised more than "
+                    "the drafter's, or there was none of a drafter's.",
                     ratio(
-                        total(pair_rate("outrider_drafts_total", labels=f'{VERIFIER}, drafter="fallback"'), "verifier"),
+                        total(pair_rate("outrider_drafts_total", labels=f'{VERIFIER}, drafter="lookup"'), "verifier"),
                         total(pair_rate("outrider_drafts_total", labels=VERIFIER), "verifier"),
                     ),
                     unit="percentunit",
                     high=1,
                     width=12,
-                    empty="nothing was drafted on the spot",
+                    empty="nothing was drafted by prompt lookup",
                 ),
                 plot(
                     "Drafted ahead of time",
@@ -188,24 +188,20 @@ SPECULATION = Dashboard(
             [
                 Panel(
                     "K in force",
-                    "Draft tokens asked of drafters per request, or made by prompt lookup instead; 0: no drafting now.",
+                    "Draft tokens asked of drafters per request at most; 0: drafters are not asked. How many are verified is "
+                    "decided in every step.",
                     [
                         Query(verifier_gauge("outrider_verifier_plan_k"), "{{verifier}}"),
-                        Query(verifier_gauge("outrider_verifier_plan_lookup"), "{{verifier}} by lookup"),
                         Query(f"max({verifier_gauge('outrider_verifier_num_speculative_tokens')})", "most allowed"),
                     ],
                     decimals=0,
-                ),
-                by_verifier(
-                    "Groups",
-                    "Micro-batches that take turns being verified; 2: one is drafted while the other is verified.",
-                    verifier_gauge("outrider_verifier_plan_groups"),
-                    decimals=0,
+                    width=12,
                 ),
                 by_verifier(
                     "Changes of plan",
-                    "How often mode auto changes its mind, per minute.",
+                    "How often mode auto changes between plain steps, drafting, and drafting ahead, per minute.",
                     f"60 * {verifier_rate('outrider_verifier_plan_changes_total')}",
+                    width=12,
                 ),
             ],
         ),

@@ -39,8 +39,8 @@ FRONT_END = frozenset({"lora_modules"})
 """Arguments of vLLM's server that its engine does not know."""
 
 
-class RemoteDrafts:
-    """Stands for the drafters in the gateway's configuration: it only says that there is speculation."""
+class NativeDrafts:
+    """Stands for vLLM's own drafting in the gateway's configuration: it only says that vLLM's rejection sampler is in use."""
 
 
 def build_vllm_config(settings: Settings, model_dir: str) -> VllmConfig:
@@ -74,10 +74,11 @@ def build_vllm_config(settings: Settings, model_dir: str) -> VllmConfig:
 
 
 def _speculation(settings: Settings) -> dict[str, Any] | None:
-    if settings.mode == "off":
+    if settings.mode != "native":
+        # Our own sampler leaves nothing unsupported.
         return None
     return {
         "method": "custom_class",
-        "model": f"{__name__}.{RemoteDrafts.__name__}",
+        "model": f"{__name__}.{NativeDrafts.__name__}",
         "num_speculative_tokens": settings.num_speculative_tokens,
     }

@@ -117,9 +117,9 @@ class VerifierLink:
         loops = (self._receive_loop(), self._ping_loop(), self._watch())
         self._tasks = [asyncio.create_task(loop, name=f"link-{self.member.id}") for loop in loops]
 
-    def add(self, request: EngineCoreRequest, place_id: str, emitted: Sequence[int] = ()) -> None:
+    def add(self, request: EngineCoreRequest, place_id: str, emitted: Sequence[int], noise_seed: int) -> None:
         """Submits a request to be continued after its `emitted` tokens; outputs come to the listener under `place_id`."""
-        addition = msgspec.msgpack.encode(Addition(place_id, list(emitted)))
+        addition = msgspec.msgpack.encode(Addition(place_id, list(emitted), noise_seed))
         self._dealer.send([ADD, addition, *self._encoder.encode(request)])
 
     def abort(self, request_ids: Sequence[str]) -> None:

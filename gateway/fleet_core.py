@@ -316,7 +316,7 @@ class FleetCore(EngineCoreClient):
         record.places += 1
         record.placed_at = time.monotonic()
         record.taken = False
-        link.add(record.request, record.place_id, record.emitted)
+        link.add(record.request, record.place_id, record.emitted, record.noise_seed)
         self._sequences.put(record, link)
         self.choosing.given(link.member.id)
         if record.cut is not None:

@@ -24,7 +24,7 @@ WINDOW_S = 10.0
 
 _COPIED = (
     "mode", "running", "waiting", "tokens_in_flight", "preemptions",
-    "plan_k", "plan_groups", "plan_outcomes", "plan_lookup", "plan_changes",
+    "plan_k", "plan_outcomes", "plan_changes",
 )  # fmt: skip
 
 

@@ -147,14 +147,12 @@ class FleetLog:
 
 
 def plan_words(stats: VerifierStats) -> str:
-    """A plan as people say it: `K 4, 2 groups`."""
-    if stats.plan_lookup:
-        return f"K {stats.plan_lookup} by prompt lookup"
+    """A plan as people say it: `K 8, 4 outcomes ahead`."""
     if stats.plan_k == 0:
-        return "no drafts"
+        return "drafters not asked"
     if stats.plan_outcomes:
         return f"K {stats.plan_k}, {stats.plan_outcomes} outcomes ahead"
-    return f"K {stats.plan_k}, {stats.plan_groups} groups" if stats.plan_groups > 1 else f"K {stats.plan_k}"
+    return f"K {stats.plan_k}"
 
 
 def _by_drafter(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:

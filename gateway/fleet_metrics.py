@@ -68,8 +68,6 @@ _VERIFIER_GAUGES = {
     "outrider_verifier_kv_cache_usage": "kv_usage",
     "outrider_verifier_num_speculative_tokens": "num_speculative_tokens",
     "outrider_verifier_plan_k": "plan_k",
-    "outrider_verifier_plan_groups": "plan_groups",
-    "outrider_verifier_plan_lookup": "plan_lookup",
 }
 _LABELLED_COUNTERS = {
     "outrider_verifier_idle_seconds_total": "idle_s",

@@ -28,9 +28,7 @@ class VerifierRow(msgspec.Struct):
     kv_usage: float = 0.0
     preemptions: int = 0
     plan_k: int = 0
-    plan_groups: int = 1
     plan_outcomes: int = 0
-    plan_lookup: int = 0
     plan_changes: int = 0
     tokens_per_s: float | None = None
     tgs: float | None = None

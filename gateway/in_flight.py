@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -38,6 +39,8 @@ class InFlight:
     first_token: float | None = None
     last_token: float | None = None
     emitted: list[int] = field(default_factory=list)
+    noise_seed: int = field(default_factory=lambda: secrets.randbits(64))
+    """For a request that names no seed: the same at every verifier, so that a move changes no token."""
     places: int = 0
     """How many verifiers it has been given to so far."""
     placed_at: float = 0.0

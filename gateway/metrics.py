@@ -98,7 +98,7 @@ DEFINITIONS: dict[str, Definition] = {
     ),
     "outrider_draft_rounds_total": Definition("counter", _PAIR, "draft proposals received"),
     "outrider_draft_round_trip_seconds_total": Definition(
-        "counter", _PAIR, "time from sending features to having the draft, summed over rounds"
+        "counter", _PAIR, "time from asking to having the draft, summed over rounds"
     ),
     "outrider_draft_compute_seconds_total": Definition("counter", _PAIR, "the drafter's own compute, summed over rounds"),
     "outrider_draft_queue_seconds_total": Definition("counter", _PAIR, "time waiting at the drafter, summed over rounds"),
@@ -111,8 +111,8 @@ DEFINITIONS: dict[str, Definition] = {
     ),
     "outrider_handover_rows_total": Definition("counter", _PAIR, "those features, in positions"),
     "outrider_handover_bytes_total": Definition("counter", _PAIR, "those features, in bytes (part of the bytes sent)"),
-    "outrider_ahead_hits_total": Definition("counter", _PAIR, "verifications whose outcome had been drafted ahead of time"),
-    "outrider_ahead_misses_total": Definition("counter", _PAIR, "verifications whose outcome had not, with drafting ahead on"),
+    "outrider_ahead_hits_total": Definition("counter", _PAIR, "draft at hand after a verification, drafting ahead"),
+    "outrider_ahead_misses_total": Definition("counter", _PAIR, "no draft at hand after a verification, drafting ahead"),
     "outrider_drafts_dropped_total": Definition("counter", (*_PAIR, "reason"), "drafts not used, by reason"),
     "outrider_drafters_down": Definition("gauge", _VERIFIER, "assigned drafters that are not waited for"),
     "outrider_verifier_busy_seconds_total": Definition("counter", _VERIFIER, "time in steps; busy + idle = wall"),
@@ -145,13 +145,13 @@ DEFINITIONS: dict[str, Definition] = {
     "outrider_verifier_waiting": Definition("gauge", _VERIFIER, "sequences waiting to enter the batch"),
     "outrider_verifier_tokens_in_flight": Definition("gauge", _VERIFIER, "tokens of running and waiting sequences"),
     "outrider_verifier_kv_cache_usage": Definition("gauge", _VERIFIER, "share of the KV cache in use, 0 to 1"),
-    "outrider_verifier_num_speculative_tokens": Definition("gauge", _VERIFIER, "draft tokens per verification at most (K)"),
-    "outrider_verifier_plan_k": Definition("gauge", _VERIFIER, "draft tokens asked for in the present step, 0 to K"),
-    "outrider_verifier_plan_groups": Definition("gauge", _VERIFIER, "micro-batches that take turns being verified"),
-    "outrider_verifier_plan_lookup": Definition(
-        "gauge", _VERIFIER, "draft tokens at most by prompt lookup while no drafter is asked, 0 to K"
+    "outrider_verifier_num_speculative_tokens": Definition("gauge", _VERIFIER, "the longest draft, in tokens (K)"),
+    "outrider_verifier_plan_k": Definition(
+        "gauge", _VERIFIER, "draft tokens asked of drafters per request at most, 0 to K; 0: they are not asked"
     ),
-    "outrider_verifier_plan_changes_total": Definition("counter", _VERIFIER, "times mode auto has changed its plan"),
+    "outrider_verifier_plan_changes_total": Definition(
+        "counter", _VERIFIER, "times mode auto has changed between plain steps, drafting, and drafting ahead"
+    ),
     # The same under vLLM's names, summed over the fleet: its benchmark client reads them
     "vllm:spec_decode_num_drafts_total": Definition("counter", (), "see outrider_drafts_total"),
     "vllm:spec_decode_num_draft_tokens_total": Definition("counter", (), "see outrider_draft_tokens_total"),

@@ -126,14 +126,14 @@ def _unknown(name: str, known: set[str]) -> str:
     return f"Unknown parameter `{shown}`.{hint}"
 
 
-def check_generation(request: Any, *, max_n: int, speculating: bool) -> None:
+def check_generation(request: Any, *, max_n: int, vllm_speculates: bool) -> None:
     """What we refuse although vLLM's request model takes it.  Raises `BadRequest` naming the parameter."""
     n = request.n if request.n is not None else 1
     if not 1 <= n <= max_n:
         raise BadRequest(f"`n` must be between 1 and {max_n}.", param="n")
     if FIXED_RESPONSE in (request.vllm_xargs or {}):
         raise BadRequest(f"`{FIXED_RESPONSE}` belongs to rollouts.", param="vllm_xargs")
-    if speculating:
+    if vllm_speculates:
         unsupported = [name for name, set_ in (("min_p", request.min_p), ("logit_bias", request.logit_bias)) if set_]
         if unsupported:
-            raise BadRequest(f"`{unsupported[0]}` is not supported while speculative decoding is on.", param=unsupported[0])
+            raise BadRequest(f"`{unsupported[0]}` is not supported in mode native.", param=unsupported[0])

@@ -26,9 +26,9 @@ class Gateway:
     tracing: Tracing | None = None
 
     @property
-    def speculating(self) -> bool:
-        """Whether verifiers verify drafts, which rules some sampling parameters out."""
-        return self.settings.mode != "off"
+    def vllm_speculates(self) -> bool:
+        """Whether vLLM's rejection sampler is in use, which rules some sampling parameters out."""
+        return self.settings.mode == "native"
 
     @property
     def max_body_bytes(self) -> int:

@@ -7,6 +7,8 @@ import os
 import hypothesis
 import pytest
 
+# Tensors of tests are tiny: more threads only wait for each other, and for a core where others work, too.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # The same examples everywhere: a change is judged by what it did.  `--hypothesis-profile search` looks for new ones.
 hypothesis.settings.register_profile("outrider", deadline=None, derandomize=True)
 hypothesis.settings.register_profile("search", deadline=None)

@@ -106,11 +106,9 @@ class LoadedVerifier:
 
 def plan_name(stats: VerifierStats) -> str:
     """A plan as a mode and its K."""
-    if stats.plan_lookup:
-        return f"lookup K={stats.plan_lookup}"
     if not stats.plan_k:
         return "plain"
-    kind = "ahead" if stats.plan_outcomes else "pipelined" if stats.plan_groups > 1 else "sync"
+    kind = "ahead" if stats.plan_outcomes else "sync"
     return f"{kind} K={stats.plan_k}"
 
 

@@ -18,9 +18,11 @@ import msgspec
 from backend.bench.children import ENVIRONMENT, Child, close_all
 from backend.bench.load import Load, run_load, run_phases
 from backend.bench.measure import Snapshot, drafting_between
+from backend.bench.options import PROBABILISTIC
+from backend.bench.pace import Pace, Paced
 from backend.bench.plan import Configuration, CoreSplit
 from backend.bench.profile import Laps
-from backend.bench.worker import LAPS, RECORDS
+from backend.bench.worker import LAPS, PACED, RECORDS
 from backend.fleet import DrafterRef, DrafterStats
 from backend.models import ResolvedModels, Say
 from backend.verifier.client import EngineClient
@@ -30,6 +32,7 @@ NEVER_S = 3600 * 24.0
 """Our clients ping only while they wait, and one waits at a time."""
 GPU_MEMORY_USABLE = 0.85
 DRAFTER_ID = "drafter-0"
+PACED_WORKER = "backend.bench.paced_worker.PacedCpuWorker"
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,7 @@ class Bench:
     """Whether the children note whose code their time goes to."""
     records: Path | None = None
     """Where the verifiers' records go that can be switched off and on; None: there are none."""
+    pace: Pace | None = None
 
 
 class _Verifier:
@@ -72,6 +76,7 @@ class TargetFleet:
         self._verifiers: dict[Configuration, _Verifier] = {}
         self._drafter: Child | None = None
         self._drafter_last: DrafterStats | None = None
+        self._passes_last: Paced | None = None
 
     def __enter__(self) -> TargetFleet:
         try:
@@ -121,7 +126,11 @@ class TargetFleet:
         """Closed loops one after the other, and the counters before and after."""
         verifier = self._verifiers[configuration]
         # Nothing was asked of it since, and every turn ends with a reading of the drafter too.
-        before = replace(verifier.last, drafter=self._drafter_last) if verifier.last else self._read(configuration)
+        before = (
+            replace(verifier.last, drafter=self._drafter_last, passes=self._passes_last)
+            if verifier.last
+            else self._read(configuration)
+        )
         load = run_phases(verifier.client, prompts, tokens, temperature, concurrencies)
         verifier.last = self._read(configuration)
         return load, before, verifier.last
@@ -149,7 +158,12 @@ class TargetFleet:
         stats = client.fresh_stats()
         if drafter is not None:
             self._drafter_last = msgspec.convert(drafter.answer(), DrafterStats)
-        return Snapshot(stats, client.stats_at, self._drafter_last)
+        if self._bench.pace is None:
+            return Snapshot(stats, client.stats_at, self._drafter_last)
+        steps = msgspec.convert(self._verifiers[configuration].child.ask(PACED), Paced)
+        if drafter is not None:
+            self._passes_last = msgspec.convert(drafter.ask(PACED), Paced)
+        return Snapshot(stats, client.stats_at, self._drafter_last, steps, self._passes_last)
 
     def _start(self) -> None:
         remote = [c for c in self._configurations if c.is_remote]
@@ -183,6 +197,7 @@ class TargetFleet:
             "head_dir": bench.models.drafter_dir,
             "settings": {"cores": len(bench.split.drafter)},
             "profile": bench.profile,
+            "pace": msgspec.to_builtins(bench.pace),
             "address": f"ipc://{bench.directory}/{DRAFTER_ID}",
         }
 
@@ -197,6 +212,7 @@ class TargetFleet:
             "paths": msgspec.to_builtins(bench.models),
             "settings": verifier_settings(bench, configuration, len(self._configurations)),
             "profile": bench.profile,
+            "pace": msgspec.to_builtins(bench.pace),
             "switch_records": bench.records is not None,
             "address": f"ipc://{bench.directory}/v{number}-{os.urandom(2).hex()}",
         }
@@ -204,9 +220,13 @@ class TargetFleet:
 
 def verifier_settings(bench: Bench, configuration: Configuration, verifiers: int) -> dict[str, Any]:
     """What `Settings` are made of.  On a GPU the verifiers, which are all up at once, share its memory evenly."""
-    share = {"gpu_memory_utilization": GPU_MEMORY_USABLE / (verifiers + 1)} if bench.gpus else {}
+    engine_args: dict[str, Any] = {"gpu_memory_utilization": GPU_MEMORY_USABLE / (verifiers + 1)} if bench.gpus else {}
+    if bench.pace is not None:
+        engine_args["worker_cls"] = PACED_WORKER
+    if configuration.mode == PROBABILISTIC:
+        engine_args["speculative_config"] = {"draft_sample_method": "probabilistic"}
     return {
-        "mode": configuration.mode,
+        "mode": configuration.served,
         "num_speculative_tokens": configuration.k or 4,
         "records": {"dir": str(bench.records)} if bench.records else {},
         "verifier": {
@@ -214,7 +234,7 @@ def verifier_settings(bench: Bench, configuration: Configuration, verifiers: int
             "gateway_lease_s": NEVER_S,
             "max_num_seqs": max(64, bench.most),
             "max_model_len": bench.longest,
-            "engine_args": share,
+            "engine_args": engine_args,
             **({"ahead_outcomes": configuration.outcomes} if configuration.outcomes else {}),
         },
     }

@@ -36,6 +36,8 @@ def main(arguments: Sequence[str], say: Say) -> None:
     from backend.bench import hardware
     from backend.bench.widen import WidenError
 
+    if options.pace and hardware.gpus():
+        raise BenchError("--pace is for a CPU; on a GPU steps take what they take")
     now = datetime.datetime.now(datetime.UTC)
     about: dict[str, Any] = {
         "commit": hardware.commit(),

@@ -7,12 +7,13 @@ Counters are subtracted, then divided; ratios are never averaged within a sample
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from backend.bench.pace import Paced
 from backend.bench.plan import Configuration, Point, label
 from backend.fleet import DraftCounters, DrafterStats, VerifierStats
 
@@ -45,6 +46,9 @@ class Snapshot:
     verifier: VerifierStats
     at: float
     drafter: DrafterStats | None
+    steps: Paced | None = None
+    passes: Paced | None = None
+    """Of the drafter."""
 
 
 class Sample(msgspec.Struct, frozen=True):
@@ -74,6 +78,11 @@ class Sample(msgspec.Struct, frozen=True):
     bytes_per_round: float | None
     accounted: float
     """Busy and idle time over wall time between the two readings; 1 where no time is lost or counted twice."""
+    paced: dict[str, float] = {}
+    """Of a paced run.  Per target step: `cycle_ms`, all time but `no_work`; of it `paced_ms`, the stated device's, its own
+    drafting included; `overrun_ms`, and `overrun_share` of the steps; `awaiting_ms` for drafts; and `overhead_ms`, the rest:
+    our work and vLLM's.  Per draft pass: `pass_overrun_ms` and `pass_overrun_share`.
+    """
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -106,6 +115,7 @@ class Row(msgspec.Struct, frozen=True):
     tokens_per_busy_core_s: float
     bytes_per_round: float | None
     accounted: float
+    paced: dict[str, float]
     spread: dict[str, list[float] | None]
     per_round: dict[str, list[float]]
     """`tokens_per_s` and `tokens_per_busy_core_s` of each round, for ratios of what ran side by side."""
@@ -151,7 +161,31 @@ def sample(
         tokens_per_busy_core_s=tokens / max(core_s, 1e-9),
         bytes_per_round=drafting.bytes_sent / drafting.rounds if is_timed else None,
         accounted=(busy_s + sum(idle_s.values())) / max(after.at - before.at, 1e-9),
+        paced=_paced(before, after, busy_s, idle_s),
     )
+
+
+def _paced(before: Snapshot, after: Snapshot, busy_s: float, idle_s: Mapping[str, float]) -> dict[str, float]:
+    """See `Sample.paced`; empty where nothing was."""
+    if before.steps is None or after.steps is None:
+        return {}
+    steps = after.steps.since(before.steps)
+    cycles_s = busy_s + sum(seconds for cause, seconds in idle_s.items() if cause != "no_work")
+    awaiting_s = idle_s.get("awaiting_draft", 0.0)
+    parts_s = {
+        "cycle_ms": cycles_s,
+        "paced_ms": steps.paced_s,
+        "overrun_ms": steps.overrun_s,
+        "awaiting_ms": awaiting_s,
+        "overhead_ms": cycles_s - steps.paced_s - steps.overrun_s - awaiting_s,
+    }
+    found = {name: seconds / max(steps.passes, 1) * 1e3 for name, seconds in parts_s.items()}
+    found["overrun_share"] = steps.overruns / max(steps.passes, 1)
+    passes = after.passes.since(before.passes) if before.passes and after.passes else Paced()
+    if passes.passes:
+        found["pass_overrun_share"] = passes.overruns / passes.passes
+        found["pass_overrun_ms"] = passes.overrun_s / passes.passes * 1e3
+    return found
 
 
 def drafting_between(old: VerifierStats, new: VerifierStats) -> DraftCounters:
@@ -196,6 +230,7 @@ def row(target: str, configuration: Configuration, point: Point, samples: Sequen
         cores=len(configuration.cores),
         rounds=len(samples),
         idle={cause: statistics.median(s.idle.get(cause, 0.0) for s in samples) for cause in causes},
+        paced={name: statistics.median(s.paced[name] for s in samples) for name in samples[0].paced},
         spread={name: [min(values), max(values)] if values else None for name, values in by_name.items()},
         per_round={name: [getattr(s, name) for s in ordered] for name in ("tokens_per_s", "tokens_per_busy_core_s")},
         **medians,

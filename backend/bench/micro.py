@@ -103,7 +103,7 @@ def measure_drafter(target_dir: str, head_dir: str | None, batch: int, context: 
     import torch
 
     from backend.drafter.process import DrafterModel, build_proposer
-    from backend.drafter.proposer import Ask
+    from backend.drafter.proposer import Ask, Until
 
     settings = DraftingSettings(cache_tokens=max(4096, 2 * batch * (context + (REPEATS + WARM_UP + 1) * ROWS + k)))
     proposer = build_proposer(DrafterModel(target_dir, head_dir), settings)
@@ -112,7 +112,8 @@ def measure_drafter(target_dir: str, head_dir: str | None, batch: int, context: 
 
     def ask(request: int, length: int, rows: int) -> Ask:
         width = proposer.hidden
-        return Ask(request, length, rows, k, torch.randn(rows, width, generator=generator) if width else None)
+        features = torch.randn(rows, width, generator=generator) if width else None
+        return Ask(request, length, rows, features, Until(k))
 
     def tokens(count: int) -> list[int]:
         return chance.choices(range(proposer.vocab_size), k=count)
@@ -143,9 +144,11 @@ def measure_drafter(target_dir: str, head_dir: str | None, batch: int, context: 
 
 def measure_codec(batch: int, k: int) -> dict[str, float]:
     """A round and its answer, for `batch` requests: both ends' share of one verification, in microseconds."""
-    items: list[Any] = [Commit(f"request-{i:08x}", 500 + i, list(range(ROWS)), ROWS, k) for i in range(batch)]
+    items: list[Any] = [Commit(f"request-{i:08x}", 500 + i, list(range(ROWS)), ROWS) for i in range(batch)]
     question = Round(1, 7, "float32", 256, items)
-    answer = Drafts(1, 7, 1500, 20, [Draft(f"request-{i:08x}", 500 + i, list(range(1000, 1000 + k))) for i in range(batch)])
+    answer = Drafts(
+        1, 1500, 20, [Draft(f"request-{i:08x}", 500 + i, list(range(1000, 1000 + k)), [0.5] * 2 * k) for i in range(batch)]
+    )
     asked, answered = encode(question), encode(answer)
     return {
         "batch": batch,

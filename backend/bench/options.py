@@ -9,9 +9,13 @@ from pathlib import Path
 from typing import TypeVar, get_args
 
 from backend.arguments import at_least
+from backend.bench.pace import PROFILES, Pace, parse_pace
 from backend.config.settings import Mode
 
-MODES: tuple[Mode, ...] = get_args(Mode)
+PROBABILISTIC = "native-probabilistic"
+"""Mode `native`, with draft tokens drawn from the head's distribution and vLLM's rejection sampling by both distributions."""
+MODES: tuple[str, ...] = ("off", "native", PROBABILISTIC, *(mode for mode in get_args(Mode) if mode not in ("off", "native")))
+"""The settings' own and the rivals' variants."""
 TARGETS = ("demo", "S", "L")
 LAYOUTS = ("equal_verifier", "equal_total")
 DOMAINS = ("code", "prose", "chat", "random")
@@ -31,7 +35,7 @@ class Options:
     output: Path | None
     targets: tuple[str, ...]
     layouts: tuple[str, ...]
-    modes: tuple[Mode, ...]
+    modes: tuple[str, ...]
     ks: tuple[int, ...]
     outcomes: tuple[int, ...]
     """Fan-outs of mode `ahead`; empty: a verifier's default."""
@@ -52,6 +56,7 @@ class Options:
     full: bool
     micro: bool
     profile: bool
+    pace: Pace | None
     model: str | None
     drafter: str | None
     verifier_cores: int | None
@@ -68,6 +73,8 @@ def parse(arguments: Sequence[str]) -> Options:
         parser.error("--model is measured alone: --targets are made of the built-in demo")
     if given.model and not given.drafter:
         parser.error("--model needs --drafter: an EAGLE head made for it, or ngram")
+    if given.pace and (given.micro or given.profile):
+        parser.error("--pace goes neither with --micro nor with --profile")
     quick = given.quick
     return Options(
         output=given.output,
@@ -89,6 +96,7 @@ def parse(arguments: Sequence[str]) -> Options:
         full=given.full,
         micro=given.micro,
         profile=given.profile,
+        pace=given.pace,
         model=given.model,
         drafter=given.drafter,
         verifier_cores=given.verifier_cores,
@@ -108,6 +116,8 @@ def _parser() -> argparse.ArgumentParser:
     say("--full", action="store_true", help="every domain at every concurrency and temperature")
     say("--micro", action="store_true", help="measure the drafter, the codec and the transport alone instead")
     say("--profile", action="store_true", help="measure what our own code costs per step and per request instead")
+    paced = f"let steps last as long as an accelerator's: {', '.join(PROFILES)}, or MS,US per target step and token"
+    say("--pace", type=_pace, metavar="PACE", help=f"{paced}[, draft pass and token[, in mode native]]")
     say("--targets", type=_names(TARGETS), metavar="LIST", help=f"of {', '.join(TARGETS)} (default: all)")
     say("--layouts", type=_names(LAYOUTS), metavar="LIST", default=LAYOUTS, help=f"of {', '.join(LAYOUTS)} (default: both)")
     say("--modes", type=_names(MODES), metavar="LIST", default=MODES, help=f"of {', '.join(MODES)} (default: all)")
@@ -129,6 +139,13 @@ def _parser() -> argparse.ArgumentParser:
     say("--verifier-cores", type=at_least(1), metavar="N", help="default: three quarters of the cores")
     say("--drafter-cores", type=at_least(1), metavar="N", help="default: a quarter of the cores")
     return parser
+
+
+def _pace(text: str) -> Pace:
+    try:
+        return parse_pace(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _names(allowed: Sequence[Name]) -> Callable[[str], tuple[Name, ...]]:

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from backend.bench.options import Options
-from backend.config.settings import Mode
+from backend.bench.options import MODES, PROBABILISTIC, Options
+from backend.config.settings import REMOTE_MODES
 
-LOCAL_MODES: frozenset[Mode] = frozenset({"off", "native"})
+LOCAL_MODES: frozenset[str] = frozenset(MODES) - REMOTE_MODES
 """Modes without a drafter of their own: they can use all cores themselves."""
 
 
@@ -34,7 +34,7 @@ class Configuration:
     """One verifier process."""
 
     layout: str
-    mode: Mode
+    mode: str
     k: int
     """0: no drafting."""
     cores: tuple[int, ...]
@@ -50,6 +50,11 @@ class Configuration:
     def label(self) -> str:
         """Mode, K and fan-out."""
         return label(self.mode, self.k, self.outcomes)
+
+    @property
+    def served(self) -> str:
+        """The mode that a verifier's settings name."""
+        return "native" if self.mode == PROBABILISTIC else self.mode
 
     @property
     def is_remote(self) -> bool:

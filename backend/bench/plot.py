@@ -18,7 +18,7 @@ Series = tuple[str, str]
 """Layout and mode with K."""
 
 
-def draw(rows: Sequence[Row], file: Path, say: Say) -> bool:
+def draw(rows: Sequence[Row], file: Path, say: Say, paced: str | None = None) -> bool:
     """Writes the picture; without matplotlib says so and returns False."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -45,7 +45,8 @@ def draw(rows: Sequence[Row], file: Path, say: Say) -> bool:
         panel.set_xlabel("requests in flight")
     handles, labels = panels[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=2 * len(targets), frameon=False)
-    figure.suptitle(f"{swept}: medians (least and greatest) of {max(row.rounds for row in own)} rounds", fontsize="medium")
+    title = f"{swept}: medians (least and greatest) of {max(row.rounds for row in own)} rounds"
+    figure.suptitle(title + (f"\npaced as {paced}".replace("; ", "\n") if paced else ""), fontsize="medium")
     figure.savefig(file, dpi=150)
     return True
 

@@ -12,11 +12,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from backend.bench.options import MODES
 from backend.bench.stopwatch import COMPUTE, THEIRS, WAIT
+from backend.config.settings import REMOTE_MODES
 from backend.models import Say
 
 NOT_OURS = (WAIT, THEIRS, COMPUTE)
-PROFILED = ("sync", "pipelined", "ahead", "auto")
+PROFILED = tuple(mode for mode in MODES if mode in REMOTE_MODES)
 Laps = Sequence[tuple[int, Mapping[str, float]]]
 
 

@@ -13,12 +13,13 @@ import msgspec
 from backend.bench import plot
 from backend.bench.identical import PLAIN, Difference
 from backend.bench.measure import Ratio, Row, ceiling, ratio
-from backend.bench.options import AUTO_LEARNS, Options
+from backend.bench.options import AUTO_LEARNS, PROBABILISTIC, Options
 from backend.bench.plan import LOCAL_MODES, CoreSplit, Point
 from backend.bench.run import WARM_UP_TOKENS, Results
 from backend.models import Say
 
 EQUAL_VERIFIER, EQUAL_TOTAL = "equal_verifier", "equal_total"
+NATIVES = ("native", PROBABILISTIC)
 SHOWN_DIFFERENCES = 20
 NOTHING = "-"
 
@@ -28,7 +29,7 @@ def write(output: Path, about: Mapping[str, Any], options: Options, split: CoreS
     content = keep(output, about, options, split, results)
     rows = results.rows()
     (output / "bench.md").write_text(markdown(content, rows, results.greedy.differences()), encoding="utf-8")
-    drawn = plot.draw(rows, output / "bench.png", say)
+    drawn = plot.draw(rows, output / "bench.png", say, content["paced"])
     say(f"wrote {output}/bench.json, bench.md{', bench.png' if drawn else ''}")
 
 
@@ -47,6 +48,7 @@ def document(about: Mapping[str, Any], options: Options, split: CoreSplit, resul
     settings = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(options).items()}
     return {
         **about,
+        "paced": str(options.pace) if options.pace else None,
         "settings": settings | {"cores_verifier": split.verifier, "cores_drafter": split.drafter},
         "complete": results.complete,
         "targets": results.targets,
@@ -85,10 +87,18 @@ def markdown(content: Mapping[str, Any], rows: Sequence[Row], differences: Seque
     for target in dict.fromkeys(row.target for row in rows):
         own = [row for row in rows if row.target == target]
         lines += [f"## Target {target}", "", _describe(content["targets"].get(target, {})), ""]
-        lines += [*_ceilings(own), *_throughput(own), *_latency(own)]
+        for section in (_ceilings(own), _throughput(own), _cycles(own), _latency(own)):
+            lines += _noted(section, content["paced"])
     if differences:
         lines += _differences(differences)
     return "\n".join(lines) + "\n"
+
+
+def _noted(section: Sequence[str], paced: str | None) -> list[str]:
+    """A section as it is, or with a line below its title that says how it was paced."""
+    if not section or not paced:
+        return list(section)
+    return [section[0], "", f"Paced on this machine's CPU, with the arithmetic of a smaller model: {paced}.", *section[1:]]
 
 
 def _greedy_line(content: Mapping[str, Any]) -> str:
@@ -121,7 +131,16 @@ def _ceilings(rows: Sequence[Row]) -> list[str]:
 
 def _throughput(rows: Sequence[Row]) -> list[str]:
     """The three figures side by side."""
-    head = ["point", "mode", "tok/s", "x off", "x native", "x off, all cores", "x native, all cores", "x off, per busy core"]
+    head = [
+        "point",
+        "mode",
+        "tok/s",
+        "x off",
+        "x best native",
+        "x off, all cores",
+        "x best native, all cores",
+        "x off, per busy core",
+    ]
     body = []
     for row in rows:
         if row.layout != EQUAL_VERIFIER and not (row.mode in LOCAL_MODES and row.layout == EQUAL_TOTAL):
@@ -133,15 +152,47 @@ def _throughput(rows: Sequence[Row]) -> list[str]:
 
 
 def _ratios(rows: Sequence[Row], row: Row) -> list[str]:
-    def over(layout: str, mode: str, name: str = "tokens_per_s") -> str:
-        return _ratio(ratio(row, find(rows, row.target, layout, row.point, mode, row.k), name))
+    def over(layout: str, modes: Sequence[str], name: str = "tokens_per_s") -> str:
+        found = [base for mode in modes if (base := find(rows, row.target, layout, row.point, mode, row.k)) is not None]
+        return _ratio(ratio(row, max(found, key=lambda base: base.tokens_per_s, default=None), name))
 
-    per_core = over(EQUAL_VERIFIER, PLAIN, "tokens_per_busy_core_s")
+    per_core = over(EQUAL_VERIFIER, [PLAIN], "tokens_per_busy_core_s")
     if row.layout == EQUAL_TOTAL:
-        return [NOTHING, NOTHING, over(EQUAL_TOTAL, PLAIN), over(EQUAL_TOTAL, "native"), per_core]
+        return [NOTHING, NOTHING, over(EQUAL_TOTAL, [PLAIN]), over(EQUAL_TOTAL, NATIVES), per_core]
     # A local mode on the verifier's cores alone leaves cores unused: its equal-total figure is its own row.
-    whole = [NOTHING] * 2 if row.mode in LOCAL_MODES else [over(EQUAL_TOTAL, PLAIN), over(EQUAL_TOTAL, "native")]
-    return [over(EQUAL_VERIFIER, PLAIN), over(EQUAL_VERIFIER, "native"), *whole, per_core]
+    whole = [NOTHING] * 2 if row.mode in LOCAL_MODES else [over(EQUAL_TOTAL, [PLAIN]), over(EQUAL_TOTAL, NATIVES)]
+    return [over(EQUAL_VERIFIER, [PLAIN]), over(EQUAL_VERIFIER, NATIVES), *whole, per_core]
+
+
+def _cycles(rows: Sequence[Row]) -> list[str]:
+    """What a paced target step is made of."""
+    head = [
+        "point",
+        "mode",
+        "cycle ms",
+        "= paced",
+        "+ overrun",
+        "+ awaiting drafts",
+        "+ overhead",
+        "steps overrun",
+        "idle awaiting drafts",
+        "draft passes overrun",
+        "by ms / pass",
+    ]
+    body = [
+        [
+            row.point.name,
+            row.label + (" (all cores)" if row.layout == EQUAL_TOTAL else ""),
+            *(_number(row.paced[f"{name}_ms"], 2) for name in ("cycle", "paced", "overrun", "awaiting", "overhead")),
+            f"{row.paced['overrun_share']:.0%}",
+            f"{row.idle_awaiting_draft:.1%}",
+            f"{row.paced['pass_overrun_share']:.0%}" if "pass_overrun_share" in row.paced else NOTHING,
+            _number(row.paced.get("pass_overrun_ms"), 3),
+        ]
+        for row in rows
+        if row.paced
+    ]
+    return ["### What a step is made of", "", *_table(head, body), ""] if body else []
 
 
 def _latency(rows: Sequence[Row]) -> list[str]:

@@ -53,7 +53,7 @@ def run(options: Options, split: CoreSplit, results: Results, say: Say, keep: Ca
             results.targets[target] = describe_target(models)
             say(f"target {target}: {results.targets[target]}")
             longest = options.prompt_tokens + options.tokens + SPARE_POSITIONS
-            bench = Bench(models, split, directory, len(gpus()), longest, max(options.concurrency))
+            bench = Bench(models, split, directory, len(gpus()), longest, max(options.concurrency), pace=options.pace)
             _measure_target(target, bench, options, results, say, keep)
     results.complete = True
 

@@ -85,14 +85,13 @@ class TimedRecording:
 
 def watch_verifier() -> Stopwatch:
     """Wraps the verifier's classes; call before one is built.  A lap is an engine step that verified without prefill."""
+    from backend.speculation.speculator import Speculator
     from backend.transport import Hub
     from backend.verifier import engine
     from backend.verifier.counting import CountingScheduler
-    from backend.verifier.fallback import Fallback
     from backend.verifier.features import FeatureShipper
     from backend.verifier.gateways import GatewayPort
     from backend.verifier.loop import DraftLinks, EngineLoop
-    from backend.verifier.planner import AutoPlanner
     from backend.verifier.runner import RemoteDrafting
     from backend.verifier.scheduler import DraftingScheduler
 
@@ -102,8 +101,7 @@ def watch_verifier() -> Stopwatch:
 
     def marked_step(loop: Any) -> None:
         step(loop)
-        shape, running = loop._scheduler._step, len(loop._scheduler.running)
-        watch.mark(running if shape.decodes_only else 0)
+        watch.mark(0 if loop._scheduler._with_prefill else len(loop._scheduler.running))
 
     setattr(EngineLoop, "_step", marked_step)  # noqa: B010  (mypy: a method is not assigned to)
     watch.wrap(Hub, "poll", WAIT)
@@ -112,10 +110,10 @@ def watch_verifier() -> Stopwatch:
     watch.wrap(EngineLoop, "_receive _wait _idle _step _tick", "loop")
     watch.wrap(GatewayPort, "receive send_outputs send_stats", "gateway wire")
     watch.wrap(DraftLinks, "receive ask", "draft wire")
-    watch.wrap(DraftingScheduler, "schedule update_from_output settle take_drafts take_ahead wait_until", "scheduler")
+    watch.wrap(DraftingScheduler, "schedule update_from_output ask take_drafts take_ahead wait_until", "scheduler")
     watch.wrap(CountingScheduler, "schedule update_from_output", "counting")
-    watch.wrap(AutoPlanner, "plan stepped", "planner")
-    watch.wrap(Fallback, "begin_step advance draft better preferred", "fallback")
+    watch.wrap(Speculator, "attach ask hold arrived", "deciding")
+    watch.wrap(Speculator, "learn forget", "learning")
     watch.wrap(RemoteDrafting, "propose_draft_token_ids", "spans")
     watch.wrap(FeatureShipper, "ship", "rounds")
     watch.wrap(FeatureShipper, "_features", COMPUTE)
@@ -149,5 +147,5 @@ def watch_drafter() -> Stopwatch:
     watch.wrap(EagleProposer, "open commit draft imagine", "proposer")
     watch.wrap(NgramProposer, "open commit draft imagine", "proposer")
     watch.wrap(Imagination, "outcomes", COMPUTE)
-    watch.wrap(Head, "forward pick", COMPUTE)
+    watch.wrap(Head, "forward read", COMPUTE)
     return watch

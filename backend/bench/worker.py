@@ -18,12 +18,15 @@ from typing import Any
 
 import msgspec
 
+from backend.bench.pace import Pace
 from backend.config import environment
 
 Job = dict[str, Any]
 FRESH_POLL_S = 0.01
 LAPS = "laps"
 """What asks for a stopwatch's notes."""
+PACED = "paced"
+"""What asks for the passes of a paced process so far."""
 RECORDS = "records"
 """What switches records on or off."""
 
@@ -49,6 +52,11 @@ def _verifier(job: Job) -> None:
         from backend.bench.stopwatch import watch_verifier
 
         watch = watch_verifier()
+    pacer = None
+    if job.get("pace"):
+        from backend.bench.pacing import pace_verifier
+
+        pacer = pace_verifier(msgspec.convert(job["pace"], Pace))
     settings = Settings.model_validate(job["settings"])
     paths = msgspec.convert(job["paths"], ResolvedModels)
     process = VerifierProcess(job["name"], "bench", settings, paths, job["address"])
@@ -63,6 +71,9 @@ def _verifier(job: Job) -> None:
         message = json.loads(line)
         if watch is not None and message == LAPS:
             _say({LAPS: watch.take()})
+            continue
+        if pacer is not None and message == PACED:
+            _say(msgspec.to_builtins(pacer.counts))
             continue
         if switched is not None and RECORDS in message:
             _say(switched.switch(**message[RECORDS]))
@@ -82,13 +93,22 @@ def _drafter(job: Job) -> None:
         from backend.bench.stopwatch import watch_drafter
 
         watch = watch_drafter()
+    pacer = None
+    if job.get("pace"):
+        from backend.bench.pacing import pace_drafter
+
+        pacer = pace_drafter(msgspec.convert(job["pace"], Pace))
     model = DrafterModel(job["target_dir"], job["head_dir"])
     process = DrafterProcess(job["name"], model, DraftingSettings.model_validate(job["settings"]), job["address"])
     process.start()
     _say({"address": process.address})
     for line in sys.stdin:
-        if watch is not None and json.loads(line) == LAPS:
+        message = json.loads(line)
+        if watch is not None and message == LAPS:
             _say({LAPS: watch.take()})
+            continue
+        if pacer is not None and message == PACED:
+            _say(msgspec.to_builtins(pacer.counts))
             continue
         stale = process.stats()
         # The loop publishes a new object a few times a second; one that is new now holds all that was counted before.

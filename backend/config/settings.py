@@ -13,8 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from backend.routing import Affinity, Policy
 
-Mode = Literal["off", "native", "sync", "pipelined", "ahead", "auto"]
-REMOTE_MODES: frozenset[Mode] = frozenset({"sync", "pipelined", "ahead", "auto"})
+Mode = Literal["off", "native", "sync", "ahead", "auto"]
+REMOTE_MODES: frozenset[Mode] = frozenset({"sync", "ahead", "auto"})
 """Modes that draft on drafters of their own."""
 
 
@@ -103,11 +103,11 @@ class VerifierSettings(Section):
         ge=0,
         description="host memory for the features of running requests, in MiB: drafters that take over start warm; 0: off",
     )
-    ahead_outcomes: int = Field(4, ge=1, le=64, description="mode ahead: outcomes drafted per request and step")
-    fallback: bool = Field(
+    ahead_outcomes: int = Field(8, ge=1, le=64, description="outcomes drafted ahead per request and step at most")
+    lookup: bool = Field(
         True,
-        description="remote modes: draft by prompt lookup on the verifier where no remote draft comes in time, "
-        "or where a request repeats itself so much that it does better",
+        description="remote modes: the verifier also drafts from each request's own text; its drafts compete with the "
+        "drafters' in every step",
     )
     gateway_lease_s: float = Field(10.0, gt=0, description="requests of a gateway silent for so long are aborted")
     kept_rows: int = Field(
@@ -116,7 +116,9 @@ class VerifierSettings(Section):
     fixed_responses: bool = Field(
         False, description="take requests that bring the response they must emit; rollouts from traces set it"
     )
-    engine_args: dict[str, Any] = Field(default_factory=dict, description="further vLLM engine arguments, by their names")
+    engine_args: dict[str, Any] = Field(
+        default_factory=dict, description="further vLLM engine arguments, by their names; of speculative_config what differs"
+    )
 
     @property
     def ranks(self) -> int:
@@ -303,10 +305,12 @@ class Settings(Section):
     mode: Mode = Field(
         "auto",
         description="off: plain decoding; native: vLLM's co-located drafting; sync: remote drafters, draft then verify; "
-        "pipelined: verify one half of the batch while the other half is drafted; ahead: the drafter drafts likely outcomes "
-        "while the verifier works; auto: chosen step by step",
+        "ahead: the drafter drafts likely outcomes while the verifier works; auto: plain steps, sync or ahead, chosen step by "
+        "step",
     )
-    num_speculative_tokens: int = Field(4, ge=1, le=32, description="draft tokens per verification at most (K)")
+    num_speculative_tokens: int = Field(
+        8, ge=1, le=32, description="the longest draft (K); how much of a draft is verified is decided in every step"
+    )
     verifiers: int = Field(1, ge=1, description="verifier replicas")
     drafters: int = Field(1, ge=0, description="drafters")
     seed: int = Field(0, description="seed of the engines")

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, field
 
 from backend.coordinator.assignment import DrafterSpeed, VerifierLoad
-from backend.fleet import FALLBACK, DrafterStats, VerifierStats
+from backend.fleet import LOOKUP, DrafterStats, VerifierStats
 
 REMEMBERED_DRAFTS = 200.0
 """Drafts after which an older acceptance counts for half."""
@@ -22,9 +22,6 @@ TREND = 10
 """A round's fixed and further time are told apart over so many times `smoothing_s`."""
 PRIOR_SLOPE = 0.3
 """Share of a round's time that is taken to grow with its requests while all rounds are alike."""
-
-LOOKUP_GAIN = 1.1
-"""Lookups are made where they promise so many times the tokens of plain steps (`verifier/fallback.py`)."""
 
 
 @dataclass
@@ -126,8 +123,8 @@ class VerifierRates:
             self._drafted_s.note(stats.drafted_step_s, seconds)
         # In the other modes people have chosen that drafters draft.
         if stats.running and stats.lookup_step_s > 0 and stats.mode == "auto":
-            own_s = stats.lookup_step_s / stats.lookup_length
-            self._bare_s.note(own_s if LOOKUP_GAIN * own_s < stats.plain_step_s else stats.plain_step_s, seconds)
+            # Look-ups that do not pay are not verified.
+            self._bare_s.note(min(stats.lookup_step_s / stats.lookup_length, stats.plain_step_s), seconds)
         load.plain_s, load.drafted_s, load.bare_s = self._plain_s.value, self._drafted_s.value, self._bare_s.value
         load.may_skip = stats.mode == "auto"
         load.overlap = _overlap(stats)
@@ -144,7 +141,7 @@ class VerifierRates:
             before = old.drafters.get(drafter_id)
             drafts = counters.drafts - (before.drafts if before else 0)
             # What a verifier drafts itself says nothing of drafters.
-            if drafts > 0 and drafter_id != FALLBACK:
+            if drafts > 0 and drafter_id != LOOKUP:
                 grown[drafter_id] = drafts, counters.accepted_tokens - (before.accepted_tokens if before else 0)
         drafts, accepted = sum(n for n, _ in grown.values()), sum(n for _, n in grown.values())
         if drafts:
@@ -166,4 +163,4 @@ def _overlap(stats: VerifierStats) -> float:
         hits = sum(each.ahead_hits for each in stats.drafters.values())
         asked = hits + sum(each.ahead_misses for each in stats.drafters.values())
         return hits / asked if asked else 0.5
-    return 1.0 if stats.plan_groups > 1 else 0.0
+    return 0.0

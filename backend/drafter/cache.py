@@ -16,10 +16,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from backend.drafter.extents import Extents
+from backend.drafter.proposer import GREEDY, Sampling
 from backend.tokens import common_prefix, splice
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from backend.drafter.taus import Trial
 
 BLOCK = 16
 
@@ -44,6 +47,9 @@ class Sequence:
     """Whether its rows come from the weights that the target has now."""
     tip: tuple[int, Tensor] | None = None
     """The base length of its last round, and the head's output `[1, hidden]` for the last row of it: drafting starts here."""
+    sampling: Sampling = GREEDY
+    trial: Trial | None = None
+    """What it would have drafted with more noise or less, until the text says which is right."""
 
     @property
     def unbroken(self) -> int:

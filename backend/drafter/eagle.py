@@ -1,4 +1,4 @@
-"""Proposes with an EAGLE head: extends the cache by the target's true features, then decodes K tokens greedily.
+"""Proposes with an EAGLE head: extends the cache by the target's true features, then decodes K tokens, with the shared noise.
 
 Drafter thread.  Both halves are batched over the sequences of a round, whichever verifier they come from.
 """
@@ -8,12 +8,16 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 
 import torch
+from torch import Tensor
 
+from backend import noise
 from backend.drafter import cache
 from backend.drafter.checkpoint import HeadWeights
+from backend.drafter.draws import Draws, Ends
 from backend.drafter.head import Head, Rows, last_rows
 from backend.drafter.outcomes import Imagination, Shape, steps_behind, tips
-from backend.drafter.proposer import MAX_DRAFT, Ask, Premise, Usage
+from backend.drafter.proposer import GREEDY, MAX_DRAFT, NOTHING, Ask, Drafted, Premise, Sampling, Usage
+from backend.drafter.taus import Taus, Trial
 from backend.protocol import Outcome
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -59,14 +63,16 @@ class EagleProposer:
                 self.max_position + MAX_DRAFT,
                 gather,
             )
-        self._imagination = Imagination(self._head, self.max_position)
+        self._taus = Taus()
+        self._imagination = Imagination(self._head, self._taus, self.max_position)
+        noise.warm_up(where)
 
     def _move(self, source: int, target: int, rows: int) -> None:
         self._head.move(source, target, rows)
 
-    def open(self, key: Hashable, tokens: list[int], rows: int, now: float) -> None:
+    def open(self, key: Hashable, tokens: list[int], rows: int, now: float, sampling: Sampling = GREEDY) -> None:
         """Starts a sequence; rows of an earlier one with the same prefix are reused up to its own features."""
-        self._cache.open(key, tokens, len(tokens) - 1 - rows, now)
+        self._cache.open(key, tokens, len(tokens) - 1 - rows, now).sampling = sampling
 
     def commit(self, key: Hashable, base_len: int, tokens: list[int], rows: int, now: float) -> bool:
         """Takes the newest tokens."""
@@ -77,6 +83,7 @@ class EagleProposer:
         if rows or tokens or base_len > len(sequence.tokens):
             self._cache.extend_tokens(sequence, base_len, tokens)
             sequence.tip = None if tokens else sequence.tip
+            self._learn(sequence, base_len - len(tokens), tokens)
         return True
 
     def close(self, key: Hashable) -> None:
@@ -107,17 +114,19 @@ class EagleProposer:
         return Usage(len(held), held.usage, held.prefix_rows_reused, held.evictions)
 
     @torch.inference_mode()
-    def draft(self, batch: Sequence[Ask]) -> list[list[int]]:
+    def draft(self, batch: Sequence[Ask]) -> list[Drafted]:
         """Extends all sequences in one pass, then decodes those that want drafts, together."""
-        limits = [max(min(ask.k, MAX_DRAFT, self.max_position - ask.base_len), 0) for ask in batch]
+        limits = [max(min(ask.until.k, MAX_DRAFT, self.max_position - ask.base_len), 0) for ask in batch]
         depth = max(limits, default=0)
         extended, drafting = self._reserve(batch, limits, max(depth - 1, 0))
         if extended:
             self._extend(batch, extended)
-        drafts: list[list[int]] = [[] for _ in batch]
+        drafts = [NOTHING for _ in batch]
         if drafting:
-            for i, tokens in zip(drafting, self._decode(list(drafting.values()), depth), strict=True):
-                drafts[i] = tokens[: limits[i]]
+            sequences = list(drafting.values())
+            ends = Ends([limits[i] for i in drafting], [batch[i].until for i in drafting], [s.sampling for s in sequences])
+            for i, drafted in zip(drafting, self._decode(sequences, ends, depth), strict=True):
+                drafts[i] = drafted
         return drafts
 
     @torch.inference_mode()
@@ -129,7 +138,7 @@ class EagleProposer:
             sequence = self._cache.peek(premise.key)
             if sequence is None or not _is_at(sequence, premise.base_len):
                 continue
-            wanted = premise.verifying and premise.outcomes > 0 and premise.k > 0
+            wanted = premise.verifying and premise.outcomes > 0 and premise.until.k > 0
             if wanted and self._cache.spare(sequence, likely.scratch):
                 chosen[i] = sequence
         found: list[list[Outcome]] = [[] for _ in batch]
@@ -190,21 +199,52 @@ class EagleProposer:
             sequence.tip = batch[i].base_len, output[row : row + 1]
             self._cache.publish(sequence)
 
-    def _decode(self, sequences: list[cache.Sequence], depth: int) -> list[list[int]]:
-        """`depth` greedy tokens per sequence from their tips: `[sequences][depth]`."""
+    def _decode(self, sequences: list[cache.Sequence], ends: Ends, depth: int) -> list[Drafted]:
+        """A draft of at most `depth` tokens per sequence, from their tips."""
         head = self._head
-        ids, feature = head.pick(tips(sequences))
-        chosen = [ids]
+        samplings = [s.sampling for s in sequences]
+        taus = [self._taus.in_force(sampling.temperature) for sampling in samplings]
+        draws = Draws(samplings, taus, head.draft_to_target, head.device)
+        positions, places = steps_behind(sequences, depth, head.device)
         starts, ones = [s.start for s in sequences], [1] * len(sequences)
-        positions, places = steps_behind(sequences, depth - 1, head.device)
-        for step in range(depth - 1):
+        tokens, values, leads = [], [], []
+        logits, feature = head.read(tips(sequences))
+        first = logits
+        for step in range(depth):
+            # A row's position is its feature's; the token drafted from it stands right behind the one it was made with.
+            columns, value, lead = draws.pick(logits, positions[step] + 1)
+            tokens.append(head.target_ids(columns))
+            values.append(value)
+            leads.append(lead)
+            if not ends.take(value, lead):
+                break
             lengths = [s.length + 1 + step for s in sequences]
-            ids, feature = head.pick(
-                head.forward(Rows(ids, positions[step], places[step], starts, lengths, ones), feature, None)
-            )
-            chosen.append(ids)
-        drafts: list[list[int]] = torch.stack(chosen, dim=1).tolist()
-        return drafts
+            rows = Rows(tokens[-1], positions[step], places[step], starts, lengths, ones)
+            logits, feature = head.read(head.forward(rows, feature, None))
+        if not draws.is_greedy:
+            self._try_rivals(sequences, taus, first, positions[0] + 1, tokens[0])
+        return ends.cut(tokens, values, leads)
+
+    def _try_rivals(
+        self, sequences: list[cache.Sequence], taus: list[int], logits: Tensor, positions: Tensor, chosen: Tensor
+    ) -> None:
+        """Notes what another tau would have drafted first, where the head stands on true features."""
+        samplings = [s.sampling for s in sequences]
+        rivals = [self._taus.rival(sampling.temperature) for sampling in samplings]
+        others = Draws(samplings, rivals, self._head.draft_to_target, self._head.device)
+        found = torch.stack((chosen, self._head.target_ids(others.pick(logits, positions)[0]))).tolist()
+        for sequence, tau, rival, own, other in zip(sequences, taus, rivals, *found, strict=True):
+            if sequence.sampling.temperature > 0:
+                base_len = len(sequence.tokens)
+                sequence.trial = Trial(base_len, sequence.sampling.temperature, {tau: own, rival: other})
+
+    def _learn(self, sequence: cache.Sequence, first: int, tokens: list[int]) -> None:
+        """The text has `tokens` from position `first` on."""
+        trial = sequence.trial
+        if trial is not None and first + len(tokens) > trial.base_len:
+            sequence.trial = None
+            if first <= trial.base_len:
+                self._taus.learn(trial, tokens[trial.base_len - first])
 
 
 def _is_at(sequence: cache.Sequence, base_len: int) -> bool:

@@ -92,7 +92,9 @@ class Head:
         self.norm = self._vector("norm.weight")
         self.lm_head = self._on_device(weights.lm_head.t())
         mapping = weights.draft_to_target
-        self.draft_to_target = None if mapping is None else mapping.to(device)
+        # A whole vocabulary in its own order needs none, and its noise is drawn faster.
+        is_whole = mapping is None or torch.equal(mapping, torch.arange(weights.config.vocab_size))
+        self.draft_to_target = None if mapping is None or is_whole else mapping.to(device)
         self._source = {}
         width = 2 * self.kv_heads * self.head_dim
         self.cache = torch.zeros(config.num_layers, capacity, width, device=device, dtype=dtype)
@@ -134,19 +136,14 @@ class Head:
             hidden = self._finish(layer, residual, attended)
         return hidden
 
-    def pick(self, output: Tensor) -> tuple[Tensor, Tensor]:
-        """Greedy choice from outputs `[n, hidden]`: target ids `[n]`, and the features `[n, hidden]` of the next step."""
+    def read(self, output: Tensor) -> tuple[Tensor, Tensor]:
+        """Of outputs `[n, hidden]`: logits `[n, draft vocabulary]` in float32, features `[n, hidden]` of the next step."""
         normed = self._normed(output)
-        ids = self.target_ids((normed @ self.lm_head).argmax(-1))
-        return ids, normed if self.config.norm_output else output
+        return (normed @ self.lm_head).float(), normed if self.config.norm_output else output
 
     def feature(self, output: Tensor) -> Tensor:
         """The features `[n, hidden]` of the next step alone."""
         return self._normed(output) if self.config.norm_output else output
-
-    def logits(self, output: Tensor) -> Tensor:
-        """`[n, draft vocabulary]`, float32."""
-        return (self._normed(output) @ self.lm_head).float()
 
     def target_ids(self, ids: Tensor) -> Tensor:
         """The target's token ids for the draft vocabulary's, of any shape."""

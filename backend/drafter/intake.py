@@ -90,9 +90,13 @@ def check_next(message: Next, limits: Limits) -> None:
     """Checks a `Next`.  Raises `Malformed`."""
     if len({item.request_id for item in message.items}) != len(message.items):
         raise Malformed("a request twice in one message")
+    if len(message.judges) not in (0, 2):
+        raise Malformed("judges are for greedy and for sampled requests")
+    if any(len(weights) < 3 or not all(map(math.isfinite, weights)) for weights in message.judges):
+        raise Malformed("a judge has at least three weights, all finite")
     for item in message.items:
-        if item.base_len < 1 or item.k < 0 or item.outcomes < 0:
-            raise Malformed("base_len, k or outcomes out of range")
+        if item.base_len < 1 or item.k < 0 or item.outcomes < 0 or not 0 <= item.floor <= 1:
+            raise Malformed("base_len, k, outcomes or floor out of range")
         if len(item.verifying) > MAX_DRAFT:
             raise Malformed("a draft longer than any can be")
         if any(not 0 <= token < limits.vocab_size for token in item.verifying):
@@ -101,8 +105,10 @@ def check_next(message: Next, limits: Limits) -> None:
 
 def _check_item(item: Open | Commit, limits: Limits) -> None:
     known = len(item.tokens)
-    if item.base_len < 1 or item.k < 0 or not 0 <= item.rows < item.base_len:
-        raise Malformed("base_len, rows or k out of range")
+    if item.base_len < 1 or not 0 <= item.rows < item.base_len:
+        raise Malformed("base_len or rows out of range")
+    if isinstance(item, Open) and not (0 <= item.seed < 1 << 64 and 0 <= item.temperature < math.inf):
+        raise Malformed("seed or temperature out of range")
     if known > item.base_len or (isinstance(item, Open) and known != item.base_len):
         raise Malformed("base_len does not fit the tokens")
     if item.rows > known:

@@ -7,10 +7,12 @@ its outcomes enumerated.  A newer item for the same request replaces it at any s
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from backend.drafter.proposer import MAX_OUTCOMES
+import msgspec
+
+from backend.drafter.proposer import MAX_OUTCOMES, Until
 from backend.protocol import NextItem
 
 Key = tuple[str, int, str]
@@ -28,6 +30,12 @@ class Wanted:
     epoch: int
     item: NextItem
     since: float
+    judges: Sequence[Sequence[float]] = ()
+
+    @property
+    def until(self) -> Until:
+        """When its drafts end."""
+        return Until(self.item.k, self.item.floor, self.judges)
 
 
 class Nexts:
@@ -66,12 +74,12 @@ class Nexts:
             self._drop([next(iter(self._held))])
 
     def reached(self, key: Key, base_len: int, now: float) -> None:
-        """A round has made the request `base_len` tokens long."""
+        """A round that came at `now` has made the request `base_len` tokens long."""
         self._strangers.pop(key, None)
         self._move(key, base_len, now, known=True)
 
     def unknown(self, key: Key, base_len: int, now: float) -> None:
-        """A round was about a request that is not there: nothing can be drafted for it at this length."""
+        """A round that came at `now` was about a request that is not there: nothing can be drafted for it at this length."""
         self._strangers[key] = base_len, now
         if len(self._strangers) > MAX_HELD:
             del self._strangers[next(iter(self._strangers))]
@@ -103,7 +111,7 @@ class Nexts:
     def drafted(self, wanted: Wanted, tokens: list[int], now: float) -> None:
         """A fresh draft was sent: next come its outcomes."""
         if tokens and wanted.item.outcomes:
-            item = NextItem(wanted.item.request_id, wanted.item.base_len, wanted.item.k, tokens, wanted.item.outcomes)
+            item = msgspec.structs.replace(wanted.item, verifying=tokens)
             self._waiting[wanted.key] = replace(wanted, item=item, since=now)
 
     def take_waiting(self, most: int) -> list[Wanted]:
@@ -121,13 +129,14 @@ class Nexts:
 
     def _move(self, key: Key, base_len: int, now: float, known: bool) -> None:
         for stage in (self._fresh, self._waiting):
-            if key in stage and (stage[key].item.base_len != base_len or not known):
+            # An owed draft is owed all the same where nothing can be drafted: the answer is empty.
+            if key in stage and (stage[key].item.base_len != base_len or (stage is self._waiting and not known)):
                 self._drop([key])
         held = self._held.get(key)
         if held is not None and held.item.base_len <= base_len:
             del self._held[key]
             if held.item.base_len == base_len:
-                self._arrive(replace(held, since=now), known)
+                self._arrive(replace(held, since=max(held.since, now)), known)
             else:
                 self.dropped += 1
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 
-from backend.drafter.proposer import MAX_DRAFT, Ask, Premise, Usage
+from backend.drafter.proposer import GREEDY, MAX_DRAFT, Ask, Drafted, Premise, Sampling, Usage
 from backend.lookup import Lookup
 from backend.protocol import Outcome
 
@@ -26,7 +26,7 @@ class NgramProposer:
         self._held = 0
         self._evictions = 0
 
-    def open(self, key: Hashable, tokens: list[int], rows: int, now: float) -> None:
+    def open(self, key: Hashable, tokens: list[int], rows: int, now: float, sampling: Sampling = GREEDY) -> None:
         """Starts a request (again)."""
         self.close(key)
         self._lookups[key] = Lookup(tokens, *self._sizes)
@@ -54,14 +54,14 @@ class NgramProposer:
         if lookup is not None:
             self._held -= len(lookup.tokens)
 
-    def draft(self, batch: Sequence[Ask]) -> list[list[int]]:
-        """Looks each request up by itself."""
-        drafts: list[list[int]] = []
+    def draft(self, batch: Sequence[Ask]) -> list[Drafted]:
+        """Looks each request up by itself; a look-up has no signs, so nothing ends it early."""
+        drafts: list[Drafted] = []
         for ask in batch:
             lookup = self._lookups.get(ask.key)
-            k = min(ask.k, MAX_DRAFT, self.max_position - ask.base_len)
+            k = min(ask.until.k, MAX_DRAFT, self.max_position - ask.base_len)
             usable = lookup is not None and k > 0 and len(lookup.tokens) == ask.base_len
-            drafts.append(lookup.draft(k) if lookup is not None and usable else [])
+            drafts.append(Drafted(lookup.draft(k) if lookup is not None and usable else [], []))
         return drafts
 
     def imagine(self, batch: Sequence[Premise]) -> list[list[Outcome]]:
@@ -93,7 +93,7 @@ class NgramProposer:
         lookup, accepted = self._lookups.get(premise.key), len(premise.verifying)
         if lookup is None or len(lookup.tokens) != premise.base_len or not accepted or not premise.outcomes:
             return []
-        k = min(premise.k, MAX_DRAFT, self.max_position - premise.base_len - accepted - 1)
+        k = min(premise.until.k, MAX_DRAFT, self.max_position - premise.base_len - accepted - 1)
         follows = lookup.draft_after(premise.verifying, k + 1) if k > 0 else []
         return [Outcome(accepted, follows[0], follows[1:])] if follows else []
 

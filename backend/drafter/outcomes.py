@@ -1,11 +1,15 @@
 """Imagines how a verification may end, and drafts for each end: the mode `ahead` with an EAGLE head.  Drafter thread.
 
 While the target verifies `d[0..m-1]`, the head runs over the same tokens on features of its own making.  That yields its
-distribution q_k of every position at which the verification may stop.  An outcome (k, t) says that k tokens are accepted and t
-comes after them.  Taking q as the target's own choice, token d_i is accepted with probability q_i(d_i) and a rejected one is
-replaced by t with q_k(t) / (1 - q_k(d_k)), so that
+distribution q_k at every position where the verification may stop.  An outcome (k, t) says that k tokens are accepted and t
+comes after them.  With c_i the chance that d_i is accepted,
 
-    P(k, t) = q_0(d_0) ... q_{k-1}(d_{k-1}) q_k(t),    t != d_k for k < m
+    P(k, t) = c_0 ... c_{k-1} (1 - c_k) r_k(t),    t != d_k for k < m, and without (1 - c_k) for k = m
+
+where r_k is what comes where d_k does not.  The noise is known.  So among the values `log q_k + tau G` (of a greedy request
+`log q_k`) the largest are the likeliest tokens, and a softmax over the largest stands for their chances.  Where the verifier
+says how to judge values (`backend/chances.py`), c comes from there and r_k from the values without d_k.  Else both come from
+the values: a token's share in the softmax, which for a greedy request is q_k itself.
 
 The likeliest outcomes are the branches of one tree: they share the sequence's rows and their part of the drafted ones, and
 are decoded together.  All of its rows lie behind the sequence's last row, in no one's books; the next true rows replace them.
@@ -20,14 +24,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from backend.chances import chances
 from backend.drafter.cache import Sequence
+from backend.drafter.draws import Draws, Ends
 from backend.drafter.head import Head, Rows
-from backend.drafter.proposer import MAX_DRAFT, MAX_OUTCOMES, Premise
+from backend.drafter.proposer import MAX_DRAFT, MAX_OUTCOMES, Drafted, Premise
+from backend.drafter.taus import Taus
 from backend.protocol import Outcome
 
 NEVER = float("-inf")
 UNLIKELY = -30.0
-"""Logarithm of the probability that a token outside the draft vocabulary is accepted: the head gives it none."""
+"""The value of a token outside the draft vocabulary: the head gives it no probability."""
+LEAST_CHANCE = 1e-6
+"""A judge that is surer than this is taken at this, so that logarithms stay finite."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +53,7 @@ class Shape:
         return cls(
             max((len(premise.verifying) for premise in batch), default=0),
             max((min(premise.outcomes, MAX_OUTCOMES) for premise in batch), default=0),
-            max((min(premise.k, MAX_DRAFT) for premise in batch), default=0),
+            max((min(premise.until.k, MAX_DRAFT) for premise in batch), default=0),
         )
 
     @property
@@ -55,7 +64,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class _Branches:
-    """The chosen outcomes, `[sequences, width]`: tokens accepted, the draft vocabulary's id after them, log-probability."""
+    """The chosen outcomes, `[sequences, width]`: tokens accepted, the target's token after them, log-probability."""
 
     stops: Tensor
     tokens: Tensor
@@ -65,8 +74,9 @@ class _Branches:
 class Imagination:
     """Enumerates outcomes with one head; keeps nothing between calls."""
 
-    def __init__(self, head: Head, max_position: int) -> None:
+    def __init__(self, head: Head, taus: Taus, max_position: int) -> None:
         self._head = head
+        self._taus = taus
         self._max_position = max_position
         mapping = head.draft_to_target
         self._draft_ids = None if mapping is None else {target: own for own, target in enumerate(mapping.tolist())}
@@ -75,21 +85,29 @@ class Imagination:
     def outcomes(self, premises: list[Premise], sequences: list[Sequence], shape: Shape) -> list[list[Outcome]]:
         """The likeliest first.  Each sequence stands at its premise's length and has `shape.scratch` rows to spare."""
         outputs = self._force(premises, sequences, shape.depth)
-        branches = self._choose(premises, outputs, shape)
-        ids = self._head.target_ids(branches.tokens)
-        drafted = self._branch(sequences, outputs, branches, ids, shape)
-        found: list[list[Outcome]] = []
-        packed = torch.cat((branches.stops.unsqueeze(-1), ids.unsqueeze(-1), drafted), dim=-1).tolist()
-        for premise, rows, scores in zip(premises, packed, branches.scores.tolist(), strict=True):
-            room = self._max_position - premise.base_len - 1
-            found.append(
-                [
-                    Outcome(stop, token, tokens[: max(min(premise.k, room - stop), 0)])
-                    for (stop, token, *tokens), score in zip(rows[: premise.outcomes], scores, strict=False)
-                    if score > NEVER
-                ]
-            )
-        return found
+        branches = self._choose(premises, sequences, outputs, shape)
+        stops, tokens, scores = branches.stops.tolist(), branches.tokens.tolist(), branches.scores.tolist()
+        # One limit per branch; what nobody asked for, or nobody can use, gets no tokens.
+        limits = [
+            min(p.until.k, MAX_DRAFT, self._max_position - p.base_len - 1 - stop) if at < p.outcomes and score > NEVER else 0
+            for p, own_stops, own_scores in zip(premises, stops, scores, strict=True)
+            for at, (stop, score) in enumerate(zip(own_stops, own_scores, strict=True))
+        ]
+        width = branches.stops.shape[1]
+        ends = Ends(
+            limits,
+            [p.until for p in premises for _ in range(width)],
+            [s.sampling for s in sequences for _ in range(width)],
+        )
+        drafted = self._branch(sequences, outputs, branches, ends, shape)
+        return [
+            [
+                Outcome(stops[i][at], tokens[i][at], *drafted[i * width + at])
+                for at in range(min(premise.outcomes, width))
+                if scores[i][at] > NEVER
+            ]
+            for i, premise in enumerate(premises)
+        ]
 
     def _force(self, premises: list[Premise], sequences: list[Sequence], depth: int) -> Tensor:
         """The head's outputs when made to draft what is being verified: `[sequences, depth + 1, hidden]`."""
@@ -107,22 +125,56 @@ class Imagination:
             outputs.append(output)
         return torch.stack(outputs, dim=1)
 
-    def _choose(self, premises: list[Premise], outputs: Tensor, shape: Shape) -> _Branches:
-        """The most probable outcomes by the module's formula."""
-        count, stops = len(premises), shape.depth + 1
-        logits = self._head.logits(outputs.flatten(0, 1)).view(count, stops, -1)
-        drafted = [self._own_ids(premise.verifying, stops) for premise in premises]
-        limits = [[0.0 if k <= len(p.verifying) else NEVER for k in range(stops)] for p in premises]
-        verified = torch.tensor(drafted, device=logits.device).unsqueeze(-1)
-        totals = logits.logsumexp(-1, keepdim=True)
-        accepted = (logits.gather(-1, verified.clamp(min=0)) - totals).masked_fill_(verified < 0, UNLIKELY)
-        before = accepted.cumsum(1) - accepted + torch.tensor(limits, device=logits.device).unsqueeze(-1)
+    def _draws(self, sequences: list[Sequence], times: int) -> Draws:
+        """Each sequence's way to draw, `times` rows of it."""
+        samplings = [s.sampling for s in sequences for _ in range(times)]
+        taus = [self._taus.in_force(sampling.temperature) for sampling in samplings]
+        return Draws(samplings, taus, self._head.draft_to_target, self._head.device)
+
+    def _choose(self, premises: list[Premise], sequences: list[Sequence], outputs: Tensor, shape: Shape) -> _Branches:
+        """The most probable outcomes by the module's formula; `[sequences, stops]` throughout."""
+        device, count, stops = self._head.device, len(premises), shape.depth + 1
+        logits = self._head.read(outputs.flatten(0, 1))[0]
+        draws = self._draws(sequences, stops)
+        at = torch.tensor([p.base_len for p in premises], device=device).unsqueeze(1) + torch.arange(stops, device=device)
         # One more than can be chosen, since the verified token is not an outcome.
-        best, tokens = logits.topk(min(shape.width + 1, self._draft_vocab), dim=-1)
-        scores = (best - totals + before).masked_fill_(tokens == verified, NEVER).flatten(1)
+        size = min(max(shape.width, 1) + 1, self._draft_vocab)
+        drafted = torch.tensor([self._own_ids(p.verifying, stops) for p in premises], device=device)
+        lengths = torch.tensor([len(p.verifying) for p in premises], device=device).unsqueeze(1)
+        columns, values, verified = draws.survey(logits, at.flatten(), size, drafted.clamp(min=0).flatten())
+        columns, values = columns.view(count, stops, size), values.view(count, stops, size)
+        # Behind the last verified token stands none that could be accepted.
+        stop = torch.arange(stops, device=device)
+        verified = verified.view(count, stops).masked_fill(drafted < 0, UNLIKELY).masked_fill(stop >= lengths, NEVER)
+        others = values.masked_fill(columns == drafted.unsqueeze(-1), NEVER)
+        accepted, ended = self._fates(premises, sequences, draws, verified, others)
+        before = (accepted.cumsum(1) - accepted).masked_fill(stop > lengths, NEVER)
+        scores = (others + (before + ended).unsqueeze(-1)).flatten(1)
         chosen, where = scores.topk(min(shape.width, scores.shape[1]), dim=-1)
-        stop = torch.div(where, tokens.shape[-1], rounding_mode="floor")
-        return _Branches(stop, tokens.flatten(1).gather(1, where), chosen)
+        tokens = self._head.target_ids(columns.flatten(1).gather(1, where))
+        return _Branches(torch.div(where, size, rounding_mode="floor"), tokens, chosen)
+
+    def _fates(
+        self, premises: list[Premise], sequences: list[Sequence], draws: Draws, verified: Tensor, others: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Logarithms: of each verified token's chance, and of what makes values the chances of what comes instead of it."""
+        rest = others.logsumexp(-1).clamp(min=torch.finfo(torch.float32).min)
+        is_sampled = (draws.scales > 0).view(verified.shape)
+        total = torch.where(is_sampled, torch.logaddexp(rest, verified), 0.0)
+        accepted, ended = verified - total, -total
+        leads = verified - others[..., 0].maximum(others[..., min(1, others.shape[-1] - 1)])
+        signs = torch.stack((verified, leads), dim=-1).flatten(1).tolist()
+        for i, (premise, sequence) in enumerate(zip(premises, sequences, strict=True)):
+            weights = premise.until.judge(sequence.sampling)
+            if weights is not None:
+                count = len(premise.verifying)
+                judged = torch.tensor(chances(weights, signs[i][: 2 * count]), device=verified.device)
+                judged = judged.clamp(LEAST_CHANCE, 1 - LEAST_CHANCE)
+                accepted[i, :count] = judged.log()
+                ended[i] = -rest[i]
+                ended[i, :count] += torch.log1p(-judged)
+        # The stop behind the last token has no successor.
+        return accepted.masked_fill(verified == NEVER, 0.0), ended
 
     def _own_ids(self, verifying: list[int], count: int) -> list[int]:
         """Draft vocabulary ids, -1 where there is none, padded with it to `count`."""
@@ -132,13 +184,15 @@ class Imagination:
             own = [known.get(token, -1) for token in verifying]
         return own + [-1] * (count - len(own))
 
-    def _branch(self, sequences: list[Sequence], outputs: Tensor, branches: _Branches, ids: Tensor, shape: Shape) -> Tensor:
-        """Greedy drafts of all outcomes: `[sequences, width, steps]`.
+    def _branch(
+        self, sequences: list[Sequence], outputs: Tensor, branches: _Branches, ends: Ends, shape: Shape
+    ) -> list[Drafted]:
+        """The drafts of all outcomes, `width` per sequence.
 
         The rows of one step lie together, one per branch, behind those of the verified draft.
         """
         head, device = self._head, self._head.device
-        count, width = ids.shape
+        count, width = branches.tokens.shape
         stride = torch.arange(count, device=device).unsqueeze(1) * (shape.depth + 1)
         feature = head.feature(outputs.flatten(0, 1).index_select(0, (stride + branches.stops).flatten()))
         last, places = steps_behind(sequences, shape.depth + 1, device)
@@ -148,14 +202,23 @@ class Imagination:
         first = (places[-1].unsqueeze(1) + torch.arange(width, device=device)).flatten()
         starts, counts = [s.start for s in sequences], [width] * count
         masks = self._masks(sequences, branches.stops, shape)
-        tokens, chosen = ids.flatten(), []
+        draws = self._draws(sequences, width)
+        ids = branches.tokens.flatten()
+        tokens, values, leads = [], [], []
         for step in range(shape.steps):
             lengths = [s.length + shape.depth + (step + 1) * width for s in sequences]
             at = (positions + step).clamp_(max=furthest)
-            rows = Rows(tokens, at, first + step * width, starts, lengths, counts, masks)
-            tokens, feature = head.pick(head.forward(rows, feature, None))
-            chosen.append(tokens)
-        return torch.stack(chosen, dim=1).view(count, width, shape.steps)
+            rows = Rows(ids, at, first + step * width, starts, lengths, counts, masks)
+            logits, feature = head.read(head.forward(rows, feature, None))
+            # The row's token stands one behind its feature, the one it yields two.
+            columns, value, lead = draws.pick(logits, positions + step + 2)
+            ids = head.target_ids(columns)
+            tokens.append(ids)
+            values.append(value)
+            leads.append(lead)
+            if not ends.take(value, lead):
+                break
+        return ends.cut(tokens, values, leads)
 
     def _masks(self, sequences: list[Sequence], stops: Tensor, shape: Shape) -> list[Tensor]:
         """Per sequence, what its branches may see: all its rows, the drafted ones before the stop, and their own."""

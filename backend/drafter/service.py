@@ -1,11 +1,11 @@
 """The drafter's side of the protocol, without sockets: messages in, messages out.  Drafter thread.
 
 `receive` takes one message and answers greetings and nonsense at once; rounds queue up.  `work` takes as many waiting rounds,
-of whatever verifiers, as can share a batch, has the proposer extend and draft, and answers each round.  Fresh drafts that a
-`Next` asks for are part of such a batch; outcomes are enumerated only when neither rounds nor fresh drafts wait (`nexts.py`).
+of whatever verifiers, as can share a batch, adds the fresh drafts that are owed, and has the proposer extend and draft.
+Outcomes are enumerated only when neither rounds nor fresh drafts wait (`nexts.py`).
 
 A verifier has two sockets: `features`, which sends rounds, and `drafts`, which sends `Next` and gets all answers.  Both greet
-with the same verifier and epoch; a message's own epoch is only echoed.  Refusals of rounds go to `drafts` too, unless nobody
+with the same verifier and epoch; the epoch of a `Next` is only echoed.  Refusals of rounds go to `drafts` too, unless nobody
 has greeted; which requests must be opened again is said to `features`, whose owner opens them.
 """
 
@@ -20,7 +20,7 @@ import msgspec
 
 from backend.drafter.intake import Limits, Malformed, check_next, features_of
 from backend.drafter.nexts import Key, Nexts, Wanted
-from backend.drafter.proposer import Ask, Premise, Proposer
+from backend.drafter.proposer import NOTHING, Ask, Drafted, Premise, Proposer, Sampling
 from backend.drafter.sessions import Session, Waiting
 from backend.drafter.traces import DraftTraces
 from backend.fleet import DrafterStats
@@ -46,9 +46,6 @@ from backend.protocol import (
 
 Reply = tuple[bytes, bytes]
 """The peer's identity and the message for it."""
-
-_Part = tuple[str, int, int | None]
-"""A request, its base length, and its place among the batch's questions; None: an empty draft."""
 
 MAX_BATCH_ROUNDS = 64
 
@@ -119,7 +116,7 @@ class DrafterService:
         """One batch: rounds and fresh drafts if any wait, else outcomes."""
         started = self._clock()
         asks: list[Ask] = []
-        rounds, answers = self._take_rounds(asks, started)
+        rounds = self._take_rounds(asks, started)
         unknown = [(listener, encode(Unknown(requests))) for listener, requests in self._unknown.items()]
         self._unknown.clear()
         fresh = self._join_fresh(asks)
@@ -129,10 +126,9 @@ class DrafterService:
         finished = self._clock()
         self._count(rounds, asks, drafts, finished - started)
         if self._traces is not None:
-            for ask, tokens in zip(asks, drafts, strict=True):
-                self._traces.drafted(ask.key, len(tokens), finished - started, finished)
-        replies = self._answer_fresh(fresh, drafts, started, finished)
-        return replies + self._answer(rounds, answers, drafts, started, finished) + unknown
+            for ask, drafted in zip(asks, drafts, strict=True):
+                self._traces.drafted(ask.key, len(drafted.tokens), finished - started, finished)
+        return self._answer(fresh, drafts, started, finished) + unknown
 
     def replace(self, proposer: Proposer) -> None:
         """Drafts with another proposer from now on.  Verifiers have to greet again, and then open their requests again."""
@@ -226,16 +222,16 @@ class DrafterService:
     def _take_next(self, session: Session, message: Next, now: float) -> None:
         for item in message.items:
             key = session.verifier_id, session.epoch, item.request_id
+            wanted = Wanted(key, message.epoch, item, now, message.judges)
             if item.base_len > self._proposer.max_position:
                 self._nexts.unknown(key, item.base_len, now)
-                self._nexts.want(Wanted(key, message.epoch, item, now), None)
+                self._nexts.want(wanted, None)
             else:
-                self._nexts.want(Wanted(key, message.epoch, item, now), self._proposer.length(key))
+                self._nexts.want(wanted, self._proposer.length(key))
 
-    def _take_rounds(self, asks: list[Ask], now: float) -> tuple[list[Waiting], list[list[_Part]]]:
-        """The rounds that waited longest, up to the first that needs another's outcome, and what to answer to each."""
+    def _take_rounds(self, asks: list[Ask], now: float) -> list[Waiting]:
+        """The rounds that waited longest, up to the first that needs another's outcome."""
         rounds: list[Waiting] = []
-        answers: list[list[_Part]] = []
         asked: set[Key] = set()
         while self._waiting and len(rounds) < MAX_BATCH_ROUNDS:
             waiting = self._waiting[0]
@@ -244,9 +240,9 @@ class DrafterService:
                 break
             self._waiting.popleft()
             rounds.append(waiting)
-            answers.append(self._apply(waiting, asks, now))
+            self._apply(waiting, asks, now)
             asked |= keys
-        return rounds, answers
+        return rounds
 
     def _join_fresh(self, asks: list[Ask]) -> list[tuple[Wanted, int | None]]:
         """Adds fresh drafts that are owed to a batch's questions; returns them with their places among these."""
@@ -256,19 +252,19 @@ class DrafterService:
             item, place = wanted.item, places.get(wanted.key)
             if place is not None and asks[place].base_len == item.base_len:
                 # The round that brought the request here is in the same batch.
-                asks[place] = replace(asks[place], k=max(asks[place].k, item.k))
+                asks[place] = replace(asks[place], until=wanted.until)
             elif place is not None:
                 place = None
             elif self._proposer.length(wanted.key) == item.base_len:
                 place = len(asks)
-                asks.append(Ask(wanted.key, item.base_len, 0, item.k, None))
+                asks.append(Ask(wanted.key, item.base_len, 0, None, wanted.until))
             fresh.append((wanted, place))
         return fresh
 
     def _imagine(self, started: float) -> list[Reply]:
         """Enumerates outcomes of what is being verified."""
         batch = self._nexts.take_waiting(self._proposer.batch_outcomes)
-        premises = [Premise(w.key, w.item.base_len, w.item.k, w.item.verifying, w.item.outcomes) for w in batch]
+        premises = [Premise(w.key, w.item.base_len, w.until, w.item.verifying, w.item.outcomes) for w in batch]
         found = self._proposer.imagine(premises)
         spent_s = self._clock() - started
         self._counters.busy_s += spent_s
@@ -291,9 +287,8 @@ class DrafterService:
                 groups.setdefault((session.drafts, wanted.epoch), []).append(place)
         return [(listener, epoch, places) for (listener, epoch), places in groups.items()]
 
-    def _apply(self, waiting: Waiting, asks: list[Ask], now: float) -> list[_Part]:
-        """Takes a round's news and adds its questions to `asks`; returns what to answer."""
-        answers: list[_Part] = []
+    def _apply(self, waiting: Waiting, asks: list[Ask], now: float) -> None:
+        """Takes a round's news, and adds to `asks` what is to be computed of it."""
         proposer, at = self._proposer, 0
         for item in waiting.message.items:
             key = waiting.key(item.request_id)
@@ -308,7 +303,7 @@ class DrafterService:
             if item.base_len > proposer.max_position:
                 known = False
             elif isinstance(item, Open):
-                proposer.open(key, list(item.tokens), item.rows, now)
+                proposer.open(key, list(item.tokens), item.rows, now, Sampling.of(item.seed, item.temperature))
                 if self._traces is not None:
                     self._traces.opened(key, item.trace, now)
                 known = True
@@ -317,62 +312,35 @@ class DrafterService:
                 if not known and waiting.session.features is not None:
                     self._unknown.setdefault(waiting.session.features, []).append(item.request_id)
             if not known:
-                self._nexts.unknown(key, item.base_len, now)
-                if item.k:
-                    answers.append((item.request_id, item.base_len, None))
+                self._nexts.unknown(key, item.base_len, waiting.arrived)
                 continue
             # Not always the item's own: what is computed anew after a preemption takes nothing back.
-            self._nexts.reached(key, proposer.length(key) or 0, now)
-            if item.k:
-                answers.append((item.request_id, item.base_len, len(asks)))
-            asks.append(Ask(key, item.base_len, item.rows, item.k, features))
-        return answers
+            self._nexts.reached(key, proposer.length(key) or 0, waiting.arrived)
+            asks.append(Ask(key, item.base_len, item.rows, features))
 
-    def _answer_fresh(
-        self, fresh: list[tuple[Wanted, int | None]], drafts: list[list[int]], started: float, finished: float
+    def _answer(
+        self, fresh: list[tuple[Wanted, int | None]], drafts: list[Drafted], started: float, finished: float
     ) -> list[Reply]:
         wishes = [wanted for wanted, _ in fresh]
-        tokens = [[] if place is None else drafts[place][: wanted.item.k] for wanted, place in fresh]
+        found = [NOTHING if place is None else drafts[place] for _, place in fresh]
         draft_us = round((finished - started) * 1e6)
         replies: list[Reply] = []
         for listener, epoch, places in self._by_peer(wishes):
             queue_us = round(max(started - min(wishes[place].since for place in places), 0.0) * 1e6)
-            items = [Draft(wishes[p].item.request_id, wishes[p].item.base_len, tokens[p]) for p in places]
-            replies.append((listener, encode(Drafts(epoch, 0, draft_us, queue_us, items))))
-        for wanted, drafted in zip(wishes, tokens, strict=True):
-            self._nexts.drafted(wanted, drafted, finished)
+            items = [Draft(wishes[p].item.request_id, wishes[p].item.base_len, *found[p]) for p in places]
+            replies.append((listener, encode(Drafts(epoch, draft_us, queue_us, items))))
+        for wanted, drafted in zip(wishes, found, strict=True):
+            self._nexts.drafted(wanted, drafted.tokens, finished)
         return replies
 
-    def _answer(
-        self,
-        rounds: list[Waiting],
-        answers: list[list[_Part]],
-        drafts: list[list[int]],
-        started: float,
-        finished: float,
-    ) -> list[Reply]:
-        replies: list[Reply] = []
-        draft_us = round((finished - started) * 1e6)
-        for waiting, parts in zip(rounds, answers, strict=True):
-            # Nobody waits for the answer to a round that asked for nothing.
-            if waiting.session.drafts is None or not parts:
-                continue
-            items = [
-                Draft(request_id, base_len, [] if index is None else drafts[index]) for request_id, base_len, index in parts
-            ]
-            queue_us = round((started - waiting.arrived) * 1e6)
-            message = waiting.message
-            replies.append((waiting.session.drafts, encode(Drafts(message.epoch, message.seq, draft_us, queue_us, items))))
-        return replies
-
-    def _count(self, rounds: list[Waiting], asks: list[Ask], drafts: list[list[int]], spent_s: float) -> None:
+    def _count(self, rounds: list[Waiting], asks: list[Ask], drafts: list[Drafted], spent_s: float) -> None:
         counters = self._counters
         counters.rounds += len(rounds)
         counters.rows += sum(ask.rows for ask in asks)
-        drafted = sum(1 for ask in asks if ask.k)
+        drafted = sum(1 for ask in asks if ask.until.k)
         if drafted:
             counters.batches += 1
             counters.drafts += drafted
             counters.draft_s += spent_s
-        counters.draft_tokens += sum(len(tokens) for tokens in drafts)
+        counters.draft_tokens += sum(len(drafted.tokens) for drafted in drafts)
         counters.busy_s += spent_s

@@ -33,7 +33,7 @@ class Recorder(Protocol):
         ...
 
     def decision(self, row: DecisionRow) -> None:
-        """Mode `auto` has changed its plan, for the present step on."""
+        """Mode `auto` has changed its plan, from the present step on."""
         ...
 
 

@@ -22,15 +22,15 @@ class StepRow(msgspec.Struct, frozen=True):
     prefill_tokens: int
     """Prompt tokens computed in it, and tokens computed once more after a preemption."""
     tokens: int
-    """Tokens emitted: accepted plus bonus or recovered, after stop truncation."""
+    """Tokens emitted: accepted draft tokens and the one after them, after stop truncation."""
     drafted: int
     """Verifications that had at least one draft token."""
     drafted_tokens: int
     """Tokens emitted by those: `drafted_tokens / drafted` is the step's acceptance length."""
     plan_k: int
-    plan_groups: int
+    """Draft tokens asked of drafters per request at most; 0: they were not asked."""
     plan_outcomes: int
-    plan_lookup: int
+    """Outcomes drafted ahead of time per request."""
     draft_ms: float
     """Drafter compute of the longest round whose drafts this step verified; 0 for drafts that vLLM makes itself."""
     verify_ms: float
@@ -53,7 +53,7 @@ class VerificationRow(msgspec.Struct, frozen=True, gc=False):
     """Tokens the request had before, prompt included."""
     draft_tokens: int
     accepted: int
-    """Draft tokens kept by the rejection sampler, before stop truncation."""
+    """Draft tokens that equal the verifier's own, before stop truncation; in mode `native`, those that vLLM kept."""
     tokens: int
     """Tokens emitted, after stop truncation."""
     drafter: str
@@ -83,22 +83,26 @@ class RequestRow(msgspec.Struct, frozen=True, gc=False):
 
 
 class DecisionRow(msgspec.Struct, frozen=True, gc=False):
-    """One change of plan of mode `auto`, with the inputs it was made from."""
+    """One change of mode `auto` between plain steps, drafting, and drafting ahead, with what it was made from.
+
+    What is expected is per request and step, of the new plan.
+    """
 
     step: int
     at: float
     requests: int
     plan_k: int
-    plan_groups: int
     plan_outcomes: int
-    plan_lookup: int
-    predicted_tokens_per_s: float
-    present_tokens_per_s: float
-    """The same prediction for the plan that was left."""
+    tokens_per_s: float
+    """Expected, of all requests."""
     verify_s: float
-    draft_s: float
+    """A plain step."""
+    drafted_tokens: float
+    """Draft tokens expected to be verified; in a step's row, `drafted_tokens` is what was emitted."""
     acceptance_length: float
+    """Tokens expected per verification."""
     hit_rate: float
+    """Share of verifications whose outcome is expected to have been drafted ahead, in time."""
 
 
 Row = StepRow | VerificationRow | RequestRow | DecisionRow

@@ -7,14 +7,25 @@ outcome where vLLM itself decides it, so that plain, native and remote decoding 
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from backend.fleet import DraftCounters, VerifierStats
 from backend.records.recorder import name_for_records
-from backend.verifier.cycles import Plan
+from backend.speculation.waiting import Plan
 from backend.verifier.fixed import fixed_response
 from backend.verifier.recording import Recording
 from backend.verifier.traces import RequestTraces
+
+
+@dataclass(frozen=True)
+class StepOrders:
+    """What our scheduler tells our runner with a step; hangs on vLLM's `SchedulerOutput` as `outrider`."""
+
+    resumed: dict[str, list[int]]
+    """Output tokens of requests that another verifier has begun (`runner.ResumedOutputs`)."""
+    hurried: bool
+    """Whether drafters need this step's features at once."""
 
 
 class Drafted(NamedTuple):
@@ -83,18 +94,21 @@ class CountingScheduler:
     _requests_in_step: int = 0
     _prefill_tokens: int = 0
     _resumed: int = 0
+    hurried: bool = True
+    """See `StepOrders`."""
 
     def schedule(self, throttle_prefills: bool = False) -> Any:
         """vLLM's method of the same name; between its end and the outcome lies the target's own work."""
         output = super().schedule(throttle_prefills)  # type: ignore[misc]
         # A request that another verifier has begun enters the batch with output; see `runner.ResumedOutputs`.
         requests: Any = self.requests  # type: ignore[attr-defined]
-        output.resumed_outputs = {
+        resumed = {
             new.req_id: list(requests[new.req_id].output_token_ids)
             for new in output.scheduled_new_reqs
             if requests[new.req_id].num_output_tokens
         }
-        self._resumed = len(output.resumed_outputs)
+        output.outrider = StepOrders(resumed, self.hurried)
+        self._resumed = len(resumed)
         if self.traces is not None:
             self.traces.scheduled(output.num_scheduled_tokens)
         self._requests_in_step = len(output.num_scheduled_tokens)
@@ -160,7 +174,7 @@ class CountingScheduler:
         return request is not None and fixed_response(request.sampling_params) is not None
 
     def plan_in_force(self) -> Plan:
-        """How the present step drafts."""
+        """What drafters are asked for at present."""
         return Plan(self.num_spec_tokens)  # type: ignore[attr-defined]
 
     def record_step(self, seconds: float, verify_s: float) -> None:
@@ -168,9 +182,8 @@ class CountingScheduler:
         if self.records is not None and self.counters is not None:
             self.records.stepped(self.counters.stats, seconds, verify_s, self.plan_in_force())
 
-    def note_step(self, seconds: float, cycle_s: float | None) -> None:
-        """The step that just ended took `seconds`, bookkeeping and sending included, and ended `cycle_s` after the one before;
-        None: there was nothing to do in between."""
+    def note_step(self, seconds: float) -> None:
+        """The step that just ended took `seconds`, bookkeeping and sending included."""
         if self.counters is None:
             return
         stats = self.counters.stats

@@ -2,11 +2,12 @@
 
 vLLM 0.32 expands per-request sampling parameters (temperature, top-k, top-p) to per-token ones with a Triton kernel.  Its CPU
 stand-in converts every tensor to int64 and drops the copy it wrote to, so the caller divides logits by uninitialised memory:
-at temperature 1, tokens verified on the CPU do not follow the target's distribution.  (vllm/utils/cpu_triton_utils.py,
-`_expand_kernel_impl`; upstream report: vllm-project/vllm pull request 42638.)  Greedy requests never reach it.
+at temperature 1, tokens that vLLM's rejection sampler verifies on the CPU do not follow the target's distribution.
+(vllm/utils/cpu_triton_utils.py, `_expand_kernel_impl`; upstream report: vllm-project/vllm pull request 42638.)  Greedy requests
+never reach it, nor do modes other than `native` (`sampling.py`).
 
 The replacement is put where vLLM's own registry of platform kernels would put it.  The registry itself is not used: it searches
-every loaded module for references, and trips over some of them.  `tests/lossless` fails without the replacement.
+every loaded module for references, and trips over some of them.
 """
 
 from __future__ import annotations

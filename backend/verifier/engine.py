@@ -70,7 +70,11 @@ def engine_arguments(settings: Settings, paths: ResolvedModels, verifier_id: str
     unknown = set(verifier.engine_args) - set(EngineArgs.__dataclass_fields__)
     if unknown:
         raise EngineSetupError(f"verifier.engine_args: vLLM has no argument {', '.join(sorted(unknown))}")
-    return arguments | verifier.engine_args
+    merged = arguments | verifier.engine_args
+    if "speculative_config" in verifier.engine_args:
+        # Said of our own configuration: which head, and how many tokens, is ours to say.
+        merged["speculative_config"] = (arguments["speculative_config"] or {}) | verifier.engine_args["speculative_config"]
+    return merged
 
 
 def build_config(settings: Settings, paths: ResolvedModels, verifier_id: str) -> VllmConfig:
@@ -78,8 +82,8 @@ def build_config(settings: Settings, paths: ResolvedModels, verifier_id: str) ->
     version = vllm_version()
     if not version.startswith(SUPPORTED_VLLM):
         raise EngineSetupError(f"vLLM {version} is installed; this release works with {SUPPORTED_VLLM}*")
-    if settings.verifier.fixed_responses:
-        # The hook is in the V1 runner; on CUDA vLLM would choose the V2 runner for modes `off` and `native`.
+    if settings.verifier.fixed_responses or settings.mode == "off":
+        # The hooks are in the V1 runner; on CUDA vLLM would choose the V2 runner for modes `off` and `native`.
         environment.export({"VLLM_USE_V2_MODEL_RUNNER": "0"})
     config = EngineArgs(**engine_arguments(settings, paths, verifier_id)).create_engine_config(UsageContext.ENGINE_CONTEXT)
     if settings.mode not in REMOTE_MODES:
@@ -149,6 +153,7 @@ def _worker_options(settings: Settings, paths: ResolvedModels, verifier_id: str)
         "draft_deadline_ms": settings.verifier.draft_deadline_ms,
         "handover_mib": settings.verifier.handover_mib,
         "fixed_responses": settings.verifier.fixed_responses,
-        "fallback": settings.verifier.fallback,
+        "shared_noise": settings.mode != "native",
+        "lookup": settings.verifier.lookup,
         "ring_bytes": settings.transport.ring_mib * 2**20,
     }

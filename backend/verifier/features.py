@@ -31,10 +31,10 @@ from backend.protocol import (
     Round,
     encode,
 )
+from backend.speculation.pairing import drafter_for
 from backend.transport import Wire
 from backend.verifier.feature_link import FeatureLink, Projection
 from backend.verifier.feature_store import FeatureStore
-from backend.verifier.pairing import drafter_for
 from backend.verifier.postponed import Postponed, Span, pick_rows
 
 logger = logging.getLogger(__name__)
@@ -69,6 +69,15 @@ class Shipped:
 
 
 @dataclass(frozen=True)
+class Identity:
+    """What a drafter is told of a request when it is opened: its trace context, and how it is sampled (see `Open`)."""
+
+    trace: str = ""
+    seed: int = 0
+    temperature: float = 0.0
+
+
+@dataclass(frozen=True)
 class _Rows:
     """A step's features by request, as they travel."""
 
@@ -82,12 +91,10 @@ class _Rows:
 class FeatureShipper:
     """The sockets to all drafters of this verifier, and what each knows of each request."""
 
-    k: int = 0
-    """Draft tokens to ask for in the next round."""
     hurried: bool = True
     """Whether drafters need the rows now; otherwise they may be sent later."""
-    trace_of: Callable[[str], str] = staticmethod(lambda request_id: "")
-    """The trace context of a request; asked once, when it is opened on a drafter."""
+    identity_of: Callable[[str], Identity] = staticmethod(lambda request_id: Identity())
+    """Asked once, when a request is opened on a drafter."""
 
     def __init__(
         self,
@@ -225,7 +232,7 @@ class FeatureShipper:
         """Opens a request with all rows that are kept: the last part of it, its features, and how many rows were handed over.
 
         None when there are no earlier rows, the drafter has them, or it is not this request's turn.  Whoever has more rows
-        than fit one message is given them in several, each an extension of the one before; only the last asks for a draft.
+        than fit one message is given them in several, each an extension of the one before.
         """
         request_id, end = span.request_id, span.start + span.rows
         start = self._store.start(request_id, end)
@@ -244,11 +251,10 @@ class FeatureShipper:
         at = start
         while True:
             upto = min(at + HANDOVER_ROWS, end)
-            k = self.k if upto == end and span.wants_draft else 0
             if at == start:
-                item = Open(request_id, upto + 1, span.tokens(0, upto + 1), upto - at, k, self.trace_of(request_id))
+                item = self._open(request_id, span.tokens(0, upto + 1), upto - at)
             else:
-                item = Commit(request_id, upto + 1, span.tokens(at + 1, upto + 1), upto - at, k)
+                item = Commit(request_id, upto + 1, span.tokens(at + 1, upto + 1), upto - at)
             frame = self._store.rows(request_id, at, upto, rows.row_bytes)
             if upto == end:
                 break
@@ -267,15 +273,18 @@ class FeatureShipper:
     def _item(self, link: FeatureLink, span: Span, with_features: bool) -> tuple[Open | Commit, int]:
         """The message for one request and the first row of its span that the drafter does not have yet."""
         base_len = span.start + span.rows + 1
-        k = self.k if span.wants_draft else 0
         known = link.next_row.get(span.request_id)
         link.next_row[span.request_id] = max(span.start + span.rows, known or 0)
         if known is None:
             rows = span.rows if with_features else 0
-            return Open(span.request_id, base_len, span.tokens(0, base_len), rows, k, self.trace_of(span.request_id)), 0
+            return self._open(span.request_id, span.tokens(0, base_len), rows), 0
         first = min(max(known - span.start, 0), span.rows)
         tokens = span.tokens(span.start + first + 1, base_len)
-        return Commit(span.request_id, base_len, tokens, len(tokens) if with_features else 0, k), first
+        return Commit(span.request_id, base_len, tokens, len(tokens) if with_features else 0), first
+
+    def _open(self, request_id: str, tokens: list[int], rows: int) -> Open:
+        known = self.identity_of(request_id)
+        return Open(request_id, len(tokens), tokens, rows, known.seed, known.temperature, known.trace)
 
     def _features(self, spans: list[Span], hidden: torch.Tensor | None, project: Projection | None) -> _Rows:
         """All rows of these spans, projected together."""

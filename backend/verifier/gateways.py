@@ -194,7 +194,7 @@ class GatewayPort:
             request = self._requests.decode(frames)
             request.request_id, request.client_index = addition.request_id, gateway.index
             refuse_unfit(request, self._fixed_responses, self._vocab_size, self._max_model_len)
-            add_request(self._core, request, addition.emitted)
+            add_request(self._core, request, addition.emitted, addition.noise_seed)
             self._router.send(gateway.identity, TAKEN, addition.request_id.encode())
         except Exception as error:
             # Whatever is wrong with one request, unreadable frames included, must not end the engine for the others.

@@ -23,7 +23,7 @@ import msgspec
 from vllm.v1.engine.core import EngineCore
 
 from backend.fleet import DrafterRef, VerifierStats
-from backend.protocol import HELLO_FIRST, PROTOCOL_VERSION, Ahead, Drafts, Hello, Next, Refused, decode_to_verifier, encode
+from backend.protocol import HELLO_FIRST, PROTOCOL_VERSION, Ahead, Drafts, Hello, Refused, decode_to_verifier, encode
 from backend.transport import Dealer, Hub
 from backend.verifier.counting import Counters
 from backend.verifier.feature_link import GREET_EVERY_S
@@ -82,7 +82,7 @@ class DraftLinks:
         self._weights += 1
         for link in self._links.values():
             self._hub.drop(link.dealer)
-            self._scheduler.book.reset_drafter(link.ref.id)
+            self._scheduler.speculator.questions.reset_drafter(link.ref.id)
         self._links.clear()
         self._connect(refs, {ref.id: ref for ref in refs})
 
@@ -115,7 +115,7 @@ class DraftLinks:
                 if isinstance(message, Drafts):
                     self._scheduler.take_drafts(drafter_id, message, now)
                 elif isinstance(message, Ahead):
-                    self._scheduler.take_ahead(message)
+                    self._scheduler.take_ahead(drafter_id, message)
                 elif isinstance(message, Refused) and message.reason == HELLO_FIRST:
                     link.greet(now)
                 elif isinstance(message, Refused):
@@ -123,13 +123,11 @@ class DraftLinks:
                     self._counters.dropped(drafter_id, "invalid")
 
     def ask(self, now: float) -> None:
-        """Mode `ahead`: what ended is looked up, and the drafters are told what is verified next."""
-        if not self._scheduler.ahead.has_undecided():
-            return
-        for drafter_id, items in self._scheduler.settle(now).items():
+        """Drafters are told what to draft next for the requests whose step has ended."""
+        for drafter_id, items in self._scheduler.ask(now).items():
             link = self._links.get(drafter_id)
             if link is not None:
-                link.dealer.send(encode(Next(self._epoch, items)))
+                link.dealer.send(encode(self._scheduler.next_message(self._epoch, drafter_id, items)))
 
     def read_counters(self, stats: VerifierStats) -> None:
         """Adds what the sending worker counted since the last call.
@@ -147,7 +145,7 @@ class DraftLinks:
                 counters.handover_bytes += handed.bytes_sent
             for drafter_id, n in shipped.overflows.items():
                 self._counters.dropped(drafter_id, "overflow", n)
-            for drafter_id in (*shipped.greeted, *self._scheduler.book.down()):
+            for drafter_id in (*shipped.greeted, *self._scheduler.speculator.questions.down()):
                 if drafter_id in self._links:
                     self._links[drafter_id].greet(time.monotonic())
         self._scheduler.read_plan(stats)
@@ -179,7 +177,6 @@ class EngineLoop:
         self._mark = time.monotonic()
         self._next_tick = 0.0
         self._stalled = False
-        self._stepped_at: float | None = None
         self.published = msgspec.msgpack.encode(counters.stats)
 
     # -- other threads -------------------------------------------------------------------------------------------------
@@ -251,11 +248,10 @@ class EngineLoop:
         if not self._scheduler.has_requests():
             return "no_work", self._next_tick - now
         if self._drafters is not None:
-            until = self._scheduler.wait_until()
+            until = self._scheduler.wait_until(now)
             if until is not None and until > now:
-                return "awaiting_draft", min(until, self._next_tick) - now
-            if self._stalled and (pending := self._scheduler.book.next_deadline()) is not None and pending > now:
-                return "awaiting_draft", min(pending, self._next_tick) - now
+                self._scheduler.learn()
+                return "awaiting_draft", max(min(until, self._next_tick) - time.monotonic(), 0.0)
         if self._stalled:
             # Requests exist and none can run yet: a grammar is compiling, or KV is on its way.
             self._stalled = False
@@ -266,8 +262,6 @@ class EngineLoop:
         self._counters.busy(self._lap())
         self._hub.poll(max(seconds, 0.0))
         self._counters.idle(cause, self._lap())
-        if cause in ("no_work", "swap"):
-            self._stepped_at = None
 
     def _step(self) -> None:
         outputs, executed = self._core.step_fn()
@@ -277,8 +271,7 @@ class EngineLoop:
         lap, verify_s = self._lap(), self._scheduler.take_verify_s()
         self._counters.step(lap, verify_s, ran=executed)
         if executed:
-            self._scheduler.note_step(lap, None if self._stepped_at is None else self._mark - self._stepped_at)
-            self._stepped_at = self._mark
+            self._scheduler.note_step(lap)
         self._scheduler.record_step(lap, verify_s)
 
     def _tick(self, now: float) -> None:

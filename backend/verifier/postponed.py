@@ -1,6 +1,6 @@
 """Rows that no drafter waits for yet.  Pure bookkeeping of spans and tensors; worker's process, on the model's thread.
 
-While nothing is drafted (K = 0 in force), projecting and sending every step's rows at once would make plain steps dearer than
+While drafters are not asked, projecting and sending every step's rows at once would make plain steps dearer than
 those of a server that never speculates.  They are put aside as they are, and go out together when drafts are asked for again,
 or when there are many: the drafter then extends its cache over all of them in one round.  Rows of requests that end meanwhile
 never go out.
@@ -32,7 +32,6 @@ class Span(NamedTuple):
     start: int
     offset: int
     rows: int
-    wants_draft: bool
     tokens: Callable[[int, int], list[int]]
 
 

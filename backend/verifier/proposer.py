@@ -1,7 +1,7 @@
 """The proposer that vLLM is configured with when drafts come from elsewhere: it proposes nothing.
 
-vLLM's `custom_class` method gives the scheduler and the rejection sampler their speculative paths; the drafts themselves are
-attached by `scheduler.py` when they arrive.
+vLLM's `custom_class` method gives its scheduler and its runner their speculative paths.  The drafts are attached by
+`scheduler.py`, and verified by `sampling.py`.
 """
 
 from __future__ import annotations

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from backend.fleet import VerifierStats
 from backend.records.recorder import Recorder
 from backend.records.rows import DecisionRow, RequestRow, StepRow, VerificationRow
-from backend.verifier.cycles import Plan
-from backend.verifier.planner import Decision
+from backend.speculation.waiting import Choice, Load, Plan
 
 NO_OUTCOME = (-1, 0, 0, 0, "", False)
 
@@ -94,7 +93,7 @@ class Recording:
     # -- one step ------------------------------------------------------------------------------------------------------
 
     def verified(self, request_id: str, base_len: int, draft_tokens: int, accepted: int, drafter: str, ahead: bool) -> None:
-        """The rejection sampler kept `accepted` of `draft_tokens` (0: there was no draft)."""
+        """Of `draft_tokens` (0: there was no draft) `accepted` were the verifier's own."""
         request = self._requests.get(request_id)
         if request is not None:
             request.outcome = (self._steps, base_len, draft_tokens, accepted, drafter, ahead)
@@ -152,10 +151,8 @@ class Recording:
             tokens=self._tokens,
             drafted=self._drafted,
             drafted_tokens=self._drafted_tokens,
-            plan_k=plan.remote_k,
-            plan_groups=plan.groups,
+            plan_k=plan.k,
             plan_outcomes=plan.outcomes,
-            plan_lookup=plan.k if plan.lookup else 0,
             draft_ms=1e3 * self._draft_s,
             verify_ms=1e3 * verify_s,
             busy_ms=1e3 * (stats.busy_s - self._busy_s),
@@ -167,21 +164,19 @@ class Recording:
         self._idle_s = dict(stats.idle_s)
         self._reset()
 
-    def decided(self, decision: Decision) -> None:
-        """Mode `auto` changed its plan, for the step that comes."""
+    def decided(self, plan: Plan, load: Load, choice: Choice, plain_step_s: float) -> None:
+        """Mode `auto` asks its drafters for something else from now on; `load` is what it expects of drafts."""
+        prospect = load.drafted if plan.k else load.alone
         row = DecisionRow(
             step=self._steps,
             at=time.time(),
-            requests=decision.requests,
-            plan_k=decision.plan.remote_k,
-            plan_groups=decision.plan.groups,
-            plan_outcomes=decision.plan.outcomes,
-            plan_lookup=decision.plan.k if decision.plan.lookup else 0,
-            predicted_tokens_per_s=decision.predicted_tokens_per_s,
-            present_tokens_per_s=decision.present_tokens_per_s,
-            verify_s=decision.verify_s,
-            draft_s=decision.draft_s,
-            acceptance_length=decision.acceptance_length,
-            hit_rate=decision.hit_rate,
+            requests=load.requests,
+            plan_k=plan.k,
+            plan_outcomes=plan.outcomes,
+            tokens_per_s=choice.tokens_per_s,
+            verify_s=plain_step_s,
+            drafted_tokens=prospect.tokens[plan.k or -1],
+            acceptance_length=1 + prospect.gains[plan.k or -1],
+            hit_rate=load.foresight.rate(plan.outcomes),
         )
         self._recorder.decision(row)

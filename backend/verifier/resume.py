@@ -5,14 +5,15 @@ of a request it has preempted: the prefill runs over prompt and output, and pena
 and the grammar go on where they were.  vLLM's own model runner starts every request without output, so the scheduler names
 the tokens in its output (`counting.py`) and the runner takes them in (`runner.ResumedOutputs`).
 
-What cannot go on is the state of a seeded request's random generator: how many numbers it has drawn depends on what was
-drafted and accepted.  From the cut on it draws from a new seed that follows from the first one and the place of the cut: the
-distribution is the same, the very tokens of an undisturbed run are not.
+A sampled request goes on exactly as it would have: its noise is a function of its seed and of the token's place.  Mode `native`
+keeps vLLM's own sampler, whose generator cannot be put back to where it was.  There a seeded request goes on with a new seed,
+which follows from the first one and the place of the cut: the distribution is the same, the very tokens are not.
 """
 
 from __future__ import annotations
 
 import hashlib
+import secrets
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -21,15 +22,24 @@ from vllm.utils import length_from_prompt_token_ids_or_embeds
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
 
+from backend.engine_wire import GREEDY_BELOW, NOISE_SEED
 
-def add_request(core: EngineCore, request: EngineCoreRequest, emitted: Sequence[int] = ()) -> None:
-    """Adds `request` to the engine, to go on after its `emitted` output tokens.
+
+def add_request(
+    core: EngineCore, request: EngineCoreRequest, emitted: Sequence[int] = (), noise_seed: int | None = None
+) -> None:
+    """Adds `request` to the engine, to go on after its `emitted` output tokens; `noise_seed` as in `Addition`.
 
     Raises what vLLM raises for a request it cannot take, and `ValueError` when the tokens cannot be its output.
     """
     if emitted:
         _check(core, request, emitted)
-        _prepare(request, len(emitted))
+        # They left with the first token.
+        request.sampling_params.prompt_logprobs = None
+    if core.vllm_config.additional_config["outrider"]["shared_noise"]:
+        _seed(request.sampling_params, noise_seed)
+    elif emitted and request.sampling_params.seed is not None:
+        request.sampling_params.seed = continued_seed(request.sampling_params.seed, len(emitted))
     made, wave = core.preprocess_add_request(request)
     if emitted:
         made.append_output_token_ids(list(emitted))
@@ -60,12 +70,15 @@ def _check(core: EngineCore, request: EngineCoreRequest, emitted: Sequence[int])
         raise ValueError("the request is longer than this verifier's context")
 
 
-def _prepare(request: EngineCoreRequest, emitted: int) -> None:
-    params: Any = request.sampling_params
-    if params.seed is not None:
-        params.seed = continued_seed(params.seed, emitted)
-    # They left with the first token.
-    params.prompt_logprobs = None
+def _seed(params: Any, noise_seed: int | None) -> None:
+    """Moves the seed to where our sampler reads it: vLLM would make a generator of it, which nobody draws from."""
+    # Not `sampling_type`: vLLM keeps what it once said, and would make the generator all the same.
+    if params is None or params.temperature < GREEDY_BELOW:
+        return
+    seed = params.seed if params.seed is not None else noise_seed
+    seed = secrets.randbits(64) if seed is None else seed % 2**64
+    params.extra_args = {**(params.extra_args or {}), NOISE_SEED: seed}
+    params.seed = None
 
 
 def _advance_grammar(manager: Any, request: Any, emitted: list[int]) -> None:

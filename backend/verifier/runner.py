@@ -1,9 +1,9 @@
 """What we add to vLLM's V1 model runner.  Worker process, on the thread that runs the model.
 
-`RemoteDrafting` hands every step's final features to the `FeatureShipper`.  `SeededPrefill` repairs seeded requests whose
-prompt takes several chunks on the CPU.  `UndraftedSteps` keeps steps without drafts out of vLLM's
-rejection sampler.  `ResumedOutputs` takes in requests that another verifier has begun.  They are mixed into whichever runner
-class vLLM chose (see `worker.py`).
+`RemoteDrafting` hands every step's final features to the `FeatureShipper`.  `SeededPrefill` repairs seeded requests of mode
+`native` whose prompt takes several chunks on the CPU.  `UndraftedSteps` spares steps without drafts vLLM's tables of drafts
+and, in mode `native`, its rejection sampler.  `ResumedOutputs` takes in requests that another verifier has begun.  They are
+mixed into whichever runner class vLLM chose (see `worker.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
-from backend.verifier.features import FeatureShipper
+from backend.engine_wire import GREEDY_BELOW, NOISE_SEED
+from backend.verifier.counting import StepOrders
+from backend.verifier.features import FeatureShipper, Identity
+from backend.verifier.fixed import fixed_response
 from backend.verifier.postponed import Span
 from backend.verifier.traces import TRACE_ARGUMENT
 
@@ -57,9 +60,9 @@ def _tables(requests: int, device: torch.device) -> tuple[torch.Tensor, torch.Te
 class UndraftedSteps:
     """A step without a single draft token is sampled as a plain step.
 
-    With speculation configured, vLLM sends every step through its rejection sampler.  Given no draft tokens at all, that one
-    fails on the CPU for a request with `top_k` and without `top_p` (the maximum of nothing), and the engine with it.  What it
-    would do without drafts is what the plain sampler does.  (vLLM 0.32, `v1/sample/ops/topk_topp_sampler.py`,
+    With speculation configured, vLLM (mode `native`) sends every step through its rejection sampler.  Given no draft tokens at
+    all, that one fails on the CPU for a request with `top_k` and without `top_p` (the maximum of nothing), and the engine with
+    it.  What it would do without drafts is what the plain sampler does.  (vLLM 0.32, `v1/sample/ops/topk_topp_sampler.py`,
     `apply_top_k_only`.)
     """
 
@@ -88,14 +91,15 @@ class UndraftedSteps:
 class ResumedOutputs:
     """Requests that arrive with output tokens.
 
-    vLLM's V1 runner gives a new request an empty output; `scheduler_output.resumed_outputs` (from `CountingScheduler`) names
+    vLLM's V1 runner gives a new request an empty output; `scheduler_output.outrider.resumed` (from `CountingScheduler`) names
     the tokens of those that have some.  They must be there before the request enters the batch, where penalties, `min_tokens`
     and the length of the prefill are read from them.  (vLLM 0.32, `v1/worker/gpu_model_runner.py`, `_update_states`; vLLM's
     V2 runner is told by vLLM itself.)
     """
 
     def _update_states(self, scheduler_output: Any) -> Any:
-        resumed: dict[str, list[int]] = getattr(scheduler_output, "resumed_outputs", {})
+        orders: StepOrders | None = getattr(scheduler_output, "outrider", None)
+        resumed = orders.resumed if orders is not None else {}
         if not resumed:
             return super()._update_states(scheduler_output)  # type: ignore[misc]
         batch: Any = self.input_batch  # type: ignore[attr-defined]
@@ -128,7 +132,7 @@ class RemoteDrafting:
         """
         self.shipper = shipper
         if shipper is not None:
-            shipper.trace_of = self._trace_of
+            shipper.identity_of = self._identity_of
         self.aux_layers = aux_layers
         self.ships_features = ships_features
         self.use_aux_hidden_state_outputs = bool(aux_layers)
@@ -163,7 +167,7 @@ class RemoteDrafting:
         """vLLM's method of the same name; `hidden_states` is `[num_tokens, hidden]`, one aux tensor per layer likewise."""
         if self.shipper is not None:
             spans = self._spans(scheduler_output, sampled_token_ids, spec_decode_metadata)
-            self.shipper.k, self.shipper.hurried = scheduler_output.draft_k, scheduler_output.hurried
+            self.shipper.hurried = scheduler_output.outrider.hurried
             self.shipper.ship(spans, self._drafter_input(hidden_states, aux_hidden_states))
         return [[] for _ in sampled_token_ids]
 
@@ -176,10 +180,16 @@ class RemoteDrafting:
             return None
         return torch.cat(aux_hidden_states, dim=-1) if aux_hidden_states is not None else hidden_states
 
-    def _trace_of(self, request_id: str) -> str:
+    def _identity_of(self, request_id: str) -> Identity:
         state = self.requests.get(request_id)  # type: ignore[attr-defined]
-        arguments = state.sampling_params.extra_args if state is not None and state.sampling_params is not None else None
-        return str(arguments.get(TRACE_ARGUMENT, "")) if arguments else ""
+        params = state.sampling_params if state is not None else None
+        if params is None:
+            return Identity()
+        arguments = params.extra_args or {}
+        # A fixed response was not drawn with this noise.
+        sampled = params.temperature >= GREEDY_BELOW and fixed_response(params) is None
+        seed, temperature = (arguments.get(NOISE_SEED, 0), params.temperature) if sampled else (0, 0.0)
+        return Identity(str(arguments.get(TRACE_ARGUMENT, "")), seed, temperature)
 
     def _spans(self, scheduler_output: Any, sampled: list[list[int]], metadata: Any) -> list[Span]:
         """Each request's final rows in this step, in batch order."""
@@ -188,13 +198,12 @@ class RemoteDrafting:
         count, offset = len(batch.req_ids), 0
         starts, texts = batch.num_computed_tokens_cpu[:count].tolist(), batch.token_ids_cpu
         drafted = metadata.num_draft_tokens if metadata is not None else [0] * count
-        of, undrafted = scheduler_output.num_scheduled_tokens, scheduler_output.undrafted
+        of = scheduler_output.num_scheduled_tokens
         for i, request_id in enumerate(batch.req_ids):
             scheduled, tokens = of[request_id], sampled[i]
             # Of the drafted rows those behind the accepted ones are not final.
             rows = scheduled - drafted[i] + len(tokens) - 1 if tokens else scheduled
-            wants_draft = bool(tokens) and request_id not in undrafted
-            spans.append(Span(request_id, starts[i], offset, rows, wants_draft, _reader(texts[i])))
+            spans.append(Span(request_id, starts[i], offset, rows, _reader(texts[i])))
             offset += scheduled
         return spans
 

@@ -1,7 +1,7 @@
 """A few steps before a verifier says that it is ready.  Engine thread, before the loop.
 
-First steps are slow (kernels are chosen, buffers grow), and the planner wants to know what steps of different sizes cost,
-drafted ones included: a step over 16 requests and 64 draft tokens is far from what a line through plain steps says.
+First steps are slow (kernels are chosen, buffers grow), and the budget of draft tokens rests on what steps take:
+a step over 16 requests and 64 draft tokens is far from what a line through plain steps says.
 """
 
 from __future__ import annotations
@@ -25,16 +25,18 @@ UNLIKE = 2
 def warm_up(core: EngineCore) -> None:
     """Decodes small batches of made-up tokens; nothing of them stays in the prefix cache or the counters."""
     scheduler: Any = core.scheduler
-    longest = scheduler.num_spec_tokens if isinstance(scheduler, DraftingScheduler) else 0
-    for k in {0, longest}:
+    drafting = isinstance(scheduler, DraftingScheduler)
+    for k in {0, scheduler.num_spec_tokens} if drafting else {0}:
+        scheduler.made_up = k
         for batch in BATCHES:
             if batch <= scheduler.max_num_running_reqs:
-                _decode(core, batch, k)
+                _decode(core, batch)
+    scheduler.made_up = None
     core.reset_prefix_cache()
     scheduler.take_verify_s()
 
 
-def _decode(core: EngineCore, batch: int, k: int) -> None:
+def _decode(core: EngineCore, batch: int) -> None:
     scheduler: Any = core.scheduler
     vocab = core.vllm_config.model_config.get_vocab_size()
     for i in range(batch):
@@ -42,13 +44,11 @@ def _decode(core: EngineCore, batch: int, k: int) -> None:
         core.add_request(*core.preprocess_add_request(request))
     unlike = UNLIKE
     while scheduler.has_requests():
-        if k:
-            scheduler.make_up_drafts(k)
         began = time.monotonic()
         _, executed = core.step_fn()
         core.post_step(executed)
         if executed and not unlike:
-            scheduler.note_step(time.monotonic() - began, None)
+            scheduler.note_step(time.monotonic() - began)
         unlike -= executed and unlike > 0
 
 

@@ -6,6 +6,7 @@ vLLM's CPU worker builds its runner inline, its GPU worker through a factory; sw
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -15,12 +16,14 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 
 from backend.fleet import DrafterRef
+from backend.noise import warm_up
 from backend.transport import ServerKeys, Wire
 from backend.verifier.cpu_kernels import repair_cpu_kernels
 from backend.verifier.feature_link import Projection
 from backend.verifier.features import FeatureShipper, Shipped
 from backend.verifier.fixed import FixedResponses
 from backend.verifier.runner import RemoteDrafting, ResumedOutputs, SeededPrefill, UndraftedSteps
+from backend.verifier.sampling import SharedNoise, all_logits_processors
 
 KEPT_PROJECTIONS = 8
 """Heads whose `fc` is kept at hand: each drafter may have another."""
@@ -35,13 +38,17 @@ class _Mixed:
 
     def init_device(self) -> None:
         """Builds vLLM's runner, then gives it our class."""
-        super().init_device()  # type: ignore[misc]
         options = self.vllm_config.additional_config["outrider"]
+        with all_logits_processors() if options["shared_noise"] else nullcontext():
+            super().init_device()  # type: ignore[misc]
         runner_type = type(self.model_runner)
         mixins: tuple[type, ...] = (ResumedOutputs,) if issubclass(runner_type, GPUModelRunner) else ()
         if isinstance(self, CPUWorker):
             repair_cpu_kernels()
             mixins = (SeededPrefill, UndraftedSteps, *mixins)
+        if options["shared_noise"]:
+            warm_up(self.model_runner.device)
+            mixins = (SharedNoise, *mixins)
         if options["fixed_responses"]:
             mixins = (FixedResponses, *mixins)
         if options["remote"]:

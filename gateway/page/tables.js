@@ -7,9 +7,8 @@ const byText = new Intl.Collator("en", { numeric: true }).compare;
 function plan(row) {
   if (row.mode === null) return NOTHING;
   if (row.mode === "off" || row.mode === "native") return row.mode;
-  const now = row.plan_k ? `K ${row.plan_k}` : row.plan_lookup ? `K ${row.plan_lookup} by lookup` : "no drafts";
-  const how = row.plan_outcomes ? `, ${row.plan_outcomes} ahead` : row.plan_groups > 1 ? `, ${row.plan_groups} groups` : "";
-  return `${row.mode}: ${now}${how}`;
+  if (!row.plan_k) return `${row.mode}: drafters not asked`;
+  return `${row.mode}: K ${row.plan_k}${row.plan_outcomes ? `, ${row.plan_outcomes} ahead` : ""}`;
 }
 
 function chip(cell, state, detail) {

@@ -40,7 +40,7 @@ async def completions(request: Request) -> Response:
 
 async def _generate(gateway: Gateway, request: Request, model: type[pydantic.BaseModel], create: Create) -> Response:
     asked = parse(model, await read_json(request, gateway.max_body_bytes))
-    check_generation(asked, max_n=gateway.settings.gateway.max_n, speculating=gateway.speculating)
+    check_generation(asked, max_n=gateway.settings.gateway.max_n, vllm_speculates=gateway.vllm_speculates)
     if not gateway.client.ready:
         raise NoVerifier
     # Before vLLM starts the tasks that submit the sequences: they inherit it.

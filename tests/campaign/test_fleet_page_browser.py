@@ -38,7 +38,7 @@ def test_the_page_shows_the_fleet_and_follows_it(browser):
         browser.open(page.url)
         browser.wait_for(f"{ROWS} === 2")
         assert "mode auto" in text(browser, "about")
-        assert cells(browser, "verifier-table", 0)[:5] == ["verifier-0", "ready", "auto: K 4, 2 groups", "0", "3"]
+        assert cells(browser, "verifier-table", 0)[:5] == ["verifier-0", "ready", "auto: K 4, 8 ahead", "0", "3"]
         assert browser.evaluate("document.querySelectorAll('#map .lines path').length") == 3
         assert browser.evaluate("document.querySelectorAll('#map .node').length") == 5
         assert browser.evaluate("document.querySelector('.tile:nth-child(3) dd').textContent") == "2.86"

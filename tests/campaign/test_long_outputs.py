@@ -15,7 +15,7 @@ import torch
 from vllm.sampling_params import SamplingParams
 
 from backend.bench.prompts import Prompts
-from backend.drafter.proposer import Ask
+from backend.drafter.proposer import Ask, Until
 from tests.support.noting_drafter import NotingDrafter, eagle
 from tests.support.processes import Verifier, demo_models
 
@@ -39,7 +39,7 @@ def test_the_drafter_at_the_end_is_as_good_as_a_fresh_one(tmp_path: Path, mode: 
     settings = {
         "mode": mode,
         "num_speculative_tokens": K,
-        "verifier": {"draft_deadline_ms": 5000, "fallback": False},
+        "verifier": {"draft_deadline_ms": 5000, "lookup": False},
         # All features by the socket, where the drafter notes them.
         "transport": {"ring_mib": 0},
     }
@@ -67,12 +67,13 @@ def test_the_drafter_at_the_end_is_as_good_as_a_fresh_one(tmp_path: Path, mode: 
         rows = torch.stack([drafter.features[request][p] for p in range(max(chosen) - 1)])
         theirs, ours = 0, 0
         for n in chosen:
-            fresh.open("fresh", text[:n], n - 1, 0.0)
-            (expected,) = fresh.draft([Ask("fresh", n, n - 1, K, rows[: n - 1])])
+            fresh.open("fresh", text[:n], n - 1, 0.0, drafter.sampling[request])
+            (expected,) = fresh.draft([Ask("fresh", n, n - 1, rows[: n - 1], Until(K))])
             fresh.close("fresh")
-            drafted = by_length[n]
-            same, compared = same + (drafted == expected[: len(drafted)]), compared + 1
-            ours, theirs = ours + matching(drafted, text[n:]), theirs + matching(expected[: len(drafted)], text[n:])
+            # What was not worth going on with has been left out.
+            drafted, whole = by_length[n], expected.tokens
+            same, compared = same + (drafted == whole[: len(drafted)]), compared + 1
+            ours, theirs = ours + matching(drafted, text[n:]), theirs + matching(whole[: len(drafted)], text[n:])
         quarter = [[matching(by_length[n], text[n:]) for n in by_length if a <= n / len(text) < a + 0.25] for a in (0.0, 0.75)]
         lengths = [1 + sum(kept) / len(kept) for kept in quarter if kept]
         print(

@@ -29,7 +29,7 @@ def prompts() -> list[list[int]]:
 
 def answers(directory: Path, mode: str, ranks: int) -> tuple[list[list[int]], int, int]:
     """What is answered greedily; drafts verified and draft tokens kept for it."""
-    settings = {"draft_deadline_ms": 5000, "fallback": False, "tensor_parallel": ranks}
+    settings = {"draft_deadline_ms": 5000, "lookup": False, "tensor_parallel": ranks}
     verifier = Verifier(directory, {"mode": mode, "verifier": settings})
     try:
         params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)

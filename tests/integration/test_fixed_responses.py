@@ -49,7 +49,7 @@ ENGINES = {"off": "none", "native": "ngram", "sync": "eagle", "auto": "eagle"}
 
 def start(directory: Path, mode: str) -> Verifier:
     # Without look-ups of its own a verifier drafts what the drafter says and nothing else: the arithmetic is exact.
-    engine = {"fixed_responses": True, "max_num_batched_tokens": 128, "draft_deadline_ms": 2000, "fallback": mode != "sync"}
+    engine = {"fixed_responses": True, "max_num_batched_tokens": 128, "draft_deadline_ms": 2000, "lookup": mode != "sync"}
     settings = {"mode": mode, "num_speculative_tokens": K, "verifier": engine}
     return Verifier(directory, settings, demo_models(ENGINES[mode]))
 
@@ -142,11 +142,13 @@ def test_drafts_are_accepted_exactly_as_far_as_they_agree(directory: Path, sync:
     drafts = after.teacher_forced.drafts - before.teacher_forced.drafts
     accepted = after.teacher_forced.accepted_tokens - before.teacher_forced.accepted_tokens
     emitted = [len(output.new_token_ids) for output in answer.outputs]
-    # A draft that comes too late, on a busy machine, costs a step of one token; the last step may be cut by the end.
-    assert set(emitted[:-1]) <= {1, wrong_from + 1}, "no step emits more than agreed, or less"
-    assert emitted[:-1].count(wrong_from + 1) >= drafts - 1 if wrong_from else drafts <= len(emitted)
-    assert (drafts - 1) * wrong_from <= accepted <= drafts * wrong_from
-    assert drafts * (wrong_from + 1) >= 30, "most steps were drafted"
+    # A draft that comes too late, on a busy machine, costs a step of one token, and what of it is still ahead is verified
+    # after that; the last step may be cut by the end.
+    assert max(emitted) <= wrong_from + 1, "no step emits more than agreed"
+    assert emitted[:-1].count(wrong_from + 1) > 0.6 * len(emitted[:-1]), "most steps emit all that agrees"
+    assert sum(emitted) - len(emitted) <= accepted <= drafts * wrong_from
+    # Those that are always wrong are only verified where that costs nothing.
+    assert drafts * (wrong_from + 1) >= (30 if wrong_from else 1), "most steps were drafted"
 
 
 def test_unfit_requests_end_with_an_error_and_the_others_go_on(sync: Verifier) -> None:

@@ -63,7 +63,7 @@ def test_events_begin_at_once_and_follow_the_fleet(page):
     with httpx.stream("GET", f"{page.url}/fleet/events", timeout=10) as answer:
         follow = views(answer)
         first = next(follow)
-        assert first["about"] == {"model": "demo", "mode": "auto", "num_speculative_tokens": 4}
+        assert first["about"] == {"model": "demo", "mode": "auto", "num_speculative_tokens": 8}
         assert [row["id"] for row in first["fleet"]["verifiers"]] == ["verifier-0", "verifier-1"]
         page.advance()
         second = next(follow)

@@ -28,7 +28,7 @@ class Run:
 
     def __init__(self, directory: Path, mode: str) -> None:
         self.directory = directory / mode
-        limits = {"max_num_batched_tokens": 64, "max_num_seqs": 8, "draft_deadline_ms": 2000}
+        limits = {"max_num_batched_tokens": 64, "max_num_seqs": 8, "draft_deadline_ms": 2000, "lookup": False}
         settings = {"mode": mode, "num_speculative_tokens": 4, "verifier": limits, "records": {"dir": str(self.directory)}}
         self.verifier = Verifier(directory, settings)
         self.answers: dict[str, list[int]] = {}
@@ -156,7 +156,8 @@ def test_busy_and_idle_of_all_steps_are_the_wall_time(run: Run) -> None:
 def test_drafted_verifications_know_their_drafter(remote: Run) -> None:
     drafted = [row for row in remote.read("verification") if row["draft_tokens"]]
     assert {row["drafter"] for row in drafted} == {"drafter-0"}
-    assert {row["accepted"] for row in drafted if row["draft_tokens"] == 4} <= {0, 2}, "the third token was wrong"
+    assert {row["accepted"] for row in drafted if row["draft_tokens"] > 2} <= {0, 2}, "the third token was wrong"
+    assert any(row["accepted"] == 2 for row in drafted)
     stopped = next(row for row in remote.read("request") if row["request_id"] == "case-3")
     assert stopped["finish_reason"] == "stop"
     assert stopped["tokens"] == len(remote.answers["case-3"]) <= 11

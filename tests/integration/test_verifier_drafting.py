@@ -76,6 +76,10 @@ def drafter(directory: Path, remote: Verifier, expected: list[list[int]]) -> Ite
     drafter = ScriptedDrafter(f"ipc://{directory}/d{os.urandom(3).hex()}.sock", Oracle(PROMPTS, expected))
     remote.set_drafters(drafter.ref)
     remote.client.run_until(lambda: bool(drafter._listeners))
+    while not drafter.answers:
+        # The first rounds of all may take long on a busy machine.
+        remote.client.generate(PROMPTS[:1], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
+    drafter.rounds.clear()
     yield drafter
     remote.set_drafters()
     drafter.close()
@@ -91,7 +95,8 @@ def test_perfect_drafts_are_all_accepted(remote: Verifier, drafter: ScriptedDraf
     assert [a.tokens for a in answers] == expected
     after = remote.client.fresh_stats()
     mine = after.drafters["drafter-0"]
-    assert mine.accepted_tokens == mine.draft_tokens > 100
+    # These texts repeat themselves here and there, and what is found in them may look as good as what the drafter says.
+    assert mine.accepted_tokens == mine.draft_tokens > 30
     assert after.steps - before.steps < 48, "five tokens a step need far fewer steps than tokens"
     assert drafter.feature_bytes > 0
     assert drafter.closed.issuperset(i.request_id for r in drafter.rounds[:1] for i in r.items)
@@ -110,7 +115,6 @@ def test_partly_wrong_drafts_are_cut_where_they_are_wrong(
 def test_features_cover_every_position_once(remote: Verifier, drafter: ScriptedDrafter, expected: list[list[int]]) -> None:
     """Rows leave in order, without gaps, two chunks of prefill included."""
     prompt = [11 + j % 500 for j in range(150)]
-    drafter.rounds.clear()
     (answer,) = remote.client.generate([prompt], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
     assert len(answer.tokens) == 12
     next_row = 0
@@ -154,7 +158,9 @@ def test_garbage_changes_nothing(remote: Verifier, drafter: ScriptedDrafter, exp
     assert [a.tokens for a in remote.client.generate(PROMPTS, GREEDY)] == expected
 
 
-@pytest.mark.parametrize("tokens", [[-1, -1], [10**6], [2**40], [0] * 200, []], ids=str)
+@pytest.mark.parametrize(
+    "tokens", [[-1, -1], [10**6], [2**40], [0] * 200, []], ids=["negative", "large", "huge", "many", "none"]
+)
 def test_invalid_tokens_change_nothing(
     remote: Verifier, drafter: ScriptedDrafter, expected: list[list[int]], tokens: list[int]
 ) -> None:
@@ -163,11 +169,10 @@ def test_invalid_tokens_change_nothing(
 
 
 def test_wrong_base_length_is_stale(remote: Verifier, drafter: ScriptedDrafter, expected: list[list[int]]) -> None:
-    from backend.protocol import Draft, Drafts, Open, encode
+    from backend.protocol import Draft, Drafts, Next, encode
 
-    def shifted(message: Any) -> list[bytes]:
-        drafts = [Draft(i.request_id, i.base_len + 1, [3, 4]) for i in message.items if isinstance(i, Open) or hasattr(i, "k")]
-        return [encode(Drafts(message.epoch, message.seq, 1, 1, drafts))]
+    def shifted(message: Next) -> list[bytes]:
+        return [encode(Drafts(message.epoch, 1, 1, [Draft(i.request_id, i.base_len + 1, [3, 4]) for i in message.items]))]
 
     drafter.raw = shifted
     assert [a.tokens for a in remote.client.generate(PROMPTS, GREEDY)] == expected
@@ -187,9 +192,9 @@ def test_without_drafters_a_text_that_repeats_itself_drafts_for_itself(plain: Ve
     before = remote.client.fresh_stats()
     assert [answer.tokens for answer in remote.client.generate(prompts, params)] == expected
     after = remote.client.fresh_stats()
-    kept = after.drafters["fallback"].accepted_tokens
-    if "fallback" in before.drafters:
-        kept -= before.drafters["fallback"].accepted_tokens
+    kept = after.drafters["lookup"].accepted_tokens
+    if "lookup" in before.drafters:
+        kept -= before.drafters["lookup"].accepted_tokens
     assert kept > 0
     assert after.steps - before.steps < 96
 
@@ -207,6 +212,10 @@ SAMPLING = {
     "logprobs": SamplingParams(temperature=0, max_tokens=24, logprobs=3),
     "min_tokens": SamplingParams(temperature=0, max_tokens=30, min_tokens=20, stop_token_ids=list(range(0, 900, 3))),
     "top_k": SamplingParams(temperature=1, top_k=1, max_tokens=24),
+    "sampled": SamplingParams(temperature=1, seed=11, max_tokens=40),
+    "top_p": SamplingParams(temperature=0.8, top_p=0.9, top_k=40, seed=12, max_tokens=40),
+    "min_p": SamplingParams(temperature=1, min_p=0.05, seed=13, max_tokens=40),
+    "logit_bias": SamplingParams(temperature=1, logit_bias=dict.fromkeys(range(5, 60), 3.0), seed=14, max_tokens=40),
     "bad_words": SamplingParams(temperature=0, max_tokens=24, bad_words=[]),
     "structured": constrained(),
 }
@@ -218,7 +227,9 @@ def test_sampling_features_work_with_drafts(plain: Verifier, remote: Verifier, d
     wanted = plain.client.generate(PROMPTS, params)
     assert all(w.tokens for w in wanted)
     drafter.script = Oracle(PROMPTS, [w.tokens for w in wanted])
+    before = counters(remote).accepted_tokens
     got = remote.client.generate(PROMPTS, params)
+    assert counters(remote).accepted_tokens > before
     assert [g.tokens for g in got] == [w.tokens for w in wanted]
     assert [g.finish_reason for g in got] == [w.finish_reason for w in wanted]
     if name == "logprobs":

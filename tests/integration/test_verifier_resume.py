@@ -39,7 +39,7 @@ def constrained() -> SamplingParams:
 
 
 def params(**fields: Any) -> SamplingParams:
-    return SamplingParams(temperature=0, **({"max_tokens": 36, "ignore_eos": True} | fields))
+    return SamplingParams(**({"temperature": 0, "max_tokens": 36, "ignore_eos": True} | fields))
 
 
 @pytest.fixture(scope="module", params=["off", "auto"])
@@ -63,6 +63,7 @@ def verifier(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 KINDS = {
     "greedy": params(),
+    "sampled": params(temperature=1.0, seed=-7, top_p=0.9),
     "penalties": params(presence_penalty=0.8, frequency_penalty=0.6, repetition_penalty=1.2),
     "logprobs": params(logprobs=3),
     "prompt_logprobs": params(prompt_logprobs=2, logprobs=0),
@@ -133,17 +134,6 @@ def test_limits_count_what_was_emitted(verifier: Verifier) -> None:
     part = client.answers.pop(request_id)
     assert (part.tokens, part.finish_reason) == ([stop], "stop")
     assert client.answers.pop(later).tokens[0] != stop
-
-
-def test_a_seeded_request_draws_from_a_new_seed_after_the_cut(verifier: Verifier) -> None:
-    client = verifier.client
-    seeded = SamplingParams(temperature=1.0, seed=7, max_tokens=24, ignore_eos=True)
-    (whole,) = client.generate(PROMPTS[:1], seeded)
-    again = [client.add(PROMPTS[0], seeded, emitted=whole.tokens[:12]) for _ in range(2)]
-    client.finish_all()
-    one, other = (client.answers.pop(request_id).tokens for request_id in again)
-    assert one != whole.tokens[:12], "the first draws again"
-    assert len(one) == len(other) == 12
 
 
 def test_what_cannot_be_continued_ends_alone(verifier: Verifier) -> None:

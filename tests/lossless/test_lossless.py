@@ -1,29 +1,44 @@
-"""Speculation changes no output: greedy token ids are the same in every mode, sampled ones have the same distribution."""
+"""Speculation changes no token: the same seed gives the same text in every mode, and plain decoding draws from p."""
 
 from __future__ import annotations
 
+import json
+import math
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from transformers import AutoTokenizer
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 from backend.demo import TARGET_DIR
+from backend.noise import gumbel
 from tests.support.processes import Drafter, Verifier
-from tests.support.statistics import chi_square_tail, two_sample_chi_square
+from tests.support.statistics import chi_square, chi_square_tail
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 K = 4
-GREEDY_PROMPTS, GREEDY_TOKENS = 64, 128
-SAMPLES, FEWER_SAMPLES, POSITIONS = 20_000, 5_000, 4
+PROMPTS, TOKENS = 64, 128
+FEW_PROMPTS, FEW_TOKENS = 8, 48
+TEMPERATURES = (0.0, 0.7, 1.0)
+SAMPLES, FEWER_SAMPLES, BATCH = 20_000, 5_000, 500
 TIE_NATS = 1e-3
 SIGNIFICANT = 0.01
-"""For `sync`, whose draws are all fixed by the requests' seeds: the outcome is the same every time."""
-RARE = 0.001
-"""For modes in which timing decides which draft is verified, so that every run is a new draw."""
+"""The draws are fixed by the requests' seeds: the outcome is the same every time."""
+END_OF_TEXT = json.loads((TARGET_DIR / "config.json").read_text())["eos_token_id"]
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"enum": ["alpha", "beta", "gamma"]},
+        "numbers": {"type": "array", "items": {"enum": [1, 22, 3]}, "minItems": 4, "maxItems": 8},
+    },
+    "required": ["name", "numbers"],
+    "additionalProperties": False,
+}
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +55,13 @@ def drafter(directory: Path) -> Iterator[Drafter]:
 
 def run(directory: Path, mode: str, drafter: Drafter | None = None, worker: str | None = None) -> Verifier:
     """A verifier in `mode`, its drafter (if any) answering."""
-    engine_args = {"worker_cls": worker} if worker else {}
+    engine_args: dict[str, Any] = {
+        "max_logprobs": -1,
+        "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
+        "logits_processors": ["tests.support.biased:NoRepeat"] if mode != "native" else [],
+    }
+    if worker:
+        engine_args["worker_cls"] = worker
     verifier = Verifier(
         directory,
         {"mode": mode, "num_speculative_tokens": K, "verifier": {"draft_deadline_ms": 2000, "engine_args": engine_args}},
@@ -57,130 +78,184 @@ def plain(directory: Path) -> Iterator[Verifier]:
     verifier.close()
 
 
-@pytest.fixture(scope="module")
-def remote(directory: Path, drafter: Drafter) -> Iterator[Verifier]:
-    verifier = run(directory, "sync", drafter)
-    yield verifier
-    verifier.close()
-
-
-def python_prompts() -> list[list[int]]:
-    """Openings of 64 modules of the standard library, 24 to 87 tokens long."""
+def python_prompts(count: int = PROMPTS) -> list[list[int]]:
+    """Openings of modules of the standard library, from 24 tokens on."""
     tokenizer = AutoTokenizer.from_pretrained(str(TARGET_DIR))
     modules = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-    texts = [path.read_text(encoding="utf-8", errors="replace")[200:1000] for path in modules[:GREEDY_PROMPTS]]
+    texts = [path.read_text(encoding="utf-8", errors="replace")[200:1000] for path in modules[:count]]
     return [tokenizer(text).input_ids[: 24 + i] for i, text in enumerate(texts)]
 
 
-def is_tie(plain: Verifier, prompt: list[int], tokens: list[int]) -> bool:
-    """Whether the target's two best next tokens after `prompt + tokens` are within rounding of each other."""
-    params = SamplingParams(temperature=0, max_tokens=1, logprobs=2, ignore_eos=True)
-    (answer,) = plain.client.generate([prompt + tokens], params)
-    best = sorted(answer.outputs[0].new_logprobs.logprobs[0].tolist(), reverse=True)[:2]
-    return bool(best[0] - best[1] < TIE_NATS)
+def structured() -> StructuredOutputsParams:
+    wanted = StructuredOutputsParams(json=json.dumps(SCHEMA))
+    wanted._backend = "xgrammar"
+    return wanted
 
 
-def assert_same_greedy_tokens(plain: Verifier, prompts: list[list[int]], a: list[list[int]], b: list[list[int]]) -> None:
-    for prompt, mine, theirs in zip(prompts, a, b, strict=True):
-        if mine != theirs:
-            at = next(i for i, (x, y) in enumerate(zip(mine, theirs, strict=True)) if x != y)
-            assert is_tie(plain, prompt, mine[:at]), f"token {at} differs and is no numerical tie"
+VARIANTS: dict[str, dict[str, Any]] = {
+    "penalties": {"presence_penalty": 0.8, "frequency_penalty": 0.6, "repetition_penalty": 1.2},
+    "top_p, top_k": {"top_p": 0.8, "top_k": 40},
+    "min_p, logit_bias": {"min_p": 0.05, "logit_bias": {5: 2.5, 17: -4.0, 200: 1.5}},
+    "min_tokens, bad words": {"min_tokens": 20, "ignore_eos": False, "stop_token_ids": [5, 6, 200], "_bad_words": True},
+    "schema": {"ignore_eos": False, "max_tokens": 60, "_schema": True},
+    "custom processor": {"extra_args": {"no_repeat": 1}},
+}
+"""What `vLLM` applies to the logits, at temperature 1."""
 
 
-def greedy(verifier: Verifier, prompts: list[list[int]]) -> list[list[int]]:
-    params = SamplingParams(temperature=0, max_tokens=GREEDY_TOKENS, ignore_eos=True)
+def request(seed: int, **fields: Any) -> SamplingParams:
+    schema, bad_words = fields.pop("_schema", False), fields.pop("_bad_words", False)
+    given = {"max_tokens": TOKENS, "ignore_eos": True, "seed": seed} | fields
+    params = SamplingParams(**given, structured_outputs=structured() if schema else None)
+    if schema:
+        params.update_from_generation_config({}, END_OF_TEXT)
+    if bad_words:
+        params._bad_words_token_ids = [[7, 8], [9], [3, 4, 5]]
+    return params
+
+
+def texts(verifier: Verifier, prompts: list[list[int]], **fields: Any) -> list[list[int]]:
+    params = [request(1000 + i, **fields) for i in range(len(prompts))]
     return [answer.tokens for answer in verifier.client.generate(prompts, params)]
 
 
+def all_texts(verifier: Verifier) -> dict[str, list[list[int]]]:
+    found = {f"T = {t}": texts(verifier, python_prompts(), temperature=t) for t in TEMPERATURES}
+    for name, fields in VARIANTS.items():
+        few = {"temperature": 1.0, "max_tokens": FEW_TOKENS} | fields
+        found[name] = texts(verifier, python_prompts(FEW_PROMPTS), **few)
+    return found
+
+
 @pytest.fixture(scope="module")
-def expected(plain: Verifier) -> list[list[int]]:
-    """Greedy tokens of plain decoding."""
-    tokens = greedy(plain, python_prompts())
-    assert len(tokens) == GREEDY_PROMPTS
-    assert {len(each) for each in tokens} == {GREEDY_TOKENS}
-    return tokens
+def expected(plain: Verifier) -> dict[str, list[list[int]]]:
+    """What plain decoding says."""
+    found = all_texts(plain)
+    assert {len(text) for t in TEMPERATURES for text in found[f"T = {t}"]} == {TOKENS}
+    assert found["T = 1.0"] != found["T = 0.7"] != found["T = 0.0"]
+    return found
+
+
+def lead(plain: Verifier, prompt: list[int], seed: int, temperature: float, pair: tuple[int, int]) -> float:
+    """By how much the score of one of two tokens after `prompt` exceeds the other's."""
+    params = SamplingParams(temperature=0, max_tokens=1, logprobs=-1, ignore_eos=True)
+    (answer,) = plain.client.generate([prompt], params)
+    top = answer.outputs[0].new_logprobs
+    by_token = dict(zip(top.logprob_token_ids[0].tolist(), top.logprobs[0].tolist(), strict=True))
+    scores = torch.tensor([by_token[token] / (temperature or 1.0) for token in pair])
+    if temperature:
+        scores += gumbel(torch.tensor([seed]), torch.tensor([len(prompt)]), torch.tensor([pair]))[0]
+    return float((scores[0] - scores[1]).abs())
+
+
+def assert_same(plain: Verifier, name: str, expected: list[list[int]], found: list[list[int]]) -> None:
+    """Equal, but for tokens whose scores float arithmetic cannot tell apart; those are printed."""
+    prompts = python_prompts(len(expected))
+    for i, (prompt, mine, theirs) in enumerate(zip(prompts, expected, found, strict=True)):
+        if mine == theirs:
+            continue
+        at = next(i for i, (x, y) in enumerate(zip(mine, theirs, strict=False)) if x != y)
+        assert name.startswith("T = "), f"{name}: request {i} differs at token {at}: {mine[at]} and {theirs[at]}"
+        ahead = lead(plain, prompt + mine[:at], 1000 + i, float(name[4:]), (mine[at], theirs[at]))
+        print(f"near tie: {name}, request {i}, token {at}: {mine[at]} and {theirs[at]} differ by {ahead:.2g} nats")
+        assert ahead < TIE_NATS, f"{name}: request {i} differs at token {at} and is no numerical tie"
 
 
 def accepted(verifier: Verifier) -> int:
     return sum(drafter.accepted_tokens for drafter in verifier.client.fresh_stats().drafters.values())
 
 
-def test_greedy_tokens_are_identical_in_sync(plain: Verifier, remote: Verifier, expected: list[list[int]]) -> None:
-    before = accepted(remote)
-    assert_same_greedy_tokens(plain, python_prompts(), expected, greedy(remote, python_prompts()))
-    assert accepted(remote) - before > GREEDY_PROMPTS, "it really speculated"
-
-
-@pytest.mark.parametrize("mode", ["native", "pipelined", "ahead", "auto"])
-def test_every_other_mode_is_lossless(
-    directory: Path,
-    drafter: Drafter,
-    plain: Verifier,
-    expected: list[list[int]],
-    plain_samples: list[tuple[int, ...]],
-    mode: str,
+@pytest.mark.parametrize("mode", ["sync", "ahead", "auto"])
+def test_every_mode_says_what_plain_decoding_says(
+    directory: Path, drafter: Drafter, plain: Verifier, expected: dict[str, list[list[int]]], mode: str
 ) -> None:
-    verifier = run(directory, mode, None if mode == "native" else drafter)
+    verifier = run(directory, mode, drafter)
     try:
-        assert_same_greedy_tokens(plain, python_prompts(), expected, greedy(verifier, python_prompts()))
-        assert accepted(verifier) > 0, "it really speculated"
-        found = p_values(plain_samples, samples(verifier, seed=3_000_000, count=FEWER_SAMPLES))
+        for name, found in all_texts(verifier).items():
+            assert_same(plain, name, expected[name], found)
+        assert accepted(verifier) > PROMPTS * TOKENS / 4, "it really speculated"
     finally:
         verifier.close()
-    print(mode, found)
-    assert corrected(found) > RARE, found
 
 
-def samples(verifier: Verifier, seed: int, count: int = SAMPLES) -> list[tuple[int, ...]]:
-    """`count` independent continuations of one prompt at temperature 1, each request with a seed of its own."""
-    tokenizer = AutoTokenizer.from_pretrained(str(TARGET_DIR))
-    prompt = tokenizer("import os\nimport sys\n\n\ndef main(args):\n    ").input_ids
-    drawn: list[tuple[int, ...]] = []
-    for start in range(0, count, 500):
-        params = [
-            SamplingParams(temperature=1.0, max_tokens=POSITIONS, ignore_eos=True, seed=seed + start + i) for i in range(500)
-        ]
-        drawn += [tuple(answer.tokens) for answer in verifier.client.generate([prompt] * 500, params)]
+def test_native_greedy_text_is_the_same(directory: Path, plain: Verifier, expected: dict[str, list[list[int]]]) -> None:
+    verifier = run(directory, "native")
+    try:
+        assert_same(plain, "T = 0.0", expected["T = 0.0"], texts(verifier, python_prompts(), temperature=0.0))
+        assert accepted(verifier) > PROMPTS
+    finally:
+        verifier.close()
+
+
+def test_logprobs_are_the_same_with_and_without_speculation(directory: Path, drafter: Drafter, plain: Verifier) -> None:
+    verifier = run(directory, "sync", drafter)
+    params = [request(1000 + i, temperature=1.0, logprobs=3, max_tokens=FEW_TOKENS) for i in range(FEW_PROMPTS)]
+    try:
+        one, other = (each.client.generate(python_prompts(FEW_PROMPTS), params) for each in (plain, verifier))
+        for mine, theirs in zip(one, other, strict=True):
+            assert mine.tokens == theirs.tokens
+            pairs = zip(_logprobs(mine), _logprobs(theirs), strict=True)
+            assert max(abs(a - b) for pair in pairs for a, b in zip(*pair, strict=True)) < 1e-4
+    finally:
+        verifier.close()
+
+
+def _logprobs(answer: Any) -> list[list[float]]:
+    return [row.tolist() for output in answer.outputs for row in output.new_logprobs.logprobs]
+
+
+# -- plain decoding draws from p ---------------------------------------------------------------------------------------
+
+PROMPT = "import os\nimport sys\n\n\ndef main(args):\n    "
+
+
+def samples(verifier: Verifier, count: int) -> list[tuple[int, int]]:
+    """The first two tokens after one prompt at temperature 1, each request with a seed of its own."""
+    prompt = AutoTokenizer.from_pretrained(str(TARGET_DIR))(PROMPT).input_ids
+    drawn: list[tuple[int, int]] = []
+    for start in range(0, count, BATCH):
+        params = [SamplingParams(temperature=1.0, max_tokens=2, ignore_eos=True, seed=start + i) for i in range(BATCH)]
+        drawn += [(a.tokens[0], a.tokens[1]) for a in verifier.client.generate([prompt] * BATCH, params)]
     return drawn
 
 
-def corrected(p: dict[str, float]) -> float:
-    """The smallest of several p-values, as if it were the only one (Bonferroni)."""
-    return min(1.0, min(p.values()) * len(p))
+def distribution(plain: Verifier, after: list[int]) -> dict[int, float]:
+    """The target's next-token probabilities."""
+    prompt = AutoTokenizer.from_pretrained(str(TARGET_DIR))(PROMPT).input_ids + after
+    params = SamplingParams(temperature=0, max_tokens=1, logprobs=-1, ignore_eos=True)
+    (answer,) = plain.client.generate([prompt], params)
+    top = answer.outputs[0].new_logprobs
+    pairs = zip(top.logprob_token_ids[0].tolist(), top.logprobs[0].tolist(), strict=True)
+    return {token: math.exp(logprob) for token, logprob in pairs}
 
 
-def p_values(first: list[tuple[int, ...]], second: list[tuple[int, ...]]) -> dict[str, float]:
-    """One test per position, and one over the two tokens that the first verification decides together."""
-    tests = {f"position {i}": ([s[i] for s in first], [s[i] for s in second]) for i in range(POSITIONS)}
-    tests["positions 1-2"] = ([s[1:3] for s in first], [s[1:3] for s in second])
-    return {name: two_sample_chi_square(*pair) for name, pair in tests.items()}
+def p_values(plain: Verifier, drawn: list[tuple[int, int]]) -> dict[str, float]:
+    """One test of the first token, one of the second where the first is the commonest."""
+    first = [a for a, _ in drawn]
+    common = max(set(first), key=first.count)
+    return {
+        "first": chi_square(first, distribution(plain, [])),
+        "second": chi_square([b for a, b in drawn if a == common], distribution(plain, [common])),
+    }
 
 
-@pytest.fixture(scope="module")
-def plain_samples(plain: Verifier) -> list[tuple[int, ...]]:
-    return samples(plain, seed=1_000_000)
+def test_plain_decoding_draws_from_the_targets_distribution(plain: Verifier) -> None:
+    found = p_values(plain, samples(plain, SAMPLES))
+    print(found)
+    assert min(found.values()) * len(found) > SIGNIFICANT, found
 
 
-def test_sampled_tokens_have_the_targets_distribution(plain_samples: list[tuple[int, ...]], remote: Verifier) -> None:
-    before = remote.client.fresh_stats().drafters["drafter-0"].drafts
-    found = p_values(plain_samples, samples(remote, seed=2_000_000))
-    drafted = remote.client.fresh_stats().drafters["drafter-0"].drafts - before
-    print(found, f"{drafted} drafted verifications")
-    assert drafted > SAMPLES
-    assert corrected(found) > SIGNIFICANT, found
-
-
-def test_the_same_test_finds_a_biased_verifier(directory: Path, drafter: Drafter, plain_samples: list[tuple[int, ...]]) -> None:
-    biased = run(directory, "sync", drafter, worker="tests.support.biased.BiasedWorker")
+def test_the_same_test_finds_a_biased_noise(directory: Path, plain: Verifier) -> None:
+    biased = run(directory, "off", worker="tests.support.biased.BiasedWorker")
     try:
-        found = p_values(plain_samples, samples(biased, seed=2_000_000, count=FEWER_SAMPLES))
+        found = p_values(plain, samples(biased, FEWER_SAMPLES))
     finally:
         biased.close()
     print(found)
-    assert corrected(found) < RARE / 1000, found
+    assert min(found.values()) < SIGNIFICANT / 1000, found
 
 
 def test_the_chi_square_tail_is_the_tabulated_one() -> None:
     assert chi_square_tail(3.841, 1) == pytest.approx(0.05, abs=1e-4)
     assert chi_square_tail(18.307, 10) == pytest.approx(0.05, abs=1e-4)
-    assert two_sample_chi_square([1, 2] * 500, [1, 2] * 500) == pytest.approx(1.0)
+    assert chi_square([1, 2] * 500, {1: 0.5, 2: 0.5}) == pytest.approx(1.0)

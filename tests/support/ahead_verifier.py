@@ -1,4 +1,4 @@
-"""A verifier in the mode `ahead` as the drafter sees it: rounds on one socket, wishes on the other.  Tests only."""
+"""A verifier as the drafter sees it: rounds on one socket, wishes on the other.  Tests only."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Clock:
 
 
 class AheadVerifier:
-    """A verifier in the mode `ahead`: rounds ask for nothing, wishes go to the other socket."""
+    """Rounds ask for nothing, wishes go to the other socket."""
 
     def __init__(self, service: DrafterService, name: str = "v", epoch: int = 1) -> None:
         self.service, self.epoch = service, epoch
@@ -55,15 +55,15 @@ class AheadVerifier:
     def receive_round(self, *items: Open | Commit | Close) -> None:
         assert self.service.receive(self.features, self.frames(*items)) == []
 
-    def receive_next(self, *items: NextItem) -> None:
-        assert self.service.receive(self.drafts, [encode(Next(self.epoch, list(items)))]) == []
+    def receive_next(self, *items: NextItem, judges: list[list[float]] | None = None) -> None:
+        assert self.service.receive(self.drafts, [encode(Next(self.epoch, list(items), judges or []))]) == []
 
     def round(self, *items: Open | Commit | Close) -> list[ToVerifier]:
         self.receive_round(*items)
         return self.work()
 
-    def next(self, *items: NextItem) -> list[ToVerifier]:
-        self.receive_next(*items)
+    def next(self, *items: NextItem, judges: list[list[float]] | None = None) -> list[ToVerifier]:
+        self.receive_next(*items, judges=judges)
         return self.work()
 
     def step(self) -> list[ToVerifier]:
@@ -83,13 +83,12 @@ class AheadVerifier:
         return messages
 
 
-def opening(request_id: str = "a", tokens: list[int] | None = None) -> Open:
+def opening(request_id: str = "a", tokens: list[int] | None = None, seed: int = 0, temperature: float = 0.0) -> Open:
     tokens = TOKENS if tokens is None else tokens
-    return Open(request_id, len(tokens), list(tokens), len(tokens) - 1, 0)
+    return Open(request_id, len(tokens), list(tokens), len(tokens) - 1, seed, temperature)
 
 
 def drafts_of(messages: list[ToVerifier]) -> list[Draft]:
-    assert all(m.seq == 0 for m in messages if isinstance(m, Drafts))
     return [draft for m in messages if isinstance(m, Drafts) for draft in m.items]
 
 

@@ -1,38 +1,51 @@
-"""A verifier with a fault put in on purpose: it accepts every tenth first draft token without asking the target.
-
-What the tests of exactness must be able to find.  Tests only.
-"""
+"""A verifier with a fault put in on purpose, which tests of exactness must find, and a custom logits processor.  Tests only."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from vllm.sampling_params import SamplingParams
+from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
+from backend.noise import Choice
+from backend.verifier import sampling
 from backend.verifier.worker import OutriderCpuWorker
 
-ACCEPTED_UNASKED = 0.1
-
-
-class BiasedRunner:
-    """Mixin over the runner: spoils the sampler's output."""
-
-    def _sample(self, logits: Any, spec_decode_metadata: Any) -> Any:
-        output = super()._sample(logits, spec_decode_metadata)  # type: ignore[misc]
-        if spec_decode_metadata is None:
-            return output
-        tokens, at = output.sampled_token_ids, 0
-        for row, drafted in enumerate(spec_decode_metadata.num_draft_tokens):
-            if drafted and torch.rand(()) < ACCEPTED_UNASKED:
-                tokens[row, 0] = spec_decode_metadata.draft_token_ids[at]
-            at += drafted
-        return output
+TOO_LITTLE = 0.9
+"""Of the noise that is due: likely tokens then come too often."""
 
 
 class BiasedWorker(OutriderCpuWorker):
-    """vLLM's CPU worker with the fault."""
+    """vLLM's CPU worker whose requests get too little noise."""
 
     def init_device(self) -> None:
         super().init_device()
-        runner = type(self.model_runner)
-        self.model_runner.__class__ = type(f"Biased{runner.__name__}", (BiasedRunner, runner), {})
+        choose = sampling.choose
+
+        def choose_biased(logits: Any, seeds: Any, positions: Any, inverse_temperatures: Any, scales: Any) -> Choice:
+            return choose(logits, seeds, positions, inverse_temperatures, TOO_LITTLE * scales)
+
+        sampling.choose = choose_biased  # type: ignore[assignment]
+
+
+class NoRepeat(AdapterLogitsProcessor):
+    """A request with `no_repeat` in its extra arguments never says the last token twice in a row; depends on its output."""
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    @classmethod
+    def validate_params(cls, params: SamplingParams) -> None:
+        """Anything goes."""
+
+    def new_req_logits_processor(self, params: SamplingParams) -> Any:
+        if not (params.extra_args or {}).get("no_repeat"):
+            return None
+
+        def forbid_last(output: list[int], logits: torch.Tensor) -> torch.Tensor:
+            if output:
+                logits[output[-1]] = float("-inf")
+            return logits
+
+        return forbid_last

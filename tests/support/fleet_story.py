@@ -46,7 +46,7 @@ class Story:
         """Running sequences; 0 is no work."""
         self.silent_s: dict[str, float] = {}
         self.counters = {"registrations": verifiers + drafters, "restarts": 0}
-        self.verifiers = {name: VerifierStats(name, 1000.0, "auto", 4, plan_k=4, plan_groups=2) for name in self.load}
+        self.verifiers = {name: VerifierStats(name, 1000.0, "auto", 8, plan_k=4, plan_outcomes=8) for name in self.load}
         self.drafters = {name: DrafterStats(name, 1000.0) for name in self.members if name.startswith("drafter")}
         self.metrics = GatewayMetrics()
         self.version = 0
@@ -105,9 +105,7 @@ class Story:
             drafters=drafters,
             drafters_down=old.drafters_down,
             plan_k=old.plan_k,
-            plan_groups=old.plan_groups,
             plan_outcomes=old.plan_outcomes,
-            plan_lookup=old.plan_lookup,
             plan_changes=old.plan_changes,
         )
 
@@ -136,7 +134,7 @@ class Story:
 
 def feed_of(story: Story, model: str = "demo") -> FleetFeed:
     """A feed that watches the story; `look()` it by hand or `start()` it."""
-    about = {"model": model, "mode": "auto", "num_speculative_tokens": 4}
+    about = {"model": model, "mode": "auto", "num_speculative_tokens": 8}
     return FleetFeed(story, about, story.metrics)  # type: ignore[arg-type]
 
 

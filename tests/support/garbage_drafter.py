@@ -1,4 +1,4 @@
-"""A drafter that joins the running fleet of the process given and answers every round with nonsense.  Tests only.
+"""A drafter that joins the running fleet of the process given and answers every question with nonsense.  Tests only.
 
     python -m tests.support.garbage_drafter FLEET_PID
 
@@ -7,6 +7,7 @@ Undecodable bytes, tokens out of any vocabulary and random tokens take turns; it
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import sys
@@ -15,18 +16,21 @@ import tempfile
 from backend.config import sources
 from backend.fleet import DrafterStats, Member
 from backend.membership import Membership
-from backend.protocol import Close, Draft, Drafts, Round, encode
+from backend.protocol import Draft, Drafts, Next, encode
 from gateway.cli import _found_fleet
-from tests.support.scripted_drafter import ScriptedDrafter
+from tests.support.scripted_drafter import SURE, ScriptedDrafter
+
+turns = itertools.count()
 
 
-def nonsense(message: Round) -> list[bytes]:
+def nonsense(message: Next) -> list[bytes]:
     """What comes back in place of an answer."""
-    if message.seq % 3 == 0:
+    turn = next(turns) % 3
+    if turn == 0:
         return [b"\xc1 not a message"]
-    tokens = [10**6, -5, 3] if message.seq % 3 == 1 else [random.randrange(2048) for _ in range(4)]
-    items = [Draft(i.request_id, i.base_len, tokens) for i in message.items if not isinstance(i, Close)]
-    return [encode(Drafts(message.epoch, message.seq, 1, 0, items))]
+    tokens = [10**6, -5, 3] if turn == 1 else [random.randrange(2048) for _ in range(4)]
+    items = [Draft(i.request_id, i.base_len, tokens, [SURE] * (2 * len(tokens))) for i in message.items]
+    return [encode(Drafts(message.epoch, 1, 0, items))]
 
 
 def main() -> None:

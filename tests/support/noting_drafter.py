@@ -11,23 +11,27 @@ from torch import Tensor
 from backend.config import DraftingSettings
 from backend.drafter.intake import TORCH_DTYPES
 from backend.drafter.process import DrafterModel, build_proposer
+from backend.drafter.proposer import Sampling
 from backend.drafter.service import DrafterService
 from backend.fleet import DrafterRef
 from backend.models import ResolvedModels
-from backend.protocol import Close, Drafts, Round, decode_to_drafter, decode_to_verifier
+from backend.protocol import Close, Drafts, Open, Round, decode_to_drafter, decode_to_verifier
 from backend.transport import Hub, Wire
 
 
 def eagle(paths: ResolvedModels) -> Any:
-    """A proposer with the head of `paths` and room for everything."""
-    return build_proposer(DrafterModel(paths.target_dir, paths.drafter_dir), DraftingSettings(cache_tokens=65536))
+    """A proposer with the head of `paths` and room for everything; it never learns to add more of the noise, or less."""
+    proposer = build_proposer(DrafterModel(paths.target_dir, paths.drafter_dir), DraftingSettings(cache_tokens=65536))
+    proposer._taus.learn = lambda trial, token: None
+    return proposer
 
 
 class NotingDrafter:
-    """By request: `features` by position, and `drafts` by base length (those made from true features)."""
+    """By request: `sampling`, `features` by position, and `drafts` by base length (those made from true features)."""
 
     def __init__(self, address: str, paths: ResolvedModels) -> None:
         self.ref = DrafterRef("drafter-0", "noting", address, "", 1)
+        self.sampling: dict[str, Sampling] = {}
         self.features: dict[str, dict[int, Tensor]] = {}
         self.drafts: dict[str, dict[int, list[int]]] = {}
         self._service = DrafterService("drafter-0", eagle(paths), 600.0)
@@ -71,6 +75,8 @@ class NotingDrafter:
         for item in message.items:
             if isinstance(item, Close):
                 continue
+            if isinstance(item, Open):
+                self.sampling[item.request_id] = Sampling.of(item.seed, item.temperature)
             known = self.features.setdefault(item.request_id, {})
             for i in range(item.rows):
                 known[item.base_len - 1 - item.rows + i] = rows[at + i]

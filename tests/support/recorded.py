@@ -29,7 +29,7 @@ def record(directory: Path, rows: Rows, verifier_id: str = "verifier-0", incarna
 def step(number: int, at: float, *, requests: int = 2, tokens: int = 6, busy: float = 10.0, **idle_ms: float) -> StepRow:
     """A step that began `at` seconds after the start and took `busy` milliseconds."""
     return StepRow(
-        number, START + at, busy if number else 0.0, requests, 0, tokens, requests, tokens, 4, 1, 0, 0, 3.0, 8.0, busy, idle_ms
+        number, START + at, busy if number else 0.0, requests, 0, tokens, requests, tokens, 4, 0, 3.0, 8.0, busy, idle_ms
     )
 
 

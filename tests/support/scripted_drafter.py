@@ -13,12 +13,17 @@ from backend.protocol import (
     Draft,
     Drafts,
     Hello,
+    Next,
+    NextItem,
     Round,
     Welcome,
     decode_to_drafter,
     encode,
 )
 from backend.transport import Hub, Router, Wire
+
+SURE = 8.0
+"""Value and lead of every token: with these a verifier takes drafts for good until it has seen otherwise."""
 
 
 class Script(Protocol):
@@ -28,17 +33,21 @@ class Script(Protocol):
 
 
 class ScriptedDrafter:
-    """Speaks the drafting protocol in a thread of the test."""
+    """Speaks the drafting protocol in a thread of the test; of outcomes ahead of time it knows nothing."""
 
     def __init__(self, address: str, script: Script, drafter_id: str = "drafter-0") -> None:
         self.script = script
-        self.raw: Callable[[Round], list[bytes] | None] | None = None
-        """When set, what is sent back in place of an answer."""
+        self.raw: Callable[[Next], list[bytes] | None] | None = None
+        """When set, what is sent back in place of an answer to these items, all of them due."""
+        self.sign = SURE
         self.rounds: list[Round] = []
+        self.answers = 0
         self.feature_bytes = 0
         self.closed: set[str] = set()
         self.ref = DrafterRef(drafter_id, "incarnation", address, "", 1)
         self._tokens: dict[str, list[int]] = {}
+        self._wanted: dict[str, tuple[int, NextItem]] = {}
+        """What came before the round that brings it: epoch and item."""
         self._listeners: dict[tuple[str, int], bytes] = {}
         self._stop = threading.Event()
         self._ready = threading.Event()
@@ -68,28 +77,44 @@ class ScriptedDrafter:
             if message.role == "drafts":
                 self._listeners[message.verifier_id, message.epoch] = identity
             router.send(identity, encode(Welcome(PROTOCOL_VERSION, "drafter-0", "scripted")))
-            return
-        self.rounds.append(message)
-        self.feature_bytes += len(frames[1])
-        drafts = []
+        elif isinstance(message, Round):
+            self.rounds.append(message)
+            self.feature_bytes += len(frames[1])
+            self._extend(message)
+            self._answer(router)
+        else:
+            self._wanted |= {item.request_id: (message.epoch, item) for item in message.items if not item.verifying}
+            self._answer(router)
+
+    def _extend(self, message: Round) -> None:
         for item in message.items:
             if isinstance(item, Close):
                 self.closed.add(item.request_id)
                 self._tokens.pop(item.request_id, None)
+                self._wanted.pop(item.request_id, None)
                 continue
             known = self._tokens.setdefault(item.request_id, [])
             del known[item.base_len - len(item.tokens) :]
             known.extend(item.tokens)
-            if item.k and (tokens := self.script(item.request_id, list(known), item.k)) is not None:
-                drafts.append(Draft(item.request_id, item.base_len, tokens))
-        answer = [encode(Drafts(message.epoch, message.seq, 100, 0, drafts))]
-        if self.raw is not None:
-            replaced = self.raw(message)
-            if replaced is None:
-                return
-            answer = replaced
-        elif not drafts:
-            return
-        for (_, epoch), listener in self._listeners.items():
-            if epoch == message.epoch:
-                router.send(listener, *answer)
+
+    def _answer(self, router: Router) -> None:
+        """Answers whatever is due: its request has got there."""
+        due: dict[int, list[NextItem]] = {}
+        for request_id, (epoch, item) in list(self._wanted.items()):
+            if len(self._tokens.get(request_id, [])) == item.base_len:
+                del self._wanted[request_id]
+                due.setdefault(epoch, []).append(item)
+        for epoch, items in due.items():
+            answer = self._drafts(epoch, items) if self.raw is None else self.raw(Next(epoch, items))
+            for (_, listening), listener in self._listeners.items():
+                if answer and listening == epoch:
+                    self.answers += 1
+                    router.send(listener, *answer)
+
+    def _drafts(self, epoch: int, items: list[NextItem]) -> list[bytes]:
+        drafts = []
+        for item in items:
+            tokens = self.script(item.request_id, list(self._tokens[item.request_id]), item.k)
+            if tokens is not None:
+                drafts.append(Draft(item.request_id, item.base_len, tokens, [self.sign] * (2 * len(tokens))))
+        return [encode(Drafts(epoch, 100, 0, drafts))] if drafts else []

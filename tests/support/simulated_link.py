@@ -13,8 +13,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from backend.drafter.service import DrafterService
-from backend.protocol import Ahead, Drafts, decode_to_verifier
+from backend.protocol import Ahead, Draft, Drafts, Outcome, decode_to_verifier, encode
 from backend.transport import Wire
 
 
@@ -69,7 +71,8 @@ class Network:
     world: World
     faults: Faults = field(default_factory=Faults)
     drafters: dict[str, SimulatedDrafter] = field(default_factory=dict)
-    dealers: dict[bytes, SimulatedDealer] = field(default_factory=dict)
+    dealers: dict[tuple[str, bytes], SimulatedDealer] = field(default_factory=dict)
+    """By the address they are connected to and their identity there."""
     _last: dict[Any, float] = field(default_factory=dict)
 
     def carry(self, link: Any, deliver: Callable[[], None]) -> None:
@@ -91,18 +94,18 @@ class SimulatedDealer:
         self._network, self._address, self.identity = network, address, identity
         self.inbox: deque[list[bytes]] = deque()
         self.sent = 0
-        network.dealers[identity] = self
+        network.dealers[address, identity] = self
 
     def send(self, *frames: bytes) -> bool:
         self.sent += 1
-        self._network.carry((self.identity, "to"), lambda: self._deliver(list(frames)))
+        self._network.carry((self._address, self.identity, "to"), lambda: self._deliver(list(frames)))
         return True
 
     def receive(self) -> list[bytes] | None:
         return self.inbox.popleft() if self.inbox else None
 
     def close(self) -> None:
-        self._network.dealers.pop(self.identity, None)
+        self._network.dealers.pop((self._address, self.identity), None)
 
     def _deliver(self, frames: list[bytes]) -> None:
         drafter = self._network.drafters.get(self._address)
@@ -136,10 +139,11 @@ class SimulatedHub:
 
 
 class SimulatedDrafter:
-    """The real service behind a simulated ROUTER; drafting takes virtual time."""
+    """The real service behind a simulated ROUTER; drafting takes virtual time, and says so."""
 
-    def __init__(self, network: Network, address: str, make: Callable[[], DrafterService], draft_s: float) -> None:
-        self._network, self._make, self.draft_s = network, make, draft_s
+    def __init__(self, network: Network, address: str, make: Callable[[], DrafterService], pass_s: float) -> None:
+        """`pass_s`: of each batch for extending the caches, and once more for each token drafted."""
+        self._network, self._address, self._make, self.pass_s = network, address, make, pass_s
         self.service = make()
         self.drafted: set[tuple[str, int, tuple[int, ...]]] = set()
         """All drafts sent: request, base length, tokens."""
@@ -160,8 +164,10 @@ class SimulatedDrafter:
         if self._busy or service is not self.service or not service.has_work:
             return
         self._busy = True
-        self._send(service.work(), self.draft_s)
-        self._network.world.at(self._network.world.now + self.draft_s, lambda: self._done(service))
+        replies = service.work()
+        takes_s = self.pass_s * (1 + max((_longest(payload) for _, payload in replies), default=0))
+        self._send([(identity, _timed(payload, takes_s)) for identity, payload in replies], takes_s)
+        self._network.world.at(self._network.world.now + takes_s, lambda: self._done(service))
 
     def _done(self, service: DrafterService) -> None:
         if service is self.service:
@@ -173,12 +179,12 @@ class SimulatedDrafter:
             self._note(payload)
 
             def leave(identity: bytes = identity, payload: bytes = payload) -> None:
-                self._network.carry((identity, "from"), lambda: self._arrive(identity, payload))
+                self._network.carry((self._address, identity, "from"), lambda: self._arrive(identity, payload))
 
             self._network.world.at(self._network.world.now + after, leave)
 
     def _arrive(self, identity: bytes, payload: bytes) -> None:
-        dealer = self._network.dealers.get(identity)
+        dealer = self._network.dealers.get((self._address, identity))
         if dealer is not None:
             dealer.inbox.append([payload])
 
@@ -189,7 +195,24 @@ class SimulatedDrafter:
             self.fresh |= {(d.request_id, d.base_len): d.tokens for d in message.items}
         elif isinstance(message, Ahead):
             for block in message.items:
-                for i in range(len(block.verifying)):
-                    self.drafted.add((block.request_id, block.base_len + i + 1, tuple(block.verifying[i + 1 :])))
                 for o in block.outcomes:
                     self.drafted.add((block.request_id, block.base_len + o.accepted + 1, tuple(o.tokens)))
+
+
+def _longest(payload: bytes) -> int:
+    """Tokens of the longest draft in an answer."""
+    message = decode_to_verifier(payload)
+    drafts: list[Draft | Outcome] = []
+    if isinstance(message, Drafts):
+        drafts += message.items
+    elif isinstance(message, Ahead):
+        drafts += (outcome for block in message.items for outcome in block.outcomes)
+    return max((len(draft.tokens) for draft in drafts), default=0)
+
+
+def _timed(payload: bytes, seconds: float) -> bytes:
+    """The answer, as of a drafter that took so long."""
+    message = decode_to_verifier(payload)
+    if isinstance(message, Drafts | Ahead):
+        message = msgspec.structs.replace(message, draft_us=round(seconds * 1e6))
+    return encode(message)

@@ -25,8 +25,8 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from backend.config import Settings
 from backend.drafter.eagle import EagleProposer
-from backend.drafter.proposer import Ask
-from backend.fleet import FALLBACK, DrafterRef, VerifierStats
+from backend.drafter.proposer import Ask, Until
+from backend.fleet import LOOKUP, DrafterRef, VerifierStats
 from backend.verifier.counting import Counters
 from backend.verifier.engine import build_config
 from backend.verifier.features import FeatureShipper
@@ -58,10 +58,10 @@ def write_text(proposer: EagleProposer, seed: int, prompt: int, length: int, agr
     rows = prompt - 1
     while len(tokens) < length:
         n = len(tokens)
-        ((drafted,),) = proposer.draft([Ask(key, n, rows, 1, features[n - 1 - rows : n - 1])])
+        (drafted,) = proposer.draft([Ask(key, n, rows, features[n - 1 - rows : n - 1], Until(1))])
         other = int(torch.randint(proposer.vocab_size, (1,), generator=generator))
         agrees = float(torch.rand(1, generator=generator)) < agreement
-        tokens.append(drafted if agrees else other)
+        tokens.append(drafted.tokens[0] if agrees else other)
         proposer.commit(key, n + 1, tokens[-1:], 1, 0.0)
         rows = 1
     proposer.close(key)
@@ -69,7 +69,7 @@ def write_text(proposer: EagleProposer, seed: int, prompt: int, length: int, agr
 
 
 @functools.cache
-def _vllm(mode: str, k: int, fallback: bool) -> tuple[Any, StructuredOutputManager]:
+def _vllm(mode: str, k: int, lookup: bool) -> tuple[Any, StructuredOutputManager]:
     settings = Settings.model_validate(
         {
             "mode": mode,
@@ -78,7 +78,7 @@ def _vllm(mode: str, k: int, fallback: bool) -> tuple[Any, StructuredOutputManag
                 "draft_deadline_ms": 100,
                 "max_num_seqs": 8,
                 "max_num_batched_tokens": 96,
-                "fallback": fallback,
+                "lookup": lookup,
                 "ahead_outcomes": 4,
             },
         }
@@ -106,8 +106,8 @@ class _Runner(RemoteDrafting, _Executes):
 class SimulatedCore:
     """Stands in for vLLM's `EngineCore`."""
 
-    def __init__(self, world: World, network: Network, mode: str, k: int, blocks: int, fallback: bool) -> None:
-        config, structured = _vllm(mode, k, fallback)
+    def __init__(self, world: World, network: Network, mode: str, k: int, blocks: int, lookup: bool) -> None:
+        config, structured = _vllm(mode, k, lookup)
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
         cache = KVCacheConfig(blocks, [], [KVCacheGroupSpec(["layer"], spec)])
         config.cache_config.num_gpu_blocks = blocks
@@ -160,22 +160,25 @@ class SimulatedCore:
         total = scheduled.total_num_scheduled_tokens
         self._world.advance(self._world.now + (FIXED_S + TOKEN_S * total if total else 0.0))
         self.runner.execute_model(scheduled)
+        scheduler.get_grammar_bitmask(scheduled)
         output = self._run(scheduled) if total else ModelRunnerOutput([], {})
         return scheduler.update_from_output(scheduled, output), total > 0
 
     def _check_drafts(self, scheduled: Any) -> None:
-        """Every draft that is verified was made for exactly this length, by whom it is booked on."""
+        """Every draft that is verified was made for this very text, by whom it is booked on."""
         for request_id, tokens in scheduled.scheduled_spec_decode_tokens.items():
             if not any(token >= 0 for token in tokens):
                 continue
-            draft = self.scheduler._verifying[request_id]
-            assert draft.base_len == self.scheduler.requests[request_id].num_tokens
+            draft = self.scheduler.speculator.verified(request_id)
+            assert draft is not None
             assert draft.tokens[: len(tokens)] == tokens
-            if draft.drafter_id == FALLBACK:
+            if draft.source.drafter_id == LOOKUP:
                 continue
-            key = request_id, draft.base_len
-            made = [d[2] for drafter in self._network.drafters.values() for d in drafter.drafted if d[:2] == key]
-            assert any(list(each)[: len(draft.tokens)] == draft.tokens for each in made)
+            made = self._network.drafters[f"sim://{draft.source.drafter_id}"].drafted
+            text = list(self.scheduler.requests[request_id].all_token_ids)
+            # What is left of a draft whose beginning the text has said is a draft, too.
+            whole = ((request_id, at, (*text[at:], *draft.tokens)) for at in range(max(len(text) - 8, 0), len(text) + 1))
+            assert any(each in made for each in whole)
 
     def _run(self, scheduled: Any) -> ModelRunnerOutput:
         ids, computed, rows, sampled, counts, hidden = list(scheduled.num_scheduled_tokens), [], [], [], [], []
@@ -191,7 +194,8 @@ class SimulatedCore:
                     if emitted[-1] != drafted:
                         break
             self.decided += len(emitted)
-            if drafts and not (draft := self.scheduler._verifying[request_id]).ahead and draft.drafter_id != FALLBACK:
+            draft = self.scheduler.speculator.verified(request_id)
+            if drafts and draft is not None and not draft.source.ahead and draft.source.drafter_id != LOOKUP:
                 self.fresh_drafts += 1
                 self.fresh_accepted += len(emitted) - 1
             features = text.features[first : first + n].clone()
@@ -213,9 +217,9 @@ class SimulatedCore:
 class SimulatedVerifier:
     """Runs until every request is answered; plays the gateway, and checks the books on every turn of the loop."""
 
-    def __init__(self, world: World, network: Network, mode: str, k: int = 4, blocks: int = 200, fallback: bool = True) -> None:
+    def __init__(self, world: World, network: Network, mode: str, k: int = 4, blocks: int = 200, lookup: bool = True) -> None:
         self.world, self.network = world, network
-        self.core = SimulatedCore(world, network, mode, k, blocks, fallback)
+        self.core = SimulatedCore(world, network, mode, k, blocks, lookup)
         self.stats = VerifierStats("v", 0.0, mode, k)
         counters = Counters(self.stats)
         self.core.scheduler.counters = counters
@@ -279,16 +283,13 @@ class SimulatedVerifier:
     def check(self) -> None:
         """The books agree with each other and with vLLM's."""
         scheduler = self.core.scheduler
-        book, groups = scheduler.book, scheduler._groups._members
-        members = [request_id for group in groups for request_id in group]
-        assert len(members) == len(set(members)), "a request in two groups"
-        assert set(members) <= scheduler.requests.keys()
-        assert book.pending.keys() <= scheduler.requests.keys()
-        assert book._ready.keys() <= scheduler.requests.keys()
-        for request_id, pending in book.pending.items():
-            assert pending.base_len == scheduler.requests[request_id].num_tokens
-        assert not book.pending.keys() & book._ready.keys(), "a draft at hand and waited for"
-        assert len(scheduler.fallback) <= len(scheduler.requests)
+        known, pending = scheduler.speculator._requests, scheduler.speculator.questions.pending
+        assert known.keys() <= scheduler.requests.keys()
+        assert pending.keys() <= known.keys()
+        for request_id, question in pending.items():
+            assert question.base_len == scheduler.requests[request_id].num_tokens
+            hand, own = known[request_id].hand, known[request_id].own
+            assert hand is None or (own is not None and own.worth > hand.worth), "a draft at hand and waited for"
         accepted = sum(each.accepted_tokens for each in self.stats.drafters.values())
         decided = self.core.decided
         assert decided == self.stats.verifications + accepted, "tokens = verifications + accepted drafts"

@@ -1,35 +1,35 @@
-"""Two samples of tokens: do they come from one distribution?  Tests only."""
+"""Do tokens come from a given distribution?  Tests only."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
 
 import torch
 
 MIN_EXPECTED = 5.0
 
 
-def two_sample_chi_square(first: Sequence[Hashable], second: Sequence[Hashable]) -> float:
-    """The p-value of Pearson's homogeneity test; outcomes too rare for it (Cochran's rule) share one bin."""
-    counts = Counter(first), Counter(second)
-    share = len(first) / (len(first) + len(second))
-    bins: list[tuple[int, int]] = []
-    rare = [0, 0]
-    for outcome in set(counts[0]) | set(counts[1]):
-        pair = counts[0][outcome], counts[1][outcome]
-        if sum(pair) * min(share, 1 - share) < MIN_EXPECTED:
-            rare = [rare[0] + pair[0], rare[1] + pair[1]]
-        else:
-            bins.append(pair)
-    if sum(rare):
-        bins.append((rare[0], rare[1]))
-    statistic = 0.0
-    for a, b in bins:
-        for observed, expected in ((a, (a + b) * share), (b, (a + b) * (1 - share))):
-            statistic += (observed - expected) ** 2 / expected if expected else 0.0
-    return chi_square_tail(statistic, len(bins) - 1)
+def chi_square(drawn: Sequence[Hashable], probabilities: Mapping[Any, float]) -> float:
+    """The p-value of Pearson's test that `drawn` follows `probabilities`.
+
+    Outcomes too rare for it (Cochran's rule) share one bin.
+    """
+    counts, total = Counter(drawn), len(drawn)
+    statistic, bins = 0.0, 0
+    rare_observed, rare_expected = total, float(total)
+    for outcome, probability in probabilities.items():
+        expected = total * probability
+        if expected >= MIN_EXPECTED:
+            statistic += (counts[outcome] - expected) ** 2 / expected
+            bins += 1
+            rare_observed, rare_expected = rare_observed - counts[outcome], rare_expected - expected
+    if rare_expected >= MIN_EXPECTED:
+        statistic += (rare_observed - rare_expected) ** 2 / rare_expected
+        bins += 1
+    return chi_square_tail(statistic, bins - 1)
 
 
 def chi_square_tail(statistic: float, degrees: int) -> float:

@@ -78,7 +78,5 @@ def test_plans_have_names() -> None:
     assert plan_name(stats) == "plain"
     stats.plan_k = 4
     assert plan_name(stats) == "sync K=4"
-    stats.plan_groups = 2
-    assert plan_name(stats) == "pipelined K=4"
-    stats.plan_groups, stats.plan_outcomes = 1, 8
+    stats.plan_outcomes = 8
     assert plan_name(stats) == "ahead K=4"

@@ -42,4 +42,5 @@ def test_a_child_that_dies_is_an_error_with_its_last_words(tmp_path: Path) -> No
 def test_the_codec_is_measured() -> None:
     found = measure_codec(4, 4)
     assert found["encode_us"] > 0
-    assert found["round_bytes"] > found["drafts_bytes"] > 0
+    assert found["round_bytes"] > 0
+    assert found["drafts_bytes"] > 0

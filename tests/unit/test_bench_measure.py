@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from backend.bench import report
 from backend.bench.identical import GreedyCheck, first_difference
 from backend.bench.load import Load
 from backend.bench.measure import Sample, Snapshot, ceiling, ratio, row, sample
+from backend.bench.pace import Paced
 from backend.bench.plan import Configuration, Point, split_cores
 from backend.bench.run import Results
 from backend.fleet import DraftCounters, DrafterStats, VerifierStats
@@ -39,7 +41,7 @@ def stats(busy_s: float, idle_s: float, awaiting_s: float, steps: int, counters:
     )
 
 
-def measured(configuration: Configuration = SYNC, number: int = 0) -> Sample:
+def measured(configuration: Configuration = SYNC, number: int = 0, paced: bool = False) -> Sample:
     before = Snapshot(
         stats(1.0, 5.0, 0.5, 10, DraftCounters(drafts=5, accepted_tokens=5)), 100.0, DrafterStats("d", 0, busy_s=1)
     )
@@ -47,6 +49,10 @@ def measured(configuration: Configuration = SYNC, number: int = 0) -> Sample:
     after = Snapshot(stats(3.0, 6.0, 1.5, 30, counters), 104.0, DrafterStats("d", 0, busy_s=1.5))
     answers = [Answer(tokens=[1] * 11, sent_at=10.0, first_at=10.5, last_at=12.5)]
     rate = sum(len(answer.tokens) for answer in answers) / 2.5
+    if paced:
+        # 20 steps; each took 150 ms, of which 90 the device's own, 5 in excess of it and 50 waiting for drafts.
+        before = replace(before, steps=Paced(5, 1.0, 1, 0.5), passes=Paced(10, 1.0))
+        after = replace(after, steps=Paced(25, 2.8, 6, 0.6), passes=Paced(50, 2.0, 4, 0.2))
     return sample(number, configuration, Load(2.5, answers, rate), before, after, drafter_cores=1)
 
 
@@ -144,6 +150,50 @@ def test_all_three_files_are_written(tmp_path: Path, results: Results) -> None:
     assert "- Before: 3 loads of up to 64 tokens per concurrency and temperature, 4 times as many for `auto`" in text
     assert "off (all cores)" in text
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_paced_step_is_the_device_s_time_and_what_comes_on_top() -> None:
+    assert measured(paced=True).paced == pytest.approx(
+        {
+            "cycle_ms": 150,
+            "paced_ms": 90,
+            "overrun_ms": 5,
+            "overrun_share": 0.25,
+            "awaiting_ms": 50,
+            "overhead_ms": 5,
+            "pass_overrun_ms": 5,
+            "pass_overrun_share": 0.1,
+        }
+    )
+    assert measured().paced == {}
+
+
+def test_every_table_of_a_paced_run_says_so_with_the_numbers(tmp_path: Path, results: Results) -> None:
+    results.samples["demo", SYNC, POINT] = [measured(SYNC, i, paced=True) for i in range(3)]
+    options, split = options_module.parse(["--pace", "6,32,0.5,1"]), split_cores([0, 1], None, None)
+    report.write(tmp_path, ABOUT, options, split, results, lambda _: None)
+    text = (tmp_path / "bench.md").read_text()
+    said = "`6,32,0.5,1`: target step 6 ms + 32 us per token; draft pass 0.5 ms + 1 us per token, in `native` 0.5 ms"
+    assert text.count("### ") == text.count(said) == 4
+    assert "| code c1 t0 | sync-k4 | 150.00 | 90.00 | 5.00 | 50.00 | 5.00 | 25% | 40.0% | 10% | 5.000 |" in text
+    content = json.loads((tmp_path / "bench.json").read_text())
+    assert content["settings"]["pace"]["target"] == {"fixed_ms": 6, "token_us": 32}
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    report.write(plain, ABOUT, options_module.parse([]), split, results, lambda _: None)
+    assert "Paced on" not in (plain / "bench.md").read_text()
+
+
+def test_rows_are_compared_with_the_faster_native_variant(tmp_path: Path, results: Results) -> None:
+    import msgspec
+
+    for mode, speed in (("native", 8.8), ("native-probabilistic", 2.2)):
+        each = [msgspec.structs.replace(measured(SYNC, i), tokens_per_s=speed) for i in range(3)]
+        results.samples["demo", Configuration("equal_verifier", mode, 4, (0,)), POINT] = each
+    report.write(tmp_path, ABOUT, options_module.parse([]), split_cores([0, 1], None, None), results, lambda _: None)
+    lines = (tmp_path / "bench.md").read_text().splitlines()
+    assert "| code c1 t0 | sync-k4 | 4 | 1.00 | 0.50 | 1.00 | - | 0.80 |" in lines
+    assert "| code c1 t0 | native-probabilistic-k4 | 2 | 0.50 | 0.25 | - | - | 0.80 |" in lines
 
 
 def test_what_an_unfinished_run_leaves_says_so(tmp_path: Path, results: Results) -> None:

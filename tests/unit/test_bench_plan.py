@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from backend.bench import options as options_module
-from backend.bench.options import MODES, Options
-from backend.bench.plan import cells, configurations, points, split_cores
+from backend.bench.options import MODES, PROBABILISTIC, Options
+from backend.bench.plan import LOCAL_MODES, cells, configurations, points, split_cores
+from backend.config.settings import REMOTE_MODES, Mode
 
 
 def parsed(*arguments: str) -> Options:
     return options_module.parse(arguments)
 
 
-def test_modes_are_the_settings_own() -> None:
+def test_modes_are_the_settings_own_and_the_rivals_variants() -> None:
+    assert set(MODES) == {*get_args(Mode), PROBABILISTIC}
+    assert set(MODES) - LOCAL_MODES == REMOTE_MODES
+    assert {"off", "native", PROBABILISTIC} == LOCAL_MODES
     assert parsed().modes == MODES
     assert parsed("--modes", "native,off").modes == ("off", "native")
 
@@ -25,7 +30,7 @@ def test_modes_are_the_settings_own() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--modes", "syncc"], "syncc: there are off, native, sync"),
+        (["--modes", "syncc"], "syncc: there are off, native, native-probabilistic, sync"),
         (["--k", "0"], "1 is the least"),
         (["--concurrency", "x"], "no list of numbers"),
         (["--drafter", "ngram"], "--drafter goes with --model"),
@@ -73,9 +78,13 @@ def test_local_modes_also_get_all_cores_and_remote_ones_the_drafters() -> None:
     split = split_cores([0, 1], None, None)
     found = configurations(parsed("--k", "2,4"), split)
     assert len({c.name for c in found}) == len(found)
-    assert [(c.mode, c.k) for c in found if c.layout == "equal_total"] == [("off", 0), ("native", 2), ("native", 4)]
+    assert [(c.mode, c.k) for c in found if c.layout == "equal_total"] == [
+        ("off", 0),
+        *((mode, k) for mode in ("native", PROBABILISTIC) for k in (2, 4)),
+    ]
     assert all(c.cores == split.verifier for c in found if c.layout == "equal_verifier")
     assert {c.mode for c in found if c.layout == "equal_verifier"} == set(MODES)
+    assert {c.served for c in found} == set(get_args(Mode))
 
 
 def test_one_core_has_no_second_layout() -> None:

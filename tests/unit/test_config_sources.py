@@ -81,7 +81,7 @@ def test_values_of_every_shape(monkeypatch: pytest.MonkeyPatch) -> None:
         (["serve-me"], "unexpected argument 'serve-me': settings are given as --name value"),
         (["--port"], "argument --port/--gateway-port: expected one argument"),
         (["--port", "70000"], "--gateway-port: input should be less than or equal to 65535, not '70000'"),
-        (["--mode", "fast"], "--mode: input should be 'off', 'native', 'sync', 'pipelined', 'ahead' or 'auto', not 'fast'"),
+        (["--mode", "fast"], "--mode: input should be 'off', 'native', 'sync', 'ahead' or 'auto', not 'fast'"),
         (["--verifier-engine-args", "{"], "--verifier-engine-args: expected JSON"),
     ],
 )

@@ -39,7 +39,7 @@ def test_a_verifiers_load_speed_and_acceptance() -> None:
     rates, drafters = VerifierRates("v0", 2.0), {"d0": DrafterRates("d0", 2.0), "d1": DrafterRates("d1", 2.0)}
     for i in range(40):
         counters = {"d0": DraftCounters(10 * i, accepted_tokens=20 * i), "d1": DraftCounters(10 * i, accepted_tokens=10 * i)}
-        counters["fallback"] = DraftCounters(50 * i, accepted_tokens=200 * i)
+        counters["lookup"] = DraftCounters(50 * i, accepted_tokens=200 * i)
         report = stats(
             4, 25 * i, plain_step_s=0.03, drafted_step_s=0.04, drafters=counters, drafters_down=["d1"] if i > 5 else []
         )
@@ -90,10 +90,8 @@ def test_what_a_verifier_makes_without_drafters() -> None:
 
 def test_what_the_plan_hides_behind_verification() -> None:
     rates = VerifierRates("v0", 2.0)
-    rates.observe(stats(plan_groups=1), 0.0, {})
+    rates.observe(stats(plan_k=4), 0.0, {})
     assert rates.load.overlap == 0
-    rates.observe(stats(plan_groups=2), 0.25, {})
-    assert rates.load.overlap == 1
     ahead = {"d0": DraftCounters(ahead_hits=30, ahead_misses=10)}
     rates.observe(stats(plan_outcomes=8, drafters=ahead), 0.5, {})
     assert rates.load.overlap == 0.75

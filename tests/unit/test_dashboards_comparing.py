@@ -48,9 +48,9 @@ def scrape(scale: Callable[[str], float] = lambda name: 1.0) -> Scrape:
         one("outrider_verifier_idle_seconds_total", 9.975, cause="no_work"),
         one("outrider_verifier_idle_seconds_total", 0.005, cause="awaiting_draft"),
         one("outrider_drafts_total", 1, drafter="drafter-0"),
-        one("outrider_drafts_total", 2, drafter="fallback"),
+        one("outrider_drafts_total", 2, drafter="lookup"),
         one("outrider_accepted_tokens_total", 4, drafter="drafter-0"),
-        one("outrider_accepted_tokens_total", 4, drafter="fallback"),
+        one("outrider_accepted_tokens_total", 4, drafter="lookup"),
         one("outrider_tgs_decode_count", 1),
         one("outrider_tgs_decode_sum", 11 / 0.02),
         *(one("outrider_tgs_decode_bucket", float(le >= 550), le=str(le)) for le in (500, 1000, math.inf)),
@@ -69,8 +69,8 @@ def records(tmp_path: Path) -> Path:
         verification(0, "a", 0, 0),
         verification(0, "b", 4, 4),
         step(1, 5.015, awaiting_draft=5.0),
-        verification(1, "a", 4, 2, "fallback"),
-        verification(1, "b", 4, 2, "fallback"),
+        verification(1, "a", 4, 2, "lookup"),
+        verification(1, "b", 4, 2, "lookup"),
         request("a", 4.9, 5.005, 5.025, 12),
         step(2, 20.0, no_work=14_975.0),
         verification(2, "c", 4, 0),
@@ -89,7 +89,7 @@ def test_they_agree_on_the_same_period(records: Path) -> None:
     differing = [each for each in found.values() if not each.agrees and not each.name.startswith("TGS e2e")]
     assert differing == []
     assert found["acceptance length"].prometheus == found["acceptance length"].records == 1 + 8 / 3
-    assert found["acceptance length, fallback"].records == 3
+    assert found["acceptance length, lookup"].records == 3
     assert found["idle no_work share"].records == pytest.approx(0.9975)
     assert found["idle awaiting_draft share"].records == pytest.approx(0.0005)
     assert found["TGS decode, mean"].records == pytest.approx(550)

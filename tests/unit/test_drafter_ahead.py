@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ from backend.protocol import (
     decode_to_verifier,
     encode,
 )
-from tests.support.ahead_verifier import HEAD, TOKENS, AheadVerifier, Clock, blocks_of, drafts_of, opening
+from tests.support.ahead_verifier import HEAD, AheadVerifier, Clock, blocks_of, drafts_of, opening
 from tests.support.drafter_heads import TinyHead, make_proposer
 
 
@@ -51,9 +52,11 @@ def dropped(service: DrafterService) -> int:
 
 
 def test_messages_survive_the_wire() -> None:
-    wish = Next(3, [NextItem("a", 9, 4, [1, 2], 8), NextItem("b", 7, 4, [], 0)])
+    wish = Next(3, [NextItem("a", 9, 4, [1, 2], 8, 0.25), NextItem("b", 7, 4, [], 0)], [[0.5, 1.0, -1.0], [0.25, 2.0, 0.5]])
     assert decode_to_drafter(encode(wish)) == wish
-    answer = Ahead(3, 250, [Block("a", 9, [1, 2], [Outcome(0, 5, [6, 7]), Outcome(2, 1, [])])])
+    opened = Round(3, 1, "float32", 0, [Open("a", 1, [5], 0, 2**64 - 1, 0.75)])
+    assert decode_to_drafter(encode(opened)) == opened
+    answer = Ahead(3, 250, [Block("a", 9, [1, 2], [Outcome(0, 5, [6, 7], [-0.5, math.inf, -1.5, 0.0]), Outcome(2, 1, [])])])
     assert decode_to_verifier(encode(answer)) == answer
 
 
@@ -72,9 +75,8 @@ def test_a_wish_is_granted_whichever_socket_is_first(service: DrafterService, pr
     draft, block = drafts_of(messages)[0], blocks_of(messages)[0]
     assert (draft.request_id, draft.base_len, len(draft.tokens)) == ("a", 6, 4)
     assert (block.request_id, block.base_len, block.verifying, len(block.outcomes)) == ("a", 6, draft.tokens, 8)
-    # The same draft as a round that asks gets.
-    assert AheadVerifier(service, "other").round(Open("a", 6, TOKENS, 5, 4)) == [Drafts(1, 7, 0, 0, [draft])]
-    commit = Commit("a", 7, [block.outcomes[0].token], 1, 0)
+    assert all(len(o.signs) == 2 * len(o.tokens) for o in (draft, *block.outcomes))
+    commit = Commit("a", 7, [block.outcomes[0].token], 1)
     verifying = NextItem("a", 7, 3, [9, 8], 5)
     if first == "round":
         assert verifier.round(commit) == []
@@ -116,7 +118,7 @@ def test_a_newer_wish_replaces_an_older(service: DrafterService) -> None:
     verifier.round(opening())
     verifier.receive_next(NextItem("a", 7, 4, [], 0))
     verifier.receive_next(NextItem("a", 7, 4, [3, 4], 2))
-    assert [b.verifying for b in blocks_of(verifier.round(Commit("a", 7, [7], 1, 0)))] == [[3, 4]]
+    assert [b.verifying for b in blocks_of(verifier.round(Commit("a", 7, [7], 1)))] == [[3, 4]]
     assert dropped(service) == 1
 
 
@@ -125,10 +127,10 @@ def test_what_a_request_has_outrun_is_dropped(service: DrafterService) -> None:
     verifier.round(opening())
     # Held for a length that is passed over; about a length that is gone; due when the next round comes.
     verifier.receive_next(NextItem("a", 7, 4, [], 8))
-    assert verifier.round(Commit("a", 8, [7, 8], 2, 0)) == []
+    assert verifier.round(Commit("a", 8, [7, 8], 2)) == []
     assert verifier.next(NextItem("a", 7, 4, [], 8)) == []
     verifier.receive_next(NextItem("a", 8, 4, [1], 8))
-    assert verifier.round(Commit("a", 9, [9], 1, 0)) == []
+    assert verifier.round(Commit("a", 9, [9], 1)) == []
     assert dropped(service) == 3
     verifier.receive_next(NextItem("a", 9, 4, [1], 8))
     assert verifier.round(Close("a", "finished")) == []
@@ -140,7 +142,7 @@ def test_a_repeated_round_takes_no_wish_back(service: DrafterService) -> None:
     verifier.round(opening())
     verifier.receive_next(NextItem("a", 6, 4, [1, 2], 4))
     # As after a preemption: nothing new, at a length it has had before.
-    assert [b.verifying for b in blocks_of(verifier.round(Commit("a", 4, [], 0, 0)))] == [[1, 2]]
+    assert [b.verifying for b in blocks_of(verifier.round(Commit("a", 4, [], 0)))] == [[1, 2]]
 
 
 def test_fresh_drafts_go_before_outcomes(service: DrafterService) -> None:
@@ -150,7 +152,7 @@ def test_fresh_drafts_go_before_outcomes(service: DrafterService) -> None:
     verifier.receive_next(NextItem("b", 3, 4, [], 0))
     assert [d.request_id for d in drafts_of(verifier.step())] == ["b"]
     # Another fresh wish comes while the outcomes still wait.
-    verifier.receive_round(Commit("b", 4, [5], 1, 0))
+    verifier.receive_round(Commit("b", 4, [5], 1))
     verifier.receive_next(NextItem("b", 4, 4, [], 0))
     assert [d.base_len for d in drafts_of(verifier.step())] == [4]
     messages = verifier.work()
@@ -162,8 +164,8 @@ def test_a_wish_for_an_unknown_request_is_answered_empty(service: DrafterService
     verifier = AheadVerifier(service)
     # Its opening may be on the way: nothing is said until a round shows that it is not.
     assert verifier.next(NextItem("ghost", 9, 4, [], 8)) == []
-    assert drafts_of(verifier.round(Commit("ghost", 9, [1], 1, 0))) == [Draft("ghost", 9, [])]
-    assert verifier.round(Commit("ghost", 10, [1], 1, 0)) == []
+    assert drafts_of(verifier.round(Commit("ghost", 9, [1], 1))) == [Draft("ghost", 9, [])]
+    assert verifier.round(Commit("ghost", 10, [1], 1)) == []
     assert drafts_of(verifier.next(NextItem("ghost", 10, 4, [], 8))) == [Draft("ghost", 10, [])]
     assert verifier.next(NextItem("ghost", 10, 4, [1], 8)) == []
     assert verifier.next(NextItem("ghost", 11, 4, [], 0)) == []
@@ -226,7 +228,7 @@ def test_drafts_after_enumerations_are_those_of_a_fresh_drafter(service: Drafter
     ahead.round(opening())
     plain.round(opening())
     for base_len in range(7, 30):
-        commit = Commit("a", base_len, [base_len], 1, 0)
+        commit = Commit("a", base_len, [base_len], 1)
         ahead.round(commit)
         plain.round(commit)
         messages = ahead.next(NextItem("a", base_len, 4, [], 6))
@@ -238,11 +240,28 @@ BAD_ITEMS = {
     "no length": NextItem("b", 0, 4, [], 0),
     "negative k": NextItem("b", 5, -1, [], 0),
     "negative outcomes": NextItem("b", 5, 4, [], -1),
+    "floor above one": NextItem("b", 5, 4, [], 0, 1.5),
+    "floor of no number": NextItem("b", 5, 4, [], 0, math.nan),
     "token outside": NextItem("b", 5, 4, [HEAD.vocab], 4),
     "negative token": NextItem("b", 5, 4, [-1], 4),
     "long draft": NextItem("b", 5, 4, [1] * 65, 4),
     "twice": NextItem("a", 7, 4, [], 0),
 }
+
+
+BAD_JUDGES = {
+    "one": [[1.0, 1.0, 1.0]],
+    "three": [[1.0, 1.0, 1.0]] * 3,
+    "short": [[1.0, 1.0, 1.0], [1.0, 1.0]],
+    "not finite": [[1.0, 1.0, 1.0], [1.0, math.nan, 1.0]],
+}
+
+
+@pytest.mark.parametrize("judges", BAD_JUDGES.values(), ids=BAD_JUDGES.keys())
+def test_judges_that_cannot_judge_are_refused(service: DrafterService, judges: list[list[float]]) -> None:
+    verifier = AheadVerifier(service)
+    replies = service.handle(verifier.drafts, [encode(Next(1, [NextItem("a", 6, 4, [], 0)], judges))])
+    assert isinstance(decode_to_verifier(replies[0][1]), Refused)
 
 
 @pytest.mark.parametrize("item", BAD_ITEMS.values(), ids=BAD_ITEMS.keys())
@@ -265,9 +284,7 @@ def test_wishes_come_from_their_own_socket(service: DrafterService) -> None:
 
 def test_prompt_lookup_looks_ahead() -> None:
     verifier = AheadVerifier(DrafterService("drafter-0", NgramProposer(61, 64, 2, 4, 1000), 60.0))
-    verifier.service.handle(
-        verifier.features, [encode(Round(1, 1, "float32", 0, [Open("a", 8, [1, 2, 3, 4, 5, 6, 1, 2], 0, 0)]))]
-    )
+    verifier.service.handle(verifier.features, [encode(Round(1, 1, "float32", 0, [Open("a", 8, [1, 2, 3, 4, 5, 6, 1, 2], 0)]))])
     messages = verifier.next(NextItem("a", 8, 2, [], 8))
     assert drafts_of(messages) == [Draft("a", 8, [3, 4])]
     assert blocks_of(messages) == [Block("a", 8, [3, 4], [Outcome(2, 5, [6, 1])])]

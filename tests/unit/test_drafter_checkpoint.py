@@ -15,7 +15,7 @@ import torch
 from backend.drafter.check import check, find_misfits
 from backend.drafter.checkpoint import CheckpointError, load_config, load_fc, load_head
 from backend.drafter.head_config import Rope
-from backend.drafter.proposer import Ask
+from backend.drafter.proposer import Ask, Until
 from backend.drafter.rope import inverse_frequencies
 from tests.support.drafter_heads import TinyHead, make_proposer, write_head, write_target
 
@@ -38,8 +38,8 @@ def test_layouts_and_formats_are_the_same_head(tmp_path: Path, draft_vocab: int)
             proposer = make_proposer(tmp_path / layout / suffix, head, layout=layout, suffix=suffix)
             features = torch.randn(19, head.hidden, generator=torch.Generator().manual_seed(1))
             proposer.open(0, list(range(20)), 19, 0.0)
-            answers.append(proposer.draft([Ask(0, 20, 19, 6, features)]))
-    assert len(answers[0][0]) == 6
+            answers.append(proposer.draft([Ask(0, 20, 19, features, Until(6))])[0].tokens)
+    assert len(answers[0]) == 6
     assert all(answer == answers[0] for answer in answers)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from backend.drafter.checkpoint import load_head
 from backend.drafter.eagle import EagleProposer
-from backend.drafter.proposer import MAX_DRAFT, Ask
+from backend.drafter.proposer import MAX_DRAFT, Ask, Until
 from tests.support.drafter_heads import Reference, TinyHead, make_proposer
 
 HEADS = {
@@ -72,7 +72,14 @@ class Session:
         features = self.target.rows(self.tokens, stop - count, stop) if count else None
         for p in range(stop - count, stop):
             self.seen[p] = self.target.feature(self.tokens, p)
-        return Ask(self.key, len(self.tokens), count, k, features)
+        return Ask(self.key, len(self.tokens), count, features, Until(k))
+
+
+def drafts_of(proposer: EagleProposer, asks: list[Ask]) -> list[list[int]]:
+    """The tokens; every one has its two signs."""
+    found = proposer.draft(asks)
+    assert all(len(drafted.signs) == 2 * len(drafted.tokens) for drafted in found)
+    return [drafted.tokens for drafted in found]
 
 
 def tokens_of(seed: int, count: int, vocab: int = 61) -> list[int]:
@@ -94,7 +101,7 @@ def test_ragged_batches_draft_by_the_book(tmp_path: Path, head: TinyHead, gather
     lengths, k = (9, 2, 40, 5), 4
     asks = [s.open(tokens_of(i, n), k) for i, (s, n) in enumerate(zip(sessions, lengths, strict=True))]
     for step in range(4):
-        for session, drafts in zip(sessions, proposer.draft(asks), strict=True):
+        for session, drafts in zip(sessions, drafts_of(proposer, asks), strict=True):
             assert len(drafts) == k
             assert_drafts(reference, session, drafts, k)
         # Between one and three tokens were decided, rarely those that were drafted: all else is rolled back.
@@ -105,31 +112,31 @@ def test_rollback_after_rejection_leaves_nothing_behind(tmp_path: Path) -> None:
     head = TinyHead(layers=2)
     proposer, target = make_proposer(tmp_path, head), Target(head)
     session = Session(proposer, target, "long")
-    proposer.draft([session.open(tokens_of(1, 12), 4)])
+    drafts_of(proposer, [session.open(tokens_of(1, 12), 4)])
     for step in range(25):
-        drafted = proposer.draft([session.commit(tokens_of(step, 1 + step % 4), 4)])[0]
+        drafted = drafts_of(proposer, [session.commit(tokens_of(step, 1 + step % 4), 4)])[0]
     fresh_proposer = make_proposer(tmp_path / "fresh", head)
-    assert drafted == fresh_proposer.draft([Session(fresh_proposer, target, "fresh").open(session.tokens, 4)])[0]
+    assert drafted == drafts_of(fresh_proposer, [Session(fresh_proposer, target, "fresh").open(session.tokens, 4)])[0]
 
 
 def test_rows_sent_again_replace_those_held(tmp_path: Path) -> None:
     head = TinyHead()
     proposer, target, reference = make_proposer(tmp_path, head), Target(head), Reference(head)
     session = Session(proposer, target, 0)
-    proposer.draft([session.open(tokens_of(1, 30), 4)])
+    drafts_of(proposer, [session.open(tokens_of(1, 30), 4)])
     short = session.tokens[:20]
     session.tokens, session.seen = list(short), {p: f for p, f in session.seen.items() if p < 15}
     assert proposer.commit(0, 20, short[16:], 4, 0.0)
-    assert_drafts(reference, session, proposer.draft([session._ask(4, 4)])[0], 4)
+    assert_drafts(reference, session, drafts_of(proposer, [session._ask(4, 4)])[0], 4)
 
 
 def test_a_lost_round_leaves_a_gap_and_right_positions(tmp_path: Path) -> None:
     head = TinyHead()
     proposer, reference = make_proposer(tmp_path, head), Reference(head)
     session = Session(proposer, Target(head), 0)
-    proposer.draft([session.open(tokens_of(1, 10), 3)])
+    drafts_of(proposer, [session.open(tokens_of(1, 10), 3)])
     session.tokens += [5, 6, 7]
-    drafts = proposer.draft([session.commit([8, 9], 3)])[0]
+    drafts = drafts_of(proposer, [session.commit([8, 9], 3)])[0]
     assert sorted(session.seen) == [*range(9), 12, 13]
     assert_drafts(reference, session, drafts, 3)
 
@@ -138,9 +145,9 @@ def test_a_prefill_in_chunks_drafts_as_a_whole_one(tmp_path: Path) -> None:
     head = TinyHead(layers=2)
     proposer, reference = make_proposer(tmp_path, head), Reference(head)
     session, tokens = Session(proposer, Target(head), 0), tokens_of(3, 60)
-    assert proposer.draft([session.open(tokens[:20], 0)]) == [[]]
-    assert proposer.draft([session.commit(tokens[20:41], 0)]) == [[]]
-    assert_drafts(reference, session, proposer.draft([session.commit(tokens[41:], 5)])[0], 5)
+    assert drafts_of(proposer, [session.open(tokens[:20], 0)]) == [[]]
+    assert drafts_of(proposer, [session.commit(tokens[20:41], 0)]) == [[]]
+    assert_drafts(reference, session, drafts_of(proposer, [session.commit(tokens[41:], 5)])[0], 5)
 
 
 @pytest.mark.parametrize("closed", [True, False], ids=["closed", "still open"])
@@ -148,17 +155,17 @@ def test_a_known_prefix_is_reused(tmp_path: Path, closed: bool) -> None:
     head = TinyHead(layers=2)
     proposer, target, reference = make_proposer(tmp_path, head), Target(head), Reference(head)
     first, shared = Session(proposer, target, "first"), tokens_of(4, 50)
-    proposer.draft([first.open(shared + tokens_of(5, 9), 4)])
+    drafts_of(proposer, [first.open(shared + tokens_of(5, 9), 4)])
     if closed:
         proposer.close("first")
     second = Session(proposer, target, "second")
     # The verifier's own prefix cache computed nothing for the first 45 positions.
-    drafts = proposer.draft([second.open(shared + tokens_of(6, 7), 4, skip=45)])[0]
+    drafts = drafts_of(proposer, [second.open(shared + tokens_of(6, 7), 4, skip=45)])[0]
     assert proposer.usage().prefix_rows_reused == 45
     second.seen |= {p: target.feature(second.tokens, p) for p in range(45)}
     assert_drafts(reference, second, drafts, 4)
     if not closed:
-        assert_drafts(reference, first, proposer.draft([first.commit([1, 2], 4)])[0], 4)
+        assert_drafts(reference, first, drafts_of(proposer, [first.commit([1, 2], 4)])[0], 4)
 
 
 @settings(max_examples=40, deadline=None)
@@ -180,9 +187,9 @@ def test_any_interleaving_of_requests_drafts_by_the_book(tmp_path_factory: pytes
                 asks.append(sessions[key].open(prompt, k))
             else:
                 asks.append(sessions[key].commit(tokens_of(data.draw(st.integers(0, 99)), data.draw(st.integers(1, 5))), k))
-        for key, ask, drafts in zip(batch, asks, proposer.draft(asks), strict=True):
-            assert len(drafts) == ask.k
-            assert_drafts(reference, sessions[key], drafts, ask.k)
+        for key, ask, drafts in zip(batch, asks, drafts_of(proposer, asks), strict=True):
+            assert len(drafts) == ask.until.k
+            assert_drafts(reference, sessions[key], drafts, ask.until.k)
         for key in data.draw(st.lists(st.sampled_from(batch), unique=True, max_size=1)):
             proposer.close(key)
             del sessions[key]
@@ -192,15 +199,15 @@ def test_drafting_stops_at_the_last_position(tmp_path: Path) -> None:
     head = TinyHead(max_position=32)
     proposer = make_proposer(tmp_path, head)
     session = Session(proposer, Target(head), 0)
-    assert len(proposer.draft([session.open(tokens_of(1, 29), 8)])[0]) == 3
-    assert len(proposer.draft([session.commit([1, 2], 8)])[0]) == 1
-    assert proposer.draft([session.commit([3], 8)]) == [[]]
+    assert len(drafts_of(proposer, [session.open(tokens_of(1, 29), 8)])[0]) == 3
+    assert len(drafts_of(proposer, [session.commit([1, 2], 8)])[0]) == 1
+    assert drafts_of(proposer, [session.commit([3], 8)]) == [[]]
 
 
 def test_more_drafts_than_anyone_needs_are_not_made(tmp_path: Path) -> None:
     proposer = make_proposer(tmp_path, TinyHead())
     session = Session(proposer, Target(TinyHead()), 0)
-    assert len(proposer.draft([session.open(tokens_of(1, 9), 10_000)])[0]) == MAX_DRAFT
+    assert len(drafts_of(proposer, [session.open(tokens_of(1, 9), 10_000)])[0]) == MAX_DRAFT
 
 
 def test_a_full_cache_costs_context_not_answers(tmp_path: Path) -> None:
@@ -208,14 +215,14 @@ def test_a_full_cache_costs_context_not_answers(tmp_path: Path) -> None:
     proposer, target, reference = make_proposer(tmp_path, head, cache_tokens=256), Target(head), Reference(head)
     sessions = [Session(proposer, target, i) for i in range(6)]
     for i, session in enumerate(sessions):
-        drafts = proposer.draft([session.open(tokens_of(i, 100), 3)])[0]
+        drafts = drafts_of(proposer, [session.open(tokens_of(i, 100), 3)])[0]
         assert_drafts(reference, session, drafts, 3)
     assert proposer.usage().evictions > 0
     first = sessions[0]
     first.seen.clear()
-    assert_drafts(reference, first, proposer.draft([first.commit([1, 2, 3], 3)])[0], 3)
+    assert_drafts(reference, first, drafts_of(proposer, [first.commit([1, 2, 3], 3)])[0], 3)
     # A batch that cannot fit at once is answered as far as it does.
-    answers = proposer.draft([s.commit(tokens_of(i, 100), 3) for i, s in enumerate(sessions)])
+    answers = drafts_of(proposer, [s.commit(tokens_of(i, 100), 3) for i, s in enumerate(sessions)])
     assert [len(a) for a in answers].count(3) >= 2
 
 
@@ -223,28 +230,28 @@ def test_a_request_longer_than_the_cache_goes_on(tmp_path: Path) -> None:
     head = TinyHead()
     proposer = make_proposer(tmp_path, head, cache_tokens=128)
     session = Session(proposer, Target(head), 0)
-    proposer.draft([session.open(tokens_of(1, 60), 3)])
+    drafts_of(proposer, [session.open(tokens_of(1, 60), 3)])
     for step in range(60):
-        assert len(proposer.draft([session.commit(tokens_of(step, 3), 3)])[0]) == 3
+        assert len(drafts_of(proposer, [session.commit(tokens_of(step, 3), 3)])[0]) == 3
 
 
 def test_asking_again_without_news_repeats_the_answer(tmp_path: Path) -> None:
     head = TinyHead()
     proposer = make_proposer(tmp_path, head)
     session = Session(proposer, Target(head), 0)
-    drafts = proposer.draft([session.open(tokens_of(1, 20), 4)])[0]
+    drafts = drafts_of(proposer, [session.open(tokens_of(1, 20), 4)])[0]
     # A preempted request is computed anew: chunks the drafter has already seen carry no rows.
     assert proposer.commit(0, 11, [], 0, 0.0)
-    assert proposer.draft([Ask(0, 11, 0, 0, None)]) == [[]]
+    assert drafts_of(proposer, [Ask(0, 11, 0, None)]) == [[]]
     assert proposer.commit(0, 20, [], 0, 0.0)
-    assert proposer.draft([Ask(0, 20, 0, 4, None)]) == [drafts]
+    assert drafts_of(proposer, [Ask(0, 20, 0, None, Until(4))]) == [drafts]
 
 
 def test_half_precision_drafts_within_the_vocabulary(tmp_path: Path) -> None:
     head = TinyHead(layers=2, draft_vocab=23)
     proposer = make_proposer(tmp_path, head, dtype="bfloat16")
     session = Session(proposer, Target(head), 0)
-    drafts = proposer.draft([session.open(tokens_of(1, 20), 6)])[0]
+    drafts = drafts_of(proposer, [session.open(tokens_of(1, 20), 6)])[0]
     assert len(drafts) == 6
     assert all(0 <= t < head.vocab for t in drafts)
 
@@ -256,6 +263,6 @@ def test_the_embedded_demo_head_drafts() -> None:
     weights = load_head(str(models / "drafter"), str(models / "target"))
     proposer = EagleProposer(weights, 1024)
     proposer.open(0, [1, 2, 3, 4], 3, 0.0)
-    drafts = proposer.draft([Ask(0, 4, 3, 4, torch.randn(3, proposer.hidden))])[0]
+    drafts = drafts_of(proposer, [Ask(0, 4, 3, torch.randn(3, proposer.hidden), Until(4))])[0]
     assert len(drafts) == 4
     assert all(0 <= t < proposer.vocab_size for t in drafts)

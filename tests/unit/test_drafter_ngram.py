@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backend.drafter.ngram import NgramProposer
-from backend.drafter.proposer import Ask
+from backend.drafter.proposer import Ask, Until
 from backend.tokens import UNKNOWN
 
 
@@ -15,7 +15,9 @@ def proposer(capacity: int = 1000, longest: int = 4, shortest: int = 2) -> Ngram
 
 
 def drafts(lookup: NgramProposer, key: str, base_len: int, k: int) -> list[int]:
-    return lookup.draft([Ask(key, base_len, 0, k, None)])[0]
+    drafted = lookup.draft([Ask(key, base_len, 0, None, Until(k))])[0]
+    assert drafted.signs == []
+    return drafted.tokens
 
 
 def opened(tokens: list[int], k: int, **options: int) -> list[int]:

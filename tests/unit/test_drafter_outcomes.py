@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
-from backend.drafter.eagle import EagleProposer
 from backend.drafter.ngram import NgramProposer
-from backend.drafter.proposer import MAX_OUTCOMES, Ask, Premise
+from backend.drafter.proposer import MAX_OUTCOMES, Ask, Premise, Until
 from backend.protocol import Outcome
-from tests.support.drafter_heads import Reference, TinyHead, make_proposer
+from tests.support.drafter_books import Book, Request, tokens_of
+from tests.support.drafter_heads import TinyHead, make_proposer
 
 HEADS = {
     "plain": TinyHead(),
@@ -28,71 +27,11 @@ HEADS = {
 CLOSE_CALL = 1e-3
 
 
-class Book(Reference):
-    """The equations, made to draft given tokens first; it keeps the probabilities it saw."""
-
-    def follow(self, tokens: list[int], features: dict[int, Tensor], assumed: list[int], k: int) -> list[int]:
-        """`k` greedy tokens after `tokens + assumed`, with the head's own features from `tokens` on."""
-        self.margin = float("inf")
-        self.log_probs: list[dict[int, float]] = []
-        rows = [(p, tokens[p + 1], features[p].double()) for p in sorted(features) if p + 1 < len(tokens)]
-        drafts: list[int] = []
-        for step in range(len(assumed) + k):
-            output = self._forward(rows)
-            eagle_1 = self.head.kind == "eagle"
-            normed = output if eagle_1 else self._norm(output, "norm")
-            logits = self.w["target.lm_head" if eagle_1 else "lm_head.weight"] @ normed
-            offsets = self.w.get("d2t", torch.zeros(len(logits)))
-            ids = [own + int(offsets[own]) for own in range(len(logits))]
-            self.log_probs.append(dict(zip(ids, logits.log_softmax(-1).tolist(), strict=True)))
-            if step < len(assumed):
-                token = assumed[step]
-            else:
-                best = logits.topk(2).values
-                self.margin = min(self.margin, float(best[0] - best[1]))
-                token = ids[int(logits.argmax())]
-                drafts.append(token)
-            rows.append((rows[-1][0] + 1, token, normed if self.head.norm_output else output))
-        return drafts
-
-
-def tokens_of(seed: int, count: int) -> list[int]:
-    return torch.randint(0, 61, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-class Request:
-    """A request opened on a proposer with features of its own."""
-
-    def __init__(self, proposer: EagleProposer, head: TinyHead, key: object, length: int) -> None:
-        seed = int(str(key))
-        self.proposer, self.key, self.tokens = proposer, key, tokens_of(seed, length)
-        self.features = torch.randn(length + 40, head.hidden, generator=torch.Generator().manual_seed(seed))
-        proposer.open(key, list(self.tokens), length - 1, 0.0)
-        proposer.draft([Ask(key, length, length - 1, 0, self.features[: length - 1])])
-
-    @property
-    def known(self) -> dict[int, Tensor]:
-        return {p: self.features[p] for p in range(len(self.tokens) - 1)}
-
-    def fresh(self, k: int = 4) -> list[int]:
-        return self.proposer.draft([Ask(self.key, len(self.tokens), 0, k, None)])[0]
-
-    def commit(self, tokens: list[int], k: int) -> list[int]:
-        self.tokens += tokens
-        stop = len(self.tokens) - 1
-        assert self.proposer.commit(self.key, len(self.tokens), tokens, len(tokens), 0.0)
-        rows = self.features[stop - len(tokens) : stop]
-        return self.proposer.draft([Ask(self.key, len(self.tokens), len(tokens), k, rows)])[0]
-
-    def premise(self, verifying: list[int], outcomes: int = 8, k: int = 4) -> Premise:
-        return Premise(self.key, len(self.tokens), k, verifying, outcomes)
-
-
 def likeliest(book: Book, request: Request, verifying: list[int]) -> dict[tuple[int, int], float]:
     """The log-probability of every outcome, from the formula."""
     book.follow(request.tokens, request.known, verifying, 1)
     found, before = {}, 0.0
-    for stop, log_probs in enumerate(book.log_probs):
+    for stop, log_probs in enumerate(book.values):
         refused = verifying[stop] if stop < len(verifying) else None
         found |= {(stop, token): before + value for token, value in log_probs.items() if token != refused}
         before += log_probs.get(refused, -30.0) if refused is not None else 0.0
@@ -144,8 +83,11 @@ def test_outcomes_equal_those_of_a_fresh_sequence(tmp_path: Path) -> None:
     other.tokens = list(request.tokens)
     count = len(other.tokens) - 1
     alone.open(1, list(other.tokens), count, 0.0)
-    assert alone.draft([Ask(1, count + 1, count, 4, other.features[:count])]) == [verifying]
-    assert alone.imagine([other.premise(verifying)]) == proposer.imagine([request.premise(verifying)])
+    assert alone.draft([Ask(1, count + 1, count, other.features[:count], Until(4))])[0].tokens == verifying
+    expected, found = alone.imagine([other.premise(verifying)])[0], proposer.imagine([request.premise(verifying)])[0]
+    assert [(o.accepted, o.token, o.tokens) for o in found] == [(o.accepted, o.token, o.tokens) for o in expected]
+    for one, two in zip(found, expected, strict=True):
+        assert one.signs == pytest.approx(two.signs, abs=1e-3)
 
 
 def test_enumeration_leaves_no_row_behind(tmp_path: Path) -> None:
@@ -182,16 +124,16 @@ def test_what_cannot_be_enumerated_is_empty(tmp_path: Path) -> None:
     draft = request.fresh()
     base_len = len(request.tokens)
     for premise in (
-        Premise("ghost", base_len, 4, draft, 8),
-        Premise(1, base_len + 1, 4, draft, 8),
-        Premise(1, base_len, 4, [], 8),
-        Premise(1, base_len, 0, draft, 8),
-        Premise(1, base_len, 4, draft, 0),
+        Premise("ghost", base_len, Until(4), draft, 8),
+        Premise(1, base_len + 1, Until(4), draft, 8),
+        Premise(1, base_len, Until(4), [], 8),
+        Premise(1, base_len, Until(0), draft, 8),
+        Premise(1, base_len, Until(4), draft, 0),
     ):
         assert proposer.imagine([premise, request.premise(draft, 3)])[0] == []
     assert proposer.imagine([]) == []
     proposer.commit(1, base_len + 1, [5], 1, 0.0)
-    assert proposer.imagine([Premise(1, base_len + 1, 4, draft, 8)]) == [[]], "its round was not drafted from"
+    assert proposer.imagine([Premise(1, base_len + 1, Until(4), draft, 8)]) == [[]], "its round was not drafted from"
 
 
 def test_outcomes_and_positions_have_limits(tmp_path: Path) -> None:
@@ -243,7 +185,7 @@ def test_half_precision_enumerates_within_the_vocabulary(tmp_path: Path) -> None
 def test_prompt_lookup_imagines_that_the_text_goes_on() -> None:
     lookup = NgramProposer(100, 64, 2, 4, 1000)
     lookup.open("r", [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2], 0, 0.0)
-    assert lookup.imagine([Premise("r", 11, 2, [3, 4], 8)]) == [[Outcome(2, 5, [6, 7])]]
-    assert lookup.imagine([Premise("r", 11, 2, [3, 50], 8), Premise("r", 10, 2, [3, 4], 8)]) == [[], []]
-    assert lookup.imagine([Premise("r", 11, 2, [3, 4], 0), Premise("ghost", 11, 2, [3, 4], 8)]) == [[], []]
-    assert lookup.draft([Ask("r", 11, 0, 3, None)]) == [[3, 4, 5]], "nothing stays of what was assumed"
+    assert lookup.imagine([Premise("r", 11, Until(2), [3, 4], 8)]) == [[Outcome(2, 5, [6, 7])]]
+    assert lookup.imagine([Premise("r", 11, Until(2), [3, 50], 8), Premise("r", 10, Until(2), [3, 4], 8)]) == [[], []]
+    assert lookup.imagine([Premise("r", 11, Until(2), [3, 4], 0), Premise("ghost", 11, Until(2), [3, 4], 8)]) == [[], []]
+    assert lookup.draft([Ask("r", 11, 0, None, Until(3))])[0].tokens == [3, 4, 5], "nothing stays of what was assumed"

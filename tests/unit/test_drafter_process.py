@@ -20,6 +20,8 @@ from backend.protocol import (
     Commit,
     Drafts,
     Hello,
+    Next,
+    NextItem,
     Open,
     Refused,
     Role,
@@ -63,10 +65,14 @@ class Peer:
         assert frames is not None
         return decode_to_verifier(frames[0])
 
-    def ask(self, seq: int, item: Open | Commit) -> Drafts:
+    def ask(self, seq: int, item: Open | Commit, k: int = 4) -> Drafts:
         features = torch.randn(item.rows, HEAD.hidden, generator=torch.Generator().manual_seed(seq))
         header = encode(Round(1, seq, "float32", HEAD.hidden, [item]))
         assert self.features.send(header, features.numpy().tobytes())
+        return self.wish(item.request_id, item.base_len, k)
+
+    def wish(self, request_id: str, base_len: int, k: int) -> Drafts:
+        assert self.drafts.send(encode(Next(1, [NextItem(request_id, base_len, k, [], 0)])))
         answer = self.receive(self.drafts)
         assert isinstance(answer, Drafts)
         return answer
@@ -91,11 +97,11 @@ def test_two_verifiers_over_ipc(process: DrafterProcess) -> None:
     try:
         for peer in (one, two):
             peer.greet()
-        first = [peer.ask(1, Open("r", 5, [1, 2, 3, 4, 5], 4, 4)).items[0] for peer in (one, two)]
+        first = [peer.ask(1, Open("r", 5, [1, 2, 3, 4, 5], 4)).items[0] for peer in (one, two)]
         assert first[0] == first[1]
         assert len(first[0].tokens) == 4
-        second = one.ask(2, Commit("r", 7, [6, 7], 2, 3))
-        assert (second.seq, second.items[0].base_len, len(second.items[0].tokens)) == (2, 7, 3)
+        second = one.ask(2, Commit("r", 7, [6, 7], 2), 3)
+        assert (second.epoch, second.items[0].base_len, len(second.items[0].tokens)) == (1, 7, 3)
     finally:
         one.hub.close()
         two.hub.close()
@@ -115,7 +121,6 @@ def test_a_shipper_and_a_drafter_agree_on_a_ring(process: DrafterProcess, monkey
     monkeypatch.setattr(RingWriter, "write", noted)
     peer, wire = Peer(process.address, "listener"), Wire()
     shipper = FeatureShipper("v", lambda head: None, ring_bytes=1 << 20)
-    shipper.k = 4
     shipper.set_drafters(wire, [DrafterRef("drafter-0", "i", process.address, "", 1)], 1)
     try:
         peer.drafts.send(encode(Hello(PROTOCOL_VERSION, "v", "drafts", 1)))
@@ -123,10 +128,8 @@ def test_a_shipper_and_a_drafter_agree_on_a_ring(process: DrafterProcess, monkey
         answers = []
         for number in range(20):
             hidden = torch.randn(6, HEAD.hidden, generator=torch.Generator().manual_seed(1))
-            shipper.ship([Span(f"r{number}", 0, 0, 6, True, lambda a, b: list(range(a, b)))], hidden)
-            answer = peer.receive(peer.drafts)
-            assert isinstance(answer, Drafts)
-            answers.append(answer.items[0].tokens)
+            shipper.ship([Span(f"r{number}", 0, 0, 6, lambda a, b: list(range(a, b)))], hidden)
+            answers.append(peer.wish(f"r{number}", 7, 4).items[0].tokens)
         assert len(answers[0]) == 4
         assert answers == answers[:1] * 20
         assert used, "the drafter has said that it reads the ring"
@@ -143,7 +146,7 @@ def test_nonsense_is_answered_and_serving_goes_on(process: DrafterProcess) -> No
         peer.features.send(b"nonsense")
         assert isinstance(peer.receive(peer.features), Refused)
         peer.greet()
-        assert len(peer.ask(1, Open("r", 3, [1, 2, 3], 2, 4)).items[0].tokens) == 4
+        assert len(peer.ask(1, Open("r", 3, [1, 2, 3], 2)).items[0].tokens) == 4
     finally:
         peer.hub.close()
 
@@ -167,7 +170,7 @@ def test_the_fleets_keys_are_needed_over_tcp(model: DrafterModel) -> None:
     stranger = Peer(process.address, "stranger", Wire(new_server_keys()), server.public)
     try:
         friend.greet()
-        assert len(friend.ask(1, Open("r", 3, [1, 2, 3], 2, 4)).items[0].tokens) == 4
+        assert len(friend.ask(1, Open("r", 3, [1, 2, 3], 2)).items[0].tokens) == 4
         stranger.features.send(encode(Hello(PROTOCOL_VERSION, "stranger", "features", 1)))
         with pytest.raises(TimeoutError):
             stranger.receive(stranger.features, 0.3)
@@ -197,10 +200,8 @@ def test_prompt_lookup_needs_no_head(tmp_path: Path, model: DrafterModel) -> Non
     peer = Peer(process.address, "v")
     try:
         peer.greet()
-        peer.features.send(encode(Round(1, 1, "float32", 0, [Open("r", 6, [1, 2, 3, 4, 1, 2], 0, 2)])), b"")
-        answer = peer.receive(peer.drafts)
-        assert isinstance(answer, Drafts)
-        assert answer.items[0].tokens == [3, 4]
+        peer.features.send(encode(Round(1, 1, "float32", 0, [Open("r", 6, [1, 2, 3, 4, 1, 2], 0)])), b"")
+        assert peer.wish("r", 6, 2).items[0].tokens == [3, 4]
     finally:
         peer.hub.close()
         process.stop()
@@ -210,10 +211,10 @@ def test_another_head_is_loaded_while_it_serves(process: DrafterProcess, tmp_pat
     peer = Peer(process.address, "v")
     peer.greet()
     tokens = [1, 2, 3, 4, 5]
-    before = peer.ask(1, Open("a", 5, tokens, 4, 4)).items[0].tokens
+    before = peer.ask(1, Open("a", 5, tokens, 4)).items[0].tokens
     process.swap_head(write_head(tmp_path / "other", replace(HEAD, seed=5), "speculators"))
     peer.greet()
-    assert peer.ask(1, Open("a", 5, tokens, 4, 4)).items[0].tokens != before
+    assert peer.ask(1, Open("a", 5, tokens, 4)).items[0].tokens != before
 
 
 @pytest.mark.parametrize("wrong", ["missing", "hidden", "layers", "empty"])
@@ -222,7 +223,7 @@ def test_a_head_that_does_not_fit_is_refused_and_the_present_one_kept(
 ) -> None:
     peer = Peer(process.address, "v")
     peer.greet()
-    before = peer.ask(1, Open("a", 5, [1, 2, 3, 4, 5], 4, 4)).items[0].tokens
+    before = peer.ask(1, Open("a", 5, [1, 2, 3, 4, 5], 4)).items[0].tokens
     other = tmp_path / "other"
     if wrong == "empty":
         other.mkdir()
@@ -235,7 +236,7 @@ def test_a_head_that_does_not_fit_is_refused_and_the_present_one_kept(
     with pytest.raises(CheckpointError, match="other"):
         process.swap_head(str(other))
     # The session goes on as if nobody had asked.
-    assert peer.ask(1, Open("b", 5, [1, 2, 3, 4, 5], 4, 4)).items[0].tokens == before
+    assert peer.ask(1, Open("b", 5, [1, 2, 3, 4, 5], 4)).items[0].tokens == before
 
 
 def test_prompt_lookup_has_no_head_to_exchange(tmp_path: Path, model: DrafterModel) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from backend.drafter.eagle import EagleProposer
 from backend.drafter.ngram import NgramProposer
-from backend.drafter.proposer import Ask
+from backend.drafter.proposer import Ask, Drafted
 from backend.drafter.service import DrafterService, Reply
 from backend.protocol import (
     HELLO_FIRST,
@@ -24,6 +25,8 @@ from backend.protocol import (
     Draft,
     Drafts,
     Hello,
+    Next,
+    NextItem,
     Open,
     Refused,
     Round,
@@ -80,16 +83,36 @@ class Verifier:
         features = torch.randn(rows, hidden, generator=torch.Generator().manual_seed(seed))
         return [encode(Round(self.epoch, self.seq, "float32", hidden, list(items))), features.numpy().tobytes()]
 
-    def round(self, *items: Open | Commit | Close, seed: int = 0) -> list[Draft]:
-        return self.answer(self.service.handle(self.features, self.frames(*items, seed=seed)))
+    def send(self, *items: Open | Commit | Close, seed: int = 0) -> None:
+        assert self.service.receive(self.features, self.frames(*items, seed=seed)) == []
+
+    def ask(self, *items: Open | Commit | Close, k: int | dict[str, int] = 2) -> None:
+        """Asks for a draft of `k` tokens of each request, of none where `k` names others."""
+        wanted = {i.request_id: i.base_len for i in items if not isinstance(i, Close)}
+        sizes = dict.fromkeys(wanted, k) if isinstance(k, int) else k
+        wishes = [NextItem(name, wanted[name], size, [], 0) for name, size in sizes.items()]
+        assert self.service.receive(self.drafts, [encode(Next(self.epoch, wishes))]) == []
+
+    def round(self, *items: Open | Commit | Close, k: int | dict[str, int] = 2, seed: int = 0) -> list[Draft]:
+        """What is drafted once these have come."""
+        self.send(*items, seed=seed)
+        self.ask(*items, k=k)
+        return self.answer(work(self.service))
 
     def answer(self, replies: list[Reply]) -> list[Draft]:
         mine = [decode_to_verifier(payload) for identity, payload in replies if identity == self.drafts]
         assert len(mine) == 1
         drafts = mine[0]
         assert isinstance(drafts, Drafts)
-        assert (drafts.epoch, drafts.seq) == (self.epoch, self.seq)
+        assert drafts.epoch == self.epoch
         return drafts.items
+
+
+def work(service: DrafterService) -> list[Reply]:
+    replies: list[Reply] = []
+    while service.has_work:
+        replies += service.work()
+    return replies
 
 
 def refusal(replies: list[Reply]) -> str:
@@ -99,19 +122,20 @@ def refusal(replies: list[Reply]) -> str:
     return message.reason
 
 
-def test_a_round_is_answered_item_by_item(service: DrafterService) -> None:
+def test_wishes_are_answered_item_by_item(service: DrafterService) -> None:
     verifier = Verifier(service, "v")
-    items = verifier.round(Open("a", 5, [1, 2, 3, 4, 5], 4, 4), Open("b", 3, [1, 2, 3], 2, 0), Open("c", 3, [4, 5, 6], 2, 2))
+    opened = Open("a", 5, [1, 2, 3, 4, 5], 4), Open("b", 3, [1, 2, 3], 2), Open("c", 3, [4, 5, 6], 2)
+    items = verifier.round(*opened, k={"a": 4, "c": 2})
     assert [(d.request_id, d.base_len, len(d.tokens)) for d in items] == [("a", 5, 4), ("c", 3, 2)]
-    items = verifier.round(Commit("a", 7, [7, 8], 2, 3), Close("c", "finished"), Commit("b", 4, [9], 1, 1))
+    items = verifier.round(Commit("a", 7, [7, 8], 2), Close("c", "finished"), Commit("b", 4, [9], 1), k={"a": 3, "b": 1})
     assert [(d.request_id, d.base_len, len(d.tokens)) for d in items] == [("a", 7, 3), ("b", 4, 1)]
     assert service.stats(0.0).sequences == 2
 
 
 def test_counters(service: DrafterService) -> None:
     verifier = Verifier(service, "v")
-    verifier.round(Open("a", 5, [1, 2, 3, 4, 5], 4, 4))
-    verifier.round(Commit("a", 6, [6], 1, 4))
+    verifier.round(Open("a", 5, [1, 2, 3, 4, 5], 4), k=4)
+    verifier.round(Commit("a", 6, [6], 1), k=4)
     stats = service.stats(17.0)
     assert (stats.rounds, stats.rows, stats.draft_tokens, stats.rejected) == (2, 5, 8, 0)
     assert (stats.drafter_id, stats.started_at, stats.verifiers) == ("drafter-0", 17.0, ["v"])
@@ -119,24 +143,25 @@ def test_counters(service: DrafterService) -> None:
 
 
 def test_an_unknown_request_gets_an_empty_draft(service: DrafterService) -> None:
-    assert Verifier(service, "v").round(Commit("ghost", 9, [1, 2], 2, 4)) == [Draft("ghost", 9, [])]
+    assert Verifier(service, "v").round(Commit("ghost", 9, [1, 2], 2)) == [Draft("ghost", 9, [])]
 
 
 def test_two_verifiers_share_a_batch_and_nothing_else(proposer: EagleProposer) -> None:
     batches: list[int] = []
     draft = proposer.draft
 
-    def counting(batch: list[Ask]) -> list[list[int]]:
+    def counting(batch: list[Ask]) -> list[Drafted]:
         batches.append(len(batch))
         return draft(batch)
 
     proposer.draft = counting  # type: ignore[method-assign, assignment]
     service = DrafterService("drafter-0", proposer, 60.0)
     one, two = Verifier(service, "one"), Verifier(service, "two")
-    alone = one.round(Open("r", 5, [1, 2, 3, 4, 5], 4, 4), seed=1), two.round(Open("r", 4, [9, 8, 7, 6], 3, 4), seed=2)
+    alone = one.round(Open("r", 5, [1, 2, 3, 4, 5], 4), seed=1), two.round(Open("r", 4, [9, 8, 7, 6], 3), seed=2)
     batches.clear()
-    assert service.receive(one.features, one.frames(Open("s", 5, [1, 2, 3, 4, 5], 4, 4), seed=1)) == []
-    assert service.receive(two.features, two.frames(Open("s", 4, [9, 8, 7, 6], 3, 4), seed=2)) == []
+    for verifier, item, seed in ((one, Open("s", 5, [1, 2, 3, 4, 5], 4), 1), (two, Open("s", 4, [9, 8, 7, 6], 3), 2)):
+        verifier.send(item, seed=seed)
+        verifier.ask(item)
     replies = service.work()
     assert batches == [2]
     assert not service.has_work
@@ -146,18 +171,20 @@ def test_two_verifiers_share_a_batch_and_nothing_else(proposer: EagleProposer) -
 
 def test_rounds_about_the_same_request_keep_their_order(service: DrafterService) -> None:
     verifier = Verifier(service, "v")
-    expected = [verifier.round(Open("x", 3, [1, 2, 3], 2, 2), seed=1), verifier.round(Commit("x", 4, [4], 1, 2), seed=2)]
+    verifier.round(Open("x", 3, [1, 2, 3], 2), seed=1)
+    expected = verifier.round(Commit("x", 4, [4], 1), seed=2)
     assert service.handle(verifier.features, verifier.frames(Close("x", "finished"))) == []
-    service.receive(verifier.features, verifier.frames(Open("y", 3, [1, 2, 3], 2, 2), seed=1))
-    service.receive(verifier.features, verifier.frames(Commit("y", 4, [4], 1, 2), seed=2))
-    replies = service.work() + service.work()
-    answers = [decode_to_verifier(payload) for _, payload in replies]
-    assert [a.items[0].tokens for a in answers if isinstance(a, Drafts)] == [e[0].tokens for e in expected]
+    last = Commit("y", 4, [4], 1)
+    verifier.send(Open("y", 3, [1, 2, 3], 2), seed=1)
+    verifier.send(last, seed=2)
+    verifier.ask(last)
+    assert service.work() == []
+    assert [d.tokens for d in verifier.answer(service.work())] == [d.tokens for d in expected]
 
 
 def test_rounds_before_a_greeting_are_refused(service: DrafterService) -> None:
     verifier = Verifier(service, "v", greet=False)
-    replies = service.handle(verifier.features, verifier.frames(Open("a", 3, [1, 2, 3], 2, 2)))
+    replies = service.handle(verifier.features, verifier.frames(Open("a", 3, [1, 2, 3], 2)))
     assert replies[0][0] == verifier.features
     assert refusal(replies) == HELLO_FIRST
     verifier.greet("drafts")
@@ -172,54 +199,58 @@ def test_another_protocol_version_is_refused(service: DrafterService) -> None:
 def test_answers_wait_for_nobody_before_the_drafts_socket_greets(service: DrafterService) -> None:
     verifier = Verifier(service, "v", greet=False)
     verifier.greet("features")
-    assert service.handle(verifier.features, verifier.frames(Open("a", 3, [1, 2, 3], 2, 2))) == []
+    assert service.handle(verifier.features, verifier.frames(Open("a", 3, [1, 2, 3], 2))) == []
     verifier.greet("drafts")
-    assert len(verifier.round(Commit("a", 4, [4], 1, 2))[0].tokens) == 2
+    assert len(verifier.round(Commit("a", 4, [4], 1))[0].tokens) == 2
 
 
 def test_a_new_epoch_forgets_requests_but_keeps_rows(service: DrafterService) -> None:
     tokens = list(range(40))
     old = Verifier(service, "v", epoch=1)
-    before = old.round(Open("a", 40, tokens, 39, 4), seed=3)
+    before = old.round(Open("a", 40, tokens, 39), k=4, seed=3)
     new = Verifier(service, "v", epoch=2)
     assert service.stats(0.0).sequences == 0
-    assert new.round(Commit("a", 41, [1], 1, 4)) == [Draft("a", 41, [])]
-    assert refusal(service.handle(old.features, old.frames(Commit("a", 41, [1], 1, 4)))) == HELLO_FIRST
-    frames = old.frames(Open("a", 40, tokens, 39, 4), seed=3)
+    assert new.round(Commit("a", 41, [1], 1)) == [Draft("a", 41, [])]
+    assert refusal(service.handle(old.features, old.frames(Commit("a", 41, [1], 1)))) == HELLO_FIRST
+    frames = old.frames(Open("a", 40, tokens, 39), seed=3)
     features = torch.frombuffer(bytearray(frames[1]), dtype=torch.float32).view(39, HEAD.hidden)
-    new.seq += 1
-    header = encode(Round(2, new.seq, "float32", HEAD.hidden, [Open("a", 40, tokens, 7, 4)]))
-    after = new.answer(service.handle(new.features, [header, features[32:].numpy().tobytes()]))
+    reopened = Open("a", 40, tokens, 7)
+    header = encode(Round(2, new.seq, "float32", HEAD.hidden, [reopened]))
+    assert service.receive(new.features, [header, features[32:].numpy().tobytes()]) == []
+    new.ask(reopened, k=4)
+    after = new.answer(work(service))
     assert after[0].tokens == before[0].tokens
     assert service.stats(0.0).prefix_rows_reused == 32
 
 
-def test_a_rounds_own_epoch_is_echoed(service: DrafterService) -> None:
+def test_a_wishes_own_epoch_is_echoed(service: DrafterService) -> None:
     verifier = Verifier(service, "v", epoch=1)
-    verifier.round(Open("a", 3, [1, 2, 3], 2, 2))
+    verifier.round(Open("a", 3, [1, 2, 3], 2))
     # The verifier got another drafter; this pair's sockets stay as they are.
     verifier.epoch = 5
-    assert len(verifier.round(Commit("a", 4, [4], 1, 2))[0].tokens) == 2
+    assert len(verifier.round(Commit("a", 4, [4], 1))[0].tokens) == 2
 
 
 def test_idle_requests_are_forgotten(proposer: EagleProposer) -> None:
     clock = Clock()
     service = DrafterService("drafter-0", proposer, 60.0, clock)
     verifier = Verifier(service, "v")
-    verifier.round(Open("a", 3, [1, 2, 3], 2, 2), Open("b", 3, [1, 2, 3], 2, 2))
+    verifier.round(Open("a", 3, [1, 2, 3], 2), Open("b", 3, [1, 2, 3], 2))
     clock.now += 40
-    verifier.round(Commit("b", 4, [4], 1, 2))
+    verifier.round(Commit("b", 4, [4], 1))
     clock.now += 30
     service.sweep()
     assert service.stats(0.0).sequences == 1
-    assert verifier.round(Commit("a", 4, [4], 1, 2)) == [Draft("a", 4, [])]
+    assert verifier.round(Commit("a", 4, [4], 1)) == [Draft("a", 4, [])]
 
 
 def test_times_are_reported(proposer: EagleProposer) -> None:
     clock = Clock()
     service = DrafterService("drafter-0", proposer, 60.0, clock)
     verifier = Verifier(service, "v")
-    service.receive(verifier.features, verifier.frames(Open("a", 3, [1, 2, 3], 2, 2)))
+    opened = Open("a", 3, [1, 2, 3], 2)
+    verifier.send(opened)
+    verifier.ask(opened)
     clock.now += 0.25
     answer = decode_to_verifier(service.work()[0][1])
     assert isinstance(answer, Drafts)
@@ -227,36 +258,38 @@ def test_times_are_reported(proposer: EagleProposer) -> None:
 
 
 BAD_ITEMS = {
-    "token outside": Open("b", 3, [1, 2, HEAD.vocab], 2, 2),
-    "negative token": Open("b", 3, [1, -1, 2], 2, 2),
-    "huge token": Open("b", 3, [1, 2**62, 2], 2, 2),
-    "tokens short": Open("b", 4, [1, 2, 3], 2, 2),
-    "negative k": Open("b", 3, [1, 2, 3], 2, -1),
-    "rows beyond": Open("b", 3, [1, 2, 3], 3, 2),
-    "rows without tokens": Commit("a", 9, [1], 2, 2),
-    "no length": Commit("a", 0, [], 0, 2),
-    "twice": Commit("a", 6, [5], 1, 1),
+    "token outside": Open("b", 3, [1, 2, HEAD.vocab], 2),
+    "negative token": Open("b", 3, [1, -1, 2], 2),
+    "huge token": Open("b", 3, [1, 2**62, 2], 2),
+    "tokens short": Open("b", 4, [1, 2, 3], 2),
+    "negative seed": Open("b", 3, [1, 2, 3], 2, -1),
+    "negative temperature": Open("b", 3, [1, 2, 3], 2, 0, -0.5),
+    "no temperature": Open("b", 3, [1, 2, 3], 2, 0, math.nan),
+    "rows beyond": Open("b", 3, [1, 2, 3], 3),
+    "rows without tokens": Commit("a", 9, [1], 2),
+    "no length": Commit("a", 0, [], 0),
+    "twice": Commit("a", 6, [5], 1),
 }
 
 
 @pytest.mark.parametrize("item", BAD_ITEMS.values(), ids=BAD_ITEMS.keys())
 def test_a_bad_round_is_refused_whole_and_costs_nothing_else(service: DrafterService, item: Open | Commit) -> None:
     verifier = Verifier(service, "v")
-    verifier.round(Open("a", 5, [1, 2, 3, 4, 5], 4, 4), seed=1)
-    replies = service.handle(verifier.features, verifier.frames(Commit("a", 6, [5], 1, 1), item))
+    verifier.round(Open("a", 5, [1, 2, 3, 4, 5], 4), seed=1)
+    replies = service.handle(verifier.features, verifier.frames(Commit("a", 6, [5], 1), item))
     assert replies[0][0] == verifier.drafts
     assert refusal(replies)
     assert service.stats(0.0).rejected == 1
     other = Verifier(service, "w")
-    other.round(Open("a", 5, [1, 2, 3, 4, 5], 4, 4), seed=1)
-    assert verifier.round(Commit("a", 6, [5], 1, 4), seed=2) == other.round(Commit("a", 6, [5], 1, 4), seed=2)
+    other.round(Open("a", 5, [1, 2, 3, 4, 5], 4), seed=1)
+    assert verifier.round(Commit("a", 6, [5], 1), seed=2) == other.round(Commit("a", 6, [5], 1), seed=2)
 
 
 def test_bad_frames_are_refused(service: DrafterService) -> None:
     verifier = Verifier(service, "v")
-    header, features = verifier.frames(Open("a", 3, [1, 2, 3], 2, 2))
+    header, features = verifier.frames(Open("a", 3, [1, 2, 3], 2))
     nan = torch.full((2, HEAD.hidden), float("nan")).numpy().tobytes()
-    wide = verifier.frames(Open("a", 3, [1, 2, 3], 2, 2), hidden=17)
+    wide = verifier.frames(Open("a", 3, [1, 2, 3], 2), hidden=17)
     for frames in ([], [header], [header, features[:-1]], [header, features, b""], [header, nan], wide, [header[:-3]], [b""]):
         assert refusal(service.handle(verifier.features, frames))
     assert service.stats(0.0).sequences == 0
@@ -293,30 +326,31 @@ def test_deeply_nested_garbage_is_refused(service: DrafterService) -> None:
 def test_beyond_the_last_position_drafts_are_empty(tmp_path: Path) -> None:
     service = DrafterService("drafter-0", make_proposer(tmp_path, TinyHead(hidden=16, max_position=8)), 60.0)
     verifier = Verifier(service, "v")
-    assert len(verifier.round(Open("a", 6, [1] * 6, 5, 4))[0].tokens) == 2
-    assert verifier.round(Commit("a", 9, [1] * 3, 3, 4)) == [Draft("a", 9, [])]
-    assert verifier.round(Open("b", 12, [1] * 12, 11, 4)) == [Draft("b", 12, [])]
+    assert len(verifier.round(Open("a", 6, [1] * 6, 5), k=4)[0].tokens) == 2
+    assert verifier.round(Commit("a", 9, [1] * 3, 3), k=4) == [Draft("a", 9, [])]
+    assert verifier.round(Open("b", 12, [1] * 12, 11), k=4) == [Draft("b", 12, [])]
 
 
 def test_prompt_lookup_behind_the_same_protocol() -> None:
     service = DrafterService("drafter-0", NgramProposer(61, 64, 2, 4, 1000), 60.0)
     verifier = Verifier(service, "v")
-    verifier.seq = 1
-    header = encode(Round(1, 1, "float32", 0, [Open("a", 6, [1, 2, 3, 4, 1, 2], 0, 3)]))
-    assert verifier.answer(service.handle(verifier.features, [header, b""])) == [Draft("a", 6, [3, 4, 1])]
-    assert "wide" in refusal(service.handle(verifier.features, verifier.frames(Open("b", 3, [1, 2, 3], 2, 2))))
+    opened = Open("a", 6, [1, 2, 3, 4, 1, 2], 0)
+    assert service.handle(verifier.features, [encode(Round(1, 1, "float32", 0, [opened])), b""]) == []
+    verifier.ask(opened, k=3)
+    assert verifier.answer(work(service)) == [Draft("a", 6, [3, 4, 1])]
+    assert "wide" in refusal(service.handle(verifier.features, verifier.frames(Open("b", 3, [1, 2, 3], 2))))
 
 
 def test_another_proposer_takes_over_between_two_rounds(service: DrafterService, tmp_path: Path) -> None:
     verifier = Verifier(service, "v")
     tokens = [1, 2, 3, 4, 5]
-    (before,) = verifier.round(Open("a", 5, tokens, 4, 4))
+    (before,) = verifier.round(Open("a", 5, tokens, 4), k=4)
     other = make_proposer(tmp_path / "other", replace(HEAD, seed=9))
     service.replace(other)
-    assert refusal(service.handle(verifier.features, verifier.frames(Commit("a", 6, [6], 1, 2)))) == HELLO_FIRST
+    assert refusal(service.handle(verifier.features, verifier.frames(Commit("a", 6, [6], 1)))) == HELLO_FIRST
     verifier.greet("features")
     verifier.greet("drafts")
-    (after,) = verifier.round(Open("a", 5, tokens, 4, 4))
+    (after,) = verifier.round(Open("a", 5, tokens, 4), k=4)
     assert after.tokens != before.tokens
     assert service.stats(0.0).sequences == 1
 
@@ -325,10 +359,10 @@ def test_another_proposer_takes_over_between_two_rounds(service: DrafterService,
 def test_other_weights_of_the_target_empty_the_prefix_cache(service: DrafterService, weights: int, shared: bool) -> None:
     tokens = [1 + i % 7 for i in range(40)]
     first = Verifier(service, "v")
-    first.round(Open("a", 40, tokens, 39, 1))
+    first.round(Open("a", 40, tokens, 39))
     service.handle(first.features, [encode(Hello(PROTOCOL_VERSION, "v", "features", 2, weights=weights))])
     second = Verifier(service, "w")
-    second.round(Open("b", 40, tokens, 8, 1))
+    second.round(Open("b", 40, tokens, 8))
     assert bool(service.stats(0.0).prefix_rows_reused) == shared
     # Said again, it is nothing new.
     service.handle(first.features, [encode(Hello(PROTOCOL_VERSION, "v", "drafts", 2, weights=weights))])

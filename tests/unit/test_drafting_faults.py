@@ -20,9 +20,10 @@ from backend.fleet import DrafterRef
 from tests.support.drafter_heads import TinyHead, make_proposer
 from tests.support.simulated_link import Faults, Network, SimulatedDrafter, World
 from tests.support.simulated_verifier import SimulatedVerifier, Text, simulated, write_text
+from tests.support.speculator import assert_nothing_is_left
 
 HEAD = TinyHead(hidden=16, heads=2, kv_heads=1)
-MODES = ("sync", "pipelined", "ahead", "auto")
+MODES = ("sync", "ahead", "auto")
 REQUESTS = 6
 LONGEST_WAIT_S = 0.1
 STEP_S = 0.02
@@ -32,19 +33,20 @@ class Fleet:
     """One simulated verifier and its drafters `d0`, `d1`, ..."""
 
     def __init__(
-        self, directory: Path, seed: int, mode: str, drafters: int = 1, fallback: bool = True, blocks: int = 200
+        self, directory: Path, seed: int, mode: str, drafters: int = 1, lookup: bool = True, blocks: int = 200
     ) -> None:
+        self.mode = mode
         self.world = World(seed)
         self.network = Network(self.world)
         self.drafters = [self._drafter(directory / f"{mode}{i}", i) for i in range(drafters)]
-        self.verifier = SimulatedVerifier(self.world, self.network, mode, fallback=fallback, blocks=blocks)
+        self.verifier = SimulatedVerifier(self.world, self.network, mode, lookup=lookup, blocks=blocks)
 
     def _drafter(self, directory: Path, number: int) -> SimulatedDrafter:
         def make() -> DrafterService:
             proposer = make_proposer(directory, HEAD, cache_tokens=4096)
             return DrafterService(f"d{number}", proposer, 5.0, self.world.monotonic)
 
-        return SimulatedDrafter(self.network, f"sim://d{number}", make, 0.002)
+        return SimulatedDrafter(self.network, f"sim://d{number}", make, 0.0004)
 
     def assign(self, *numbers: int, generation: int = 1) -> None:
         self.verifier.drafters(*(DrafterRef(f"d{i}", "one", f"sim://d{i}", "", generation) for i in numbers))
@@ -141,12 +143,7 @@ def test_faults_cost_speed_only(
         storm.world.advance(storm.world.now + 1.0)
         storm.verifier.loop._receive()
         storm.assign(0, generation=99)
-        if mode == "auto":
-            # It may hold for some hundred steps that drafting does not pay, and settle on fewer draft tokens than before.
-            rates = (storm.rate(named(texts, f"after{turn}-"), must_draft=False) for turn in range(10))
-            assert any(rate >= 1 + 0.6 * (usual[mode] - 1) for rate in rates)
-        else:
-            assert storm.rate(named(texts, "after")) >= 0.9 * usual[mode]
+        assert_recovers(storm, texts, usual)
         idle(storm)
 
 
@@ -161,6 +158,16 @@ def happen(storm: Fleet, what: str, generation: int) -> None:
         storm.verifier.loop._orders.put(lambda: storm.assign(*wanted, generation=generation))
 
 
+def assert_recovers(well: Fleet, texts: list[Text], usual: dict[str, float]) -> None:
+    """Drafts are soon as good as ever.
+
+    `sync` asks and waits at any rate.  The others may hold for some hundred steps that drafting, or waiting, does not pay.
+    """
+    turns = 1 if well.mode == "sync" else 10
+    rates = (well.rate(named(texts, f"after{turn}-"), must_draft=well.mode == "sync") for turn in range(turns))
+    assert any(rate >= 0.95 * usual[well.mode] for rate in rates)
+
+
 def idle(quiet: Fleet) -> None:
     """When all is answered and the time to live is over, drafters hold no request and only their own room."""
     quiet.world.advance(quiet.world.now + 6.0)
@@ -170,11 +177,7 @@ def idle(quiet: Fleet) -> None:
         assert stats.sequences == 0
         assert 0 <= stats.cache_usage <= 1
         assert not drafter.service._nexts._held
-    scheduler = quiet.verifier.core.scheduler
-    assert not scheduler.book.pending
-    assert not scheduler.book._overdue
-    assert not scheduler.ahead._blocks
-    assert len(scheduler.fallback) == 0
+    assert_nothing_is_left(quiet.verifier.core.scheduler.speculator)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -182,15 +185,15 @@ def test_a_drafter_that_forgot_everything_is_greeted_again(
     directory: Path, texts: list[Text], usual: dict[str, float], mode: str
 ) -> None:
     """It restarts in place: same address, same incarnation for the coordinator.  Nothing is assigned anew."""
-    with fleet(directory, 1, mode, fallback=False) as place:
+    with fleet(directory, 1, mode, lookup=False) as place:
         place.assign(0)
         place.verifier.generate(named(texts, "before"))
         place.drafters[0].restart()
-        sent = {identity: dealer.sent for identity, dealer in place.network.dealers.items()}
+        sockets = set(place.network.dealers)
         place.world.at(place.world.now + 0.2, place.drafters[0].restart)
         place.verifier.generate(named(texts, "during"))
-        assert place.rate(named(texts, "after")) >= 0.9 * usual[mode]
-        assert set(place.network.dealers) == set(sent), "the same sockets"
+        assert_recovers(place, texts, usual)
+        assert set(place.network.dealers) == sockets, "the same sockets"
         assert place.drafters[0].service.stats(0.0).verifiers == ["v"]
 
 
@@ -221,7 +224,7 @@ def test_greeting_again_is_no_storm(directory: Path, texts: list[Text]) -> None:
 
 
 def test_requests_whose_opening_was_lost_are_opened_again(directory: Path, texts: list[Text]) -> None:
-    with fleet(directory, 3, "sync", fallback=False) as lossy:
+    with fleet(directory, 3, "sync", lookup=False) as lossy:
         lossy.assign(0)
         lossy.world.advance(lossy.world.now + 0.01)
         lossy.network.faults = Faults(drop=1.0)

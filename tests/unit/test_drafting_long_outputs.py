@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from backend.drafter.proposer import Ask
+from backend.drafter.proposer import Ask, Until
 from backend.drafter.service import DrafterService
 from backend.fleet import DrafterRef
 from tests.support.drafter_heads import TinyHead, make_proposer
@@ -32,7 +32,7 @@ def texts(directory: Path) -> dict[str, Text]:
     return {name: write_text(proposer, seed, PROMPT, LENGTH, agreement=0.7) for seed, name in enumerate(("a", "b"))}
 
 
-@pytest.mark.parametrize("mode", ["sync", "pipelined", "ahead"])
+@pytest.mark.parametrize("mode", ["sync", "ahead"])
 def test_the_last_drafts_are_those_of_a_fresh_drafter(directory: Path, texts: dict[str, Text], mode: str) -> None:
     world = World(0)
     network = Network(world)
@@ -40,21 +40,23 @@ def test_the_last_drafts_are_those_of_a_fresh_drafter(directory: Path, texts: di
     def make() -> DrafterService:
         return DrafterService("d0", make_proposer(directory / mode, HEAD, cache_tokens=8192), 60.0, world.monotonic)
 
-    drafter = SimulatedDrafter(network, "sim://d0", make, 0.002)
+    drafter = SimulatedDrafter(network, "sim://d0", make, 0.0004)
     with simulated(world, network):
-        verifier = SimulatedVerifier(world, network, mode, fallback=False)
+        verifier = SimulatedVerifier(world, network, mode, lookup=False)
         verifier.drafters(DrafterRef("d0", "one", "sim://d0", "", 1))
         verifier.generate(texts)
     counters = verifier.stats.drafters["d0"]
     assert counters.accepted_tokens < counters.draft_tokens, "there were rejections"
     for name, text in texts.items():
         late = sorted(n for request, n in drafter.fresh if request == name and n > LENGTH * 3 // 4)[-COMPARED:]
-        assert len(late) > 10
+        assert sum(len(drafter.fresh[name, n]) for n in late) > 15
         fresh = make_proposer(directory / mode, HEAD, cache_tokens=4096)
         for n in late:
             fresh.open("fresh", text.tokens[:n], n - 1, 0.0)
-            (expected,) = fresh.draft([Ask("fresh", n, n - 1, K, text.features[: n - 1])])
-            assert drafter.fresh[name, n] == expected, f"{name} at {n}"
+            (expected,) = fresh.draft([Ask("fresh", n, n - 1, text.features[: n - 1], Until(K))])
+            # What was not worth going on with has been left out.
+            drafted = drafter.fresh[name, n]
+            assert drafted == expected.tokens[: len(drafted)], f"{name} at {n}"
             fresh.close("fresh")
 
 
@@ -63,9 +65,9 @@ def test_acceptance_does_not_decay(directory: Path, texts: dict[str, Text]) -> N
     world = World(0)
     network = Network(world)
     service = DrafterService("d0", make_proposer(directory / "decay", HEAD, cache_tokens=4096), 60.0, world.monotonic)
-    drafter = SimulatedDrafter(network, "sim://d0", lambda: service, 0.002)
+    drafter = SimulatedDrafter(network, "sim://d0", lambda: service, 0.0004)
     with simulated(world, network):
-        verifier = SimulatedVerifier(world, network, "sync", fallback=False)
+        verifier = SimulatedVerifier(world, network, "sync", lookup=False)
         verifier.drafters(DrafterRef("d0", "one", "sim://d0", "", 1))
         verifier.generate(texts)
 

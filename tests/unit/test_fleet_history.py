@@ -198,12 +198,12 @@ def test_the_log_tells_what_changed_and_nothing_at_the_start(watched):
 
 def test_the_log_tells_plans_apart_from_the_rest(watched):
     stats = watched.story.verifiers["verifier-0"]
-    watched.story.verifiers["verifier-0"] = msgspec.structs.replace(stats, plan_k=0, plan_groups=1, plan_changes=2)
+    watched.story.verifiers["verifier-0"] = msgspec.structs.replace(stats, plan_k=0, plan_outcomes=0, plan_changes=2)
     view = watched.run(1)
-    assert [entry.text for entry in view.plans] == ["verifier-0: K 4, 2 groups → no drafts (2 changes)"]
+    assert [entry.text for entry in view.plans] == ["verifier-0: K 4, 8 outcomes ahead → drafters not asked (2 changes)"]
     stats = watched.story.verifiers["verifier-0"]
     watched.story.verifiers["verifier-0"] = msgspec.structs.replace(stats, plan_k=2, plan_outcomes=8, plan_changes=3)
-    assert watched.run(1).plans[0].text == "verifier-0: no drafts → K 2, 8 outcomes ahead"
+    assert watched.run(1).plans[0].text == "verifier-0: drafters not asked → K 2, 8 outcomes ahead"
     stats = watched.story.verifiers["verifier-0"]
     watched.story.verifiers["verifier-0"] = msgspec.structs.replace(stats, plan_changes=5)
     assert watched.run(1).plans[0].text == "verifier-0: K 2, 8 outcomes ahead again, after 2 changes"

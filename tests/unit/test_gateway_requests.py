@@ -61,18 +61,18 @@ def test_known_fields_are_never_listed_as_removed_or_inert():
 def test_what_cannot_be_done_is_refused_by_name(fields, param):
     asked = parse(ChatCompletionRequest, {**CHAT, **fields})
     with pytest.raises(BadRequest) as caught:
-        check_generation(asked, max_n=8, speculating=True)
+        check_generation(asked, max_n=8, vllm_speculates=True)
     assert caught.value.param == param
     assert param in caught.value.message
 
 
 def test_without_speculation_min_p_and_logit_bias_are_fine():
     asked = parse(ChatCompletionRequest, {**CHAT, "min_p": 0.1, "logit_bias": {"5": 1.0}, "n": 8})
-    check_generation(asked, max_n=8, speculating=False)
+    check_generation(asked, max_n=8, vllm_speculates=False)
 
 
 def test_a_client_cannot_dictate_its_own_response():
     asked = ChatCompletionRequest.model_validate({**CHAT, "vllm_xargs": {"outrider_fixed_response": [1, 2]}})
     with pytest.raises(BadRequest) as caught:
-        check_generation(asked, max_n=8, speculating=False)
+        check_generation(asked, max_n=8, vllm_speculates=False)
     assert caught.value.param == "vllm_xargs"

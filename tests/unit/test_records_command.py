@@ -34,7 +34,7 @@ def small() -> Rows:
         verification(2, "b", 0, 0),
         request("a", 0.9, 1.010, 1.035, 8),
         request("b", 0.8, 1.010, 1.035, 4, "abort"),
-        DecisionRow(1, START + 1.01, 2, 4, 1, 0, 0, 500.0, 400.0, 0.01, 0.005, 3.0, 0.5),
+        DecisionRow(1, START + 1.01, 2, 4, 0, 500.0, 0.01, 3.5, 3.0, 0.5),
     ]
 
 
@@ -215,7 +215,12 @@ def foreign(directory: Path) -> None:
 
 def newer(directory: Path) -> None:
     file = record(directory, small()) / ABOUT
-    file.write_text(file.read_text().replace('"version": 2', '"version": 3'))
+    file.write_text(file.read_text().replace('"version": 3', '"version": 4'))
+
+
+def older(directory: Path) -> None:
+    file = record(directory, small()) / ABOUT
+    file.write_text(file.read_text().replace('"version": 3', '"version": 2'))
 
 
 def damaged(directory: Path) -> None:
@@ -231,7 +236,8 @@ def nothing(directory: Path) -> None:
     [
         (nothing, ["summary"], 1, "is empty: verifiers write there with --records-dir"),
         (foreign, ["summary"], 1, "holds no records"),
-        (newer, ["summary"], 1, "records of version 3; this release reads version 2"),
+        (newer, ["summary"], 1, "records of version 4; this release reads version 3"),
+        (older, ["summary"], 1, "records of version 2; this release reads version 3"),
         (damaged, ["summary"], 1, "is not what a verifier writes"),
         (nothing, ["fly"], 2, "invalid choice: 'fly'"),
         (nothing, ["summary", "--since", "yesterday"], 2, "'yesterday' is no time"),
@@ -275,7 +281,7 @@ def test_a_file_of_another_shape_is_refused(tmp_path: Path, capsys: pytest.Captu
     pq.write_table(table, file)
     status, _, err = run(capsys, tmp_path, "summary")
     assert status == 1
-    assert "is not of version 2" in err
+    assert "is not of version 3" in err
 
 
 def test_an_incarnations_own_directory_can_be_read_alone(tmp_path: Path) -> None:

@@ -20,9 +20,9 @@ from backend.records.store import Store
 from backend.records.writer import FileRecorder
 
 ABOUT_V0 = About("verifier-0", "0123456789abcdef", 1_700_000_000.0, "sync", "demo", 4)
-STEP = StepRow(3, 1.5, 2.0, 2, 0, 5, 2, 5, 4, 1, 0, 0, 0.5, 1.0, 1.25, {"awaiting_draft": 0.75})
+STEP = StepRow(3, 1.5, 2.0, 2, 0, 5, 2, 5, 4, 0, 0.5, 1.0, 1.25, {"awaiting_draft": 0.75})
 REQUEST = RequestRow("r", 1.0, 2.0, 3.0, 7, 9, 4, 12, 5, "stop", False)
-DECISION = DecisionRow(3, 1.0, 2, 4, 1, 0, 0, 100.0, 90.0, 0.01, 0.02, 2.5, 0.5)
+DECISION = DecisionRow(3, 1.0, 2, 4, 0, 100.0, 0.01, 3.5, 2.5, 0.5)
 
 
 def verification(step: int) -> VerificationRow:
@@ -68,7 +68,7 @@ def test_a_file_says_whose_it_is(tmp_path: Path) -> None:
     (file,) = files(tmp_path)
     assert file.parent.parent.name == "verifier-0"
     metadata = pq.read_metadata(file).metadata
-    assert metadata[VERSION_KEY] == b"2"
+    assert metadata[VERSION_KEY] == b"3"
     assert msgspec.json.decode(metadata[ABOUT_KEY], type=About) == ABOUT_V0
     assert books(store).about == ABOUT_V0
     assert books(store).ended

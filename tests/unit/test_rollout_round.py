@@ -98,7 +98,7 @@ async def respond(verifier: FakeVerifier, sequence: Sequence, upto: int | None =
         sequence.emit(chunk, FinishReason.LENGTH if begin + 2 >= len(tokens) else None)
         verifications += 1
         verifier.rows.verifications.append(VerificationRow(step, name, 3, 1, len(chunk) - 1, len(chunk), "d", False, True))
-        verifier.rows.steps.append(StepRow(step, 1.0, 1.0, 1, 0, len(chunk), 1, len(chunk), 4, 1, 0, 0, 1.0, 1.0, 2.0, {}))
+        verifier.rows.steps.append(StepRow(step, 1.0, 1.0, 1, 0, len(chunk), 1, len(chunk), 4, 0, 1.0, 1.0, 2.0, {}))
         await asyncio.sleep(0)
     if upto is None and with_row:
         row = RequestRow(name, 0.0, 0.0, 1.0, 3, len(tokens), verifications, verifications, 0, "length", True)

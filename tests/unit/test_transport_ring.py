@@ -22,6 +22,8 @@ from backend.protocol import (
     Close,
     Drafts,
     Hello,
+    Next,
+    NextItem,
     Open,
     Refused,
     Round,
@@ -159,17 +161,19 @@ def greet(service: DrafterService, ring: object) -> Welcome:
 
 def test_rounds_through_the_ring_are_drafted_for_alike(tmp_path: Path) -> None:
     rows = torch.randn(5, HEAD.hidden, generator=torch.Generator().manual_seed(1)).numpy().tobytes()
-    opening = Open("a", 6, [1, 2, 3, 4, 5, 6], 5, 4)
+    opening = Open("a", 6, [1, 2, 3, 4, 5, 6], 5)
+    wish = encode(Next(1, [NextItem("a", 6, 4, [], 0)]))
     plain, ringed = drafter(tmp_path / "a"), drafter(tmp_path / "b")
     assert not greet(plain, None).ring
     writer = RingWriter(4096)
     assert greet(ringed, writer.ref).ring
     at = writer.write(rows)
-    ((_, expected),) = plain.handle(b"f", [encode(Round(1, 1, "float32", HEAD.hidden, [opening])), rows])
-    ((_, got),) = ringed.handle(b"f", [encode(Round(1, 1, "float32", HEAD.hidden, [opening], at)), b""])
-    answers = [decode_to_verifier(each) for each in (expected, got)]
-    assert all(isinstance(answer, Drafts) for answer in answers)
-    assert answers[0].items == answers[1].items  # type: ignore[union-attr]
+    assert plain.handle(b"f", [encode(Round(1, 1, "float32", HEAD.hidden, [opening])), rows]) == []
+    assert ringed.handle(b"f", [encode(Round(1, 1, "float32", HEAD.hidden, [opening], at)), b""]) == []
+    answers = [decode_to_verifier(payload) for service in (plain, ringed) for _, payload in service.handle(b"d", [wish])]
+    expected, got = (answer.items for answer in answers if isinstance(answer, Drafts))
+    assert expected == got
+    assert len(got[0].tokens) == 4
     for bad in (Round(1, 2, "float32", HEAD.hidden, [opening], 4000), Round(1, 2, "float32", HEAD.hidden, [opening], -3)):
         ((listener, refused),) = ringed.handle(b"f", [encode(bad), b""])
         assert listener == b"d"
@@ -223,7 +227,7 @@ def test_the_shipper_uses_the_ring_once_it_is_read_and_only_for_large_frames(mon
     reader = RingReader(hello.ring)
 
     def ship(start: int, rows: int) -> tuple[Round, bytes]:
-        span = Span("a", start, 0, rows, True, lambda a, b: list(range(a, b)))
+        span = Span("a", start, 0, rows, lambda a, b: list(range(a, b)))
         shipper.ship([span], torch.full((rows, 16), float(start)))
         message = decode_to_drafter(peer.sent[-1][0])
         assert isinstance(message, Round)

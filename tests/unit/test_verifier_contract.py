@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import sys
 
 import pytest
 import torch
 import vllm  # noqa: F401  (must be the first of vLLM's modules)
+from vllm.triton_utils.dispatcher import _rebind_kernels
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from vllm.v1.request import Request
@@ -19,6 +21,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_input_batch import InputBatch
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+import backend.noise  # noqa: F401
 from backend.verifier.cpu_kernels import expand
 from backend.verifier.engine import SUPPORTED_VLLM, vllm_version
 
@@ -130,6 +133,12 @@ def test_steps_without_drafts_still_go_through_the_rejection_sampler() -> None:
     assert "use_spec_decode = self.speculative_config is not None" in source, "UndraftedSteps can go when this has gone"
     with pytest.raises(RuntimeError, match="numel"):
         apply_top_k_only(torch.empty(0, 8), torch.empty(0, dtype=torch.int32))
+
+
+def test_the_search_for_kernels_gets_past_the_noise() -> None:
+    """Where drafter and verifier are loaded together, vLLM searches modules that Numba is among."""
+    assert "llvmlite.binding.ffi" in sys.modules
+    _rebind_kernels([])
 
 
 def test_the_kernel_we_replace_still_has_its_place() -> None:

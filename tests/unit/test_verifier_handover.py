@@ -19,17 +19,19 @@ from backend.protocol import (
     Commit,
     Drafts,
     Hello,
+    Next,
+    NextItem,
     Open,
     Round,
     decode_to_drafter,
     decode_to_verifier,
     encode,
 )
+from backend.speculation.pairing import drafter_for
 from backend.transport import Wire
 from backend.verifier import feature_link, features
 from backend.verifier.feature_store import FeatureStore
 from backend.verifier.features import FeatureShipper
-from backend.verifier.pairing import drafter_for
 from backend.verifier.postponed import Span
 from tests.support.drafter_heads import TinyHead, make_proposer
 
@@ -39,7 +41,7 @@ K = 4
 
 @dataclass
 class Line:
-    """Stands for a socket to a drafter: what is sent is answered at once."""
+    """Stands for a socket to a drafter: what is sent is taken in at once, and a draft asked for after each round."""
 
     service: DrafterService
     name: bytes = b"v/features"
@@ -58,12 +60,17 @@ class Line:
             self.service.handle(b"v/drafts", (encode(listener),))
         else:
             assert isinstance(message, Round)
+            assert not replies
             self.rounds.append(message)
-            for _, payload in replies:
-                answer = decode_to_verifier(payload)
-                assert isinstance(answer, Drafts), answer
-                self.drafts |= {draft.request_id: draft.tokens for draft in answer.items}
+            self.ask({item.request_id: item.base_len for item in message.items if not isinstance(item, Close)}, message.epoch)
         return True
+
+    def ask(self, lengths: dict[str, int], epoch: int) -> None:
+        wishes = [NextItem(request_id, length, K, [], 0) for request_id, length in lengths.items()]
+        for _, payload in self.service.handle(b"v/drafts", (encode(Next(epoch, wishes)),)):
+            answer = decode_to_verifier(payload)
+            assert isinstance(answer, Drafts), answer
+            self.drafts |= {draft.request_id: draft.tokens for draft in answer.items}
 
     def receive(self) -> None:
         return None
@@ -83,7 +90,6 @@ class Bench:
             service = DrafterService(name, make_proposer(directory / name, HEAD), 60.0)
             self.lines[name] = Line(service)
         self.shipper = FeatureShipper("v", lambda head: None, handover_bytes=handover_bytes)
-        self.shipper.k = K
         self.epoch = 0
         generator = torch.Generator().manual_seed(3)
         self.tokens = torch.randint(HEAD.vocab, (4, 400), generator=generator).tolist()
@@ -100,7 +106,7 @@ class Bench:
         for i, count in advance.items():
             start = self.lengths[i]
             tokens = self.tokens[i]
-            spans.append(Span(f"r{i}", start, offset, count, True, lambda a, b, tokens=tokens: tokens[a:b]))
+            spans.append(Span(f"r{i}", start, offset, count, lambda a, b, tokens=tokens: tokens[a:b]))
             rows.append(self.rows[i, start : start + count])
             self.lengths[i] += count
             offset += count
@@ -149,7 +155,8 @@ def test_much_is_handed_over_in_parts_and_in_turns(tmp_path: Path, monkeypatch: 
     rounds = bench.lines["d1"].rounds
     assert all(sum(item.rows for item in each.items if not isinstance(item, Close)) <= 32 + 2 * K for each in rounds)
     parts = [item for each in rounds for item in each.items if not isinstance(item, Close) and item.request_id == "r0"]
-    assert [(type(item), item.k) for item in parts[:2]] == [(Open, 0), (Commit, K)], "only the last part asks for a draft"
+    assert [type(item) for item in parts[:2]] == [Open, Commit], "the second part extends the first"
+    assert parts[1].base_len - 1 - parts[1].rows == parts[0].base_len - 1
     # Only one request's turn per step: the other was drafted for without its context at first.
     opens = [item for each in rounds for item in each.items if isinstance(item, Open) and item.request_id == "r1"]
     assert len(opens) == 2

@@ -61,7 +61,6 @@ def serve(
     monkeypatch.setattr(feature_link, "Dealer", lambda address: lines[address])
     project = load_fc(str(DRAFTER_DIR))
     shipper = FeatureShipper("v", lambda head: project, handover_bytes=handover_bytes)
-    shipper.k = K
     drafts, accepted = [0, 0], [0, 0]
     lengths = [PROMPT + 1] * REQUESTS
     shipped = [0] * REQUESTS
@@ -77,7 +76,7 @@ def serve(
         spans, rows, offset = [], [], 0
         for i in live:
             count, tokens = lengths[i] - 1 - shipped[i], texts.tokens[i]
-            spans.append(Span(f"r{i}", shipped[i], offset, count, True, lambda a, b, tokens=tokens: tokens[a:b]))
+            spans.append(Span(f"r{i}", shipped[i], offset, count, lambda a, b, tokens=tokens: tokens[a:b]))
             rows.append(texts.rows[i, shipped[i] : shipped[i] + count])
             shipped[i] += count
             offset += count

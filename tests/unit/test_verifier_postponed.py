@@ -19,7 +19,7 @@ def step(rows_of: dict[str, int], starts: dict[str, int], rejected: int = 0) -> 
     spans: list[Span] = []
     values: list[list[float]] = []
     for name, rows in rows_of.items():
-        spans.append(Span(name, starts[name], len(values), rows, True, tokens))
+        spans.append(Span(name, starts[name], len(values), rows, tokens))
         values += [[float(ord(name)), float(starts[name] + i)] for i in range(rows)] + [[-1.0, -1.0]] * rejected
     return spans, torch.tensor(values)
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from backend.fleet import VerifierStats
 from backend.records.recorder import LONGEST_REQUEST_ID, REQUEST_ID_KEY, NullRecorder, name_for_records
 from backend.records.rows import DecisionRow, RequestRow, StepRow, VerificationRow
+from backend.speculation.waiting import Ask, Choice, Foresight, Load, Plan, Prospect
 from backend.verifier.counting import Counters
-from backend.verifier.planner import Decision, Plan
 from backend.verifier.recording import Recording
 
 
@@ -119,10 +119,17 @@ def test_a_change_of_plan_belongs_to_the_step_that_comes() -> None:
     kept, recording, counters = made()
     recording.prefilled(1)
     step(recording, counters)
-    recording.decided(Decision(Plan(2, outcomes=8), 3, 200.0, 100.0, 0.01, 0.002, 2.5, 0.75))
-    (row,) = kept.of(DecisionRow)
-    assert (row.step, row.requests, row.plan_k, row.plan_outcomes) == (1, 3, 2, 8)
-    assert (row.predicted_tokens_per_s, row.present_tokens_per_s, row.hit_rate) == (200.0, 100.0, 0.75)
+    alone, drafted = Prospect((0.0, 0.5, 0.6), (0.0, 0.1, 0.2)), Prospect((0.0, 1.0, 1.8), (0.0, 0.9, 1.5))
+    load = Load(3, 3, alone, drafted, Foresight(8))
+    recording.decided(Plan(2, outcomes=8), load, Choice(Ask.AHEAD, 2, 200.0), 0.01)
+    recording.decided(Plan(0), load, Choice(Ask.PLAIN, 0, 100.0), 0.01)
+    ahead, plain = kept.of(DecisionRow)
+    assert (ahead.step, ahead.requests, ahead.plan_k, ahead.plan_outcomes) == (1, 3, 2, 8)
+    assert (ahead.tokens_per_s, ahead.verify_s) == (200.0, 0.01)
+    assert (ahead.hit_rate, plain.hit_rate) == (load.foresight.rate(8), 0.0)
+    assert (ahead.drafted_tokens, ahead.acceptance_length) == (1.8, 2.5)
+    assert (plain.plan_k, plain.plan_outcomes, plain.tokens_per_s) == (0, 0, 100.0)
+    assert (plain.drafted_tokens, plain.acceptance_length) == (0.6, 1.2), "what the text itself brings"
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import vllm  # noqa: F401  (must be the first of vLLM's modules)
 
+from backend.verifier.counting import StepOrders
 from backend.verifier.resume import _advanced, continued_seed
 from backend.verifier.runner import ResumedOutputs
 
@@ -39,7 +40,7 @@ class Resuming(ResumedOutputs, Runner):
 
 
 def step(requests: list[tuple[str, list[int]]], resumed: dict[str, list[int]], fails: bool = False) -> SimpleNamespace:
-    return SimpleNamespace(requests=requests, resumed_outputs=resumed, fails=fails)
+    return SimpleNamespace(requests=requests, outrider=StepOrders(resumed, True), fails=fails)
 
 
 def test_outputs_are_there_before_a_request_enters_the_batch() -> None:

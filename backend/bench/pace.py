@@ -1,0 +1,105 @@
+"""What a step would take on a stated accelerator: `--pace`, its profiles and what was counted.  Pure.
+
+A pass over a model costs a fixed time, in which every weight is read once, and a time per token for the arithmetic.  From the
+data sheet of NVIDIA's H100 SXM, https://www.nvidia.com/en-us/data-center/h100/ (3.35 TB/s; 989 TFLOPS dense bfloat16), with
+80 % of the bandwidth and half of the arithmetic reached, for P parameters on N devices:
+
+    fixed     = 2 P bytes / (N x 0.8 x 3.35 TB/s)        per token = 2 P FLOP / (N x 0.5 x 989 TFLOPS)
+
+Left out: reading the KV cache (131 kB per token of context with 8B, 328 kB with 70B), and that reading and arithmetic overlap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+BYTES_PER_S = 0.8 * 3.35e12
+FLOP_PER_S = 0.5 * 989e12
+ALL_REDUCES_MS = 2 * 80 * 0.005
+"""Llama 70B on several devices: two per layer, of 5 us each."""
+LAUNCH_MS = 0.1
+"""A pass of a head is a dozen short kernels and a choice of tokens."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one pass."""
+
+    fixed_ms: float
+    token_us: float
+
+    def seconds(self, tokens: int) -> float:
+        """With so many tokens in it."""
+        return self.fixed_ms / 1e3 + tokens * self.token_us / 1e6
+
+    def slower(self, factor: float) -> Cost:
+        """So many times the time."""
+        return Cost(self.fixed_ms * factor, self.token_us * factor)
+
+    def __str__(self) -> str:
+        return f"{self.fixed_ms:.3g} ms + {self.token_us:.3g} us per token"
+
+
+def _cost(parameters: float, devices: int, more_ms: float = 0.0) -> Cost:
+    return Cost(2e3 * parameters / (devices * BYTES_PER_S) + more_ms, 2e6 * parameters / (devices * FLOP_PER_S))
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How long a target step and a pass of the drafter take at least; `native`: a pass where the target's devices draft."""
+
+    name: str
+    target: Cost
+    drafter: Cost = Cost(0.0, 0.0)
+    native: Cost = Cost(0.0, 0.0)
+
+    def __str__(self) -> str:
+        return f"`{self.name}`: target step {self.target}; draft pass {self.drafter}, in `native` {self.native}"
+
+
+HEAD_8B, HEAD_70B = 0.374e9, 1.20e9
+"""Parameters that a pass of an EAGLE-3 head reads: one layer whose q, k and v take two hidden states, 32,000 output rows."""
+PROFILES: Mapping[str, Pace] = {
+    "8b": Pace("8b", _cost(8.03e9, 1), _cost(HEAD_8B, 1, LAUNCH_MS), _cost(HEAD_8B, 1, LAUNCH_MS)),
+    "70b": Pace("70b", _cost(70.6e9, 4, ALL_REDUCES_MS), _cost(HEAD_70B, 1, LAUNCH_MS), _cost(HEAD_70B, 4, LAUNCH_MS)),
+}
+"""Llama 3.1 8B on one H100 and 3.3 70B on four; a drafter of its own has one H100."""
+
+
+def parse_pace(text: str) -> Pace:
+    """A profile's name, or `MS,US` for the target, for a draft pass too, for one in `native` too; behind `@` a factor.
+
+    With 70b@4 everything takes four times as long, ratios stay, and a machine keeps up that could not otherwise.  Raises
+    `ValueError`.
+    """
+    given, _, factor = text.partition("@")
+    known = PROFILES.get(given)
+    try:
+        times, *numbers = (float(part) for part in (factor or "1", *(() if known else given.split(","))))
+    except ValueError:
+        times, numbers = 0.0, []
+    costs = [Cost(*pair) for pair in zip(numbers[::2], numbers[1::2], strict=False)]
+    if known:
+        costs = [known.target, known.drafter, known.native]
+    elif len(costs) == 2:
+        costs.append(costs[1])
+    sane = 0 < times < float("inf") and all(0 <= number < float("inf") for number in numbers)
+    if not sane or not costs or len(numbers) % 2 or len(costs) > 3:
+        raise ValueError(f"{text!r}: there are {', '.join(PROFILES)}, and two, four or six numbers as in 6,32,0.4,1.5 or 70b@4")
+    return Pace(text, *(cost.slower(times) for cost in costs))
+
+
+class Paced(msgspec.Struct):
+    """Passes of a paced process since it began.  An overrun: this machine took longer than the stated one."""
+
+    passes: int = 0
+    paced_s: float = 0.0
+    overruns: int = 0
+    overrun_s: float = 0.0
+
+    def since(self, earlier: Paced) -> Paced:
+        """The growth."""
+        return Paced(*(getattr(self, name) - getattr(earlier, name) for name in self.__struct_fields__))

@@ -1,0 +1,93 @@
+"""How the rows of a batch choose their draft tokens, and where each draft ends.  Drafter thread.
+
+A row's token maximises `log q(v) + tau G(seed, position, v)`, where q is `softmax(logits / temperature)` over the head's
+vocabulary.  A greedy row's maximises `log q(v)` at temperature 1.  The largest sum is the token's value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from backend import noise
+from backend.chances import chance
+from backend.drafter.proposer import Drafted, Sampling, Until
+from backend.drafter.taus import GRID
+
+
+class Draws:
+    """Rows that are drawn together; `token_ids` are the columns' tokens (None: their numbers)."""
+
+    def __init__(
+        self, samplings: Sequence[Sampling], taus: Sequence[int], token_ids: Tensor | None, device: torch.device
+    ) -> None:
+        sampled = [sampling.temperature > 0 for sampling in samplings]
+        self.is_greedy = not any(sampled)
+        self._token_ids = token_ids
+        self._seeds = torch.tensor([sampling.seed for sampling in samplings], dtype=torch.int64, device=device)
+        betas = [1 / sampling.temperature if noisy else 1.0 for sampling, noisy in zip(samplings, sampled, strict=True)]
+        scales = [GRID[tau] if noisy else 0.0 for tau, noisy in zip(taus, sampled, strict=True)]
+        self._is_tempered = any(beta != 1 for beta in betas)
+        self._betas = torch.tensor(betas, dtype=torch.float32, device=device)
+        self.scales = torch.tensor(scales, dtype=torch.float32, device=device)
+
+    def pick(self, logits: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of `logits` `[rows, vocabulary]` at `positions` `[rows]`: the columns, their values and their leads."""
+        columns, scores, leads = noise.choose(logits, self._seeds, positions, self._betas, self.scales, self._token_ids)
+        return columns, scores - self._totals(logits), leads
+
+    def survey(self, logits: Tensor, positions: Tensor, count: int, others: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The `count` best columns and their values, `[rows, count]`, and the values of `others`, one column per row."""
+        columns, scores = noise.rank(logits, self._seeds, positions, self._betas, self.scales, count, self._token_ids)
+        ids = others if self._token_ids is None else self._token_ids[others]
+        noises = noise.gumbel(self._seeds, positions, ids.unsqueeze(1)).squeeze(1)
+        further = logits.gather(1, others.unsqueeze(1)).squeeze(1) * self._betas + self.scales * noises
+        totals = self._totals(logits)
+        return columns, scores - totals.unsqueeze(1), further - totals
+
+    def _totals(self, logits: Tensor) -> Tensor:
+        """What turns scores into values: the logarithm of the sum of exponentials, `[rows]`."""
+        return (logits * self._betas.unsqueeze(1) if self._is_tempered else logits).logsumexp(1)
+
+
+class Ends:
+    """Where each draft of a batch ends, decided token by token; `limits` are the tokens there is room for."""
+
+    def __init__(self, limits: Sequence[int], untils: Sequence[Until], samplings: Sequence[Sampling]) -> None:
+        self.kept = [max(min(limit, until.k), 0) for limit, until in zip(limits, untils, strict=True)]
+        self._floors = [until.floor for until in untils]
+        self._judges = [until.judge(sampling) for until, sampling in zip(untils, samplings, strict=True)]
+        self._survivals = {
+            row: 1.0 for row, kept in enumerate(self.kept) if kept and self._judges[row] and self._floors[row] > 0
+        }
+        self._longest = max((kept for row, kept in enumerate(self.kept) if row not in self._survivals), default=0)
+        self._taken = 0
+
+    def take(self, values: Tensor, leads: Tensor) -> bool:
+        """The next token of every row; whether any draft goes on after it.  Reads the signs only where they may end one."""
+        if self._survivals:
+            both = torch.stack((values, leads), dim=1).tolist()
+            for row, survival in list(self._survivals.items()):
+                self._follow(row, survival, *both[row])
+        self._taken += 1
+        return bool(self._survivals) or self._taken < self._longest
+
+    def _follow(self, row: int, survival: float, value: float, lead: float) -> None:
+        weights = self._judges[row]
+        assert weights is not None
+        survival *= chance(weights, self._taken, value, lead)
+        if survival < self._floors[row]:
+            self.kept[row] = self._taken
+            del self._survivals[row]
+        elif self._taken + 1 == self.kept[row]:
+            del self._survivals[row]
+        else:
+            self._survivals[row] = survival
+
+    def cut(self, tokens: list[Tensor], values: list[Tensor], leads: list[Tensor]) -> list[Drafted]:
+        """The drafts of all rows, from each step's `[rows]`."""
+        rows = torch.stack(tokens, dim=1).tolist()
+        signs = torch.stack((torch.stack(values, dim=1), torch.stack(leads, dim=1)), dim=2).flatten(1).tolist()
+        return [Drafted(row[:kept], row_signs[: 2 * kept]) for row, row_signs, kept in zip(rows, signs, self.kept, strict=True)]

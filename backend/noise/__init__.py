@@ -1,0 +1,131 @@
+"""Noise that a verifier and its drafters share, and the choice of a token by it.  Any process and thread.
+
+A request has a seed of 64 bits.  `G(seed, t, v)` is Gumbel noise for token `v` at absolute position `t`: the token that
+maximises `log p(v) + G` is a sample of p.  The noise comes from a counter-based generator, Philox 4x32-10 (Salmon et al.,
+SC11), so whoever knows the seed computes it for one token alone.  The key is the seed's lower and upper half, the counter
+`(v >> 2, t, 0, 0)`, and token `v` takes word `v & 3` of the answer, `x`.  Then
+
+    U = (x + 1/2) / 2**32,    E = -log U,    G = -log E,
+
+all finite: G lies between -3.13 and 22.88.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from backend.noise import cpu
+
+_OWN_NUMBERS = np.empty((0, cpu.TILE), np.uint64), np.empty(0, np.int64), np.empty(0, np.int64)
+"""The layout of columns that are their own tokens: there is nothing to look up."""
+
+
+class Choice(NamedTuple):
+    """What `choose` found, for each of R rows."""
+
+    columns: Tensor
+    """Int64: the column of the largest score; of equal ones the first."""
+    scores: Tensor
+    """Float32: that score; minus infinity where no column may win."""
+    leads: Tensor
+    """Float32: how far it leads the runner-up; infinity where there is none."""
+
+
+def to_int64(seed: int) -> int:
+    """An unsigned seed as the int64 of the same bits, as tensors hold it."""
+    return seed - (1 << 64) if seed >> 63 else seed
+
+
+def gumbel(seeds: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
+    """The noise of `tokens` int64 `[R, M]` at `positions` int64 `[R]` under `seeds` int64 `[R]`: float32 `[R, M]`."""
+    if tokens.is_cuda:
+        from backend.noise import cuda
+
+        return cuda.gumbel(seeds, positions, tokens)
+    noise = torch.empty(tokens.shape, dtype=torch.float32)
+    cpu.gumbel(_int64(seeds), _int64(positions), _int64(tokens), noise.numpy())
+    return noise
+
+
+def choose(
+    logits: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    inverse_temperatures: Tensor,
+    scales: Tensor,
+    token_ids: Tensor | None = None,
+) -> Choice:
+    """The column of each row of `logits` `[R, V]` with the largest `logit * inverse_temperature + scale * G`.
+
+    `seeds` and `positions` are int64 `[R]`, `inverse_temperatures` (positive) and `scales` float32 `[R]`.  A row of scale 0
+    gets no noise, and none is computed for it.  `token_ids` int64 `[V]` are the columns' tokens where these are not their
+    numbers.  A logit of minus infinity never wins, unless all are that.
+    """
+    if logits.is_cuda:
+        from backend.noise import cuda
+
+        return Choice(*cuda.choose(logits, seeds, positions, inverse_temperatures, scales, token_ids))
+    rows = len(logits)
+    columns, found = np.empty(rows, np.int64), np.empty((2, rows), np.float32)
+    given = _arrays(logits, seeds, positions, inverse_temperatures, scales, token_ids)
+    cpu.choose(*given, columns, found[0], found[1])
+    return Choice(torch.from_numpy(columns), *torch.from_numpy(found).unbind())
+
+
+def rank(
+    logits: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    inverse_temperatures: Tensor,
+    scales: Tensor,
+    count: int,
+    token_ids: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The columns, int64 `[R, count]`, of the largest of those scores, and these, float32, the largest first.
+
+    `count` is at most V.
+    """
+    if logits.is_cuda:
+        from backend.noise import cuda
+
+        return cuda.rank(logits, seeds, positions, inverse_temperatures, scales, count, token_ids)
+    columns, scores = np.empty((len(logits), count), np.int64), np.empty((len(logits), count), np.float32)
+    cpu.rank(*_arrays(logits, seeds, positions, inverse_temperatures, scales, token_ids), columns, scores)
+    return torch.from_numpy(columns), torch.from_numpy(scores)
+
+
+def _arrays(
+    logits: Tensor, seeds: Tensor, positions: Tensor, betas: Tensor, scales: Tensor, token_ids: Tensor | None
+) -> tuple[Any, Any, Any, Any, Any, Any, Any, Any]:
+    """What the CPU's kernels take."""
+    given = _float32(logits), _int64(seeds), _int64(positions), _float32(betas), _float32(scales)
+    if token_ids is None:
+        return *given, *_OWN_NUMBERS
+    ids = _int64(token_ids)
+    tiles = -(-len(ids) // cpu.TILE)
+    layout = np.empty((tiles, cpu.TILE), np.uint64), np.empty(tiles, np.int64), np.empty(len(ids), np.int64)
+    cpu.lay_out(ids, *layout)
+    return *given, *layout
+
+
+def _int64(tensor: Tensor) -> Any:
+    return tensor.long().contiguous().numpy()
+
+
+def _float32(tensor: Tensor) -> Any:
+    # Other types would be compiled for at their first appearance.
+    return tensor.detach().float().contiguous().numpy()
+
+
+def warm_up(device: torch.device) -> None:
+    """Compiles what `gumbel` and `choose` need on a device, seconds at the first time, so that no request waits for it."""
+    ids = torch.arange(2, device=device)
+    ones = torch.ones(2, device=device)
+    gumbel(ids, ids, ids.unsqueeze(1))
+    for token_ids in (None, ids):
+        choose(torch.zeros(2, 2, device=device), ids, ids, ones, ones, token_ids)
+        rank(torch.zeros(2, 2, device=device), ids, ids, ones, ones, 2, token_ids)

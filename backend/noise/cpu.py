@@ -1,0 +1,278 @@
+"""Gumbel noise and the choice of a token on a CPU: Numba kernels, one core, no lock held.  Any process and thread.
+
+`rank` computes few logarithms.  For U close to 1, `-log U >= 1 - U`, so `G <= -log(1 - U)`; and because `log2(1 + m) >= m`,
+the bits of `1 - U` as a float32 bound that logarithm from above.  A token whose bound does not reach the last of those ranked
+so far costs no logarithm, and a tile of tokens whose best logit does not reach it even with the largest noise there is costs
+no random words.  Rounding is monotone and both sides round alike, so the bounds hold to the last bit.  (That is why fused
+multiply-adds stay off.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numba
+import numpy as np
+from llvmlite import ir
+from llvmlite.binding import ffi
+from numba.core import types
+from numba.extending import intrinsic
+
+# vLLM's search for its kernels (0.32, `vllm/triton_utils/dispatcher.py`, `_rebind_kernels`) reads `__dict__` of whatever any
+# module holds.  llvmlite's handle on its library takes that for the name of a function, and the verifier could not start.
+ffi.lib._fntab.setdefault("__dict__", {})
+
+Kernel = TypeVar("Kernel", bound=Callable[..., Any])
+
+TILE = 256
+"""Tokens looked at together: enough for vector instructions, few enough that their words stay in the first-level cache."""
+
+LANES = 16
+"""Counters whose words are computed together: two of the widest registers, one's products filling the other's latency."""
+
+_ONES = np.uint32(0xFFFFFFFF)
+
+MOST_NOISE = np.float32(22.874)
+"""Just above 33 log 2, the Gumbel noise of the largest word."""
+_PER_BIT = np.float32(np.log(2.0) / 2**23)
+_BOUND = np.float32((32 + 127) * np.log(2.0) + 1e-3)
+"""What `-log(1 - U)` is before the bits of the float are taken off; 0.001 covers the rounding of both."""
+_SIGN, _MAGNITUDE, _LEAST = np.int32(31), np.int32(0x7FFFFFFF), np.int32(-(2**31))
+_ZERO, _NEVER = np.float32(0), np.float32(-np.inf)
+
+
+def _compiled(kernel: Kernel) -> Kernel:
+    """Compiles at the first call; keeps the result on disk where that is possible.
+
+    NaN takes no part in a choice, and the sign of zero decides none: only so can LLVM take maxima by vectors.
+    """
+    options: dict[str, Any] = {"nogil": True, "fastmath": {"nnan", "nsz"}, "boundscheck": False}
+    try:
+        compiled: Kernel = numba.njit(cache=True, **options)(kernel)
+    except RuntimeError:  # No directory to keep it in can be written.
+        compiled = numba.njit(**options)(kernel)
+    return compiled
+
+
+@intrinsic
+def fill_lanes(typing: Any, counters: Any, at: Any, position: Any, seed: Any, words: Any) -> Any:
+    """Philox 4x32-10 for the counters `(counters[i], position, 0, 0)`, `i` from `at` to `at + LANES`, into `words[4 * i :]`.
+
+    Written in vectors because LLVM makes none of a loop of such products: it takes them for whole 64-bit ones.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        first, place, time, key, target = arguments
+        data = context.make_array(signature.args[0])(context, builder, first).data
+        out = context.make_array(signature.args[4])(context, builder, target).data
+        wide = ir.VectorType(ir.IntType(64), LANES)
+
+        def constant(value: int) -> Any:
+            return ir.Constant(wide, [value] * LANES)
+
+        def spread(scalar: Any) -> Any:
+            one = builder.insert_element(ir.Constant(wide, ir.Undefined), scalar, ir.Constant(ir.IntType(32), 0))
+            return builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES))
+
+        low, half = constant(0xFFFFFFFF), constant(32)
+        c0 = builder.load(builder.bitcast(builder.gep(data, [place]), wide.as_pointer()), align=8)
+        c1, c2, c3, k0 = spread(time), constant(0), constant(0), spread(key)
+        k1 = builder.lshr(k0, half)
+        for turn in range(10):
+            # Above the lower 32 bits stands what no product takes.
+            p0 = builder.mul(constant(0xD2511F53), builder.and_(c0, low))
+            p1 = builder.mul(constant(0xCD9E8D57), builder.and_(c2, low))
+            r0 = builder.add(k0, constant(0x9E3779B9 * turn))
+            r1 = builder.add(k1, constant(0xBB67AE85 * turn))
+            c0 = builder.xor(builder.xor(builder.lshr(p1, half), c1), r0)
+            c2 = builder.xor(builder.xor(builder.lshr(p0, half), c3), r1)
+            c1, c3 = p1, p0
+        narrow = ir.VectorType(ir.IntType(32), LANES)
+        parts = [builder.trunc(part, narrow) for part in (c0, c1, c2, c3)]
+        pairs = [_join(builder, parts[0], parts[1]), _join(builder, parts[2], parts[3])]
+        order = [4 * LANES // 2 * pair + 2 * lane + word for lane in range(LANES) for pair in range(2) for word in range(2)]
+        every = builder.shuffle_vector(*pairs, ir.Constant(ir.VectorType(ir.IntType(32), 4 * LANES), order))
+        begin = builder.gep(out, [builder.mul(place, ir.Constant(ir.IntType(64), 4))])
+        builder.store(every, builder.bitcast(begin, every.type.as_pointer()), align=4)
+        return context.get_dummy_value()
+
+    return types.void(counters, types.int64, types.uint64, types.uint64, words), generate
+
+
+def _join(builder: Any, left: Any, right: Any) -> Any:
+    """The lanes of two vectors in turn."""
+    order = [side * LANES + lane for lane in range(LANES) for side in range(2)]
+    return builder.shuffle_vector(left, right, ir.Constant(ir.VectorType(ir.IntType(32), 2 * LANES), order))
+
+
+@_compiled
+def fill_words(counters: Any, count: int, position: Any, seed: Any, words: Any) -> None:
+    """Four `words` for each of the first `count` counters; both arrays hold a whole number of `LANES`."""
+    for at in range(0, count, LANES):
+        fill_lanes(counters, at, position, seed, words)
+
+
+@_compiled
+def noise_of(word: Any) -> Any:
+    """G of one word.  In float64 both logarithms are exact enough at either end; the answer is float32."""
+    u = (np.float64(word) + 0.5) * 2.0**-32
+    return np.float32(-np.log(-np.log(u)))
+
+
+@_compiled
+def gumbel(seeds: Any, positions: Any, tokens: Any, noise: Any) -> None:
+    """Writes `noise` `[R, M]` of `tokens` `[R, M]`."""
+    words = np.empty(4 * LANES, np.uint32)
+    counter = np.zeros(LANES, np.uint64)
+    for row in range(tokens.shape[0]):
+        for column in range(tokens.shape[1]):
+            token = tokens[row, column]
+            counter[0] = np.uint64(token >> 2)
+            fill_words(counter, 1, np.uint64(positions[row]), np.uint64(seeds[row]), words)
+            noise[row, column] = noise_of(words[token & 3])
+
+
+@_compiled
+def lay_out(ids: Any, counters: Any, counts: Any, slots: Any) -> None:
+    """Which counters each tile of `ids` needs, and where a column's word then is.
+
+    Neighbouring ids of one counter share it.  `counters` `[tiles, TILE]`, `counts` `[tiles]`, `slots` `[V]`.
+    """
+    for tile in range(counts.shape[0]):
+        count = 0
+        for column in range(tile * TILE, min((tile + 1) * TILE, ids.shape[0])):
+            counter = np.uint64(ids[column] >> 2)
+            if count == 0 or counters[tile, count - 1] != counter:
+                counters[tile, count] = counter
+                count += 1
+            slots[column] = 4 * (count - 1) + (ids[column] & 3)
+        counts[tile] = count
+
+
+@_compiled
+def tile_maxima(logits: Any, maxima: Any) -> int:
+    """Writes every tile's largest logit; returns the tile that has the largest of all."""
+    best = 0
+    for tile in range(maxima.shape[0]):
+        # As integers of their order: LLVM takes the maximum of those by vectors.
+        top = _LEAST
+        here = logits[tile * TILE : (tile + 1) * TILE]
+        for i in range(here.shape[0]):
+            bits = np.float32(here[i]).view(np.int32)
+            top = max(top, np.int32(bits ^ ((bits >> _SIGN) & _MAGNITUDE)))
+        maxima[tile] = np.int32(top ^ ((top >> _SIGN) & _MAGNITUDE)).view(np.float32)
+        if maxima[tile] > maxima[best]:
+            best = tile
+    return best
+
+
+@_compiled
+def fill_bounds(logits: Any, beta: Any, scale: Any, words: Any, bounds: Any, least: Any) -> int:
+    """Writes what no score of the tile exceeds; returns how many of the bounds reach `least`."""
+    reached = 0
+    for i in range(logits.shape[0]):
+        bits = np.float32(words[i] ^ _ONES).view(np.int32)
+        bound = logits[i] * beta + scale * (_BOUND - np.float32(bits) * _PER_BIT)
+        bounds[i] = bound
+        reached += bound >= least
+    return reached
+
+
+@_compiled
+def rank(
+    logits: Any,
+    seeds: Any,
+    positions: Any,
+    betas: Any,
+    scales: Any,
+    all_counters: Any,
+    counts: Any,
+    slots: Any,
+    columns: Any,
+    scores: Any,
+) -> None:
+    """Writes the columns `[R, F]` of each row's F largest scores, and those, in order; F is at most V.
+
+    `all_counters`, `counts` and `slots` are those of `lay_out`; without `slots` a column is its own token id.
+    """
+    size, worst = logits.shape[1], columns.shape[1] - 1
+    tiles = (size + TILE - 1) // TILE
+    words = np.empty(4 * TILE, np.uint32)
+    drawn = np.empty(TILE, np.uint32)
+    bounds = np.empty(TILE, np.float32)
+    maxima = np.empty(tiles, np.float32)
+    counters = np.empty(TILE, np.uint64)
+    for row in range(logits.shape[0]):
+        beta, scale = betas[row], scales[row]
+        first = tile_maxima(logits[row], maxima)
+        for place in range(worst + 1):
+            columns[row, place], scores[row, place] = size, _NEVER
+        # The tile of the largest logit goes first, and its place is taken by no other: `turn` 0, then the rest in order.
+        for turn in range(tiles + 1):
+            tile = first if turn == 0 else turn - 1
+            if turn and tile == first:
+                continue
+            if maxima[tile] * beta + scale * MOST_NOISE < scores[row, worst]:
+                continue
+            start = tile * TILE
+            here = logits[row, start : start + TILE]
+            used = words
+            if scale > 0:
+                if slots.shape[0]:
+                    fill_words(all_counters[tile], counts[tile], np.uint64(positions[row]), np.uint64(seeds[row]), words)
+                    for i in range(here.shape[0]):
+                        drawn[i] = words[slots[start + i]]
+                    used = drawn
+                else:
+                    for i in range(TILE // 4):
+                        counters[i] = np.uint64(start // 4 + i)
+                    fill_words(counters, TILE // 4, np.uint64(positions[row]), np.uint64(seeds[row]), words)
+                if not fill_bounds(here, beta, scale, used, bounds, scores[row, worst]):
+                    continue
+            else:
+                for i in range(here.shape[0]):
+                    bounds[i] = here[i] * beta
+            for i in range(here.shape[0]):
+                if bounds[i] >= scores[row, worst]:
+                    score = here[i] * beta + scale * noise_of(used[i]) if scale > 0 else bounds[i]
+                    insert(columns[row], scores[row], start + i, score)
+        for place in range(worst + 1):
+            # Only where logits are not numbers; a column all the same.
+            columns[row, place] = min(columns[row, place], size - 1)
+
+
+@_compiled
+def insert(columns: Any, scores: Any, column: int, score: Any) -> None:
+    """Puts a column in its place among those ranked so far and may push out the last; of equal ones the first leads."""
+    place = columns.shape[0]
+    while place > 0 and (score > scores[place - 1] or (score == scores[place - 1] and column < columns[place - 1])):
+        if place < columns.shape[0]:
+            columns[place], scores[place] = columns[place - 1], scores[place - 1]
+        place -= 1
+    if place < columns.shape[0]:
+        columns[place], scores[place] = column, score
+
+
+@_compiled
+def choose(
+    logits: Any,
+    seeds: Any,
+    positions: Any,
+    betas: Any,
+    scales: Any,
+    all_counters: Any,
+    counts: Any,
+    slots: Any,
+    columns: Any,
+    scores: Any,
+    leads: Any,
+) -> None:
+    """Writes each row's first column by `rank`, its score, and its lead over the second."""
+    size = min(2, logits.shape[1])
+    ranked, found = np.empty((logits.shape[0], size), np.int64), np.empty((logits.shape[0], size), np.float32)
+    rank(logits, seeds, positions, betas, scales, all_counters, counts, slots, ranked, found)
+    for row in range(logits.shape[0]):
+        best, second = found[row, 0], found[row, 1] if size > 1 else _NEVER
+        columns[row], scores[row] = ranked[row, 0], best
+        leads[row] = _ZERO if best == _NEVER else best - second

@@ -1,0 +1,1 @@
+"""What to draft, verify and wait for, decided at every step from what was measured.  Pure."""

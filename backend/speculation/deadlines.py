@@ -1,0 +1,158 @@
+"""How long drafts are waited for, and from whom.  Pure; scheduler's process and thread.
+
+Waiting is bounded by a deadline learned from round trips (RFC 6298's estimator).  A drafter that misses several deadlines in a
+row is not waited for at all until it answers again (a circuit breaker): losing a drafter costs speed, never a request.  Steps
+may go on without a draft long before its deadline; it is missed all the same when nothing was heard until then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+BREAKER_MISSES = 3
+"""Deadlines missed in a row after which a drafter is no longer waited for."""
+REMEMBERED = 8
+"""Unanswered questions remembered per request: a drafter whose breaker is open answers for a length already left behind."""
+FLOOR_S = 0.01
+"""Shortest deadline: below this the operating system's own scheduling decides, not the drafter."""
+
+
+@dataclass
+class RoundTrip:
+    """Smoothed round-trip time and its deviation (RFC 6298), in seconds."""
+
+    smoothed_s: float | None = None
+    deviation_s: float = 0.0
+
+    def observe(self, sample_s: float) -> None:
+        """Takes one measured round trip."""
+        if self.smoothed_s is None:
+            self.smoothed_s, self.deviation_s = sample_s, sample_s / 2
+            return
+        self.deviation_s += 0.25 * (abs(self.smoothed_s - sample_s) - self.deviation_s)
+        self.smoothed_s += 0.125 * (sample_s - self.smoothed_s)
+
+    def deadline_s(self, longest_s: float) -> float:
+        """How long to wait for an answer; `longest_s` until the first one was measured."""
+        if self.smoothed_s is None:
+            return longest_s
+        return min(longest_s, max(FLOOR_S, 2 * (self.smoothed_s + 4 * self.deviation_s)))
+
+
+@dataclass
+class DrafterHealth:
+    """What is known of one drafter's answers."""
+
+    round_trip: RoundTrip = field(default_factory=RoundTrip)
+    misses: int = 0
+    silent_since: float | None = None
+    """When it was asked, if nothing has come since, and no deadline has been missed."""
+
+    @property
+    def is_down(self) -> bool:
+        """Whether the circuit breaker is open."""
+        return self.misses >= BREAKER_MISSES
+
+
+@dataclass(frozen=True)
+class Question:
+    """A draft that was asked for and has not come."""
+
+    drafter_id: str
+    base_len: int
+    asked_at: float
+    deadline: float
+
+
+class Questions:
+    """Drafts asked of drafters.  A request has at most one that is waited for."""
+
+    def __init__(self, longest_wait_s: float) -> None:
+        self.pending: dict[str, Question] = {}
+        self._overdue: dict[str, dict[int, Question]] = {}
+        self._health: dict[str, DrafterHealth] = {}
+        self._longest_wait_s = longest_wait_s
+
+    def set_drafters(self, drafter_ids: Iterable[str]) -> None:
+        """Only these are waited for from now on."""
+        self._health = {drafter_id: self._health.get(drafter_id, DrafterHealth()) for drafter_id in drafter_ids}
+        self.pending = {r: p for r, p in self.pending.items() if p.drafter_id in self._health}
+
+    def reset_drafter(self, drafter_id: str) -> None:
+        """Another incarnation took the drafter's place: nothing asked of the old one will come."""
+        self._health[drafter_id] = DrafterHealth()
+        self.pending = {r: p for r, p in self.pending.items() if p.drafter_id != drafter_id}
+
+    def knows(self, drafter_id: str) -> bool:
+        """Whether it is assigned."""
+        return drafter_id in self._health
+
+    def asked(self, request_id: str, base_len: int, drafter_id: str, now: float) -> None:
+        """A draft was asked for.  It is waited for unless the drafter is down; an answer closes the breaker."""
+        health = self._health[drafter_id]
+        question = Question(drafter_id, base_len, now, now + health.round_trip.deadline_s(self._longest_wait_s))
+        if health.silent_since is None:
+            health.silent_since = now
+        if health.is_down:
+            self._note_overdue(request_id, question)
+        else:
+            self.pending[request_id] = question
+
+    def answered(self, drafter_id: str, request_id: str, base_len: int, now: float) -> float | None:
+        """An answer came; seconds since its question, None where nothing of the kind was asked."""
+        question = self.pending.get(request_id)
+        if question is not None and (question.drafter_id, question.base_len) == (drafter_id, base_len):
+            del self.pending[request_id]
+        else:
+            question = self._overdue.get(request_id, {}).get(base_len)
+            if question is None or question.drafter_id != drafter_id or drafter_id not in self._health:
+                return None
+            del self._overdue[request_id][base_len]
+        waited_s, health = now - question.asked_at, self._health[drafter_id]
+        health.silent_since = None
+        if waited_s <= self._longest_wait_s:
+            health.misses = 0
+        health.round_trip.observe(waited_s)
+        return waited_s
+
+    def stop_waiting(self) -> None:
+        """Requests go on without the drafts that are out; these are late when they come."""
+        for request_id, question in self.pending.items():
+            self._note_overdue(request_id, question)
+        self.pending.clear()
+
+    def expire(self, now: float) -> list[Question]:
+        """Stops waiting for what is past its deadline, and for all of a drafter that is down by that."""
+        late = {question.drafter_id for question in self.pending.values() if now >= question.deadline}
+        for drafter_id, health in self._health.items():
+            since = health.silent_since
+            if drafter_id in late or (since is not None and now >= since + health.round_trip.deadline_s(self._longest_wait_s)):
+                late.add(drafter_id)
+                health.misses, health.silent_since = health.misses + 1, None
+        expired = []
+        for request_id, question in list(self.pending.items()):
+            if now >= question.deadline or (question.drafter_id in late and self._health[question.drafter_id].is_down):
+                del self.pending[request_id]
+                self._note_overdue(request_id, question)
+                expired.append(question)
+        return expired
+
+    def deadline(self) -> float | None:
+        """When the first wait runs out; None when nothing is waited for."""
+        return min((question.deadline for question in self.pending.values()), default=None)
+
+    def forget(self, request_id: str) -> None:
+        """The request is finished, aborted or preempted."""
+        self.pending.pop(request_id, None)
+        self._overdue.pop(request_id, None)
+
+    def down(self) -> list[str]:
+        """Drafters whose breaker is open."""
+        return sorted(drafter_id for drafter_id, health in self._health.items() if health.is_down)
+
+    def _note_overdue(self, request_id: str, question: Question) -> None:
+        asked = self._overdue.setdefault(request_id, {})
+        asked[question.base_len] = question
+        while len(asked) > REMEMBERED:
+            del asked[next(iter(asked))]

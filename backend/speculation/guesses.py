@@ -1,0 +1,98 @@
+"""Drafts that await their truth: every draft is compared with the text its request went on with.
+
+Pure; scheduler's process and thread.  The text depends on the seed and the prefix alone, so a draft need not be verified to be
+scored: one that was trimmed, came late or was never used says as much of its source as any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+KEPT = 4
+"""Drafts kept per request, the newest: a source or two, and the next draft before the last is decided."""
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A draft of which as much is known as ever will be: `Calibration.observe` takes the last three."""
+
+    source: Hashable
+    signs: Sequence[float]
+    matched: int
+    """Leading tokens that equal the text."""
+    seen: int
+    """Positions that are decided: `matched` + 1 if one differed."""
+
+
+@dataclass
+class _Guess:
+    source: Hashable
+    base_len: int
+    tokens: Sequence[int]
+    signs: Sequence[float]
+    matched: int = 0
+
+    def compare(self, text: Sequence[int]) -> Resolved | None:
+        """Compares on with the request's tokens; the result once the draft differs or is complete."""
+        tokens, matched, base_len = self.tokens, self.matched, self.base_len
+        most = min(len(tokens), len(text) - base_len)
+        while matched < most and tokens[matched] == text[base_len + matched]:
+            matched += 1
+        self.matched = matched
+        return self.resolved(differs=matched < most) if matched < most or matched == len(tokens) else None
+
+    def resolved(self, *, differs: bool) -> Resolved:
+        return Resolved(self.source, self.signs, self.matched, self.matched + differs)
+
+
+class Guesses:
+    """All requests of one verifier."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, list[_Guess]] = {}
+
+    def note(
+        self,
+        request_id: str,
+        source: Hashable,
+        base_len: int,
+        tokens: Sequence[int],
+        signs: Sequence[float],
+        text: Sequence[int],
+    ) -> list[Resolved]:
+        """A draft from `source` that continues the request's first `base_len` tokens; `text`: all its tokens so far.
+
+        `signs`: two per token, or none.  Returns what is decided by that: a draft noted late at once, and one that makes room.
+        """
+        if not tokens or base_len > len(text):
+            return []
+        guess = _Guess(source, base_len, tokens, signs or [0.0] * (2 * len(tokens)))
+        if (known := guess.compare(text)) is not None:
+            return [known]
+        waiting = self._open.setdefault(request_id, [])
+        waiting.append(guess)
+        return _partly([waiting.pop(0)]) if len(waiting) > KEPT else []
+
+    def advance(self, request_id: str, text: Sequence[int]) -> list[Resolved]:
+        """The request's tokens are now `text`; they only ever grow."""
+        waiting = self._open.get(request_id)
+        if not waiting:
+            return []
+        decided, still = [], []
+        for guess in waiting:
+            known = guess.compare(text)
+            if known is None:
+                still.append(guess)
+            else:
+                decided.append(known)
+        self._open[request_id] = still
+        return decided
+
+    def forget(self, request_id: str) -> list[Resolved]:
+        """The request is over; drafts that reach beyond its end count as far as the text goes."""
+        return _partly(self._open.pop(request_id, []))
+
+
+def _partly(guesses: list[_Guess]) -> list[Resolved]:
+    return [guess.resolved(differs=False) for guess in guesses if guess.matched]

@@ -1,0 +1,151 @@
+"""What a step takes with so many tokens, and what a draft takes, as measured.  Pure; scheduler's process and thread.
+
+Times are kept as logarithms: a point's level at the machine's usual speed, plus one speed for all points.  Every step tells of
+both, and a Kalman filter with two states shares a surprise between them by their doubt: speed wanders and takes most of it, a
+point that is new takes it all.  So points visited long ago keep their relation to the present ones.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from dataclasses import dataclass
+
+NOISE = 0.1**2
+"""Variance of one measurement.  A quieter machine is learned no better than this, which is enough."""
+WANDER = 0.03**2
+"""Variance the machine's speed gains per step: it wanders by 15 % within some 25 steps."""
+AGEING = 1e-6
+"""Variance a point gains per step: 3 % in a thousand steps."""
+UNFITTED = 0.05**2
+"""Variance of true points about the straight line through all."""
+HICCUP = 3.0
+"""Deviations by which one measurement surprises at most."""
+YOUNG = 3
+"""Measurements until which a much quicker one replaces a point: steps are only ever too slow."""
+SHARE = 0.25
+"""Share of a step that is believed to grow with its tokens, until steps of several sizes were measured."""
+
+
+@dataclass
+class _Point:
+    tokens: float
+    level: float
+    doubt: float
+    at: int
+    seen: int = 1
+
+
+class StepTimes:
+    """T(tokens), one point per half octave, straight lines between; it never falls.  Seconds."""
+
+    def __init__(self, unknown_s: float = 1e-3) -> None:
+        """`unknown_s`: the answer before anything was measured."""
+        self._unknown_s = unknown_s
+        self._points: dict[int, _Point] = {}
+        self._speed, self._speed_doubt, self._clock = 0.0, NOISE, 0
+        self._xs, self._ys, self._slopes = [0.0], [unknown_s], [0.0]
+        self._factor, self._stale = 1.0, False
+
+    @property
+    def known(self) -> bool:
+        """Whether anything was measured."""
+        return bool(self._points)
+
+    def observe(self, tokens: float, seconds: float) -> None:
+        """One step."""
+        if tokens < 1 or seconds <= 0:
+            return
+        self._clock += 1
+        self._stale = True
+        self._speed_doubt = min(self._speed_doubt + WANDER, 1.0)
+        place, level = round(2 * math.log2(tokens)), math.log(seconds) - self._speed
+        point = self._points.get(place)
+        if point is None:
+            self._points[place] = _Point(tokens, level, NOISE + self._speed_doubt, self._clock)
+            return
+        point.doubt += AGEING * (self._clock - point.at)
+        point.at, point.seen = self._clock, point.seen + 1
+        surprise, total = level - point.level, self._speed_doubt + point.doubt + NOISE
+        most = HICCUP * math.sqrt(total)
+        if surprise < -most and point.seen <= YOUNG:
+            point.level = level
+            return
+        surprise = max(-most, min(most, surprise))
+        gain, speed_gain = point.doubt / total, self._speed_doubt / total
+        point.tokens += gain * (tokens - point.tokens)
+        point.level += gain * surprise
+        point.doubt *= 1 - gain
+        self._speed += speed_gain * surprise
+        self._speed_doubt *= 1 - speed_gain
+
+    def at(self, tokens: float) -> float:
+        """The prediction."""
+        if self._stale:
+            self._draw()
+        i = bisect_right(self._xs, tokens) - 1
+        return self._factor * (self._ys[i] + self._slopes[i] * (tokens - self._xs[i]))
+
+    def _draw(self) -> None:
+        """The corners of the curve: the points, those in doubt drawn to a straight line through all, then levelled."""
+        self._stale, self._factor = False, math.exp(self._speed)
+        points = sorted(self._points.values(), key=lambda point: point.tokens)
+        xs, ys = [point.tokens for point in points], [math.exp(point.level) for point in points]
+        doubts = [point.doubt + AGEING * (self._clock - point.at) for point in points]
+        start, slope = _line(xs, ys, doubts)
+        for i, doubt in enumerate(doubts):
+            ys[i] += doubt / (doubt + UNFITTED) * (start + slope * xs[i] - ys[i])
+        ys = _rising(ys, [1 / (y * y * doubt) for y, doubt in zip(ys, doubts, strict=True)])
+        # Outside the points the line's slope holds, but more tokens take more in proportion at most.
+        first, last = min(slope, ys[0] / xs[0]), min(slope, ys[-1] / xs[-1])
+        self._xs, self._ys = [0.0, *xs], [ys[0] - first * xs[0], *ys]
+        inner = [(ys[i + 1] - ys[i]) / (xs[i + 1] - xs[i]) for i in range(len(xs) - 1)]
+        self._slopes = [first, *inner, last]
+
+
+class DraftTimes:
+    """From asking for drafts to having them: passes of the drafter, one over what is new and one per token, and the way."""
+
+    def __init__(self, passes: StepTimes | None = None) -> None:
+        """`passes`: those of other drafts, where they are the same and only the way differs."""
+        self.passes = passes or StepTimes()
+        self._way_s: float | None = None
+
+    def observe(self, rows: int, k: int, computed_s: float, waited_s: float) -> None:
+        """Drafts of at most `k` tokens for `rows` requests: the drafter computed so long, the answer took so long."""
+        way_s = max(waited_s - computed_s, 0.0)
+        self._way_s = way_s if self._way_s is None else self._way_s + 0.1 * (min(way_s, 3 * self._way_s + 1e-3) - self._way_s)
+        self.passes.observe(rows, computed_s / (k + 1))
+
+    def at(self, rows: float, k: float) -> float:
+        """The prediction; 0 for no rows."""
+        return (self._way_s or 0.0) + (k + 1) * self.passes.at(rows) if rows > 0 else 0.0
+
+
+def _line(xs: list[float], ys: list[float], doubts: list[float]) -> tuple[float, float]:
+    """Start and slope of the straight line through the points, by relative distance; neither is negative.
+
+    Few or near points say little of the slope: it is drawn to that of a step of which `SHARE` grows with its tokens.
+    """
+    weights = [1 / (y * y * (doubt + UNFITTED)) for y, doubt in zip(ys, doubts, strict=True)]
+    total = sum(weights)
+    x = sum(w * x for w, x in zip(weights, xs, strict=True)) / total
+    y = sum(w * y for w, y in zip(weights, ys, strict=True)) / total
+    usual = SHARE * y / x
+    spread = sum(w * (at - x) ** 2 for w, at in zip(weights, xs, strict=True))
+    together = sum(w * (at - x) * (there - y) for w, at, there in zip(weights, xs, ys, strict=True))
+    slope = (together + 1 / usual) / (spread + 1 / (usual * usual))
+    slope = max(0.0, min(slope, y / x))
+    return y - slope * x, slope
+
+
+def _rising(ys: list[float], weights: list[float]) -> list[float]:
+    """The nearest values that never fall (pool adjacent violators)."""
+    pools: list[tuple[float, float, int]] = []
+    for y, weight in zip(ys, weights, strict=True):
+        count = 1
+        while pools and pools[-1][0] > y:
+            before, other, more = pools.pop()
+            y, weight, count = (weight * y + other * before) / (weight + other), weight + other, count + more
+        pools.append((y, weight, count))
+    return [y for y, _, count in pools for _ in range(count)]

@@ -1,0 +1,133 @@
+"""A speculator driven step by step: texts known beforehand, a drafter of given skill, made-up times.  Tests only."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+from backend.protocol import Block, Draft, NextItem, Outcome
+from backend.speculation.speculator import Attached, Speculator
+
+VOCAB, K, OUTCOMES = 50, 4, 4
+STEP_S, TOKEN_S, LONGEST_WAIT_S = 5e-3, 2e-5, 0.1
+
+
+def speculator(mode: str = "auto", lookups: bool = False) -> Speculator:
+    """With one drafter, `d0`."""
+    made = Speculator(mode, K, OUTCOMES, lookups, VOCAB, LONGEST_WAIT_S)
+    made.set_drafters(["d0"])
+    return made
+
+
+@dataclass
+class Drafter:
+    """Each of its tokens is right with this chance, independently; so is each outcome it enumerates."""
+
+    right: float
+    draft_s: float = 1e-3
+    silent: bool = False
+
+
+@dataclass
+class Turn:
+    """One step and what led to it."""
+
+    attached: Attached
+    asks: list[NextItem]
+    """After the step."""
+    waited_s: float
+    accepted: int
+
+
+@dataclass
+class Driven:
+    """One verifier with `requests` requests that never end."""
+
+    speculator: Speculator
+    drafter: Drafter
+    requests: int = 4
+    period: int = 0
+    """Tokens after which texts repeat themselves; 0: random ones."""
+    now: float = 100.0
+    dice: random.Random = field(default_factory=lambda: random.Random(1))
+
+    def __post_init__(self) -> None:
+        self.truth = {f"r{i}": self._text() for i in range(self.requests)}
+        self.texts = {name: truth[:20] for name, truth in self.truth.items()}
+        self.arriving: list[tuple[float, list[NextItem]]] = []
+        for name, text in self.texts.items():
+            self.speculator.ended(name, text, len(text) - 1, True)
+        self._deliver(self.speculator.ask(self.now))
+
+    def _text(self) -> list[int]:
+        dice, length = self.dice, 40_000
+        if not self.period:
+            return [dice.randrange(VOCAB) for _ in range(length)]
+        once = [dice.randrange(VOCAB) for _ in range(self.period)]
+        return (once * (length // self.period + 1))[:length]
+
+    def run(self, steps: int) -> list[Turn]:
+        """So many steps."""
+        return [self.step() for _ in range(steps)]
+
+    def step(self) -> Turn:
+        """Waits as told, verifies, asks, learns."""
+        began = self.now
+        self._receive()
+        while (until := self.speculator.hold(list(self.texts), 0, self.now)) is not None and until > self.now:
+            self.now = min([until, *(at for at, _ in self.arriving if at > self.now)])
+            self._receive()
+        waited_s = self.now - began
+        attached = self.speculator.attach(list(self.texts), 0, self.now)
+        drafted = sum(len(tokens) for tokens in attached.tokens.values())
+        step_s = STEP_S + TOKEN_S * (len(self.texts) + drafted)
+        self.now += step_s
+        self.speculator.step_times.observe(len(self.texts) + drafted, step_s)
+        accepted = 0
+        for name, text in self.texts.items():
+            length, draft = len(text), attached.tokens.get(name, [])
+            true = self.truth[name][length : length + len(draft) + 1]
+            kept = next((i for i, token in enumerate(draft) if token != true[i]), len(draft))
+            accepted += kept
+            text += true[: kept + 1]
+            self.speculator.ended(name, text, length, True)
+        self._receive()
+        asks = self.speculator.ask(self.now)
+        self._deliver(asks)
+        self.speculator.learn(waited_s)
+        return Turn(attached, asks.get("d0", []), waited_s, accepted)
+
+    def _deliver(self, asks: dict[str, list[NextItem]]) -> None:
+        if not self.drafter.silent and asks.get("d0"):
+            self.arriving.append((self.now + self.drafter.draft_s, asks["d0"]))
+
+    def _receive(self) -> None:
+        came = [each for each in self.arriving if each[0] <= self.now]
+        self.arriving = [each for each in self.arriving if each[0] > self.now]
+        for _, items in came:
+            fresh = [item for item in items if not item.verifying]
+            waits = [self._draft(item) for item in fresh]
+            if fresh and (longest := max((waited for waited in waits if waited is not None), default=0.0)):
+                self.speculator.timed(len(fresh), K, self.drafter.draft_s, 0.0, longest, self.now)
+            self.speculator.take_blocks("d0", [self._block(item) for item in items if item.outcomes], self.drafter.draft_s)
+
+    def _draft(self, item: NextItem) -> float | None:
+        tokens, signs = self._tokens(item.request_id, item.base_len, item.k)
+        draft = Draft(item.request_id, item.base_len, tokens, signs)
+        return self.speculator.arrived("d0", draft, self.drafter.draft_s, self.now)[1]
+
+    def _tokens(self, name: str, at: int, k: int) -> tuple[list[int], list[float]]:
+        """A draft for the text at length `at`."""
+        dice, true = self.dice, self.truth[name][at : at + k]
+        tokens = [token if dice.random() < self.drafter.right else (token + 1) % VOCAB for token in true]
+        return tokens, [0.0] * (2 * k)
+
+    def _block(self, item: NextItem) -> Block:
+        """With the outcome that will be, if the dice say so."""
+        name, n, verifying = item.request_id, item.base_len, item.verifying
+        true = self.truth[name][n : n + len(verifying) + 1]
+        kept = next((i for i, token in enumerate(verifying) if token != true[i]), len(verifying))
+        outcomes = [Outcome(0, (true[0] + 2) % VOCAB, [1] * item.k, [0.0] * (2 * item.k))]
+        if self.dice.random() < self.drafter.right:
+            outcomes.append(Outcome(kept, true[kept], *self._tokens(name, n + kept + 1, item.k)))
+        return Block(name, n, verifying, outcomes)

@@ -1,0 +1,208 @@
+"""A verifier that decides by `backend.speculation`, on a machine whose true times and acceptance are known.
+
+Decisions see noise, drift and hiccups.  What is counted are the true mean times, so that runs compare.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+
+from backend.chances import chances
+from backend.speculation.budget import OWED, Fairness, spend, survivals
+from backend.speculation.calibration import Calibration
+from backend.speculation.guesses import Guesses
+from backend.speculation.step_times import DraftTimes, StepTimes
+from backend.speculation.waiting import Ask, Asking, Foresight, Load, Outlook, Pending, Times, waiting_pays
+
+K = 6
+TRUE_SIGNS = (0.2, 0.8)
+CHOOSE_EVERY = 16
+
+
+@dataclass(frozen=True)
+class Draft:
+    """The text is nothing but zeros."""
+
+    signs: list[float]
+    tokens: list[int]
+    true: list[float]
+    """Survivals."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Times in ms: a step takes `step`, `token` per token and `dense` per token beyond `knee`."""
+
+    step: float = 6.0
+    token: float = 0.02
+    dense: float = 0.0
+    knee: int = 0
+    way: float = 0.5
+    pass_: float = 0.3
+    row: float = 0.01
+    """Per pass and request."""
+    offsets: tuple[float, ...] = (0.8,)
+    """Log-odds of a token that leads by nothing, by request."""
+    hits: float = 0.8
+    enumeration: float = 1.0
+    """What drafts asked for after a miss wait for."""
+    found: float = 0.0
+    """Share of verifications that a look-up finds a draft for."""
+    found_accept: float = 0.95
+    noise: float = 0.1
+    hiccups: float = 0.01
+    drift: float = 0.15
+    drift_steps: float = 16.0
+
+    def step_ms(self, tokens: float) -> float:
+        return self.step + self.token * tokens + self.dense * max(tokens - self.knee, 0)
+
+    def draft_ms(self, rows: float, k: float) -> float:
+        return self.way + (k + 1) * (self.pass_ + self.row * rows) if rows else 0.0
+
+    def draft(self, request: int, dice: random.Random) -> Draft:
+        """A new one of `K` tokens."""
+        a, b, offset = *TRUE_SIGNS, self.offsets[request % len(self.offsets)]
+        signs = [s for _ in range(K) for s in (dice.gauss(-0.5, 0.5), dice.expovariate(0.7) - 0.5)]
+        true = chances([a, b, offset], signs)
+        return Draft(signs, [int(dice.random() > c) for c in true], survivals(true))
+
+    def look_up(self, dice: random.Random) -> Draft:
+        """What a request's own text gives, if anything."""
+        k = K if dice.random() < self.found else 0
+        return Draft(
+            [0.0] * 2 * k, [int(dice.random() > self.found_accept) for _ in range(k)], survivals([self.found_accept] * k)
+        )
+
+    def gain(self, k: int, requests: int) -> float:
+        """Accepted tokens per draft of `k`, the mean over the requests."""
+        dice, seen, classes = random.Random(7), 500, min(requests, len(self.offsets))
+        return sum(sum(self.draft(request, dice).true[:k]) for request in range(classes) for _ in range(seen)) / seen / classes
+
+    def best(self, requests: int) -> tuple[float, str]:
+        """The best fixed way: plain, look-ups alone, drafts of any fixed length, asked for before or after."""
+        n, h = requests, self.hits
+        ways = {"plain": n / self.step_ms(n)}
+        any_missing = 1 - h**n
+        missing = n * (1 - h) / any_missing if any_missing else 0
+        for k in range(1, K + 1):
+            found = sum(self.found_accept**j for j in range(1, k + 1)) * self.found
+            ways[f"lookup {k}"] = n * (1 + found) / self.step_ms(n * (1 + self.found * k))
+            gain, full = self.gain(k, n), self.step_ms(n * (1 + k))
+            ways[f"draft {k}"] = n * (1 + gain) / (full + self.draft_ms(n, k))
+            ways[f"ahead {k}, going"] = n * (1 + h * gain) / self.step_ms(n * (1 + h * k))
+            waits = any_missing * (self.draft_ms(missing, k) + self.enumeration)
+            ways[f"ahead {k}, waiting"] = n * (1 + gain) / (full + waits)
+        way = max(ways, key=lambda name: ways[name])
+        return ways[way], way
+
+
+class Verifier:
+    """What the scheduler does, without vLLM."""
+
+    def __init__(self, machine: Machine, seed: int, *, due: float = 0.0) -> None:
+        self.machine, self.dice = machine, random.Random(seed)
+        self.remote, self.own = Calibration(K), Calibration(K)
+        self.times, self.draft_times, self.miss_times = StepTimes(), DraftTimes(), DraftTimes()
+        prior = survivals(chances(self.remote.weights, [0.0] * 2 * K))
+        self.drafted, self.alone = Outlook(K, prior), Outlook(K)
+        self.asking, self.hits, self.guesses = Asking(), Foresight(1), Guesses()
+        self.fairness = Fairness(due) if due else None
+        self.emitted: dict[int, int] = {}
+        self.spent_ms: list[float] = []
+        self.asks: list[tuple[Ask, int]] = []
+        self.clock, self.load, self.wandered = 0, 0, 0.0
+        self.threshold = 0.0
+
+    def run(self, requests: int, steps: int) -> float:
+        """Tokens per ms."""
+        tokens = spent_ms = 0.0
+        for _ in range(steps):
+            emitted, ms = self._step(requests)
+            tokens, spent_ms = tokens + emitted, spent_ms + ms
+            self.spent_ms.append(ms)
+        return tokens / spent_ms
+
+    def _slow(self) -> float:
+        machine, dice = self.machine, self.dice
+        self.wandered += -self.wandered / machine.drift_steps
+        self.wandered += dice.gauss(0.0, machine.drift * math.sqrt(2 / machine.drift_steps))
+        hiccup = 3.0 if dice.random() < machine.hiccups else 1.0
+        return max(dice.gauss(1.0, machine.noise), 0.5) * hiccup * math.exp(self.wandered)
+
+    def _step(self, n: int) -> tuple[float, float]:
+        """One step; tokens expected by the truth, and its ms."""
+        machine, dice, asking = self.machine, self.dice, self.asking
+        choice, probes = asking.choice, asking.stepped()
+        self.clock += 1
+        self.asks.append((choice.ask, choice.k))
+        slow = self._slow()
+        drafts, lookups = [machine.draft(i, dice) for i in range(n)], [machine.look_up(dice) for _ in range(n)]
+        rows = [survivals(self.remote.chances(str(i), draft.signs)) for i, draft in enumerate(drafts)]
+        own_rows = [survivals(self.own.chances(str(i), draft.signs)) for i, draft in enumerate(lookups)]
+        come = [dice.random() < machine.hits for _ in range(n)]
+        if probes or choice.ask == Ask.AHEAD:
+            for hit in come:
+                self.hits.observe(0 if hit else None, 1)
+        come = [hit and choice.ask == Ask.AHEAD for hit in come]
+        cut = [[s for s in row[: choice.k] if s >= self.threshold] for row in rows]
+        owed = self.fairness.owed(map(str, range(n))) if self.fairness else None
+
+        def offer() -> tuple[list[list[float]], list[bool]]:
+            uses = [come[i] and sum(cut[i]) >= sum(own_rows[i]) for i in range(n)]
+            return [cut[i] if uses[i] else own_rows[i] for i in range(n)], uses
+
+        offered, uses = offer()
+        spent, waited = spend(offered, self.times.at, n, owed), 0.0
+        out = [i for i in range(n) if not come[i]]
+        if choice.ask != Ask.PLAIN and out:
+            times = self.draft_times if choice.ask == Ask.DRAFT else self.miss_times
+            draft_s = times.at(len(out), choice.k)
+            behind = [self.drafted.gain(str(i)) for i in range(n) if owed is not None and owed[i] < OWED]
+            pending = Pending(out, choice.k, draft_s, 0.0)
+            pays = waiting_pays(spent, offered, pending, self.prospect, self.times.at, n, behind)
+            drafted = max(len(cut[i]) for i in out)
+            ms = machine.draft_ms(len(out), drafted) + machine.enumeration * (choice.ask == Ask.AHEAD)
+            times.observe(len(out), drafted, (ms - machine.way) * slow / 1e3, ms * slow / 1e3)
+            if pays:
+                waited, come = ms, [True] * n
+                offered, uses = offer()
+                spent = spend(offered, self.times.at, n, owed)
+        elif probes:
+            ms = machine.draft_ms(n, K)
+            self.draft_times.observe(n, K, (ms - machine.way) * slow / 1e3, ms * slow / 1e3)
+        self.threshold = 0.0 if probes or choice.ask == Ask.PLAIN else spent.threshold
+        step_ms, expected = machine.step_ms(n + spent.tokens), float(n)
+        self.times.observe(n + spent.tokens, step_ms * slow / 1e3)
+        for i, length in enumerate(spent.lengths):
+            used = drafts[i] if uses[i] else lookups[i]
+            emitted = 1 + [*used.tokens[:length], 1].index(1)
+            expected += sum(used.true[:length])
+            self.emitted[i] = self.emitted.get(i, 0) + emitted
+            if self.fairness:
+                self.fairness.stepped(str(i), emitted, (step_ms + waited) / 1e3, machine.step_ms(n) / 1e3)
+        asked = probes or choice.ask != Ask.PLAIN
+        for i in range(n):
+            self._learn(str(i), drafts[i] if asked else None, lookups[i])
+            self.alone.note(str(i), own_rows[i], self.clock)
+            if asked:
+                self.drafted.note(str(i), max(rows[i], own_rows[i], key=sum), self.clock)
+        if n != self.load or self.clock % CHOOSE_EVERY == 0:
+            self._choose(n)
+        return expected, step_ms + waited
+
+    def _learn(self, request_id: str, draft: Draft | None, lookup: Draft) -> None:
+        if draft is not None:
+            self.guesses.note(request_id, "remote", 1, draft.tokens, draft.signs, [0])
+        self.guesses.note(request_id, "own", 1, lookup.tokens, lookup.signs, [0])
+        for known in self.guesses.advance(request_id, [0] * (1 + K)):
+            calibration = self.remote if known.source == "remote" else self.own
+            calibration.observe(request_id, known.signs, known.matched, known.seen)
+
+    def _choose(self, n: int) -> None:
+        self.load, at = n, self.times.at
+        self.prospect = self.drafted.prospect(n, n, at)
+        load = Load(n, n, self.alone.prospect(n, n, at), self.prospect, self.hits)
+        self.asking.choose(load, Times(at, self.draft_times.at, self.miss_times.at, lambda rows, k: 0.0))

@@ -1,0 +1,169 @@
+"""What `--pace` can be told, and the time that passes."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import tempfile
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from backend.bench import options as options_module
+from backend.bench.children import ENVIRONMENT
+from backend.bench.fleet import Bench, TargetFleet, verifier_settings
+from backend.bench.measure import Snapshot, drafting_between, sample
+from backend.bench.options import PROBABILISTIC
+from backend.bench.pace import PROFILES, Cost, Pace, Paced, parse_pace
+from backend.bench.pacing import Pacer, pace_drafter
+from backend.bench.plan import Configuration, CoreSplit
+from backend.config import environment
+from tests.support.processes import demo_models
+
+
+class Machine:
+    """A clock that sleeping moves, a little further than asked."""
+
+    def __init__(self, late_s: float = 0.0) -> None:
+        self.now, self.slept, self._late_s = 100.0, 0.0, late_s
+
+    def clock(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.slept += seconds
+        self.now += seconds + self._late_s
+
+
+def test_profiles_are_what_the_data_sheet_says() -> None:
+    small, large = PROFILES["8b"], PROFILES["70b"]
+    assert small.target.fixed_ms == pytest.approx(6.0, abs=0.1)
+    assert small.target.token_us == pytest.approx(32.5, abs=0.1)
+    assert large.target.fixed_ms == pytest.approx(14.0, abs=0.1)
+    assert large.target.token_us == pytest.approx(71.4, abs=0.1)
+    assert small.drafter.fixed_ms == pytest.approx(0.38, abs=0.01)
+    assert large.drafter.fixed_ms == pytest.approx(1.0, abs=0.01)
+    assert large.native.fixed_ms < large.drafter.fixed_ms, "four devices read a head faster than one"
+    assert small.target.seconds(100) == pytest.approx(6.0e-3 + 3.25e-3, abs=1e-4)
+
+
+def test_a_pace_is_a_profile_or_numbers_and_both_may_be_slower() -> None:
+    assert parse_pace("8b") == PROFILES["8b"]
+    assert parse_pace("8b@4").target.fixed_ms == pytest.approx(4 * PROFILES["8b"].target.fixed_ms)
+    assert parse_pace("6,32") == Pace("6,32", Cost(6, 32))
+    assert parse_pace("6,32,0.4,1.5").native == Cost(0.4, 1.5), "the same head, unless said otherwise"
+    assert parse_pace("6,32,1,5,0.3,1@2") == Pace("6,32,1,5,0.3,1@2", Cost(12, 64), Cost(2, 10), Cost(0.6, 2))
+    assert "6 ms + 32 us per token" in str(parse_pace("6,32"))
+
+
+@pytest.mark.parametrize("text", ["", "9b", "6", "6,32,1", "6,-1", "6,x", "8b@0", "8b@x", "8b@inf", "nan,1", "1,2,3,4,5,6,7,8"])
+def test_any_other_pace_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        options_module.parse(["--pace", text])
+    assert "there are 8b, 70b, and two, four or six numbers" in capsys.readouterr().err
+
+
+def test_it_goes_with_measuring_modes_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert options_module.parse(["--pace", "70b"]).pace == PROFILES["70b"]
+    for other in ("--micro", "--profile"):
+        with pytest.raises(SystemExit):
+            options_module.parse(["--pace", "8b", other])
+        assert "--pace goes neither with" in capsys.readouterr().err
+
+
+def test_a_pass_takes_as_long_as_stated_and_late_sleep_is_made_up_for() -> None:
+    machine = Machine(late_s=0.001)
+    pacer = Pacer(machine.clock, machine.sleep)
+    for _ in range(100):
+        pacer.launch(0.010)
+        machine.now += 0.004
+        pacer.finish()
+    assert machine.now - 100.0 == pytest.approx(1.001)
+    assert pacer.counts == Paced(100, pytest.approx(1.0), 0, 0.0)
+
+
+def test_a_machine_that_takes_longer_is_told_of() -> None:
+    machine = Machine()
+    pacer = Pacer(machine.clock, machine.sleep)
+    pacer.launch(0.010)
+    pacer.extend(0.005)
+    machine.now += 0.020
+    pacer.finish()
+    assert machine.slept == 0
+    assert pacer.counts == Paced(1, pytest.approx(0.015), 1, pytest.approx(0.005))
+    assert pacer.counts.since(Paced(1, 0.015)) == Paced(0, pytest.approx(0), 1, pytest.approx(0.005))
+
+
+def test_every_pass_of_a_head_is_paced_by_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    from backend.drafter.head import Head
+
+    seen: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(Head, "forward", lambda *given: seen.append(given))
+    pacer = pace_drafter(parse_pace("1,1,2,1000"))
+    began = time.monotonic()
+    for rows in (1, 3):
+        Head.forward("head", SimpleNamespace(ids=[0] * rows), "features", None)  # type: ignore[arg-type]
+    assert time.monotonic() - began >= 0.008
+    assert [(head, len(rows.ids), *others) for head, rows, *others in seen] == [
+        ("head", 1, "features", None),
+        ("head", 3, "features", None),
+    ]
+    assert (pacer.counts.passes, pacer.counts.overruns) == (2, 0)
+    assert pacer.counts.paced_s == pytest.approx(0.008)
+
+
+def test_a_paced_verifier_and_the_rivals_variant_are_ordinary_settings(tmp_path: Path) -> None:
+    bench = Bench(demo_models(), CoreSplit((0,), (1,)), tmp_path, 0, 256, 64, pace=parse_pace("8b"))
+    settings = verifier_settings(bench, Configuration("equal_verifier", PROBABILISTIC, 4, (0,)), 1)
+    assert settings["mode"] == "native"
+    assert settings["verifier"]["engine_args"] == {
+        "worker_cls": "backend.bench.paced_worker.PacedCpuWorker",
+        "speculative_config": {"draft_sample_method": "probabilistic"},
+    }
+    plain = verifier_settings(dataclasses.replace(bench, pace=None), Configuration("equal_verifier", "off", 0, (0,)), 1)
+    assert plain["verifier"]["engine_args"] == {}
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(300)
+def test_steps_and_drafts_of_real_engines_take_at_least_the_stated_time(tmp_path: Path) -> None:
+    """Sums are compared: a step whose forerunner slept too long is shorter."""
+    environment.export(ENVIRONMENT, override=False)
+    tokens, pace, cores = 12, parse_pace("40,1000,6,0,4,0"), sorted(os.sched_getaffinity(0))
+    split = CoreSplit((cores[0],), (cores[-1],))
+    directory = tempfile.TemporaryDirectory(prefix="orpc")
+    found: dict[str, tuple[float, Snapshot, Snapshot]] = {}
+    with directory as name:
+        bench = Bench(demo_models(), split, Path(name), 0, 256, 1, pace=pace)
+        asked = [Configuration("equal_verifier", mode, 2, split.verifier) for mode in ("off", PROBABILISTIC, "sync")]
+        with TargetFleet(bench, asked, lambda _: None) as fleet:
+            for each in asked:
+                fleet.warm_up(each, [[9] * 8], 8, (1,), 1)
+                load, before, after = fleet.measure(each, [[[7] * 20]], tokens, 0.0, (1,))
+                found[each.mode] = load.wall_s, before, after
+                counted = sample(0, each, load, before, after, 1)
+                assert counted.paced["cycle_ms"] >= 40
+                assert counted.t_verify_ms >= 40
+                # Features leave when the step is over: drafts in turn are waited for.
+                assert counted.paced["awaiting_ms"] >= 1 or each.mode != "sync"
+    for mode, (wall_s, before, after) in found.items():
+        assert before.steps is not None
+        assert after.steps is not None
+        steps = after.steps.since(before.steps)
+        verified = after.verifier.verifications - before.verifier.verifications
+        drafts = drafting_between(before.verifier, after.verifier)
+        assert steps.passes == after.verifier.steps - before.verifier.steps > 0, mode
+        native_s = steps.passes * 2 * 0.004 if mode == PROBABILISTIC else 0.0
+        # Twenty tokens of the prompt, then one per verification and those drafted.
+        scheduled = 20 + verified - 1 + drafts.draft_tokens
+        assert steps.paced_s == pytest.approx(steps.passes * 0.040 + scheduled * 0.001 + native_s), mode
+        assert wall_s >= steps.paced_s + steps.overrun_s - 0.005, mode
+        if mode == "sync":
+            assert drafts.rounds > 0
+            assert drafts.draft_s / drafts.rounds >= 0.006
+            assert before.passes is not None
+            assert after.passes is not None
+            assert after.passes.since(before.passes).paced_s >= drafts.rounds * 0.006

@@ -1,0 +1,135 @@
+"""Weights are learned from whatever drafts are compared with the text, from a prior that is only plausible."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from backend.chances import chance, chances
+from backend.speculation.calibration import Calibration
+
+SIGNS = st.lists(st.floats(-1e6, 1e6), min_size=2, max_size=16).map(lambda signs: signs[: len(signs) // 2 * 2])
+
+
+def drafts(true: list[float], count: int, seed: int, k: int = 4) -> list[tuple[list[float], int, int]]:
+    """Signs, matched and seen of drafts whose tokens are right with the chances of `true` weights."""
+    dice, made = random.Random(seed), []
+    for _ in range(count):
+        signs = [s for _ in range(k) for s in (dice.gauss(-0.7, 0.7), dice.expovariate(0.6))]
+        matched = 0
+        for right in chances(true, signs):
+            if dice.random() > right:
+                break
+            matched += 1
+        made.append((signs, matched, min(matched + 1, k)))
+    return made
+
+
+def excess(calibration: Calibration, true: list[float], request_id: str = "r", seed: int = 99) -> float:
+    """Root mean square distance of a request's chances from the true ones."""
+    pairs = [
+        (c, t)
+        for signs, _, _ in drafts(true, 300, seed)
+        for c, t in zip(calibration.chances(request_id, signs), chances(true, signs), strict=True)
+    ]
+    return math.sqrt(sum((c - t) ** 2 for c, t in pairs) / len(pairs))
+
+
+@pytest.mark.parametrize(
+    ("name", "true"),
+    [
+        ("a good head", [0.3, 0.6, 1.0, 0.8, 0.6, 0.5]),
+        ("argmax drafts at temperature 1, one in five accepted", [0.0, 0.0, -1.4, -1.4, -1.4, -1.4]),
+        ("a head that is always wrong", [0.0, 0.0, -4.0]),
+        ("a head that is nearly always right", [0.0, 0.2, 4.0]),
+        ("far tokens are worse", [0.2, 0.5, 1.5, 0.5, -0.5, -1.5]),
+    ],
+)
+def test_two_hundred_drafts_are_enough(name: str, true: list[float]) -> None:
+    soon, later = [], []
+    for seed in range(3):
+        calibration = Calibration(4)
+        for draft in drafts(true, 200, seed):
+            calibration.observe("r", *draft)
+        soon.append(excess(calibration, true))
+        for draft in drafts(true, 2000, seed + 50):
+            calibration.observe("r", *draft)
+        later.append(excess(calibration, true))
+    assert statistics.mean(soon) < 0.1
+    assert statistics.mean(later) < 0.06
+
+
+def test_new_requests_profit_from_those_before() -> None:
+    calibration, true = Calibration(4), [0.0, 0.0, -1.4]
+    for number, draft in enumerate(drafts(true, 400, 3)):
+        calibration.observe(str(number // 20), *draft)
+    assert excess(calibration, true, "new") < 0.08
+
+
+def test_requests_that_differ_are_told_apart_and_forgotten() -> None:
+    calibration, easy, hard = Calibration(4), [0.3, 0.6, 2.0], [0.3, 0.6, -1.5]
+    for one, other in zip(drafts(easy, 100, 3), drafts(hard, 100, 4), strict=True):
+        calibration.observe("easy", *one)
+        calibration.observe("hard", *other)
+    assert excess(calibration, easy, "easy") < 0.12
+    assert excess(calibration, hard, "hard") < 0.12
+    calibration.forget("hard")
+    assert calibration.chances("hard", [0.0, 0.0]) == chances(calibration.weights, [0.0, 0.0])
+
+
+def test_it_follows_a_drafter_that_changes() -> None:
+    calibration, before, after = Calibration(4), [0.3, 0.6, 1.5], [0.0, 0.1, -1.0]
+    for draft in drafts(before, 5000, 3):
+        calibration.observe("r", *draft)
+    for draft in drafts(after, 500, 4):
+        calibration.observe("r", *draft)
+    assert excess(calibration, after) < 0.12
+
+
+def test_a_token_that_was_not_reached_teaches_nothing_of_its_own_place() -> None:
+    calibration = Calibration(4)
+    for _ in range(50):
+        calibration.observe("r", [0.0] * 8, 0, 1)
+    assert calibration.seen == 50
+    first, last = calibration.weights[2], calibration.weights[-1]
+    assert first < last < 0.5
+
+
+def test_reliability_compares_what_was_predicted_with_what_came() -> None:
+    calibration = Calibration(2)
+    true = [0.3, 0.6, 0.0]
+    for draft in drafts(true, 3000, 5, k=2):
+        calibration.observe("r", *draft)
+    report = calibration.report()
+    assert sum(report.counts) == calibration.seen
+    assert report.error < 0.04
+    assert 0.1 < report.brier < 0.25
+    assert Calibration(2).report().brier == 0.0
+
+
+@given(st.lists(st.floats(-50, 50), min_size=3, max_size=8), SIGNS)
+def test_chances_are_chances_whatever_comes_in(weights: list[float], signs: list[float]) -> None:
+    found = chances(weights, signs)
+    assert len(found) == len(signs) // 2
+    assert all(0 < one <= 1 for one in found)
+    assert found == [chance(weights, j, signs[2 * j], signs[2 * j + 1]) for j in range(len(found))]
+
+
+@given(st.lists(SIGNS, max_size=30), st.data())
+def test_weights_stay_finite(all_signs: list[list[float]], data: st.DataObject) -> None:
+    calibration = Calibration(3)
+    for signs in all_signs:
+        seen = data.draw(st.integers(0, len(signs) // 2))
+        calibration.observe("r", signs, data.draw(st.integers(max(seen - 1, 0), seen)), seen)
+    assert all(math.isfinite(weight) and abs(weight) < 100 for weight in calibration.weights)
+
+
+def test_the_last_offset_repeats_and_signs_are_clipped() -> None:
+    assert chances([1.0, 0.0, 0.0, 1.0], [0.0] * 6) == pytest.approx([0.5, 0.7310586, 0.7310586])
+    assert chances([1.0, 1.0, 0.0], [100.0, -100.0]) == [0.5]
+    assert chances([1.0, 1.0, 0.0], [8.0, 0.0]) == chances([1.0, 1.0, 0.0], [1e9, 0.0])

@@ -1,0 +1,288 @@
+"""Waiting for drafters under late, duplicate, reordered, stale and lost answers; which drafter serves whom."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from backend.speculation.deadlines import BREAKER_MISSES, FLOOR_S, REMEMBERED, Questions, RoundTrip
+from backend.speculation.pairing import drafter_for
+
+LONGEST_S = 0.25
+DRAFTERS = ["d0", "d1"]
+
+
+class QuestionsMachine(RuleBasedStateMachine):
+    """A verifier that steps while an unreliable link delays, duplicates, reorders and loses what drafters answer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.questions = Questions(LONGEST_S)
+        self.questions.set_drafters(DRAFTERS)
+        self.now = 100.0
+        self.lengths: dict[str, int] = {}
+        self.asked: dict[tuple[str, str, int], float] = {}
+        """When each question was asked that may be answered yet: drafter, request, length."""
+        self.ever: dict[str, list[int]] = {}
+        """All lengths asked for."""
+        self.misses = dict.fromkeys(DRAFTERS, 0)
+        self.silent_since: dict[str, float | None] = dict.fromkeys(DRAFTERS)
+        self.link: list[tuple[str, str, int]] = []
+        self.next_id = 0
+        self.dice = random.Random(3)
+        for _ in range(3):
+            self.new_request()
+
+    @rule()
+    def new_request(self) -> None:
+        self.next_id += 1
+        self.lengths[f"r{self.next_id}"] = 5
+        self._ask(f"r{self.next_id}")
+
+    def _ask(self, request_id: str) -> None:
+        """A verification ended: the request grew, and its next draft is asked for."""
+        self.lengths[request_id] += self.dice.randrange(1, 5)
+        drafter_id = drafter_for(request_id, DRAFTERS)
+        assert drafter_id is not None
+        length = self.lengths[request_id]
+        self.questions.asked(request_id, length, drafter_id, self.now)
+        assert (request_id in self.questions.pending) == (self.misses[drafter_id] < BREAKER_MISSES)
+        self.asked[drafter_id, request_id, length] = self.now
+        self.ever.setdefault(request_id, []).append(length)
+        if self.silent_since[drafter_id] is None:
+            self.silent_since[drafter_id] = self.now
+        self.link.append((drafter_id, request_id, length))
+
+    @precondition(lambda self: self.link)
+    @rule(
+        data=st.data(),
+        twice=st.booleans(),
+        shift=st.sampled_from([0, 0, 0, -1, 1]),
+        other=st.sampled_from([False, False, False, True]),
+    )
+    def deliver(self, data: st.DataObject, twice: bool, shift: int, other: bool) -> None:
+        """An answer, perhaps repeated, perhaps for another length, perhaps from whom nobody asked."""
+        drafter_id, request_id, base_len = self.link.pop(data.draw(st.integers(0, len(self.link) - 1)))
+        sender = DRAFTERS[DRAFTERS.index(drafter_id) - 1] if other else drafter_id
+        for _ in range(2 if twice else 1):
+            was_waited_for = request_id in self.questions.pending
+            waited_s = self.questions.answered(sender, request_id, base_len + shift, self.now)
+            asked_at = self.asked.get((sender, request_id, base_len + shift))
+            if waited_s is None:
+                assert (request_id in self.questions.pending) == was_waited_for
+                later = [asked for asked in self.ever.get(request_id, []) if asked > base_len + shift]
+                assert asked_at is None or len(later) >= REMEMBERED, "forgotten too soon"
+                continue
+            assert asked_at is not None, "nobody asked"
+            del self.asked[sender, request_id, base_len + shift]
+            assert waited_s == self.now - asked_at
+            self.silent_since[sender] = None
+            if waited_s <= LONGEST_S:
+                self.misses[sender] = 0
+
+    @precondition(lambda self: self.link)
+    @rule(most=st.integers(1, 9))
+    def lose(self, most: int) -> None:
+        del self.link[-most:]
+
+    @rule(seconds=st.sampled_from([0.001, 0.02, LONGEST_S, 0.6]))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+
+    @rule(goes_on=st.booleans())
+    def step(self, goes_on: bool) -> None:
+        before = dict(self.questions.pending)
+        late = {question.drafter_id for question in before.values() if question.deadline <= self.now}
+        for drafter_id, since in self.silent_since.items():
+            deadline_s = self.questions._health[drafter_id].round_trip.deadline_s(LONGEST_S)
+            if drafter_id in late or (since is not None and self.now >= since + deadline_s):
+                late.add(drafter_id)
+                self.misses[drafter_id] += 1
+                self.silent_since[drafter_id] = None
+        expired = self.questions.expire(self.now)
+        lost = [
+            question
+            for question in before.values()
+            if question.deadline <= self.now
+            or (question.drafter_id in late and self.misses[question.drafter_id] >= BREAKER_MISSES)
+        ]
+        assert expired == lost
+        assert len(before) == len(expired) + len(self.questions.pending)
+        assert self.questions.expire(self.now) == []
+        if goes_on:
+            self.questions.stop_waiting()
+            assert not self.questions.pending
+        for request_id in sorted(self.lengths.keys() - self.questions.pending.keys()):
+            self._ask(request_id)
+
+    @precondition(lambda self: self.lengths)
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        request_id = data.draw(st.sampled_from(sorted(self.lengths)))
+        del self.lengths[request_id]
+        self.questions.forget(request_id)
+        self.asked = {key: at for key, at in self.asked.items() if key[1] != request_id}
+        assert request_id not in self.questions._overdue
+
+    @rule(drafter_id=st.sampled_from(DRAFTERS))
+    def drafter_restarts(self, drafter_id: str) -> None:
+        for request_id, question in self.questions.pending.items():
+            if question.drafter_id == drafter_id:
+                del self.asked[drafter_id, request_id, question.base_len]
+        self.questions.reset_drafter(drafter_id)
+        self.misses[drafter_id], self.silent_since[drafter_id] = 0, None
+        assert all(question.drafter_id != drafter_id for question in self.questions.pending.values())
+
+    @invariant()
+    def only_what_can_come_is_waited_for(self) -> None:
+        for request_id, question in self.questions.pending.items():
+            assert question.base_len == self.lengths[request_id]
+            assert self.asked[question.drafter_id, request_id, question.base_len] == question.asked_at
+            assert question.asked_at + FLOOR_S <= question.deadline <= question.asked_at + LONGEST_S
+        first = min((question.deadline for question in self.questions.pending.values()), default=None)
+        assert self.questions.deadline() == first
+
+    @invariant()
+    def breakers_open_by_misses_in_a_row(self) -> None:
+        down = [drafter_id for drafter_id, misses in self.misses.items() if misses >= BREAKER_MISSES]
+        assert self.questions.down() == sorted(down)
+        assert {drafter_id: health.misses for drafter_id, health in self.questions._health.items()} == self.misses
+        assert not {question.drafter_id for question in self.questions.pending.values()} & set(down)
+
+    @invariant()
+    def little_is_remembered(self) -> None:
+        assert self.questions._overdue.keys() <= self.lengths.keys()
+        assert all(len(asked) <= REMEMBERED for asked in self.questions._overdue.values())
+
+
+TestQuestions = QuestionsMachine.TestCase
+TestQuestions.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+
+
+def silent(questions: Questions, drafter_id: str = "d0") -> None:
+    """As many deadlines pass as open a breaker."""
+    for length in range(BREAKER_MISSES):
+        questions.asked("r", 10 + length, drafter_id, float(length))
+        assert len(questions.expire(length + LONGEST_S)) == 1
+
+
+@pytest.fixture
+def questions() -> Questions:
+    made = Questions(LONGEST_S)
+    made.set_drafters(DRAFTERS)
+    return made
+
+
+def test_a_silent_drafter_is_soon_not_waited_for_and_comes_back_with_its_first_answer(questions: Questions) -> None:
+    silent(questions)
+    assert questions.down() == ["d0"]
+    questions.asked("r", 20, "d0", 9.0)
+    assert questions.deadline() is None
+    assert questions.answered("d0", "r", 20, 9.1) == pytest.approx(0.1)
+    assert questions.down() == []
+    questions.asked("r", 21, "d0", 10.0)
+    assert questions.deadline() is not None
+
+
+def test_steps_that_go_on_at_once_find_a_silent_drafter_too(questions: Questions) -> None:
+    for length in range(BREAKER_MISSES):
+        for request in range(3):
+            assert questions.down() == []
+            now = length + request * LONGEST_S / 4
+            questions.asked(f"r{request}", 10 + length, "d0", now)
+            assert questions.expire(now) == []
+            questions.stop_waiting()
+        assert questions.expire(length + LONGEST_S) == []
+    assert questions.down() == ["d0"]
+
+
+def test_who_has_answered_all_is_not_silent(questions: Questions) -> None:
+    for length in range(10, 20):
+        questions.asked("r", length, "d0", float(length))
+        questions.stop_waiting()
+        assert questions.answered("d0", "r", length, length + 0.01) is not None
+        questions.expire(length + 0.9)
+    assert questions._health["d0"].misses == 0
+
+
+def test_one_question_is_one_miss(questions: Questions) -> None:
+    questions.asked("r", 10, "d0", 0.0)
+    questions.stop_waiting()
+    for later in range(1, 10):
+        questions.expire(float(later))
+    assert questions._health["d0"].misses == 1
+
+
+def test_an_answer_for_a_length_already_left_behind_ends_the_silence_too(questions: Questions) -> None:
+    silent(questions)
+    questions.asked("r", 20, "d0", 10.0)
+    questions.asked("r", 21, "d0", 10.005)
+    assert questions.answered("d0", "r", 20, 10.007) == pytest.approx(0.007)
+    assert questions.down() == []
+
+
+def test_answers_slower_than_the_longest_wait_keep_the_breaker_open(questions: Questions) -> None:
+    silent(questions)
+    questions.asked("r", 20, "d0", 10.0)
+    assert questions.answered("d0", "r", 20, 10.0 + 2 * LONGEST_S) is not None
+    assert questions.down() == ["d0"]
+
+
+def test_one_silent_round_of_many_requests_is_one_miss(questions: Questions) -> None:
+    for i in range(10):
+        questions.asked(f"r{i}", 5, "d0", 0.0)
+    assert len(questions.expire(LONGEST_S)) == 10
+    assert questions.down() == []
+
+
+def test_when_the_breaker_opens_nothing_of_that_drafter_is_waited_for(questions: Questions) -> None:
+    silent(questions)
+    questions.reset_drafter("d0")
+    for miss in range(BREAKER_MISSES):
+        questions.asked("late", 30 + miss, "d0", 50.0 + miss)
+        questions.asked("later", 30 + miss, "d0", 50.2 + miss)
+        questions.asked("others", 30 + miss, "d1", 50.2 + miss)
+        expired = questions.expire(50.0 + miss + LONGEST_S)
+        questions.answered("d1", "others", 30 + miss, 50.3 + miss)
+        assert len(expired) == (2 if miss == BREAKER_MISSES - 1 else 1)
+        questions.stop_waiting()
+
+
+def test_a_removed_drafter_releases_its_requests(questions: Questions) -> None:
+    questions.asked("a", 5, "d0", 0.0)
+    questions.asked("b", 5, "d1", 0.0)
+    questions.set_drafters(["d1"])
+    assert list(questions.pending) == ["b"]
+    assert questions.answered("d0", "a", 5, 0.1) is None
+    assert not questions.knows("d0")
+
+
+@given(st.lists(st.floats(0.0001, 10), min_size=1, max_size=50))
+def test_deadlines_follow_the_round_trip_within_bounds(samples: list[float]) -> None:
+    trip = RoundTrip()
+    assert trip.deadline_s(LONGEST_S) == LONGEST_S
+    for sample in samples:
+        trip.observe(sample)
+    assert FLOOR_S <= trip.deadline_s(LONGEST_S) <= LONGEST_S
+
+
+def test_a_steady_round_trip_gives_about_twice_itself() -> None:
+    trip = RoundTrip()
+    for _ in range(100):
+        trip.observe(0.02)
+    assert trip.deadline_s(1.0) == pytest.approx(0.04, rel=0.05)
+
+
+@given(st.text(min_size=1, max_size=20), st.lists(st.sampled_from("abcdef"), min_size=2, unique=True))
+def test_only_a_lost_drafters_requests_move(request_id: str, drafters: list[str]) -> None:
+    chosen = drafter_for(request_id, sorted(drafters))
+    assert chosen in drafters
+    for gone in drafters:
+        rest = sorted(set(drafters) - {gone})
+        if gone != chosen:
+            assert drafter_for(request_id, rest) == chosen
+    assert drafter_for(request_id, []) is None

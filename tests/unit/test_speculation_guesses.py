@@ -1,0 +1,134 @@
+"""Every draft is compared with the text, whenever it came and whether or not it was verified; look-ups find what was said."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from backend.lookup import Lookup
+from backend.speculation.guesses import KEPT, Guesses, Resolved
+from backend.speculation.lookups import INDEXED_PER_STEP, Lookups
+
+TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=5)
+
+
+def truth(text: list[int], base_len: int, tokens: list[int]) -> tuple[int, int]:
+    """Matched and seen by the whole text."""
+    after = text[base_len:]
+    matched = 0
+    while matched < min(len(tokens), len(after)) and tokens[matched] == after[matched]:
+        matched += 1
+    return matched, matched + (matched < len(tokens) and matched < len(after))
+
+
+@given(
+    st.lists(st.integers(0, 2), min_size=2, max_size=30),
+    st.lists(st.integers(1, 4), min_size=1, max_size=20),
+    st.lists(st.tuples(st.integers(0, 20), st.integers(0, 8), TOKENS), max_size=12),
+)
+def test_every_draft_is_scored_once_by_the_text(
+    text: list[int], strides: list[int], drafts: list[tuple[int, int, list[int]]]
+) -> None:
+    """A draft is noted after so many steps, so many tokens late."""
+    guesses, length, found, noted = Guesses(), 1, [], {}
+    for step, stride in enumerate(strides):
+        for number, (at, late, tokens) in enumerate(drafts):
+            if at == step:
+                base_len = max(length - late, 0)
+                noted[number] = base_len, tokens
+                found += guesses.note("r", number, base_len, tokens, [], text[:length])
+        new = text[length : length + stride]
+        length += len(new)
+        found += guesses.advance("r", text[:length])
+    found += guesses.forget("r")
+    assert len({known.source for known in found}) == len(found)
+    by_source = {known.source: (known.matched, known.seen) for known in found}
+    crowded = len(drafts) > KEPT
+    for number, (base_len, tokens) in noted.items():
+        expected = truth(text[:length], base_len, tokens)
+        if number in by_source and not crowded:
+            assert by_source[number] == expected
+        elif number in by_source:
+            assert by_source[number][1] <= expected[1]
+        elif not crowded:
+            assert expected == (0, 0)
+    assert guesses.forget("r") == []
+
+
+def test_a_draft_is_scored_once_it_differs_or_is_complete() -> None:
+    guesses = Guesses()
+    assert guesses.note("r", "remote", 3, [7, 8, 9], [0.5] * 6, [1, 2, 3]) == []
+    assert guesses.note("r", "own", 3, [7, 5], [0.0] * 4, [1, 2, 3]) == []
+    assert guesses.advance("r", [1, 2, 3, 7]) == []
+    assert guesses.advance("r", [1, 2, 3, 7, 8]) == [Resolved("own", [0.0] * 4, 1, 2)]
+    assert guesses.advance("r", [1, 2, 3, 7, 8, 9, 1]) == [Resolved("remote", [0.5] * 6, 3, 3)]
+    assert guesses.advance("r", [1, 2, 3, 7, 8, 9, 1, 9]) == []
+
+
+def test_a_draft_that_came_late_is_scored_at_once_or_goes_on() -> None:
+    guesses = Guesses()
+    assert guesses.note("r", "late", 1, [2, 9], [], [1, 2, 3]) == [Resolved("late", [0.0] * 4, 1, 2)]
+    assert guesses.note("r", "late", 1, [2, 3, 4], [], [1, 2, 3]) == []
+    assert guesses.advance("r", [1, 2, 3, 4]) == [Resolved("late", [0.0] * 6, 3, 3)]
+
+
+def test_what_reaches_beyond_the_end_counts_as_far_as_the_text_goes() -> None:
+    guesses = Guesses()
+    guesses.note("r", "remote", 1, [2, 3, 4], [], [1])
+    guesses.advance("r", [1, 2])
+    assert [(known.matched, known.seen) for known in guesses.forget("r")] == [(1, 1)]
+
+
+def test_no_more_than_a_few_are_kept_and_none_for_another_text() -> None:
+    guesses = Guesses()
+    for source in range(KEPT + 1):
+        guesses.note("r", source, 1, [5, 6], [], [1])
+    assert [known.source for known in guesses.advance("r", [1, 9])] == list(range(1, KEPT + 1))
+    guesses.note("r", "ahead of the text", 4, [5], [], [1, 9])
+    assert guesses.advance("r", [1, 9, 5, 5, 5]) == []
+    assert guesses.forget("r") == []
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.lists(st.integers(1, 5), max_size=12))
+def test_look_ups_find_the_latest_occurrence_of_the_longest_suffix(text: list[int], strides: list[int]) -> None:
+    lookups, length = Lookups(), len(text) // 2
+    lookups.advance("r", text[:length])
+    for stride in strides:
+        lookups.begin_step()
+        length = min(length + stride, len(text))
+        lookups.advance("r", text[:length])
+        tokens, signs = lookups.propose("r", text[:length], 4)
+        assert tokens == Lookup(text[:length], 2, 4).draft(4)
+        assert len(signs) == 2 * len(tokens)
+        assert set(signs[1::2]) <= {-1.0, 0.0, 1.0}
+
+
+def test_a_look_up_follows_tokens_that_are_not_findable_yet() -> None:
+    lookups = Lookups()
+    lookups.advance("r", [1, 2, 3, 4, 5])
+    assert lookups.propose("r", [1, 2, 3, 4, 5, 9, 2, 3], 2) == ([4, 5], [0.0, -1.0] * 2)
+    assert lookups.propose("nobody", [1, 2, 1, 2], 2) == ([], [])
+    lookups.forget("r")
+    assert lookups.propose("r", [1, 2, 3, 1, 2, 3], 2) == ([], [])
+
+
+def test_a_request_that_copies_says_so_in_its_signs() -> None:
+    lookups = Lookups()
+    lookups.advance("r", [1, 2, 3, 1, 2])
+    for _ in range(8):
+        lookups.scored("r", 4, 4)
+    assert lookups.propose("r", [1, 2, 3, 1, 2], 1)[1][0] > 2
+    for _ in range(30):
+        lookups.scored("r", 0, 1)
+    assert lookups.propose("r", [1, 2, 3, 1, 2], 1)[1][0] < -1
+
+
+def test_a_long_prompt_is_made_findable_over_several_steps() -> None:
+    lookups = Lookups()
+    text = [*range(3 * INDEXED_PER_STEP), *range(2 * INDEXED_PER_STEP, 2 * INDEXED_PER_STEP + 3)]
+    lookups.advance("r", text)
+    assert lookups.propose("r", text, 2)[0] == []
+    for _ in range(3):
+        lookups.begin_step()
+        lookups.advance("r", text)
+    assert lookups.propose("r", text, 2)[0] == [2 * INDEXED_PER_STEP + 3, 2 * INDEXED_PER_STEP + 4]

@@ -1,0 +1,449 @@
+"""What is attached, asked for, waited for and learned, whatever drafters say and whenever they say it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from backend.fleet import LOOKUP
+from backend.protocol import Block, Draft, NextItem, Outcome
+from backend.speculation.speculator import Speculator, rank_of
+from backend.speculation.waiting import PROBE_EVERY, PROBE_STEPS, Ask
+from tests.support.driven_speculator import LONGEST_WAIT_S, OUTCOMES, Drafter, Driven, K, Turn, speculator
+from tests.support.speculator import assert_nothing_is_left
+
+FAULTS = ("sender", "length", "token", "signs", "long", "empty")
+SMALL = 4
+"""Tokens of the machine's alphabet: right drafts, repetitions and outcomes that come true all happen."""
+
+
+class SpeculatorMachine(RuleBasedStateMachine):
+    """Two drafters over an unreliable link, requests that come, are preempted and end; any mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dice = random.Random(7)
+        self.now = 100.0
+        self.texts: dict[str, list[int]] = {}
+        self.decoding: set[str] = set()
+        self.made: set[tuple[str, int, tuple[int, ...]]] = set()
+        """All valid drafts that came: request, length, tokens."""
+        self.open: set[tuple[str, str, int]] = set()
+        """Questions not answered yet: drafter, request, length."""
+        self.link: list[tuple[str, NextItem]] = []
+        self.next_id = 0
+        self.drafters = ["d0", "d1"]
+
+    @initialize(mode=st.sampled_from(["sync", "ahead", "auto"]), lookups=st.booleans(), requests=st.integers(1, 4))
+    def begin(self, mode: str, lookups: bool, requests: int) -> None:
+        self.speculator = Speculator(mode, K, OUTCOMES, lookups, SMALL, LONGEST_WAIT_S)
+        self.speculator.set_drafters(self.drafters)
+        for _ in range(requests):
+            self.new_request(sampled=False)
+
+    @rule(sampled=st.booleans())
+    def new_request(self, sampled: bool) -> None:
+        """Its prompt has been computed, its first token is there."""
+        self.next_id += 1
+        name = f"r{self.next_id}"
+        self.texts[name] = [self.dice.randrange(SMALL) for _ in range(6)]
+        self.decoding.add(name)
+        self.speculator.ended(name, self.texts[name], 5, not sampled)
+        self._ask()
+
+    @precondition(lambda self: self.decoding)
+    @rule(prefill=st.sampled_from([0, 0, 30]), right=st.booleans(), answered=st.integers(0, 4))
+    def step(self, prefill: int, right: bool, answered: int) -> None:
+        """`right`: the target says what was drafted; `answered`: questions, before that."""
+        self.now += 1e-3
+        self._answer(answered)
+        present = sorted(self.decoding)
+        attached = self.speculator.attach(present, prefill, self.now)
+        assert attached.tokens.keys() <= self.decoding
+        assert not self.speculator.questions.pending, "a step waits for nobody any more"
+        for name in present:
+            self._verify(name, attached.tokens.get(name, []), right)
+        self.speculator.step_times.observe(len(present), 5e-3)
+        self._ask()
+        self.speculator.learn(0.0)
+
+    def _verify(self, name: str, draft: list[int], right: bool) -> None:
+        text, hand = self.texts[name], self.speculator.verified(name)
+        length = len(text)
+        if draft:
+            assert hand is not None
+            assert 0 < len(draft) <= K
+            assert draft == hand.tokens[: len(draft)]
+            if hand.source.drafter_id == LOOKUP:
+                assert any(text[i : i + 3] == [*text[-2:], draft[0]] for i in range(length - 2)), "it stands there already"
+            else:
+                assert self._was_made(name, text, tuple(hand.tokens)), "made for another length, or by nobody"
+        accepted = len(draft) if right else self.dice.randrange(len(draft) + 1)
+        rejected = draft[accepted] if accepted < len(draft) else -1
+        text += [*draft[:accepted], self.dice.choice([token for token in range(SMALL) if token != rejected])]
+        self.speculator.ended(name, text, length, name != "r2")
+
+    def _was_made(self, name: str, text: list[int], tokens: tuple[int, ...]) -> bool:
+        """Whether that is a draft for the text, or what is left of one whose beginning the text has said."""
+        whole = ((at, (*text[at:], *tokens)) for at in range(max(len(text) - K, 0), len(text) + 1))
+        return any((name, at, draft) in self.made for at, draft in whole)
+
+    def _ask(self) -> None:
+        for drafter_id, items in self.speculator.ask(self.now).items():
+            assert drafter_id in self.drafters
+            assert len({item.request_id for item in items}) == len(items)
+            for item in items:
+                assert item.base_len == len(self.texts[item.request_id])
+                assert 0 < item.k <= K
+                if not item.verifying:
+                    self.open.add((drafter_id, item.request_id, item.base_len))
+                self.link.append((drafter_id, item))
+
+    @precondition(lambda self: self.link)
+    @rule(most=st.integers(1, 4), twice=st.booleans(), fault=st.sampled_from([None, None, *FAULTS]))
+    def answer(self, most: int, twice: bool, fault: str | None) -> None:
+        """Some of what was asked, in any order."""
+        self._answer(most, twice, fault)
+
+    def _answer(self, most: int, twice: bool = False, fault: str | None = None) -> None:
+        for _ in range(min(most, len(self.link))):
+            drafter_id, item = self.link.pop(self.dice.randrange(len(self.link)))
+            if fault == "sender":
+                drafter_id = "d1" if drafter_id == "d0" else "d0"
+            if item.outcomes:
+                self._block(drafter_id, item)
+            if not item.verifying:
+                draft = self._made_up(item, fault)
+                for _ in range(2 if twice else 1):
+                    self._draft(drafter_id, draft)
+
+    def _made_up(self, item: NextItem, fault: str | None) -> Draft:
+        dice = self.dice
+        tokens = [dice.randrange(SMALL) for _ in range(K + 3 if fault == "long" else 1 + dice.randrange(item.k))]
+        if fault == "token":
+            tokens[-1] = dice.choice([SMALL, -1, 2**40])
+        if fault == "empty":
+            tokens = []
+        signs = [dice.choice([8.0, 0.0, -9.0, float("nan")]) for _ in range(2 * len(tokens) - (fault == "signs"))]
+        return Draft(item.request_id, item.base_len + (fault == "length"), tokens, signs)
+
+    def _draft(self, drafter_id: str, draft: Draft) -> None:
+        question = drafter_id, draft.request_id, draft.base_len
+        verdict, waited_s = self.speculator.arrived(drafter_id, draft, 1e-3, self.now)
+        text = self.texts.get(draft.request_id)
+        if waited_s is None:
+            # Nobody asked, or so long ago that it was forgotten.
+            assert verdict == "stale"
+            gone = text is None or drafter_id not in self.drafters
+            assert gone or question not in self.open or draft.base_len < len(text)
+            return
+        assert question in self.open, "nobody asked"
+        self.open.discard(question)
+        assert text is not None
+        sound = len(draft.signs) in (0, 2 * len(draft.tokens)) and all(0 <= token < SMALL for token in draft.tokens)
+        assert verdict == ("invalid" if not sound else "ready" if draft.base_len == len(text) else "late")
+        if verdict == "ready" and draft.tokens:
+            self.made.add((draft.request_id, draft.base_len, tuple(draft.tokens[:K])))
+
+    def _block(self, drafter_id: str, item: NextItem) -> None:
+        verifying = item.verifying or [self.dice.randrange(SMALL) for _ in range(2)]
+        outcomes = []
+        for accepted in range(len(verifying) + 1):
+            for token in {*range(SMALL)} - {*verifying[accepted : accepted + 1]}:
+                tokens = [self.dice.randrange(SMALL) for _ in range(item.k)]
+                outcomes.append(Outcome(accepted, token, tokens, [8.0] * (2 * item.k)))
+                self.made.add((item.request_id, item.base_len + accepted + 1, tuple(tokens)))
+        self.speculator.take_blocks(drafter_id, [Block(item.request_id, item.base_len, verifying, outcomes)], 1e-3)
+
+    @precondition(lambda self: self.link)
+    @rule()
+    def lose(self) -> None:
+        self.link.pop()
+
+    @rule(seconds=st.sampled_from([0.0, 0.002, 0.2]))
+    def hold(self, seconds: float) -> None:
+        until = self.speculator.hold(sorted(self.decoding), 0, self.now)
+        deadline = self.speculator.questions.deadline()
+        if until is not None:
+            assert deadline is not None, "nothing is out"
+            assert self.now < until <= deadline
+        self.now += seconds
+
+    @precondition(lambda self: self.decoding)
+    @rule(data=st.data())
+    def preempt(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.decoding)))
+        self.speculator.release(name)
+        self.decoding.discard(name)
+        self.open = {question for question in self.open if question[1] != name}
+
+    @precondition(lambda self: self.texts.keys() - self.decoding)
+    @rule(data=st.data())
+    def resume(self, data: st.DataObject) -> None:
+        """Its text is computed anew, which brings a token."""
+        name = data.draw(st.sampled_from(sorted(self.texts.keys() - self.decoding)))
+        self.decoding.add(name)
+        self._verify(name, [], right=True)
+        self._ask()
+
+    @precondition(lambda self: self.texts)
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.texts)))
+        del self.texts[name]
+        self.decoding.discard(name)
+        self.speculator.forget(name)
+        self.open = {question for question in self.open if question[1] != name}
+
+    @rule(drafters=st.sampled_from([["d0", "d1"], ["d1"], []]))
+    def reassign(self, drafters: list[str]) -> None:
+        for gone in set(self.drafters) - set(drafters):
+            self._forget_pending(gone)
+        self.drafters = drafters
+        self.speculator.set_drafters(drafters)
+
+    @precondition(lambda self: "d1" in self.drafters)
+    @rule()
+    def restart(self) -> None:
+        self._forget_pending("d1")
+        self.speculator.questions.reset_drafter("d1")
+
+    def _forget_pending(self, drafter_id: str) -> None:
+        for name, question in self.speculator.questions.pending.items():
+            if question.drafter_id == drafter_id:
+                self.open.discard((drafter_id, name, question.base_len))
+
+    @invariant()
+    def only_for_the_present_length(self) -> None:
+        for name, request in self.speculator._requests.items():
+            assert request.text is self.texts[name]
+        for name, question in self.speculator.questions.pending.items():
+            assert question.base_len == len(self.texts[name])
+            assert question.drafter_id in self.drafters
+
+    def teardown(self) -> None:
+        for name in list(self.texts):
+            self.speculator.forget(name)
+        assert_nothing_is_left(self.speculator)
+
+
+TestSpeculator = SpeculatorMachine.TestCase
+TestSpeculator.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+
+
+@given(
+    st.lists(st.integers(0, 2), max_size=3),
+    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2)), max_size=6, unique=True),
+    st.lists(st.integers(0, 2), min_size=1, max_size=4),
+)
+def test_the_outcome_that_was_said_is_found_and_no_other(
+    verifying: list[int], ends: list[tuple[int, int]], said: list[int]
+) -> None:
+    outcomes = [
+        Outcome(accepted, token, [i], [0.5, 0.5]) for i, (accepted, token) in enumerate(ends) if accepted <= len(verifying)
+    ]
+    expected = [rank for rank, o in enumerate(outcomes) if [*verifying[: o.accepted], o.token] == said]
+    assert rank_of(Block("r", 9, verifying, outcomes), said) == (expected[0] if expected else None)
+
+
+def one(mode: str = "sync", lookups: bool = False) -> tuple[Speculator, list[int]]:
+    """With a request of six tokens whose draft has been asked for."""
+    made, text = speculator(mode, lookups), [1, 2, 3, 4, 5, 6]
+    made.ended("r", text, 5, True)
+    assert [item.base_len for item in made.ask(100.0)["d0"]] == [6]
+    return made, text
+
+
+def test_sync_waits_for_drafts_up_to_their_deadline() -> None:
+    made, _ = one()
+    assert made.hold(["r"], 0, 100.0) == pytest.approx(100 + LONGEST_WAIT_S)
+    assert made.hold(["r"], 5000, 100.05) == pytest.approx(100 + LONGEST_WAIT_S), "beside a long prompt, too"
+    assert made.arrived("d0", Draft("r", 6, [7, 8], [8.0] * 4), 1e-3, 100.06)[0] == "ready"
+    assert made.hold(["r"], 0, 100.06) is None
+    assert made.attach(["r"], 0, 100.06).tokens == {"r": [7, 8]}
+    late, _ = one()
+    assert late.hold(["r"], 0, 100 + LONGEST_WAIT_S) is None
+    assert late.attach(["r"], 0, 100 + LONGEST_WAIT_S).lost == ["d0"]
+
+
+def test_what_comes_too_late_is_not_verified_but_learned_from() -> None:
+    made, text = one()
+    made.attach(["r"], 0, 100.2)
+    text.append(7)
+    made.ended("r", text, 6, True)
+    made.ask(100.2)
+    assert made.arrived("d0", Draft("r", 6, [7, 9]), 1e-3, 100.21)[0] == "late"
+    assert made.attach(["r"], 0, 100.22).tokens == {}
+    text.append(8)
+    made.ended("r", text, 7, True)
+    made.ask(100.22)
+    made.learn(0.0)
+    ((_, calibration),) = ((source, each) for source, each in made.reports().items() if each.seen)
+    assert calibration.seen == 2, "seven was right, nine was not"
+
+
+def test_a_preempted_request_is_asked_for_anew() -> None:
+    made, text = one()
+    made.arrived("d0", Draft("r", 6, [7, 8], [8.0] * 4), 1e-3, 100.01)
+    made.release("r")
+    assert made.attach([], 0, 100.02).tokens == {}
+    text.append(7)
+    made.ended("r", text, 6, True)
+    assert [item.base_len for item in made.ask(100.03)["d0"]] == [7]
+    assert made.attach(["r"], 0, 100.04).tokens == {}
+
+
+def test_a_draft_that_is_longer_than_was_asked_for_is_cut() -> None:
+    made, _ = one()
+    assert made.arrived("d0", Draft("r", 6, [7] * 200, [8.0] * 400), 1e-3, 100.01)[0] == "ready"
+    assert made.attach(["r"], 0, 100.01).tokens == {"r": [7] * K}
+
+
+def test_a_drafter_may_have_nothing_to_say() -> None:
+    made, _ = one()
+    expected = made._expected().gains[K]
+    assert made.arrived("d0", Draft("r", 6, []), 1e-3, 100.01) == ("ready", pytest.approx(0.01))
+    assert made.hold(["r"], 0, 100.01) is None
+    assert made.attach(["r"], 0, 100.01).tokens == {}
+    made._prospect = None
+    assert made._expected().gains[K] < expected, "that counts, too"
+
+
+def test_a_drafter_is_not_as_slow_as_the_step_during_which_it_answers() -> None:
+    made, _ = one("ahead")
+    made.attach(["r"], 0, 100.001)
+    made.timed(1, K, 2e-3, 5e-4, 0.03, 100.03)
+    assert made._miss_times.at(1, K) == pytest.approx(2.5e-3)
+    waited, _ = one("ahead")
+    waited.attach(["r"], 0, 100.02)
+    waited.timed(1, K, 2e-3, 5e-4, 0.03, 100.03)
+    assert waited._miss_times.at(1, K) == pytest.approx(0.02), "so long it did not come"
+
+
+def settled(drafter: Drafter, steps: int = 200, **options: int) -> tuple[Driven, list[Turn]]:
+    """Mode `auto`, after it has seen enough."""
+    driven = Driven(speculator("auto"), drafter, **options)
+    driven.run(steps)
+    return driven, driven.run(2 * PROBE_EVERY)
+
+
+def test_a_useless_drafter_is_only_probed_and_never_waited_for() -> None:
+    driven, _ = settled(Drafter(0.02))
+    assert driven.speculator.choice.ask == Ask.PLAIN
+    driven.speculator._floor = 0.9
+    turns = driven.run(2 * PROBE_EVERY)
+    assert sum(bool(turn.asks) for turn in turns) == 2 * PROBE_STEPS
+    assert all(item.floor == 0 for turn in turns for item in turn.asks), "a probe wants to see the whole draft"
+    assert all(turn.waited_s == 0 for turn in turns)
+    assert sum(len(turn.attached.tokens) for turn in turns) < len(turns) // 10
+
+
+def test_a_drafter_that_got_better_is_found_by_its_probes() -> None:
+    driven, _ = settled(Drafter(0.02))
+    driven.drafter.right = 0.9
+    driven.run(3 * PROBE_EVERY)
+    assert driven.speculator.choice.ask != Ask.PLAIN
+    assert sum(turn.accepted for turn in driven.run(20)) > 20 * 4 * 2
+
+
+def test_a_good_drafter_is_asked_at_every_step() -> None:
+    driven, turns = settled(Drafter(0.9))
+    assert driven.speculator.choice.ask != Ask.PLAIN
+    assert sum(turn.accepted for turn in turns) > 2.5 * len(turns) * driven.requests
+
+
+def test_a_drafter_that_falls_silent_is_soon_not_waited_for() -> None:
+    driven, _ = settled(Drafter(0.6, draft_s=2e-3))
+    driven.drafter.silent = True
+    driven.run(RECOGNISED)
+    assert sum(turn.waited_s for turn in driven.run(100)) < 0.05 * 100 * 5e-3
+
+
+RECOGNISED = 50
+"""Steps within which silence must have been recognised."""
+
+
+def test_a_block_that_comes_a_step_too_late_says_nothing_of_hits() -> None:
+    made, text = one("ahead")
+    looks = list(made.foresight._looks)
+    for length in (6, 7):
+        made.attach(["r"], 0, 100.0 + length)
+        text.append(7)
+        made.ended("r", text, length, True)
+        made.ask(100.0 + length)
+        made.take_blocks("d0", [Block("r", 6, [7], [Outcome(1, 7, [1])])], 1e-3)
+    assert made.foresight._looks == looks
+    assert made.attach(["r"], 0, 110.0).tokens == {}
+    text.append(7)
+    made.ended("r", text, 8, True)
+    made.take_blocks("d0", [Block("r", 8, [], [Outcome(0, 7, [1])])], 1e-3)
+    made.ask(111.0)
+    assert made.foresight._looks != looks
+    assert made.attach(["r"], 0, 111.0).tokens == {"r": [1]}
+
+
+def test_nobody_waits_for_a_probe() -> None:
+    made, text = speculator("auto"), [1, 2, 3]
+    made.ended("r", text, 2, True)
+    assert made.ask(100.0) == {}, "nothing is known yet: plain steps"
+    made.step_times.observe(1, 0.05)
+    made.timed(1, K, 1e-3, 0.0, 1e-3, 100.0)
+    made.attach(["r"], 0, 100.0)
+    text.append(4)
+    made.ended("r", text, 3, True)
+    assert made.ask(100.01), "the first steps probe"
+    assert made.hold(["r"], 0, 100.01) is None
+    assert made.arrived("d0", Draft("r", 4, [5, 6], [8.0] * 4), 1e-3, 100.011)[0] == "ready"
+    assert made.attach(["r"], 0, 100.012).tokens == {"r": [5, 6]}, "but what comes in time is used"
+
+
+def test_what_is_left_of_a_cut_draft_is_verified_next() -> None:
+    made, text = one("ahead")
+    made.attach(["r"], 0, 100.001)
+    text += [7]
+    made.ended("r", text, 6, True)
+    made.take_blocks("d0", [Block("r", 6, [], [Outcome(0, 7, [8, 9, 10, 11])])], 1e-3)
+    assert made.ask(100.01)["d0"][0].verifying == [8, 9, 10, 11]
+    made.attach(["r"], 0, 100.011)
+    text += [8, 9]
+    made.ended("r", text, 7, True)
+    assert made.ask(100.02)["d0"][0].verifying == [10, 11]
+    assert made.attach(["r"], 0, 100.02).tokens == {"r": [10, 11]}
+
+
+def test_nothing_is_left_of_a_draft_of_long_ago() -> None:
+    made, text = speculator("auto"), [1, 2, 3]
+    for step in range(PROBE_EVERY + 2):
+        now = 100.0 + step
+        attached = made.attach(["r"], 0, now)
+        assert step < 2 * PROBE_STEPS or not attached.tokens, "that was drafted for the last probe"
+        text.append(9)
+        made.ended("r", text, len(text) - 1, True)
+        asked = made.ask(now + 0.1).get("d0", [])
+        if step == PROBE_STEPS - 3:
+            blocks = [Block("r", item.base_len, item.verifying, [Outcome(0, 9, [9, 8, 8])]) for item in asked]
+            made.take_blocks("d0", blocks, 1e-3)
+
+
+def test_a_request_that_repeats_itself_drafts_better_than_a_bad_drafter() -> None:
+    for mode in ("sync", "auto"):
+        driven = Driven(speculator(mode, lookups=True), Drafter(0.1), period=13)
+        driven.run(150)
+        turns = driven.run(50)
+        sources = {driven.speculator.verified(name).source.drafter_id for name in turns[-1].attached.tokens}  # type: ignore[union-attr]
+        assert sources == {LOOKUP}
+        assert sum(turn.accepted for turn in turns) > 0.95 * K * len(turns) * driven.requests
+        assert sum(turn.waited_s for turn in turns) == 0, "what it has at hand is better than what it could wait for"
+
+
+def test_without_drafters_nobody_is_asked() -> None:
+    made, text = speculator("sync"), [1, 2, 3]
+    made.set_drafters([])
+    made.ended("r", text, 2, True)
+    assert made.ask(100.0) == {}
+    assert made.hold(["r"], 0, 100.0) is None
+    assert made.plan.k == 0

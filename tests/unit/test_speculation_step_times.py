@@ -1,0 +1,103 @@
+"""One curve tells what steps take, whatever the machine's speed does and however long ago a size was met."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import statistics
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from backend.speculation.step_times import DraftTimes, StepTimes
+
+MEASURED = st.lists(st.tuples(st.integers(1, 2000), st.floats(1e-4, 1.0)), min_size=1, max_size=60)
+
+
+def affine(tokens: float) -> float:
+    return 4e-3 + 1e-4 * tokens
+
+
+def test_an_affine_machine_is_learned_from_noisy_steps() -> None:
+    times, dice = StepTimes(), random.Random(1)
+    for _ in range(1000):
+        tokens = dice.choice((1, 2, 4, 5, 8, 12, 16, 24, 40, 64, 80))
+        times.observe(tokens, affine(tokens) * max(dice.gauss(1, 0.1), 0.5))
+    for tokens in (1, 3, 6, 10, 20, 50, 80, 160):
+        assert times.at(tokens) / times.at(16) == pytest.approx(affine(tokens) / affine(16), rel=0.06)
+
+
+def test_steps_of_long_ago_keep_their_relation_to_the_present_ones() -> None:
+    times = StepTimes()
+    for tokens in (4, 16, 64) * 30:
+        times.observe(tokens, affine(tokens))
+    for _ in range(200):
+        times.observe(16, 1.3 * affine(16))
+    assert times.at(16) == pytest.approx(1.3 * affine(16), rel=0.03)
+    assert times.at(64) / times.at(16) == pytest.approx(affine(64) / affine(16), rel=0.05)
+    assert times.at(4) / times.at(16) == pytest.approx(affine(4) / affine(16), rel=0.05)
+
+
+def test_a_hiccup_moves_it_little() -> None:
+    times = StepTimes()
+    for tokens in (4, 16, 64) * 10:
+        times.observe(tokens, affine(tokens))
+    before = [times.at(tokens) for tokens in (4, 16, 64)]
+    times.observe(16, 3 * affine(16))
+    after = [times.at(tokens) for tokens in (4, 16, 64)]
+    assert all(new < 1.15 * old for new, old in zip(after, before, strict=True))
+    assert after[1] / after[0] < 1.03 * before[1] / before[0]
+
+
+def test_a_hiccup_at_first_is_soon_forgotten() -> None:
+    times = StepTimes()
+    times.observe(16, 5 * affine(16))
+    for _ in range(3):
+        times.observe(16, affine(16))
+    assert times.at(16) == pytest.approx(affine(16), rel=0.2)
+
+
+def test_noise_between_near_points_makes_no_slope() -> None:
+    """Where all steps take as long, more tokens must seem to cost next to nothing."""
+    rises = []
+    for seed in range(20):
+        times, dice = StepTimes(), random.Random(seed)
+        for _ in range(200):
+            times.observe(dice.choice((16, 23, 32, 45, 64, 90)), 6e-3 * dice.gauss(1, 0.1))
+        rises.append(times.at(64) / times.at(16) - 1)
+    assert statistics.mean(rises) < 0.06
+    assert max(rises) < 0.15
+
+
+@given(MEASURED)
+def test_it_never_falls_and_beyond_the_points_grows_in_proportion_at_most(measured: list[tuple[int, float]]) -> None:
+    times = StepTimes()
+    for tokens, seconds in measured:
+        times.observe(tokens, seconds)
+    found = [times.at(tokens) for tokens in range(0, 2500, 7)]
+    assert all(math.isfinite(t) and t >= 0 for t in found)
+    assert all(b >= a * (1 - 1e-9) for a, b in itertools.pairwise(found))
+    assert times.at(1) > 0
+    most = max(tokens for tokens, _ in measured)
+    assert times.at(3 * most) <= 3 * times.at(most) * (1 + 1e-9)
+
+
+def test_one_size_alone_makes_others_neither_free_nor_in_proportion() -> None:
+    times = StepTimes()
+    times.observe(16, 8e-3)
+    assert 0.5 * times.at(16) < times.at(1) < 0.9 * times.at(16)
+    assert 1.1 * times.at(16) < times.at(32) < 1.6 * times.at(16)
+
+
+def test_drafts_take_a_pass_per_token_one_more_and_the_way() -> None:
+    times, dice = DraftTimes(), random.Random(1)
+    assert times.at(0, 4) == 0.0
+    for _ in range(300):
+        rows, k = dice.choice((1, 4, 16)), dice.choice((1, 2, 4))
+        computed = (k + 1) * (1e-3 + 2e-5 * rows) * dice.gauss(1, 0.05)
+        times.observe(rows, k, computed, computed + 5e-4)
+    assert times.at(8, 3) == pytest.approx(4 * (1e-3 + 2e-5 * 8) + 5e-4, rel=0.05)
+    times.observe(4, 4, 5e-3, 1.0)
+    assert times.at(8, 3) < 6e-3

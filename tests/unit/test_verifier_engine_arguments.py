@@ -1,0 +1,33 @@
+"""What people may say of vLLM's own arguments, and what stays ours."""
+
+from __future__ import annotations
+
+import pytest
+
+from backend.config import Settings
+from backend.verifier.engine import EngineSetupError, engine_arguments
+from tests.support.processes import demo_models
+
+
+def arguments(**engine_args: object) -> dict[str, object]:
+    settings = Settings.model_validate(
+        {"mode": "native", "num_speculative_tokens": 3, "verifier": {"engine_args": engine_args}}
+    )
+    return engine_arguments(settings, demo_models(), "v")
+
+
+def test_speculation_is_ours_with_what_is_said_of_it() -> None:
+    ours = arguments()["speculative_config"]
+    assert isinstance(ours, dict)
+    assert (ours["method"], ours["num_speculative_tokens"]) == ("eagle3", 3)
+    assert arguments(speculative_config={"draft_sample_method": "probabilistic"})["speculative_config"] == {
+        **ours,
+        "draft_sample_method": "probabilistic",
+    }
+
+
+def test_other_arguments_take_the_place_of_ours_and_unknown_ones_are_named() -> None:
+    assert arguments(block_size=32)["block_size"] == 32
+    assert arguments(max_num_seqs=7)["max_num_seqs"] == 7
+    with pytest.raises(EngineSetupError, match="vLLM has no argument block_sise"):
+        arguments(block_sise=32)

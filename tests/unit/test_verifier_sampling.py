@@ -1,0 +1,274 @@
+"""A step that verifies drafts says what plain decoding would have said, token by token, with all of vLLM's processors.
+
+Plain decoding here is one request and one row at a time, where the processors are applied by vLLM's own sampler.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import vllm  # noqa: F401  (must be the first of vLLM's modules)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from vllm.sampling_params import SamplingParams
+from vllm.v1.outputs import SamplerOutput
+from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessors
+from vllm.v1.sample.logits_processor.builtin import LogitBiasLogitsProcessor, MinPLogitsProcessor, MinTokensLogitsProcessor
+from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.sampler import Sampler
+
+from backend.engine_wire import NOISE_SEED
+from backend.verifier import sampling
+from backend.verifier.sampling import Rows, SharedNoise, _accepted
+from tests.support.biased import NoRepeat
+
+VOCAB, DEEPEST = 24, 4
+CPU = torch.device("cpu")
+
+
+@dataclass
+class Request:
+    """One request of a batch, and the target's logits behind each of its draft tokens, `[depth, vocabulary]`."""
+
+    params: SamplingParams
+    prompt: list[int]
+    output: list[int]
+    logits: torch.Tensor
+    bad_words: list[list[int]] = field(default_factory=list)
+    allowed: list[int] | None = None
+    draft: list[int] = field(default_factory=list)
+
+    def after(self, depth: int) -> Request:
+        """As it would be had the first `depth` draft tokens been emitted, and without a draft."""
+        output = [*self.output, *self.draft[:depth]]
+        return Request(self.params, self.prompt, output, self.logits[depth:], self.bad_words, self.allowed)
+
+
+def processors(requests: list[Request]) -> LogitsProcessors:
+    config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=8))
+    made = [
+        kind(config, CPU, False) for kind in (MinTokensLogitsProcessor, LogitBiasLogitsProcessor, MinPLogitsProcessor, NoRepeat)
+    ]
+    added = [(i, request.params, request.prompt, request.output) for i, request in enumerate(requests)]
+    for processor in made:
+        processor.update_state(BatchUpdate(len(requests), [], added, []))
+    return LogitsProcessors(made)
+
+
+def metadata_of(requests: list[Request], logprobs: int | None) -> SamplingMetadata:
+    """As vLLM's input batch makes it."""
+    params = [request.params for request in requests]
+
+    def column(values: list[float], kind: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.tensor(values, dtype=kind)
+
+    longest = max(len(request.prompt) for request in requests)
+    prompts = torch.tensor([request.prompt + [VOCAB] * (longest - len(request.prompt)) for request in requests])
+    allowed = None
+    if any(request.allowed is not None for request in requests):
+        allowed = torch.zeros(len(requests), VOCAB, dtype=torch.bool)
+        for i, request in enumerate(requests):
+            if request.allowed is not None:
+                allowed[i] = True
+                allowed[i, request.allowed] = False
+    penalties = [(each.presence_penalty, each.frequency_penalty, each.repetition_penalty) for each in params]
+    return SamplingMetadata(
+        temperature=column([each.temperature for each in params]),
+        all_greedy=all(each.temperature == 0 for each in params),
+        all_random=all(each.temperature > 0 for each in params),
+        top_p=column([each.top_p for each in params]) if any(each.top_p < 1 for each in params) else None,
+        top_k=column([each.top_k or VOCAB for each in params], torch.int32) if any(each.top_k > 0 for each in params) else None,
+        generators={},
+        max_num_logprobs=logprobs,
+        no_penalties=all(each == (0, 0, 1) for each in penalties),
+        prompt_token_ids=prompts,
+        presence_penalties=column([each[0] for each in penalties]),
+        frequency_penalties=column([each[1] for each in penalties]),
+        repetition_penalties=column([each[2] for each in penalties]),
+        output_token_ids=[request.output for request in requests],
+        allowed_token_ids_mask=allowed,
+        bad_words_token_ids={i: request.bad_words for i, request in enumerate(requests) if request.bad_words},
+        logitsprocs=processors(requests),
+        spec_token_ids=[request.draft for request in requests],
+    )
+
+
+class Runner(SharedNoise):
+    """What the mixin finds in vLLM's runner."""
+
+    def __init__(self, requests: list[Request], logprobs: int | None, mode: str) -> None:
+        names = [f"r{i}" for i in range(len(requests))]
+        self.requests = {name: SimpleNamespace(sampling_params=each.params) for name, each in zip(names, requests, strict=True)}
+        self.sampler = Sampler(mode)  # type: ignore[arg-type]
+        self.input_batch = SimpleNamespace(
+            update_async_output_token_ids=lambda: None,
+            sampling_metadata=metadata_of(requests, logprobs),
+            req_ids=names,
+            num_tokens_no_spec=np.array([len(each.prompt) + len(each.output) for each in requests]),
+        )
+
+
+def sample(requests: list[Request], logprobs: int | None = None, mode: str = "raw_logprobs") -> SamplerOutput:
+    """One step."""
+    logits = torch.cat([request.logits[: len(request.draft) + 1] for request in requests])
+    drafted = [len(request.draft) for request in requests]
+    tokens = torch.tensor([token for request in requests for token in request.draft], dtype=torch.int32)
+    before = [list(request.output) for request in requests]
+    output = Runner(requests, logprobs, mode)._sample(
+        logits.clone(), SimpleNamespace(num_draft_tokens=drafted, draft_token_ids=tokens)
+    )
+    assert [request.output for request in requests] == before, "outputs are as they were"
+    return output
+
+
+SEEDS = (0, 3, 2**64 - 1, 2**63 + 5)
+FEATURES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "penalties": {"presence_penalty": 0.9, "frequency_penalty": 0.6, "repetition_penalty": 1.4},
+    "min_tokens": {"min_tokens": 5, "stop_token_ids": [1, 2, 3, 4, 5, 6, 7, 8]},
+    "logit_bias": {"logit_bias": {3: 2.5, 9: -4.0, 17: 1.5}},
+    "min_p": {"min_p": 0.3},
+    "top": {"top_k": 5, "top_p": 0.8},
+    "custom": {"extra_args": {"no_repeat": True}},
+    "bad_words": {},
+    "allowed": {},
+}
+ALL = [name for name in FEATURES if name != "plain"]
+
+
+def make(dice: random.Random, names: list[str], generator: torch.Generator) -> Request:
+    """A request with these features; about two thirds of its draft tokens are right."""
+    changes: dict[str, Any] = {}
+    for name in names:
+        changes |= FEATURES[name]
+    changes["extra_args"] = {**changes.get("extra_args", {}), NOISE_SEED: dice.choice(SEEDS)}
+    params = SamplingParams(temperature=dice.choice([0, 0.7, 1.0, 1.5]), max_tokens=50, **changes)
+    tokens = [dice.randrange(VOCAB) for _ in range(dice.randrange(2, 9))]
+    cut = dice.randrange(1, len(tokens))
+    request = Request(params, tokens[:cut], tokens[cut:], 2 * torch.randn(DEEPEST + 1, VOCAB, generator=generator))
+    if "bad_words" in names:
+        request.bad_words = [[dice.randrange(VOCAB)], *([a, b] for a in range(VOCAB) for b in range(0, VOCAB, 3))]
+    if "allowed" in names:
+        request.allowed = dice.sample(range(VOCAB), 6)
+    for depth in range(dice.choice([0, 1, 2, DEEPEST])):
+        right = int(sample([request.after(depth)]).sampled_token_ids[0, 0])
+        request.draft.append(right if dice.random() < 0.7 else dice.randrange(VOCAB))
+    return request
+
+
+def said(request: Request) -> list[int]:
+    """What plain decoding says while it agrees with the draft, and one token more."""
+    tokens: list[int] = []
+    for depth in range(len(request.draft) + 1):
+        tokens.append(int(sample([request.after(depth)]).sampled_token_ids[0, 0]))
+        if depth == len(request.draft) or tokens[-1] != request.draft[depth]:
+            break
+    return tokens
+
+
+def batch(seed: int, names: list[str]) -> list[Request]:
+    dice, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    return [make(dice, [name for name in names if dice.random() < 0.7], generator) for _ in range(dice.randrange(1, 5))]
+
+
+@pytest.mark.parametrize(
+    "names", [*([name] for name in FEATURES), ALL], ids=lambda names: names[0] if len(names) == 1 else "all"
+)
+def test_drafts_change_no_token(names: list[str]) -> None:
+    kept = 0
+    for seed in range(25):
+        requests = batch(seed, names)
+        for row, request in zip(sample(requests).sampled_token_ids.tolist(), requests, strict=True):
+            expected = said(request)
+            kept += len(expected) - 1
+            assert row == expected + [-1] * (len(row) - len(expected))
+    assert kept > 20, "drafts were accepted"
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_each_feature_matters_here(name: str) -> None:
+    """Were it forgotten behind draft tokens, the test above would see it."""
+    if name in ("min_p", "top"):
+        changed = sum(changed_by(name, seed, lambda request: request.params.temperature > 0) for seed in range(40))
+    else:
+        changed = sum(changed_by(name, seed, lambda request: True) for seed in range(40))
+    assert changed > 3
+
+
+def changed_by(name: str, seed: int, counts: Any) -> bool:
+    dice, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    request = make(dice, [name], generator)
+    arguments = request.params.extra_args or {}
+    plain = SamplingParams(
+        temperature=request.params.temperature, max_tokens=50, extra_args={NOISE_SEED: arguments[NOISE_SEED]}
+    )
+    without = Request(plain, request.prompt, request.output, request.logits, draft=request.draft)
+    return bool(counts(request)) and said(request)[1:] != said(without)[1:]
+
+
+@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"])
+@pytest.mark.parametrize("wanted", [0, 3, -1])
+def test_log_probabilities_are_those_of_plain_decoding(mode: str, wanted: int) -> None:
+    for seed in range(8):
+        requests = batch(seed, ["penalties", "min_tokens", "top", "custom"])
+        output = sample(requests, wanted, mode)
+        found, width = output.logprobs_tensors, output.sampled_token_ids.shape[1]
+        assert found is not None
+        for i, request in enumerate(requests):
+            for depth in range(len(said(request))):
+                plain = sample([request.after(depth)], wanted, mode).logprobs_tensors
+                assert plain is not None
+                for mine, its in zip(found[:3], plain[:3], strict=True):
+                    if its is not None and its.numel():
+                        torch.testing.assert_close(mine[i * width + depth], its[0], rtol=1e-5, atol=1e-5)
+
+
+def test_seeds_and_positions_decide_and_greedy_requests_have_no_noise() -> None:
+    logits = torch.zeros(DEEPEST + 1, VOCAB)
+    logits[:, 7] = 0.1
+
+    def one(seed: int, length: int, temperature: float) -> int:
+        params = SamplingParams(temperature=temperature, extra_args={NOISE_SEED: seed})
+        return int(sample([Request(params, [1] * length, [], logits)]).sampled_token_ids[0, 0])
+
+    assert {one(seed, 3, 0.0) for seed in range(20)} == {7}
+    assert len({one(seed, 3, 1.0) for seed in range(20)}) > 5
+    assert len({one(1, length, 1.0) for length in range(1, 20)}) > 5
+    assert one(2**64 - 1, 3, 1.0) == one(2**64 - 1, 3, 1.0)
+
+
+@settings(max_examples=200)
+@given(st.lists(st.lists(st.integers(0, 2), max_size=4), min_size=1, max_size=6), st.integers(0, 2**32))
+def test_what_agrees_is_accepted_and_one_token_more(drafts: list[list[int]], seed: int) -> None:
+    dice = random.Random(seed)
+    rows = Rows([len(draft) for draft in drafts], CPU)
+    own = [[dice.randrange(3) for _ in range(len(draft) + 1)] for draft in drafts]
+    assert rows.request.tolist() == [i for i, draft in enumerate(drafts) for _ in range(len(draft) + 1)]
+    assert rows.depth.tolist() == [j for draft in drafts for j in range(len(draft) + 1)]
+    flat = torch.tensor([token for draft in drafts for token in draft], dtype=torch.int32)
+    chosen = torch.tensor([token for tokens in own for token in tokens])
+    emitted = _accepted(chosen, flat if len(flat) else None, rows).tolist()
+    for row, draft, tokens in zip(emitted, drafts, own, strict=True):
+        accepted = next((i for i, token in enumerate(draft) if token != tokens[i]), len(draft))
+        assert row == tokens[: accepted + 1] + [-1] * (rows.deepest - accepted)
+    spread = rows.spread(torch.arange(len(drafts)))
+    assert spread.tolist() == rows.request.tolist()
+
+
+def test_processors_are_all_built_where_speculation_is_configured(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(sampling.gpu_model_runner, "build_logitsprocs", lambda config, *rest: seen.append((config, rest)))
+    config = SimpleNamespace(speculative_config="drafts", model="m")
+    original = sampling.gpu_model_runner.build_logitsprocs
+    with sampling.all_logits_processors():
+        sampling.gpu_model_runner.build_logitsprocs(config, 1, 2)  # type: ignore[arg-type, call-arg]
+    ((built, rest),) = seen
+    assert (built.speculative_config, built.model, rest) == (None, "m", (1, 2))
+    assert config.speculative_config == "drafts"
+    assert sampling.gpu_model_runner.build_logitsprocs is original
