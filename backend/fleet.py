@@ -55,6 +55,39 @@ class DraftCounters(msgspec.Struct):
     """
 
 
+CHANCE_BINS = 10
+
+
+class Foretold(msgspec.Struct):
+    """Chances of draft tokens, as predicted before the text was known, and what came of them; lists are by ten equal bins."""
+
+    chances: list[float] = msgspec.field(default_factory=lambda: [0.0] * CHANCE_BINS)
+    """Sum of those predicted."""
+    right: list[int] = msgspec.field(default_factory=lambda: [0] * CHANCE_BINS)
+    seen: list[int] = msgspec.field(default_factory=lambda: [0] * CHANCE_BINS)
+    squared_error: float = 0.0
+    """Sum of (chance - right)^2."""
+
+    def plus(self, other: Foretold, sign: int = 1) -> Foretold:
+        """Both together, or what this one has more (`sign` -1)."""
+        return Foretold(
+            [a + sign * b for a, b in zip(self.chances, other.chances, strict=True)],
+            [a + sign * b for a, b in zip(self.right, other.right, strict=True)],
+            [a + sign * b for a, b in zip(self.seen, other.seen, strict=True)],
+            self.squared_error + sign * other.squared_error,
+        )
+
+    @property
+    def brier(self) -> float:
+        """Mean of (chance - right)^2."""
+        return self.squared_error / max(sum(self.seen), 1)
+
+    @property
+    def error(self) -> float:
+        """Expected calibration error: mean distance of a bin's mean chance from its share of right ones, over tokens."""
+        return sum(abs(p - r) for p, r in zip(self.chances, self.right, strict=True)) / max(sum(self.seen), 1)
+
+
 class VerifierStats(msgspec.Struct):
     """One verifier's cumulative counters and present load."""
 
@@ -98,6 +131,8 @@ class VerifierStats(msgspec.Struct):
     drafters: dict[str, DraftCounters] = msgspec.field(default_factory=dict)
     teacher_forced: DraftCounters = msgspec.field(default_factory=DraftCounters)
     """Verifications of fixed responses (rollouts): agreement with a trace, in no drafter's counters above."""
+    foretold: dict[str, Foretold] = msgspec.field(default_factory=dict)
+    """By source of drafts: `fresh`, `ahead` or `lookup`."""
     drafters_down: list[str] = msgspec.field(default_factory=list)
     """Assigned drafters whose circuit breaker is open: drafts are not waited for."""
     plan_k: int = 0

@@ -7,7 +7,7 @@ Counters are subtracted, then divided; ratios are never averaged within a sample
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ import msgspec
 
 from backend.bench.pace import Paced
 from backend.bench.plan import Configuration, Point, label
-from backend.fleet import DraftCounters, DrafterStats, VerifierStats
+from backend.fleet import DraftCounters, DrafterStats, Foretold, VerifierStats
 
 if TYPE_CHECKING:
     from backend.bench.load import Load
@@ -83,6 +83,8 @@ class Sample(msgspec.Struct, frozen=True):
     drafting included; `overrun_ms`, and `overrun_share` of the steps; `awaiting_ms` for drafts; and `overhead_ms`, the rest:
     our work and vLLM's.  Per draft pass: `pass_overrun_ms` and `pass_overrun_share`.
     """
+    foretold: dict[str, Foretold] = {}
+    """How well chances of draft tokens were known, by source."""
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -116,6 +118,8 @@ class Row(msgspec.Struct, frozen=True):
     bytes_per_round: float | None
     accounted: float
     paced: dict[str, float]
+    foretold: dict[str, Foretold]
+    """Over all rounds."""
     spread: dict[str, list[float] | None]
     per_round: dict[str, list[float]]
     """`tokens_per_s` and `tokens_per_busy_core_s` of each round, for ratios of what ran side by side."""
@@ -162,6 +166,7 @@ def sample(
         bytes_per_round=drafting.bytes_sent / drafting.rounds if is_timed else None,
         accounted=(busy_s + sum(idle_s.values())) / max(after.at - before.at, 1e-9),
         paced=_paced(before, after, busy_s, idle_s),
+        foretold={name: each.plus(old.foretold.get(name, Foretold()), -1) for name, each in new.foretold.items()},
     )
 
 
@@ -231,10 +236,20 @@ def row(target: str, configuration: Configuration, point: Point, samples: Sequen
         rounds=len(samples),
         idle={cause: statistics.median(s.idle.get(cause, 0.0) for s in samples) for cause in causes},
         paced={name: statistics.median(s.paced[name] for s in samples) for name in samples[0].paced},
+        foretold=together(s.foretold for s in samples),
         spread={name: [min(values), max(values)] if values else None for name, values in by_name.items()},
         per_round={name: [getattr(s, name) for s in ordered] for name in ("tokens_per_s", "tokens_per_busy_core_s")},
         **medians,
     )
+
+
+def together(each: Iterable[Mapping[str, Foretold]]) -> dict[str, Foretold]:
+    """Sums by source."""
+    found: dict[str, Foretold] = {}
+    for by_source in each:
+        for name, foretold in by_source.items():
+            found[name] = found.get(name, Foretold()).plus(foretold)
+    return found
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,11 @@ import msgspec
 
 from backend.bench import plot
 from backend.bench.identical import PLAIN, Difference
-from backend.bench.measure import Ratio, Row, ceiling, ratio
+from backend.bench.measure import Ratio, Row, ceiling, ratio, together
 from backend.bench.options import AUTO_LEARNS, PROBABILISTIC, Options
 from backend.bench.plan import LOCAL_MODES, CoreSplit, Point
 from backend.bench.run import WARM_UP_TOKENS, Results
+from backend.fleet import CHANCE_BINS
 from backend.models import Say
 
 EQUAL_VERIFIER, EQUAL_TOTAL = "equal_verifier", "equal_total"
@@ -80,14 +81,14 @@ def markdown(content: Mapping[str, Any], rows: Sequence[Row], differences: Seque
         f"- Alternating rounds: {settings['rounds']}; tokens: {settings['prompt_tokens']} in, {settings['tokens']} out; "
         "medians with (least-greatest)",
         f"- Before: {settings['warm_ups']} loads of up to {WARM_UP_TOKENS} tokens per concurrency and temperature, "
-        f"{AUTO_LEARNS} times as many for `auto`, which learns from them what plans cost",
+        f"{AUTO_LEARNS} times as many for `auto`, which learns from them what steps take and what drafts are worth",
         f"- {_greedy_line(content)}",
         "",
     ]
     for target in dict.fromkeys(row.target for row in rows):
         own = [row for row in rows if row.target == target]
         lines += [f"## Target {target}", "", _describe(content["targets"].get(target, {})), ""]
-        for section in (_ceilings(own), _throughput(own), _cycles(own), _latency(own)):
+        for section in (_ceilings(own), _throughput(own), _cycles(own), _latency(own), _foretold(own)):
             lines += _noted(section, content["paced"])
     if differences:
         lines += _differences(differences)
@@ -227,6 +228,27 @@ def _latency(rows: Sequence[Row]) -> list[str]:
     ]
     body.sort(key=lambda cells: [r.point.name for r in rows].index(cells[0]))
     return ["### Per request, and where the time goes", "", *_table(head, body), ""]
+
+
+def _foretold(rows: Sequence[Row]) -> list[str]:
+    """Chances of draft tokens against what came of them, by temperature and domain."""
+    groups = dict.fromkeys((row.domain, row.temperature) for row in rows if row.foretold)
+    body = []
+    for domain, temperature in groups:
+        own = together(row.foretold for row in rows if (row.domain, row.temperature) == (domain, temperature))
+        for source, found in sorted(own.items()):
+            bins = [
+                f"{chance / n:.2f}: {right / n:.2f}" if n else NOTHING
+                for chance, right, n in zip(found.chances, found.right, found.seen, strict=True)
+            ]
+            body.append(
+                [f"{domain} T={temperature:g}", source, str(sum(found.seen)), f"{found.brier:.3f}", f"{found.error:.3f}", *bins]
+            )
+    if not body:
+        return []
+    bounds = [f"{i / CHANCE_BINS:g}-{(i + 1) / CHANCE_BINS:g}" for i in range(CHANCE_BINS)]
+    head = ["answers", "drafts", "tokens", "Brier score", "calibration error", *bounds]
+    return ["### Chances of draft tokens, predicted: observed", "", *_table(head, body), ""]
 
 
 def _differences(differences: Sequence[Difference]) -> list[str]:

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from backend.chances import chances, clipped
+from backend.fleet import CHANCE_BINS, Foretold
 
 SIGN_WEIGHTS, OFFSET = (0.3, 0.5), 0.5
 """A fair head: a token that leads by nothing is right six times in ten.  Optimistic, so that a new drafter is tried."""
@@ -25,26 +25,6 @@ DRIFT, OFFSET_DRIFT = 2e-5, 1e-4
 for text and heads change; thousands decide what signs are worth."""
 REQUEST_DOUBT, REQUEST_DRIFT = 0.5, 2e-4
 """Of a request's own offset: some texts are far easier to draft, and within a text that changes."""
-BINS = 10
-
-
-@dataclass(frozen=True)
-class Reliability:
-    """How predicted chances (before each was learned from) compare with what was right, in ten equal bins."""
-
-    predicted: tuple[float, ...]
-    """Mean chance per bin."""
-    observed: tuple[float, ...]
-    """Share that was right per bin."""
-    counts: tuple[int, ...]
-    brier: float
-    """Mean of (chance - right)^2."""
-
-    @property
-    def error(self) -> float:
-        """Expected calibration error: mean distance of the two, over observations."""
-        gaps = (n * abs(p - o) for n, p, o in zip(self.counts, self.predicted, self.observed, strict=True))
-        return sum(gaps) / max(sum(self.counts), 1)
 
 
 class Calibration:
@@ -58,17 +38,12 @@ class Calibration:
         """Offset and doubt."""
         self._last = positions - 1
         self._weights = self._flat()
-        self._predicted, self._right, self._counts, self._brier = [0.0] * BINS, [0] * BINS, [0] * BINS, 0.0
+        self.foretold = Foretold()
 
     @property
     def weights(self) -> list[float]:
         """a, b, e_1 .. e_K, as `backend.chances.chances` and the wire have them; not to be changed."""
         return self._weights
-
-    @property
-    def seen(self) -> int:
-        """Positions learned from."""
-        return sum(self._counts)
 
     def chances(self, request_id: str, signs: Sequence[float]) -> list[float]:
         """Of a draft for this request, with what is known of how well it can be drafted for."""
@@ -91,24 +66,16 @@ class Calibration:
         """The request is over."""
         self._requests.pop(request_id, None)
 
-    def report(self) -> Reliability:
-        """All observations so far."""
-        counts = self._counts
-        predicted = tuple(p / max(n, 1) for p, n in zip(self._predicted, counts, strict=True))
-        observed = tuple(r / max(n, 1) for r, n in zip(self._right, counts, strict=True))
-        return Reliability(predicted, observed, tuple(counts), self._brier / max(sum(counts), 1))
-
     def _learn(self, position: int, value: float, lead: float, chance: float, right: bool, doubt: float) -> tuple[float, float]:
         """One observation, with the doubt of the request's offset; how far to move that, per doubt, and how much surer it is.
 
         Written out, since every draft token comes here.
         """
-        place = min(int(chance * BINS), BINS - 1)
-        error = right - chance
-        self._predicted[place] += chance
-        self._right[place] += right
-        self._counts[place] += 1
-        self._brier += error * error
+        place, foretold, error = min(int(chance * CHANCE_BINS), CHANCE_BINS - 1), self.foretold, right - chance
+        foretold.chances[place] += chance
+        foretold.right[place] += right
+        foretold.seen[place] += 1
+        foretold.squared_error += error * error
         means, doubts, own = self._means, self._doubts, 3 + position
         value, lead = clipped(value), clipped(lead)
         value_gain, lead_gain = doubts[0] * value, doubts[1] * lead

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from backend.chances import chances
-from backend.fleet import LOOKUP
+from backend.fleet import LOOKUP, Foretold
 from backend.protocol import Block, Draft, NextItem
 from backend.speculation.budget import OWED, Fairness, Spent, spend, survivals
 from backend.speculation.calibration import Calibration
@@ -57,6 +57,11 @@ class Source(NamedTuple):
     drafter_id: str
     greedy: bool
     ahead: bool = False
+
+    @property
+    def kind(self) -> str:
+        """`lookup`, `ahead` or `fresh`."""
+        return LOOKUP if self.drafter_id == LOOKUP else "ahead" if self.ahead else "fresh"
 
 
 @dataclass(frozen=True)
@@ -379,9 +384,12 @@ class Speculator:
         n, at = max(requests, 1), self.step_times.at
         return Load(n, n, self._alone.prospect(n, n, at), self._drafted.prospect(n, n, at), self.foresight)
 
-    def reports(self) -> dict[Source, Calibration]:
-        """Every source with what was learned of it."""
-        return self._calibrations
+    def foretold(self) -> dict[str, Foretold]:
+        """How well the chances of drafts were known, by kind of source."""
+        found: dict[str, Foretold] = {}
+        for source, calibration in self._calibrations.items():
+            found[source.kind] = found.get(source.kind, Foretold()).plus(calibration.foretold)
+        return found
 
     def _reconsider(self) -> None:
         load = self.load(min(self._base, len(self._requests)))

@@ -153,6 +153,7 @@ class DraftingScheduler(CountingScheduler, Scheduler):
         plan, at, speculator = self.plan_in_force(), self.speculator.step_times.at, self.speculator
         stats.drafters_down = speculator.questions.down()
         stats.plan_k, stats.plan_outcomes, stats.plan_changes = plan.k, plan.outcomes, speculator.changes
+        stats.foretold = speculator.foretold()
         if not speculator.step_times.known:
             return
         load = speculator.load(stats.running)

@@ -62,12 +62,11 @@ def cases(tokens: int) -> list[Case]:
             Case("stop strings", COMPLETIONS, streamed | text | {"stop": ["\n\n\n", "return self."]}, True),
             Case("json schema", COMPLETIONS, streamed | text | structured, True),
             Case("logprobs", COMPLETIONS, streamed | text | {"logprobs": 2}, True),
-            # n > 1 must sample; with one candidate per token there is only one outcome.
-            Case("n = 2", COMPLETIONS, streamed | text | {"n": 2, "temperature": 1.0, "top_k": 1}, True),
+            Case("n = 3", COMPLETIONS, streamed | text | {"n": 3, "temperature": 1.0, "seed": 11}, True),
             Case("chat", CHAT, streamed | chat, True),
             Case("sampled", COMPLETIONS, streamed | text | {"temperature": 0.8, "top_p": 0.95}, False),
-            Case("seeded", CHAT, streamed | chat | {"temperature": 0.8, "seed": 7}, False),
-            Case("sampled json", COMPLETIONS, streamed | text | structured | {"temperature": 0.8}, False),
+            Case("seeded", CHAT, streamed | chat | {"temperature": 0.8, "seed": 7}, True),
+            Case("sampled json", COMPLETIONS, streamed | text | structured | {"temperature": 0.8, "seed": 13}, True),
         ]
     return made
 

@@ -24,8 +24,9 @@ BODIES: list[dict[str, Any]] = [
     {**BASE, "prompt": "class Stack:\n", "ignore_eos": True, "presence_penalty": 0.5, "repetition_penalty": 1.1},
     {**BASE, "prompt": "import os\n", "ignore_eos": True, "logprobs": 2, "max_tokens": 80},
     {**BASE, "prompt": "x = ", "structured_outputs": {"json": SCHEMA}},
-    {**BASE, "prompt": "for i in range(", "ignore_eos": True, "temperature": 1.0, "top_k": 1, "n": 2},
+    {**BASE, "prompt": "for i in range(", "ignore_eos": True, "temperature": 1.0, "seed": 5, "n": 3},
     {**BASE, "prompt": "def fib(n):\n", "ignore_eos": True, "stop": ["return fib", "\n\n\n\n"]},
+    {**BASE, "prompt": "while True:\n", "ignore_eos": True, "temperature": 0.7, "seed": 6, "top_p": 0.9},
 ]
 
 

@@ -51,7 +51,7 @@ def pair(directory: Path) -> Iterator[tuple[Verifier, Verifier]]:
 
 
 def compare(pair: tuple[Verifier, Verifier], prompts: list[list[int]], params: SamplingParams, **fields: Any) -> None:
-    """Greedy tokens are the same with and without drafts, and drafts were used."""
+    """Tokens are the same with and without drafts, and drafts were used."""
     plain, remote = pair
     wanted = plain.client.generate(prompts, params, **fields)
     before = accepted(remote)
@@ -80,9 +80,10 @@ def test_prefix_cache_hits_leave_no_wrong_state(pair: tuple[Verifier, Verifier])
     compare(pair, [[*prompt[:200], 9, 8, 7]], GREEDY)
 
 
-def test_preempted_requests_go_on_as_if_nothing_had_happened(pair: tuple[Verifier, Verifier]) -> None:
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_preempted_requests_go_on_as_if_nothing_had_happened(pair: tuple[Verifier, Verifier], temperature: int) -> None:
     before = pair[1].client.fresh_stats().preemptions
-    params = SamplingParams(temperature=0, max_tokens=500, ignore_eos=True)
+    params = SamplingParams(temperature=temperature, max_tokens=500, ignore_eos=True, seed=3)
     compare(pair, [[*p, i] for i, p in enumerate(PROMPTS * 2)], params)
     assert pair[1].client.fresh_stats().preemptions > before, "KV did run out"
 

@@ -20,7 +20,7 @@ def assert_nothing_is_left(speculator: Speculator) -> None:
     }
     if speculator._lookups is not None:
         tables["look-ups"] = speculator._lookups._own
-    for source, calibration in speculator.reports().items():
+    for source, calibration in speculator._calibrations.items():
         tables[f"offsets of {source}"] = calibration._requests
     held = {name: set(table) for name, table in tables.items() if table}
     assert not held, held

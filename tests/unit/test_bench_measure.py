@@ -6,7 +6,9 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
 from backend.bench import options as options_module
@@ -17,7 +19,7 @@ from backend.bench.measure import Sample, Snapshot, ceiling, ratio, row, sample
 from backend.bench.pace import Paced
 from backend.bench.plan import Configuration, Point, split_cores
 from backend.bench.run import Results
-from backend.fleet import DraftCounters, DrafterStats, VerifierStats
+from backend.fleet import DraftCounters, DrafterStats, Foretold, VerifierStats
 from backend.verifier.client import Answer
 
 OFF = Configuration("equal_verifier", "off", 0, (0,))
@@ -80,8 +82,6 @@ def test_local_modes_count_their_cores_and_no_drafter() -> None:
 
 
 def test_a_row_holds_medians_and_ratios_are_by_round() -> None:
-    import msgspec
-
     def rounds(configuration: Configuration, speeds: list[float]):  # type: ignore[no-untyped-def]
         each = [msgspec.structs.replace(measured(configuration, i), tokens_per_s=s) for i, s in enumerate(speeds)]
         return row("demo", configuration, POINT, each)
@@ -134,6 +134,10 @@ ABOUT = {
 }
 
 
+def document(results: Results) -> dict[str, Any]:
+    return report.document(ABOUT, options_module.parse([]), split_cores([0, 1], None, None), results)
+
+
 def test_all_three_files_are_written(tmp_path: Path, results: Results) -> None:
     pytest.importorskip("matplotlib")
     said: list[str] = []
@@ -184,9 +188,18 @@ def test_every_table_of_a_paced_run_says_so_with_the_numbers(tmp_path: Path, res
     assert "Paced on" not in (plain / "bench.md").read_text()
 
 
-def test_rows_are_compared_with_the_faster_native_variant(tmp_path: Path, results: Results) -> None:
-    import msgspec
+def test_chances_are_shown_beside_what_came_of_them(tmp_path: Path, results: Results) -> None:
+    found = Foretold(squared_error=1.0)
+    found.chances[3], found.right[3], found.seen[3] = 1.4, 1, 4
+    assert "Chances" not in report.markdown(document(results), results.rows(), [])
+    results.samples["demo", SYNC, POINT] = [
+        msgspec.structs.replace(measured(SYNC, i), foretold={"fresh": found, "lookup": found}) for i in range(3)
+    ]
+    text = report.markdown(document(results), results.rows(), [])
+    assert "| code T=0 | fresh | 12 | 0.250 | 0.100 | - | - | - | 0.35: 0.25 | - |" in text
 
+
+def test_rows_are_compared_with_the_faster_native_variant(tmp_path: Path, results: Results) -> None:
     for mode, speed in (("native", 8.8), ("native-probabilistic", 2.2)):
         each = [msgspec.structs.replace(measured(SYNC, i), tokens_per_s=speed) for i in range(3)]
         results.samples["demo", Configuration("equal_verifier", mode, 4, (0,)), POINT] = each
