@@ -22,9 +22,7 @@ from backend.protocol import Outcome
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-CPU_BATCH_OUTCOMES = 64
-"""From here on a core's matrix products gain little from more rows."""
-GPU_BATCH_OUTCOMES = 2048
+BATCH_OUTCOMES = 2048
 
 
 def choose_dtype(asked: str, stored: str, device: torch.device) -> torch.dtype:
@@ -51,7 +49,7 @@ class EagleProposer:
         self.vocab_size = config.vocab_size
         self.max_position = weights.max_position
         where = torch.device(device)
-        self.batch_outcomes = CPU_BATCH_OUTCOMES if where.type == "cpu" else GPU_BATCH_OUTCOMES
+        self.batch_outcomes = BATCH_OUTCOMES
         self._cache = cache.RowCache(cache_tokens, self._move)
         with torch.inference_mode():
             self._head = Head(

@@ -16,6 +16,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from backend.chances import chances
 from backend.fleet import LOOKUP, Foretold
 from backend.protocol import Block, Draft, NextItem
@@ -152,6 +154,9 @@ class Speculator:
         self._base, self._spent = 1, 0
         """Tokens of the running step without drafts, and draft tokens."""
         self._reconsider_at = 0
+        self._step_s: float | None = None
+        self._emitted, self._request_s = 0, 0.0
+        """Tokens since the last choice, and seconds times requests."""
         self._began = 0.0
         """When the latest step did."""
 
@@ -181,7 +186,10 @@ class Speculator:
         else:
             # There was none, or its first token was below the floor.
             self._compare(draft.request_id, request, [self._floor])
-        return ("ready" if draft.base_len == len(request.text) else "late"), waited_s
+        in_time = draft.base_len == len(request.text)
+        if hand is not None and not in_time:
+            in_time = self._go_on(draft.request_id, request, hand, request.text[draft.base_len :])
+        return ("ready" if in_time else "late"), waited_s
 
     def timed(self, rows: int, k: int, draft_s: float, queue_s: float, waited_s: float, now: float) -> None:
         """An answer with drafts of at most `k` tokens for `rows` requests was read at `now`, so long after its question.
@@ -204,7 +212,8 @@ class Speculator:
                 request.block = drafter_id, block, draft_s
         if self._is_telling and (rows := sum(len(block.outcomes) for block in blocks)):
             k = max(len(outcome.tokens) for block in blocks for outcome in block.outcomes)
-            self._enumeration_times.observe(rows, k, draft_s, draft_s)
+            depth = max(len(block.verifying) for block in blocks)
+            self._enumeration_times.observe(rows, depth + k, draft_s, draft_s)
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -303,6 +312,8 @@ class Speculator:
             self._asked_ahead = outcomes > 0
             for request_id in self._ended:
                 self._ask_for(request_id, k, outcomes, asks, now)
+            if outcomes:
+                self._cut(asks, k)
             if choice.ask == Ask.PLAIN:
                 self.questions.stop_waiting()
         self._unlearned.update(self._ended)
@@ -329,6 +340,16 @@ class Speculator:
         asks.setdefault(drafter_id, []).append(NextItem(request_id, length, k, verifying, outcomes, floor))
         if not verifying:
             self.questions.asked(request_id, length, drafter_id, now)
+
+    def _cut(self, asks: dict[str, list[NextItem]], k: int) -> None:
+        """Drafters imagine the ends of what will be verified, `k` tokens at most, and not of all at hand: a pass per token."""
+        present = self._present(self._ended)
+        spent = self._spend(present, max(len(present), 1))[1]
+        cuts = {r: n for (r, _), n in zip(present, spent.lengths, strict=True)} if spent is not None else {}
+        for items in asks.values():
+            for i, item in enumerate(items):
+                if len(item.verifying) > (cut := min(max(cuts.get(item.request_id, 0), 1), k)):
+                    items[i] = replace(item, verifying=item.verifying[:cut])
 
     def judges(self, drafter_id: str) -> list[list[float]]:
         """The weights by which a drafter ends drafts that are not worth going on with: of greedy and of sampled requests."""
@@ -360,10 +381,17 @@ class Speculator:
 
     # -- learning ------------------------------------------------------------------------------------------------------
 
+    def stepped(self, tokens: int, seconds: float) -> None:
+        """The step that just ended had so many tokens and no prefill."""
+        self.step_times.observe(tokens, seconds)
+        self._step_s = seconds
+
     def learn(self, waited_s: float) -> None:
         """What the last step said, before which drafts were waited for so long."""
         if self._lookups is not None:
             self._lookups.begin_step()
+        if self._step_s is not None:
+            self._request_s += len(self._unlearned) * (self._step_s + waited_s)
         plain_s = self.step_times.at(self._base)
         step_s = self.step_times.at(self._base + self._spent) + waited_s
         for request_id, began in self._unlearned.items():
@@ -371,10 +399,13 @@ class Speculator:
             if request is None:
                 continue
             self._learn_from(request_id, self._guesses.advance(request_id, request.text))
-            self._fairness.stepped(request_id, len(request.text) - began, step_s, plain_s)
+            emitted = len(request.text) - began
+            self._emitted += emitted if self._step_s is not None else 0
+            self._fairness.stepped(request_id, emitted, step_s, plain_s)
             if self._lookups is not None:
                 self._lookups.advance(request_id, request.text)
         self._unlearned.clear()
+        self._step_s = None
         if self._steps >= self._reconsider_at and self._drafter_ids and self._requests:
             self._reconsider_at = self._steps + RECONSIDER_EVERY
             self._reconsider()
@@ -395,7 +426,9 @@ class Speculator:
         load = self.load(min(self._base, len(self._requests)))
         self._prospect = load.drafted
         before = self._asking.choice.ask
-        self._asking.choose(load, self._times, self._fixed)
+        brought = load.requests * self._emitted / self._request_s if self._request_s else 0.0
+        self._emitted, self._request_s = 0, 0.0
+        self._asking.choose(load, self._times, self._fixed, brought)
         self.changes += self._asking.choice.ask != before
 
     def _expected(self) -> Prospect:
@@ -448,12 +481,9 @@ class Speculator:
         block, request.block = request.block, None
         told, hand = request.told, None
         if told is not None and told.source.drafter_id != LOOKUP:
-            # Fewer tokens were verified than there were: what is left of that draft may still fit.
-            said = request.text[self._ended[request_id] :]
-            if told.tokens[: len(said)] == said and len(said) < len(told.tokens):
-                tokens, signs = told.tokens[len(said) :], told.signs[2 * len(said) :]
-                hand = self._hand(request_id, told.source, tokens, signs, told.draft_s)
-        if hand is None and block is not None:
+            # Fewer tokens were verified than there were.
+            self._go_on(request_id, request, told, request.text[self._ended[request_id] :])
+        if request.hand is None and block is not None:
             drafter_id, outcomes, draft_s = block
             said = request.text[outcomes.base_len :]
             is_new = outcomes.base_len == self._ended.get(request_id)
@@ -464,10 +494,19 @@ class Speculator:
                 hand = self._hand(request_id, source, found.tokens, found.signs, draft_s)
             if self._is_telling and is_new:
                 self.foresight.observe(rank, request.outcomes)
-        if self._is_telling and (block is None or block[1].base_len != self._ended[request_id]):
-            self.foresight.late()
         if hand is not None:
             self._take(request_id, request, hand, len(request.text))
+
+    def _go_on(self, request_id: str, request: _Request, hand: Hand, said: list[int]) -> bool:
+        """The request has said this since the draft: if they agree, what is left is a draft, unless a better one is at hand."""
+        done = len(said)
+        if hand.tokens[:done] != said:
+            return False
+        rest = self._hand(request_id, hand.source, hand.tokens[done:], hand.signs[2 * done :], hand.draft_s)
+        if rest is None or (request.hand is not None and request.hand.worth >= rest.worth):
+            return False
+        request.hand = rest
+        return True
 
     def _take(self, request_id: str, request: _Request, hand: Hand, base_len: int) -> None:
         """It can be verified next if the request is as long as that; it is learned from either way."""

@@ -7,6 +7,7 @@ of step times serves all plans.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,10 @@ NEWEST = 0.1
 """Weight of a request's newest draft in the mean of its own."""
 FORGET, PRIOR_HITS, PRIOR_LOOKS = 0.99, 6.0, 8.0
 """Weight of a look-up of an outcome after one newer one, and what is believed before the first: that it is worth trying."""
+
+TRUST, FADE = 0.1, 0.99
+"""Weight of the newest window in what is known of how a kind keeps its promises, and what is left of that after a window
+without it: half in some thousand steps, so that it is tried again."""
 
 DraftSeconds = Callable[[float, int], float]
 """From asking to having drafts for so many requests of so many tokens (`step_times.DraftTimes.at`)."""
@@ -104,31 +109,21 @@ class Foresight:
         # Each next one is believed to be half as likely, and all of them together to be most of what happens.
         self._hits: list[float] = [PRIOR_HITS / 2 ** (rank + 1) for rank in range(most)]
         self._looks = [PRIOR_LOOKS] * most
-        self._in_time, self._asked = PRIOR_LOOKS, PRIOR_LOOKS
 
     @property
     def choices(self) -> list[int]:
         """How many outcomes may be asked for: powers of two."""
         return [1 << i for i in range(len(self._hits).bit_length())]
 
-    def late(self) -> None:
-        """A verification ended before its outcomes had come."""
-        self._in_time, self._asked = FORGET * self._in_time, FORGET * self._asked + 1
-
     def observe(self, rank: int | None, asked: int) -> None:
         """Of `asked` outcomes, which came in time, the one in place `rank` happened, or none of them."""
-        self._in_time, self._asked = FORGET * self._in_time + 1, FORGET * self._asked + 1
         for i in range(min(asked, len(self._hits))):
             self._hits[i] = FORGET * self._hits[i] + (i == rank)
             self._looks[i] = FORGET * self._looks[i] + 1
 
     def rate(self, outcomes: int) -> float:
-        """Share of verifications whose outcome is among so many, and came in time."""
-        return (
-            self._in_time
-            / self._asked
-            * min(1.0, sum(hits / looks for hits, looks in zip(self._hits[:outcomes], self._looks, strict=False)))
-        )
+        """Share of verifications whose outcome is among so many."""
+        return min(1.0, sum(hits / looks for hits, looks in zip(self._hits[:outcomes], self._looks, strict=False)))
 
 
 @dataclass(frozen=True)
@@ -244,7 +239,8 @@ def goodputs(load: Load, times: Times) -> dict[Ask, Choice]:
         consider(Ask.DRAFT, k, emitted / (seconds + times.draft(n, k)))
         for outcomes in load.foresight.choices:
             h = load.foresight.rate(outcomes)
-            if times.enumerate(n * outcomes, k) > max(seconds - times.draft(n * (1 - h), k), 0.0):
+            # A pass per token that is verified, then one per token of the outcomes' drafts.
+            if times.enumerate(n * outcomes, 2 * k) > max(seconds - times.draft(n * (1 - h), k), 0.0):
                 # What is not enumerated while the step runs, beside what was missed, comes too late: a batch is sent whole.
                 h = 0.0
             gain = plain_gain + h * (drafted.gains[k] - plain_gain)
@@ -263,20 +259,51 @@ class Plan(NamedTuple):
     outcomes: int = 0
 
 
+class Promises:
+    """How much of what it promised each kind of asking brings.
+
+    Promises are made of steps, drafts and chances, each measured by itself.  What comes of all three together (a drafter that
+    is asked for more than it can make, cores that slow each other) shows in the tokens alone.
+    """
+
+    def __init__(self) -> None:
+        self._logs: dict[Ask, float] = {}
+
+    def kept(self, ask: Ask) -> float:
+        """Of a kind's promise, in the mean; 1 while nothing is known."""
+        return math.exp(self._logs.get(ask, 0.0))
+
+    def observe(self, ask: Ask, promised: float, brought: float) -> None:
+        """In the last window `ask` was asked for: tokens per second as promised, and as emitted."""
+        before = self._logs.get(ask, 0.0)
+        self._logs = {other: FADE * known for other, known in self._logs.items()}
+        self._logs[ask] = before + TRUST * (math.log(brought / promised) - before)
+
+
 class Asking:
     """What one verifier asks its drafters for."""
 
     def __init__(self) -> None:
         self.choice = Choice(Ask.PLAIN, 0, 0.0)
+        self.promises = Promises()
         self._steps = 0
 
-    def choose(self, load: Load, times: Times, only: Ask | None = None) -> Choice:
-        """The best, or the present kind while nothing is clearly better; with `only`, the best of that kind."""
-        offers = goodputs(load, times)
+    def choose(self, load: Load, times: Times, only: Ask | None = None, brought: float = 0.0) -> Choice:
+        """The best, or the present kind while nothing is clearly better; with `only`, the best of that kind.
+
+        `brought`: tokens per second since the last choice, were it for the present load; 0: not known.
+        """
+        offers, last = goodputs(load, times), self.choice
+        if brought and last.tokens_per_s and last.ask in offers:
+            # Speed has wandered meanwhile: what was promised then and would be now are equally good.
+            self.promises.observe(last.ask, math.sqrt(last.tokens_per_s * offers[last.ask].tokens_per_s), brought)
         if only is not None:
             self.choice = offers[only]
             return self.choice
-        worth = {ask: offer.tokens_per_s / (GAIN if ask != Ask.PLAIN else 1.0) for ask, offer in offers.items()}
+        worth = {
+            ask: offer.tokens_per_s * self.promises.kept(ask) / (GAIN if ask != Ask.PLAIN else 1.0)
+            for ask, offer in offers.items()
+        }
         best, present = max(worth, key=lambda ask: worth[ask]), self.choice.ask
         if present not in offers or best == Ask.PLAIN or worth[best] > GAIN * worth[present]:
             present = best

@@ -146,7 +146,7 @@ class DraftingScheduler(CountingScheduler, Scheduler):
         awaiting_s = self.counters.stats.idle_s["awaiting_draft"] if self.counters is not None else 0.0
         self._waited_s, self._awaiting_s = awaiting_s - self._awaiting_s, awaiting_s
         if not self._with_prefill:
-            self.speculator.step_times.observe(self._tokens, seconds)
+            self.speculator.stepped(self._tokens, seconds)
 
     def read_plan(self, stats: VerifierStats) -> None:
         """Puts what is decided and who is down into `stats`."""

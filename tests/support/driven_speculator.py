@@ -82,7 +82,7 @@ class Driven:
         drafted = sum(len(tokens) for tokens in attached.tokens.values())
         step_s = STEP_S + TOKEN_S * (len(self.texts) + drafted)
         self.now += step_s
-        self.speculator.step_times.observe(len(self.texts) + drafted, step_s)
+        self.speculator.stepped(len(self.texts) + drafted, step_s)
         accepted = 0
         for name, text in self.texts.items():
             length, draft = len(text), attached.tokens.get(name, [])

@@ -145,9 +145,16 @@ class SpeculatorMachine(RuleBasedStateMachine):
         self.open.discard(question)
         assert text is not None
         sound = len(draft.signs) in (0, 2 * len(draft.tokens)) and all(0 <= token < SMALL for token in draft.tokens)
-        assert verdict == ("invalid" if not sound else "ready" if draft.base_len == len(text) else "late")
-        if verdict == "ready" and draft.tokens:
-            self.made.add((draft.request_id, draft.base_len, tuple(draft.tokens[:K])))
+        said = text[draft.base_len :]
+        tokens = draft.tokens[:K]
+        assert (verdict == "invalid") != sound
+        if not said:
+            assert verdict in ("ready", "invalid")
+        elif verdict == "ready":
+            assert tokens[: len(said)] == said, "what is left of it goes on"
+            assert len(tokens) > len(said)
+        if verdict == "ready" and tokens:
+            self.made.add((draft.request_id, len(text), tuple(tokens[len(said) :])))
 
     def _block(self, drafter_id: str, item: NextItem) -> None:
         verifying = item.verifying or [self.dice.randrange(SMALL) for _ in range(2)]
@@ -270,14 +277,24 @@ def test_sync_waits_for_drafts_up_to_their_deadline() -> None:
     assert late.attach(["r"], 0, 100 + LONGEST_WAIT_S).lost == ["d0"]
 
 
-def test_what_comes_too_late_is_not_verified_but_learned_from() -> None:
+@pytest.mark.parametrize(("token", "verdict", "left"), [(7, "ready", {"r": [9]}), (6, "late", {})])
+def test_of_what_comes_late_the_rest_is_verified_if_it_still_fits(token: int, verdict: str, left: dict[str, list[int]]) -> None:
+    made, text = one()
+    made.attach(["r"], 0, 100.2)
+    text.append(token)
+    made.ended("r", text, 6, True)
+    assert made.arrived("d0", Draft("r", 6, [7, 9], [8.0] * 4), 1e-3, 100.21)[0] == verdict
+    made.ask(100.21)
+    assert made.attach(["r"], 0, 100.22).tokens == left
+
+
+def test_what_is_not_verified_is_learned_from() -> None:
     made, text = one()
     made.attach(["r"], 0, 100.2)
     text.append(7)
     made.ended("r", text, 6, True)
     made.ask(100.2)
-    assert made.arrived("d0", Draft("r", 6, [7, 9]), 1e-3, 100.21)[0] == "late"
-    assert made.attach(["r"], 0, 100.22).tokens == {}
+    made.arrived("d0", Draft("r", 6, [7, 9]), 1e-3, 100.21)
     text.append(8)
     made.ended("r", text, 7, True)
     made.ask(100.22)
