@@ -49,9 +49,9 @@ class DraftCounters(msgspec.Struct):
     dropped: dict[str, int] = msgspec.field(default_factory=dict)
     """Drafts not used, by reason.
 
-    `finished`: the request ended first; `late`: the request had gone on without; `lost`: the deadline passed without it;
-    `stale`: not asked for; `invalid`: undecodable, or tokens outside the vocabulary;
-    `overflow`: the drafter's queue was full and the round was never sent.
+    `finished`: the request ended first; `late`: the request had gone on to where nothing of it fits; `lost`: the deadline
+    passed without it; `stale`: not asked for; `invalid`: undecodable, or tokens outside the vocabulary; `overflow`: the
+    drafter's queue was full and the round was never sent.
     """
 
 
