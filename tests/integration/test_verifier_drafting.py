@@ -124,7 +124,8 @@ def test_features_cover_every_position_once(remote: Verifier, drafter: ScriptedD
                 continue
             assert item.base_len - 1 - item.rows == next_row
             next_row = item.base_len - 1
-    assert next_row >= len(prompt) + 10
+    # Rows of the last step, which may bring K + 1 tokens, are of no use to anybody.
+    assert next_row >= len(prompt) + 12 - 1 - (K + 1)
 
 
 def test_drafter_that_never_answers_is_not_waited_for_for_long(
