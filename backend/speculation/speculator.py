@@ -427,8 +427,8 @@ class Speculator:
         self._prospect = load.drafted
         before = self._asking.choice.ask
         brought = load.requests * self._emitted / self._request_s if self._request_s else 0.0
-        self._emitted, self._request_s = 0, 0.0
-        self._asking.choose(load, self._times, self._fixed, brought)
+        tokens, self._emitted, self._request_s = self._emitted, 0, 0.0
+        self._asking.choose(load, self._times, self._fixed, brought, tokens)
         self.changes += self._asking.choice.ask != before
 
     def _expected(self) -> Prospect:

@@ -29,9 +29,10 @@ NEWEST = 0.1
 FORGET, PRIOR_HITS, PRIOR_LOOKS = 0.99, 6.0, 8.0
 """Weight of a look-up of an outcome after one newer one, and what is believed before the first: that it is worth trying."""
 
-TRUST, FADE = 0.1, 0.99
-"""Weight of the newest window in what is known of how a kind keeps its promises, and what is left of that after a window
-without it: half in some thousand steps, so that it is tried again."""
+DOUBTFUL, TRUST, FADE = 256, 0.4, 0.99
+"""How a kind keeps its promises: a window of so many tokens says as much as all before it, and no window weighs more than
+`TRUST`, for the machine's speed wanders; what is left after a window without it is half in some thousand steps, so that it is
+tried again."""
 
 DraftSeconds = Callable[[float, int], float]
 """From asking to having drafts for so many requests of so many tokens (`step_times.DraftTimes.at`)."""
@@ -273,11 +274,12 @@ class Promises:
         """Of a kind's promise, in the mean; 1 while nothing is known."""
         return math.exp(self._logs.get(ask, 0.0))
 
-    def observe(self, ask: Ask, promised: float, brought: float) -> None:
-        """In the last window `ask` was asked for: tokens per second as promised, and as emitted."""
+    def observe(self, ask: Ask, promised: float, brought: float, tokens: int) -> None:
+        """In the last window `ask` was asked for: tokens per second as promised, and as emitted, so many in all."""
         before = self._logs.get(ask, 0.0)
         self._logs = {other: FADE * known for other, known in self._logs.items()}
-        self._logs[ask] = before + TRUST * (math.log(brought / promised) - before)
+        weight = min(tokens / (tokens + DOUBTFUL), TRUST)
+        self._logs[ask] = before + weight * (math.log(brought / promised) - before)
 
 
 class Asking:
@@ -288,15 +290,15 @@ class Asking:
         self.promises = Promises()
         self._steps = 0
 
-    def choose(self, load: Load, times: Times, only: Ask | None = None, brought: float = 0.0) -> Choice:
+    def choose(self, load: Load, times: Times, only: Ask | None = None, brought: float = 0.0, tokens: int = 0) -> Choice:
         """The best, or the present kind while nothing is clearly better; with `only`, the best of that kind.
 
-        `brought`: tokens per second since the last choice, were it for the present load; 0: not known.
+        `brought`: tokens per second since the last choice, were it for the present load, from so many tokens; 0: not known.
         """
         offers, last = goodputs(load, times), self.choice
         if brought and last.tokens_per_s and last.ask in offers:
             # Speed has wandered meanwhile: what was promised then and would be now are equally good.
-            self.promises.observe(last.ask, math.sqrt(last.tokens_per_s * offers[last.ask].tokens_per_s), brought)
+            self.promises.observe(last.ask, math.sqrt(last.tokens_per_s * offers[last.ask].tokens_per_s), brought, tokens)
         if only is not None:
             self.choice = offers[only]
             return self.choice

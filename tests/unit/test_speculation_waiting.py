@@ -18,6 +18,7 @@ from backend.speculation.waiting import (
     Load,
     Outlook,
     Pending,
+    Promises,
     Prospect,
     Times,
     goodputs,
@@ -282,3 +283,22 @@ def test_chances_are_calibrated_by_drafts_that_nobody_verifies() -> None:
     verifier.run(8, 600)
     assert sum(verifier.remote.foretold.seen) > 8 * 16
     assert verifier.remote.foretold.error < 0.1
+
+
+def test_a_kind_that_does_not_keep_its_promises_is_left_and_later_tried_again() -> None:
+    """Its parts are measured well, and together they bring half."""
+    asking, load = Asking(), Load(4, 4, NONE, GOOD, seeing(0.0))
+    times = Times(flat, draft_s, lambda rows, k: 1.0, at_once)
+    first = asking.choose(load, times)
+    assert first.ask == Ask.DRAFT
+    windows = 0
+    while asking.choose(load, times, None, 0.2 * asking.choice.tokens_per_s, 1000).ask == Ask.DRAFT:
+        windows += 1
+        assert windows < 8
+    for _ in range(400):
+        if asking.choose(load, times, None, asking.choice.tokens_per_s, 1000).ask == Ask.DRAFT:
+            break
+    assert asking.choice.ask == Ask.DRAFT
+    few = Promises()
+    few.observe(Ask.DRAFT, 100, 50, 20)
+    assert 0.9 < few.kept(Ask.DRAFT) < 1, "a few tokens say little"
