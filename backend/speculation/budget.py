@@ -8,12 +8,9 @@ The best N makes (B + sum S) / T(base + N) largest, as DSpark's adaptive verific
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from operator import itemgetter, mul
-
-OWED, RANGE = -4.0, 8.0
-"""Tokens a request may fall behind plain decoding before it counts, and those that are remembered either way."""
 
 
 def survivals(chances: Iterable[float]) -> list[float]:
@@ -37,31 +34,20 @@ class Spent:
     """T(base + N)."""
 
 
-def spend(
-    survivals: Sequence[Sequence[float]],
-    step_s: Callable[[int], float],
-    base: int,
-    owed: Sequence[float] | None = None,
-) -> Spent:
+def spend(survivals: Sequence[Sequence[float]], step_s: Callable[[int], float], base: int) -> Spent:
     """The draft tokens that pay.
 
     `survivals`: per decoding request, an empty one without a draft.  `base`: tokens of the step without drafts, with prefill.
-    `owed`: credits as in `Fairness`; a request below `OWED` must itself gain from what is spent.
     """
     ranked = [(s, i) for i, row in enumerate(survivals) for s in row]
     ranked.sort(key=itemgetter(0), reverse=True)
     emitted = best_emitted = float(len(survivals))
-    plain_s = best_s = step_s(base)
-    best, best_rate = 0, emitted / plain_s
-    behind = {i: 1.0 for i, credit in enumerate(owed) if credit < OWED} if owed is not None else {}
-    bound = plain_s if behind else float("inf")
-    for n, (s, i) in enumerate(ranked, 1):
+    best_s = step_s(base)
+    best, best_rate = 0, emitted / best_s
+    for n, (s, _) in enumerate(ranked, 1):
         emitted += s
-        if i in behind:
-            behind[i] += s
-            bound = plain_s * min(behind.values())
         seconds = step_s(base + n)
-        if emitted > best_rate * seconds and seconds <= bound:
+        if emitted > best_rate * seconds:
             best, best_rate, best_emitted, best_s = n, emitted / seconds, emitted, seconds
     lengths = [0] * len(survivals)
     for _, i in ranked[:best]:
@@ -70,32 +56,3 @@ def spend(
     left_out = ranked[best][0] if best < len(ranked) else 0.0
     threshold = max(left_out, min(price, ranked[best - 1][0] if best else 1.0))
     return Spent(lengths, threshold, best, best_emitted - len(survivals), best_s)
-
-
-@dataclass
-class Fairness:
-    """How many tokens each request is ahead of what it is due, or behind (negative): others' draft tokens slow its steps.
-
-    One request that cannot be drafted for keeps all others from being, if it is due all of plain decoding's rate.
-    """
-
-    due: float = 1.0
-    """Share of plain decoding's rate that no request falls below in the long run."""
-    credits: dict[str, float] = field(default_factory=dict)
-
-    def stepped(self, request_id: str, emitted: int, step_s: float, plain_s: float) -> None:
-        """A request emitted so much in `step_s` seconds, waiting for drafts included; without drafts it takes `plain_s`.
-
-        Both are predictions of one curve: what a step really took would count the machine's slow moments as debt.
-        """
-        credit = self.credits.get(request_id, 0.0) + emitted - self.due * step_s / plain_s
-        self.credits[request_id] = max(-RANGE, min(RANGE, credit))
-
-    def owed(self, request_ids: Iterable[str]) -> list[float] | None:
-        """For `spend`; None where nobody is far behind."""
-        credits = [self.credits.get(request_id, 0.0) for request_id in request_ids]
-        return credits if min(credits, default=0.0) < OWED else None
-
-    def forget(self, request_id: str) -> None:
-        """The request is over."""
-        self.credits.pop(request_id, None)

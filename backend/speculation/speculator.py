@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from backend.chances import chances
 from backend.fleet import LOOKUP, Foretold
 from backend.protocol import Block, Draft, NextItem
-from backend.speculation.budget import OWED, Fairness, Spent, spend, survivals
+from backend.speculation.budget import Spent, spend, survivals
 from backend.speculation.calibration import Calibration
 from backend.speculation.deadlines import Questions
 from backend.speculation.guesses import Guesses, Resolved
@@ -133,7 +133,6 @@ class Speculator:
             self._asking.choice = Choice(self._fixed, longest, 0.0, self._few if self._fixed == Ask.AHEAD else 0)
         self._lookups = Lookups() if lookups else None
         self._guesses = Guesses()
-        self._fairness = Fairness()
         self._calibrations: dict[Source, Calibration] = {}
         prior = survivals(chances(Calibration(longest).weights, [0.0] * (2 * longest)))
         self._drafted, self._alone = Outlook(longest, prior), Outlook(longest)
@@ -151,8 +150,8 @@ class Speculator:
         self._spent_for: tuple[int, list[Hand | None]] = (0, [])
         self._last_spent: Spent | None = None
         self._floor = 0.0
-        self._base, self._spent = 1, 0
-        """Tokens of the running step without drafts, and draft tokens."""
+        self._base = 1
+        """Tokens of the running step without drafts."""
         self._reconsider_at = 0
         self._step_s: float | None = None
         self._emitted, self._request_s = 0, 0.0
@@ -239,9 +238,6 @@ class Speculator:
         request = self._requests.pop(request_id, None)
         if request is not None:
             self._learn_from(request_id, [*self._guesses.advance(request_id, request.text), *self._guesses.forget(request_id)])
-        self._fairness.forget(request_id)
-        for outlook in (self._alone, self._drafted):
-            outlook.forget(request_id)
         for calibration in self._calibrations.values():
             calibration.forget(request_id)
         if self._lookups is not None:
@@ -282,12 +278,12 @@ class Speculator:
         self._probes += self._probed == 1
         attached.hurried = self._probing or self.choice.ask != Ask.PLAIN
         present = self._present(decoding)
-        self._base, self._spent = max(len(present) + prefill, 1), 0
+        self._base = max(len(present) + prefill, 1)
         hands, spent = self._spend(present, self._base)
         for (_, request), hand in zip(present, hands, strict=True):
             request.verified = hand
         if spent is not None:
-            self._floor, self._spent = ROOM * spent.threshold, spent.tokens
+            self._floor = ROOM * spent.threshold
             for (request_id, request), length in zip(present, spent.lengths, strict=True):
                 if length and request.verified is not None:
                     attached.tokens[request_id] = request.verified.tokens[:length]
@@ -372,10 +368,8 @@ class Speculator:
         waited_s = now - min(self.questions.pending[present[i][0]].asked_at for i in missing)
         hands, spent = self._spend(present, base)
         rows = [hand.survivals if hand is not None else [] for hand in hands]
-        owed = self._fairness.owed(request_id for request_id, _ in present)
-        behind = [self._drafted.gain(r) for (r, _), credit in zip(present, owed, strict=True) if credit < OWED] if owed else []
         pending = Pending(missing, k, draft_s, waited_s)
-        if not waiting_pays(spent or spend(rows, at, base), rows, pending, self._expected(), at, base, behind):
+        if not waiting_pays(spent or spend(rows, at, base), rows, pending, self._expected(), at, base):
             return None
         return min(deadline, now + max(pending.left_s, draft_s / 8))
 
@@ -392,16 +386,13 @@ class Speculator:
             self._lookups.begin_step()
         if self._step_s is not None:
             self._request_s += len(self._unlearned) * (self._step_s + waited_s)
-        plain_s = self.step_times.at(self._base)
-        step_s = self.step_times.at(self._base + self._spent) + waited_s
         for request_id, began in self._unlearned.items():
             request = self._requests.get(request_id)
             if request is None:
                 continue
             self._learn_from(request_id, self._guesses.advance(request_id, request.text))
-            emitted = len(request.text) - began
-            self._emitted += emitted if self._step_s is not None else 0
-            self._fairness.stepped(request_id, emitted, step_s, plain_s)
+            if self._step_s is not None:
+                self._emitted += len(request.text) - began
             if self._lookups is not None:
                 self._lookups.advance(request_id, request.text)
         self._unlearned.clear()
@@ -426,7 +417,7 @@ class Speculator:
         load = self.load(min(self._base, len(self._requests)))
         self._prospect = load.drafted
         before = self._asking.choice.ask
-        brought = load.requests * self._emitted / self._request_s if self._request_s else 0.0
+        brought = self._emitted / self._request_s if self._request_s else 0.0
         tokens, self._emitted, self._request_s = self._emitted, 0, 0.0
         self._asking.choose(load, self._times, self._fixed, brought, tokens)
         self.changes += self._asking.choice.ask != before
@@ -455,8 +446,7 @@ class Speculator:
         hands = [self._best(request_id, request) for request_id, request in present]
         if self._spent_for != (base, hands):
             rows = [hand.survivals if hand is not None else [] for hand in hands]
-            owed = self._fairness.owed(r for r, _ in present) if self._fixed is None else None
-            self._last_spent = spend(rows, self.step_times.at, base, owed) if any(rows) else None
+            self._last_spent = spend(rows, self.step_times.at, base) if any(rows) else None
             self._spent_for = base, hands
         return hands, self._last_spent
 
@@ -471,7 +461,7 @@ class Speculator:
         request.own_at = len(request.text)
         tokens, signs = self._lookups.propose(request_id, request.text, self._longest)
         request.own = self._hand(request_id, Source(LOOKUP, request.greedy), tokens, signs, 0.0)
-        self._alone.note(request_id, request.own.survivals if request.own is not None else [], self._steps)
+        self._alone.note(request.own.survivals if request.own is not None else [], self._steps)
         if request.own is not None:
             self._note(request_id, request, request.own, request.own_at)
         return request.own
@@ -518,7 +508,7 @@ class Speculator:
     def _compare(self, request_id: str, request: _Request, drafted: list[float]) -> None:
         """Survivals of a drafter's answer: with drafters, the request has the better of it and its own text."""
         own = self._own(request_id, request)
-        self._drafted.note(request_id, max(drafted, own.survivals if own is not None else [], key=sum), self._steps)
+        self._drafted.note(max(drafted, own.survivals if own is not None else [], key=sum), self._steps)
 
     def _note(self, request_id: str, request: _Request, hand: Hand, base_len: int) -> None:
         known = self._guesses.note(request_id, hand.source, base_len, hand.tokens, hand.signs, request.text)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
@@ -24,8 +24,6 @@ PROBE_EVERY, PROBE_STEPS = 128, 4
 all the same."""
 ROWS, FEWEST, RECENT_STEPS = 64, 8, 512
 """Drafts an outlook is made from; the newest few count however old they are."""
-NEWEST = 0.1
-"""Weight of a request's newest draft in the mean of its own."""
 FORGET, PRIOR_HITS, PRIOR_LOOKS = 0.99, 6.0, 8.0
 """Weight of a look-up of an outcome after one newer one, and what is believed before the first: that it is worth trying."""
 
@@ -54,10 +52,9 @@ class Outlook:
         self._k = k
         self._rows: deque[tuple[int, list[float]]] = deque(maxlen=ROWS)
         self._prior = list(prior[:k])
-        self._gains: dict[str, float] = {}
 
-    def note(self, request_id: str, survivals: Sequence[float], step: int) -> None:
-        """The survivals of a request's draft, in step number `step`; empty where there was none.
+    def note(self, survivals: Sequence[float], step: int) -> None:
+        """The survivals of a draft, in step number `step`; empty where there was none.
 
         What its drafter left out as unlikely goes on falling as it fell last.
         """
@@ -66,20 +63,9 @@ class Outlook:
             falls = row[-1] / row[-2] if len(row) > 1 and row[-2] > 0 else row[-1]
             while len(row) < self._k:
                 row.append(row[-1] * falls)
-        gain = sum(row)
-        mean = self._gains.get(request_id, gain)
-        self._gains[request_id] = mean + NEWEST * (gain - mean)
         self._rows.append((step, row))
         while len(self._rows) > FEWEST and self._rows[0][0] < step - RECENT_STEPS:
             self._rows.popleft()
-
-    def gain(self, request_id: str) -> float:
-        """Draft tokens of this request that would be accepted, the mean lately; what is believed where unknown."""
-        return self._gains.get(request_id, sum(self._prior))
-
-    def forget(self, request_id: str) -> None:
-        """The request is over."""
-        self._gains.pop(request_id, None)
 
     def prospect(self, requests: int, base: int, step_s: Callable[[int], float]) -> Prospect:
         """Were there such drafts for all of `requests` requests in a step of `base` tokens.
@@ -153,12 +139,10 @@ def waiting_pays(
     prospect: Prospect,
     step_s: Callable[[float], float],
     base: int,
-    behind: Collection[float] = (),
 ) -> bool:
     """Whether a step should wait for drafts that are out, rather than go with those at hand, as spent on `survivals`.
 
     A request may have another draft at hand, of its own text: what is out counts where it is expected to bring more.
-    `behind`: what drafts bring those who are owed (`Outlook.gain`); waiting must pay for each of them.
     """
     more = more_tokens = 0.0
     for i in pending.missing:
@@ -167,10 +151,8 @@ def waiting_pays(
         if better > 0:
             more, more_tokens = more + better, more_tokens + prospect.tokens[pending.k] - length
     seconds = step_s(base + at_hand.tokens + more_tokens) + pending.left_s
-    if not more or (behind and seconds > step_s(base) * (1 + min(behind))):
-        return False
     going = len(survivals) + at_hand.gained
-    return (going + more) / seconds > going / at_hand.seconds
+    return more > 0 and (going + more) / seconds > going / at_hand.seconds
 
 
 class Ask(StrEnum):
@@ -275,7 +257,7 @@ class Promises:
         return math.exp(self._logs.get(ask, 0.0))
 
     def observe(self, ask: Ask, promised: float, brought: float, tokens: int) -> None:
-        """In the last window `ask` was asked for: tokens per second as promised, and as emitted, so many in all."""
+        """In the last window `ask` was asked for: a rate as promised, and as it came, of so many tokens."""
         before = self._logs.get(ask, 0.0)
         self._logs = {other: FADE * known for other, known in self._logs.items()}
         weight = min(tokens / (tokens + DOUBTFUL), TRUST)
@@ -288,17 +270,20 @@ class Asking:
     def __init__(self) -> None:
         self.choice = Choice(Ask.PLAIN, 0, 0.0)
         self.promises = Promises()
-        self._steps = 0
+        self._steps, self._requests = 0, 0
+        """Since the kind was chosen; decoding at the last choice."""
 
     def choose(self, load: Load, times: Times, only: Ask | None = None, brought: float = 0.0, tokens: int = 0) -> Choice:
         """The best, or the present kind while nothing is clearly better; with `only`, the best of that kind.
 
-        `brought`: tokens per second since the last choice, were it for the present load, from so many tokens; 0: not known.
+        `brought`: tokens per second of each request since the last choice, from so many tokens in all; 0: not known.
         """
-        offers, last = goodputs(load, times), self.choice
-        if brought and last.tokens_per_s and last.ask in offers:
-            # Speed has wandered meanwhile: what was promised then and would be now are equally good.
-            self.promises.observe(last.ask, math.sqrt(last.tokens_per_s * offers[last.ask].tokens_per_s), brought, tokens)
+        offers, last, requests = goodputs(load, times), self.choice, self._requests
+        self._requests = load.requests
+        if brought and last.tokens_per_s and last.ask in offers and requests / 2 < load.requests < requests * 2:
+            # Speed and load have wandered meanwhile: what was promised then and would be now are equally good.
+            promised = math.sqrt(last.tokens_per_s / requests * offers[last.ask].tokens_per_s / load.requests)
+            self.promises.observe(last.ask, promised, brought, tokens)
         if only is not None:
             self.choice = offers[only]
             return self.choice

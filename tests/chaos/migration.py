@@ -1,4 +1,4 @@
-"""Requests moved on purpose, compared with the same requests left alone: text, log-probabilities, usage, acceptance length.
+"""Requests moved on purpose, compared with the same requests left alone: text, log-probabilities, usage, quality of drafts.
 
 Two verifiers with a drafter each, without Ray, and a gateway in this process, so that every request can be moved in its midst.
 """
@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from backend.fleet import LOOKUP, VerifierStats
 from backend.routing import Candidate
 from tests.chaos.workload import Case, Outcome, ask, cases, what_is_wrong
 from tests.support.engine_gateway import EngineFleet, engine_fleet
@@ -17,7 +18,7 @@ from tests.support.fake_verifier import eventually
 
 CONCURRENCY = 8
 ALLOWED = 0.05
-"""By how much acceptance length may differ after a move."""
+"""By how much the share of right draft tokens may differ after a move."""
 
 
 class OneWay:
@@ -34,21 +35,24 @@ class OneWay:
 
 @dataclass
 class Drafted:
-    """Verifications that had a draft, and draft tokens kept: steps that did not wait for drafts are no matter of acceptance."""
+    """Draft tokens of drafters that were compared with the text, verified or not, up to each draft's first wrong one.
 
-    drafts: int = 0
-    accepted: int = 0
+    What the budget lets be verified depends on the load, look-ups on what was said before; this does not.
+    """
+
+    right: int = 0
+    seen: int = 0
 
     @property
-    def length(self) -> float:
-        """Acceptance length."""
-        return 1 + self.accepted / self.drafts if self.drafts else 0.0
+    def share(self) -> float:
+        """Of right ones."""
+        return self.right / self.seen if self.seen else 0.0
 
     def __sub__(self, other: Drafted) -> Drafted:
-        return Drafted(self.drafts - other.drafts, self.accepted - other.accepted)
+        return Drafted(self.right - other.right, self.seen - other.seen)
 
     def __add__(self, other: Drafted) -> Drafted:
-        return Drafted(self.drafts + other.drafts, self.accepted + other.accepted)
+        return Drafted(self.right + other.right, self.seen + other.seen)
 
 
 @dataclass
@@ -58,7 +62,7 @@ class Moved:
     requests: int = 0
     sequences_moved: int = 0
     alone: float = 0.0
-    """Acceptance length of the requests left alone."""
+    """Share of right draft tokens, the requests left alone."""
     moved: float = 0.0
     """Of the same requests moved, over both verifiers: the same texts, so the same drafts if moving cost nothing."""
     before: float = 0.0
@@ -89,13 +93,13 @@ async def migrated(requests: int, tokens: int, mode: str) -> Moved:
         end = await _drafted(fleet)
         found.sequences_moved = int(await fleet.metric("outrider_migrations_total"))
         found.recovery_s = await fleet.metric("outrider_recovery_seconds_sum") / max(found.sequences_moved, 1)
-    found.alone = (middle[first] - start[first]).length
+    found.alone = (middle[first] - start[first]).share
     before, after = end[first] - middle[first], end[second] - middle[second]
-    found.before, found.after, found.moved = before.length, after.length, (before + after).length
+    found.before, found.after, found.moved = before.share, after.share, (before + after).share
     if found.sequences_moved < requests * 0.9:
         found.problems.append(f"only {found.sequences_moved} sequences were moved")
     if abs(found.moved / found.alone - 1) > ALLOWED:
-        found.problems.append(f"acceptance length {found.moved:.3f} of moved requests, {found.alone:.3f} left alone")
+        found.problems.append(f"{found.moved:.3f} of draft tokens right in moved requests, {found.alone:.3f} left alone")
     _compare_answers(found, alone, outcomes)
     found.seconds = time.monotonic() - began
     return found
@@ -107,12 +111,12 @@ async def _drafted(fleet: EngineFleet) -> dict[str, Drafted]:
     # Counters are sent four times a second; those that are here may be from before the end.
     seen = {stats.verifier_id: stats.busy_s for stats in fleet.core.stats()}
     await eventually(lambda: all(stats.busy_s > seen.get(stats.verifier_id, -1.0) for stats in fleet.core.stats()))
-    return {
-        stats.verifier_id: Drafted(
-            sum(each.drafts for each in stats.drafters.values()), sum(each.accepted_tokens for each in stats.drafters.values())
-        )
-        for stats in fleet.core.stats()
-    }
+    return {stats.verifier_id: _of_drafters(stats) for stats in fleet.core.stats()}
+
+
+def _of_drafters(stats: VerifierStats) -> Drafted:
+    kinds = [foretold for kind, foretold in stats.foretold.items() if kind != LOOKUP]
+    return Drafted(sum(sum(kind.right) for kind in kinds), sum(sum(kind.seen) for kind in kinds))
 
 
 async def _run(fleet: EngineFleet, chosen: list[Case], move: bool) -> list[Outcome]:

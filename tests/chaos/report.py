@@ -61,7 +61,7 @@ def _migration(moved: Moved | None) -> dict[str, Any] | None:
     return {
         "requests": moved.requests,
         "sequences moved": moved.sequences_moved,
-        "acceptance length": {
+        "share of right draft tokens": {
             "left alone": round(moved.alone, 3),
             "moved": round(moved.moved, 3),
             "moved, up to the cut": round(moved.before, 3),
@@ -91,12 +91,12 @@ def _markdown(document: dict[str, Any]) -> str:
             lines.append("| " + " | ".join([kind, *cells]) + " |")
         lines += ["", *_problems(faults["problems"])]
     if migration is not None:
-        lengths = migration["acceptance length"]
+        shares = migration["share of right draft tokens"]
         lines += [
             f"{migration['requests']} requests ({migration['sequences moved']} sequences) moved in their midst, "
-            f"{migration['mean time without tokens s']} s without tokens on average. Acceptance length {lengths['moved']} "
-            f"({lengths['moved, up to the cut']} up to the cut, {lengths['moved, after the cut']} after it), left alone "
-            f"{lengths['left alone']}.",
+            f"{migration['mean time without tokens s']} s without tokens on average. Right draft tokens: {shares['moved']} "
+            f"({shares['moved, up to the cut']} up to the cut, {shares['moved, after the cut']} after it), left alone "
+            f"{shares['left alone']}.",
             "",
             *_problems(migration["problems"]),
         ]

@@ -10,7 +10,7 @@ import random
 from dataclasses import dataclass
 
 from backend.chances import chances
-from backend.speculation.budget import OWED, Fairness, spend, survivals
+from backend.speculation.budget import spend, survivals
 from backend.speculation.calibration import Calibration
 from backend.speculation.guesses import Guesses
 from backend.speculation.step_times import DraftTimes, StepTimes
@@ -102,16 +102,13 @@ class Machine:
 class Verifier:
     """What the scheduler does, without vLLM."""
 
-    def __init__(self, machine: Machine, seed: int, *, due: float = 0.0) -> None:
+    def __init__(self, machine: Machine, seed: int) -> None:
         self.machine, self.dice = machine, random.Random(seed)
         self.remote, self.own = Calibration(K), Calibration(K)
         self.times, self.draft_times, self.miss_times = StepTimes(), DraftTimes(), DraftTimes()
         prior = survivals(chances(self.remote.weights, [0.0] * 2 * K))
         self.drafted, self.alone = Outlook(K, prior), Outlook(K)
         self.asking, self.hits, self.guesses = Asking(), Foresight(1), Guesses()
-        self.fairness = Fairness(due) if due else None
-        self.emitted: dict[int, int] = {}
-        self.spent_ms: list[float] = []
         self.asks: list[tuple[Ask, int]] = []
         self.clock, self.load, self.wandered = 0, 0, 0.0
         self.threshold = 0.0
@@ -122,7 +119,6 @@ class Verifier:
         for _ in range(steps):
             emitted, ms = self._step(requests)
             tokens, spent_ms = tokens + emitted, spent_ms + ms
-            self.spent_ms.append(ms)
         return tokens / spent_ms
 
     def _slow(self) -> float:
@@ -148,28 +144,26 @@ class Verifier:
                 self.hits.observe(0 if hit else None, 1)
         come = [hit and choice.ask == Ask.AHEAD for hit in come]
         cut = [[s for s in row[: choice.k] if s >= self.threshold] for row in rows]
-        owed = self.fairness.owed(map(str, range(n))) if self.fairness else None
 
         def offer() -> tuple[list[list[float]], list[bool]]:
             uses = [come[i] and sum(cut[i]) >= sum(own_rows[i]) for i in range(n)]
             return [cut[i] if uses[i] else own_rows[i] for i in range(n)], uses
 
         offered, uses = offer()
-        spent, waited = spend(offered, self.times.at, n, owed), 0.0
+        spent, waited = spend(offered, self.times.at, n), 0.0
         out = [i for i in range(n) if not come[i]]
         if choice.ask != Ask.PLAIN and out:
             times = self.draft_times if choice.ask == Ask.DRAFT else self.miss_times
             draft_s = times.at(len(out), choice.k)
-            behind = [self.drafted.gain(str(i)) for i in range(n) if owed is not None and owed[i] < OWED]
             pending = Pending(out, choice.k, draft_s, 0.0)
-            pays = waiting_pays(spent, offered, pending, self.prospect, self.times.at, n, behind)
+            pays = waiting_pays(spent, offered, pending, self.prospect, self.times.at, n)
             drafted = max(len(cut[i]) for i in out)
             ms = machine.draft_ms(len(out), drafted) + machine.enumeration * (choice.ask == Ask.AHEAD)
             times.observe(len(out), drafted, (ms - machine.way) * slow / 1e3, ms * slow / 1e3)
             if pays:
                 waited, come = ms, [True] * n
                 offered, uses = offer()
-                spent = spend(offered, self.times.at, n, owed)
+                spent = spend(offered, self.times.at, n)
         elif probes:
             ms = machine.draft_ms(n, K)
             self.draft_times.observe(n, K, (ms - machine.way) * slow / 1e3, ms * slow / 1e3)
@@ -178,17 +172,13 @@ class Verifier:
         self.times.observe(n + spent.tokens, step_ms * slow / 1e3)
         for i, length in enumerate(spent.lengths):
             used = drafts[i] if uses[i] else lookups[i]
-            emitted = 1 + [*used.tokens[:length], 1].index(1)
             expected += sum(used.true[:length])
-            self.emitted[i] = self.emitted.get(i, 0) + emitted
-            if self.fairness:
-                self.fairness.stepped(str(i), emitted, (step_ms + waited) / 1e3, machine.step_ms(n) / 1e3)
         asked = probes or choice.ask != Ask.PLAIN
         for i in range(n):
             self._learn(str(i), drafts[i] if asked else None, lookups[i])
-            self.alone.note(str(i), own_rows[i], self.clock)
+            self.alone.note(own_rows[i], self.clock)
             if asked:
-                self.drafted.note(str(i), max(rows[i], own_rows[i], key=sum), self.clock)
+                self.drafted.note(max(rows[i], own_rows[i], key=sum), self.clock)
         if n != self.load or self.clock % CHOOSE_EVERY == 0:
             self._choose(n)
         return expected, step_ms + waited

@@ -14,9 +14,6 @@ def assert_nothing_is_left(speculator: Speculator) -> None:
         "pending": speculator.questions.pending,
         "overdue": speculator.questions._overdue,
         "guesses": speculator._guesses._open,
-        "credits": speculator._fairness.credits,
-        "gains with drafts": speculator._drafted._gains,
-        "gains alone": speculator._alone._gains,
     }
     if speculator._lookups is not None:
         tables["look-ups"] = speculator._lookups._own

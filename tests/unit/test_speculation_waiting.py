@@ -52,8 +52,8 @@ def flat(tokens: float) -> float:
 def test_outlooks_put_what_came_through_the_budget_of_the_load() -> None:
     outlook = Outlook(4)
     for step in range(10):
-        outlook.note("r", survivals([0.8] * 4), step)
-        outlook.note("r", [], step)
+        outlook.note(survivals([0.8] * 4), step)
+        outlook.note([], step)
     free = outlook.prospect(4, 4, lambda n: 1.0)
     assert free.tokens == (0.0, 0.5, 1.0, 1.5, 2.0)
     assert free.gains[4] == pytest.approx((0.8 + 0.64 + 0.512 + 0.4096) / 2)
@@ -64,15 +64,15 @@ def test_outlooks_begin_with_what_is_believed_and_forget_what_is_old() -> None:
     outlook = Outlook(2, [0.6, 0.3])
     assert outlook.prospect(3, 3, lambda n: 1.0).gains == pytest.approx((0.0, 0.6, 0.9))
     for _ in range(40):
-        outlook.note("r", [0.9, 0.9], 0)
+        outlook.note([0.9, 0.9], 0)
     for _ in range(8):
-        outlook.note("r", [0.1, 0.1], 10_000)
+        outlook.note([0.1, 0.1], 10_000)
     assert outlook.prospect(1, 1, lambda n: 1.0).gains[2] == pytest.approx(0.2)
 
 
 def test_what_a_drafter_left_out_goes_on_falling() -> None:
     outlook = Outlook(4)
-    outlook.note("r", [0.8, 0.4], 0)
+    outlook.note([0.8, 0.4], 0)
     assert outlook.prospect(1, 1, lambda n: 1.0).gains == pytest.approx((0.0, 0.8, 1.2, 1.4, 1.5))
 
 
@@ -120,14 +120,6 @@ def test_a_better_draft_of_its_own_takes_nothing_from_what_others_gain() -> None
     going, gain = 2 + spent.gained, POOR.gains[4]
     left_s = 0.9 * 6e-3 * gain / going
     assert waiting_pays(spent, rows, Pending([0, 1], 4, left_s, 0.0), POOR, flat, 2)
-
-
-def test_nobody_waits_at_the_cost_of_one_who_is_behind() -> None:
-    rows: list[list[float]] = [[], []]
-    spent = spend(rows, flat, 2)
-    pending = Pending([0, 1], 4, 4e-3, 0.0)
-    assert waiting_pays(spent, rows, pending, GOOD, flat, 2, behind=[1.0])
-    assert not waiting_pays(spent, rows, pending, GOOD, flat, 2, behind=[1.0, 0.1])
 
 
 def at_once(rows: float, k: int) -> float:
@@ -254,16 +246,6 @@ def test_the_first_steps_lose_little(name: str, seed: int) -> None:
     assert Verifier(machine, seed).run(4, 200) > 0.8 * machine.best(4)[0]
 
 
-@pytest.mark.parametrize(("due", "costs"), [(1.0, 0.25), (0.8, 0.15)])
-def test_fairness_keeps_every_request_at_what_it_is_due(due: float, costs: float) -> None:
-    machine = MACHINES["mixed requests"]
-    verifier = Verifier(machine, 1, due=due)
-    share = verifier.run(4, 1000) / machine.best(4)[0]
-    plain = sum(verifier.spent_ms) / machine.step_ms(4)
-    assert min(verifier.emitted.values()) > 0.95 * due * plain
-    assert share > 1 - costs
-
-
 def test_budgets_by_request_beat_the_best_fixed_way_where_requests_differ() -> None:
     machine = MACHINES["mixed requests"]
     assert Verifier(machine, 1).run(4, 500) > 1.1 * machine.best(4)[0]
@@ -292,13 +274,23 @@ def test_a_kind_that_does_not_keep_its_promises_is_left_and_later_tried_again() 
     first = asking.choose(load, times)
     assert first.ask == Ask.DRAFT
     windows = 0
-    while asking.choose(load, times, None, 0.2 * asking.choice.tokens_per_s, 1000).ask == Ask.DRAFT:
+    while asking.choose(load, times, None, 0.05 * asking.choice.tokens_per_s, 1000).ask == Ask.DRAFT:
         windows += 1
         assert windows < 8
     for _ in range(400):
-        if asking.choose(load, times, None, asking.choice.tokens_per_s, 1000).ask == Ask.DRAFT:
+        if asking.choose(load, times, None, asking.choice.tokens_per_s / 4, 1000).ask == Ask.DRAFT:
             break
     assert asking.choice.ask == Ask.DRAFT
+
+
+def test_what_was_promised_to_many_is_not_asked_of_few() -> None:
+    asking, times = Asking(), Times(flat, draft_s, lambda rows, k: 1.0, at_once)
+    ask = asking.choose(Load(16, 16, NONE, GOOD, seeing(0.0)), times).ask
+    asking.choose(Load(1, 1, NONE, GOOD, seeing(0.0)), times, None, 1.0, 1000)
+    assert asking.promises.kept(ask) == 1.0
+
+
+def test_a_few_tokens_say_little_of_a_kind() -> None:
     few = Promises()
     few.observe(Ask.DRAFT, 100, 50, 20)
-    assert 0.9 < few.kept(Ask.DRAFT) < 1, "a few tokens say little"
+    assert 0.9 < few.kept(Ask.DRAFT) < 1
