@@ -25,20 +25,20 @@ def chance(weights: Sequence[float], place: int, value: float, lead: float) -> f
     return 1 / (1 + exp(-odds if odds > -STEEPEST else STEEPEST))
 
 
-def chances(weights: Sequence[float], signs: Sequence[float]) -> list[float]:
+def chances(weights: Sequence[float], signs: Sequence[float], offset: float = 0.0) -> list[float]:
     """Of each token of a draft, were all before it accepted; `signs` are value and lead of one token after the other.
 
-    Written out, since verifiers do this for every draft token between two steps.
+    `offset` is added to all of e.  Written out, since verifiers do this for every draft token between two steps.
     """
     a, b, *offsets = weights
     offsets += offsets[-1:] * (len(signs) // 2 - len(offsets))
     found = []
-    for value, lead, offset in zip(signs[::2], signs[1::2], offsets, strict=False):
+    for value, lead, own in zip(signs[::2], signs[1::2], offsets, strict=False):
         if not -CLIP <= value <= CLIP:
             value = clipped(value)
         if not -CLIP <= lead <= CLIP:
             lead = clipped(lead)
-        odds = a * value + b * lead + offset
+        odds = a * value + b * lead + own + offset
         found.append(1 / (1 + exp(-odds if odds > -STEEPEST else STEEPEST)))
     return found
 

@@ -7,7 +7,7 @@ The best N makes (B + sum S) / T(base + N) largest, as DSpark's adaptive verific
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import itemgetter, mul
@@ -34,25 +34,24 @@ class Spent:
     """T(base + N)."""
 
 
-def spend(survivals: Sequence[Sequence[float]], step_s: Callable[[int], float], base: int) -> Spent:
+def spend(survivals: Sequence[Sequence[float]], times: Sequence[float]) -> Spent:
     """The draft tokens that pay.
 
-    `survivals`: per decoding request, an empty one without a draft.  `base`: tokens of the step without drafts, with prefill.
+    `survivals`: per decoding request, an empty one without a draft.  `times`: T(base), T(base + 1), .. in seconds, up to one
+    token more at least than there are.
     """
     ranked = [(s, i) for i, row in enumerate(survivals) for s in row]
     ranked.sort(key=itemgetter(0), reverse=True)
     emitted = best_emitted = float(len(survivals))
-    best_s = step_s(base)
-    best, best_rate = 0, emitted / best_s
-    for n, (s, _) in enumerate(ranked, 1):
+    best, best_rate = 0, emitted / times[0]
+    for n, ((s, _), seconds) in enumerate(zip(ranked, times[1:], strict=False), 1):
         emitted += s
-        seconds = step_s(base + n)
         if emitted > best_rate * seconds:
-            best, best_rate, best_emitted, best_s = n, emitted / seconds, emitted, seconds
+            best, best_rate, best_emitted = n, emitted / seconds, emitted
     lengths = [0] * len(survivals)
     for _, i in ranked[:best]:
         lengths[i] += 1
-    price = best_rate * (step_s(base + best + 1) - best_s)
+    price = best_rate * (times[best + 1] - times[best])
     left_out = ranked[best][0] if best < len(ranked) else 0.0
     threshold = max(left_out, min(price, ranked[best - 1][0] if best else 1.0))
-    return Spent(lengths, threshold, best, best_emitted - len(survivals), best_s)
+    return Spent(lengths, threshold, best, best_emitted - len(survivals), times[best])

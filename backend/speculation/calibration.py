@@ -47,9 +47,7 @@ class Calibration:
 
     def chances(self, request_id: str, signs: Sequence[float]) -> list[float]:
         """Of a draft for this request, with what is known of how well it can be drafted for."""
-        offset = self._requests.get(request_id, (0.0,))[0]
-        a, b, *offsets = self._weights
-        return chances([a, b, *(e + offset for e in offsets)], signs)
+        return chances(self._weights, signs, self._requests.get(request_id, (0.0,))[0])
 
     def observe(self, request_id: str, signs: Sequence[float], matched: int, seen: int) -> None:
         """The first `matched` of a draft's tokens equal the text; `seen` positions are decided, matched + 1 if one differed."""

@@ -86,6 +86,19 @@ class StepTimes:
         i = bisect_right(self._xs, tokens) - 1
         return self._factor * (self._ys[i] + self._slopes[i] * (tokens - self._xs[i]))
 
+    def row(self, first: int, count: int) -> list[float]:
+        """The predictions for `first` tokens, one more, and so on: `count` of them."""
+        if self._stale:
+            self._draw()
+        found: list[float] = []
+        i, tokens, end = bisect_right(self._xs, first) - 1, first, first + count
+        while tokens < end:
+            stop = min(math.ceil(self._xs[i + 1]), end) if i + 1 < len(self._xs) else end
+            start, slope = self._factor * (self._ys[i] - self._slopes[i] * self._xs[i]), self._factor * self._slopes[i]
+            found += [start + slope * n for n in range(tokens, stop)]
+            i, tokens = i + 1, max(stop, tokens)
+        return found
+
     def _draw(self) -> None:
         """The corners of the curve: the points, those in doubt drawn to a straight line through all, then levelled."""
         self._stale, self._factor = False, math.exp(self._speed)

@@ -75,10 +75,11 @@ class Outlook:
         """
         rows = [row for _, row in self._rows] or [self._prior]
         rows = [rows[i % len(rows)] for i in range(max(-(-len(rows) // requests), 1) * requests)]
+        times = [step_s(base + n) for n in range(requests * self._k + 2)]
         tokens, gains = [0.0] * (self._k + 1), [0.0] * (self._k + 1)
         for start in range(0, len(rows), requests):
             dealt = rows[start : start + requests]
-            for row, length in zip(dealt, spend(dealt, step_s, base).lengths, strict=True):
+            for row, length in zip(dealt, spend(dealt, times).lengths, strict=True):
                 for j in range(length):
                     tokens[j + 1] += 1
                     gains[j + 1] += row[j]

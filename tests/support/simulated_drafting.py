@@ -10,11 +10,12 @@ import random
 from dataclasses import dataclass
 
 from backend.chances import chances
-from backend.speculation.budget import spend, survivals
+from backend.speculation.budget import survivals
 from backend.speculation.calibration import Calibration
 from backend.speculation.guesses import Guesses
 from backend.speculation.step_times import DraftTimes, StepTimes
 from backend.speculation.waiting import Ask, Asking, Foresight, Load, Outlook, Pending, Times, waiting_pays
+from tests.support.speculator import spent_on
 
 K = 6
 TRUE_SIGNS = (0.2, 0.8)
@@ -150,7 +151,7 @@ class Verifier:
             return [cut[i] if uses[i] else own_rows[i] for i in range(n)], uses
 
         offered, uses = offer()
-        spent, waited = spend(offered, self.times.at, n), 0.0
+        spent, waited = spent_on(offered, self.times.at, n), 0.0
         out = [i for i in range(n) if not come[i]]
         if choice.ask != Ask.PLAIN and out:
             times = self.draft_times if choice.ask == Ask.DRAFT else self.miss_times
@@ -163,7 +164,7 @@ class Verifier:
             if pays:
                 waited, come = ms, [True] * n
                 offered, uses = offer()
-                spent = spend(offered, self.times.at, n)
+                spent = spent_on(offered, self.times.at, n)
         elif probes:
             ms = machine.draft_ms(n, K)
             self.draft_times.observe(n, K, (ms - machine.way) * slow / 1e3, ms * slow / 1e3)

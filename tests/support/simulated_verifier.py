@@ -294,7 +294,7 @@ class SimulatedVerifier:
     def check(self) -> None:
         """The books agree with each other and with vLLM's."""
         scheduler = self.core.scheduler
-        known, pending = scheduler.speculator._requests, scheduler.speculator.questions.pending
+        known, pending = scheduler.speculator.hands.requests, scheduler.speculator.questions.pending
         assert known.keys() <= scheduler.requests.keys()
         assert pending.keys() <= known.keys()
         for request_id, question in pending.items():

@@ -1,23 +1,31 @@
-"""What a speculator still holds.  Tests only."""
+"""What a speculator still holds, and what it would spend.  Tests only."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
+from backend.speculation.budget import Spent, spend
 from backend.speculation.speculator import Speculator
+
+
+def spent_on(rows: Sequence[Sequence[float]], step_s: Callable[[int], float], base: int) -> Spent:
+    """`spend`, by any curve."""
+    return spend(rows, [step_s(base + n) for n in range(sum(map(len, rows)) + 2)])
 
 
 def assert_nothing_is_left(speculator: Speculator) -> None:
     """No table has an entry for any request, known or not: all have been forgotten."""
     tables = {
-        "requests": speculator._requests,
+        "requests": speculator.hands.requests,
         "ended": speculator._ended,
         "not learned from": speculator._unlearned,
         "pending": speculator.questions.pending,
         "overdue": speculator.questions._overdue,
-        "guesses": speculator._guesses._open,
+        "guesses": speculator.hands._guesses._open,
     }
-    if speculator._lookups is not None:
-        tables["look-ups"] = speculator._lookups._own
-    for source, calibration in speculator._calibrations.items():
+    if speculator.hands._lookups is not None:
+        tables["look-ups"] = speculator.hands._lookups._own
+    for source, calibration in speculator.hands._calibrations.items():
         tables[f"offsets of {source}"] = calibration._requests
     held = {name: set(table) for name, table in tables.items() if table}
     assert not held, held

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backend.speculation.budget import spend, survivals
+from backend.speculation.budget import survivals
+from tests.support.speculator import spent_on
 
 ROWS = st.lists(st.lists(st.floats(0.01, 0.999), max_size=4).map(survivals), min_size=1, max_size=4)
 STEPS = st.lists(st.floats(0, 1), min_size=40, max_size=40)
@@ -23,7 +24,7 @@ def test_no_other_prefixes_emit_more_per_second(rows: list[list[float]], rises: 
     """Any curve that never falls, convex or not."""
     times = curve(rises)
     base = len(rows) + prefill
-    spent = spend(rows, lambda n: times[n], base)
+    spent = spent_on(rows, lambda n: times[n], base)
     rate = (len(rows) + spent.gained) / spent.seconds
     for lengths in itertools.product(*(range(len(row) + 1) for row in rows)):
         gain = sum(sum(row[:n]) for row, n in zip(rows, lengths, strict=True))
@@ -36,7 +37,7 @@ def test_no_other_prefixes_emit_more_per_second(rows: list[list[float]], rises: 
 @given(ROWS, STEPS)
 def test_the_threshold_parts_what_was_taken_from_what_was_not(rows: list[list[float]], rises: list[float]) -> None:
     times = curve(rises)
-    spent = spend(rows, lambda n: times[n], len(rows))
+    spent = spent_on(rows, lambda n: times[n], len(rows))
     assert 0 <= spent.threshold <= 1
     for row, n in zip(rows, spent.lengths, strict=True):
         assert all(s >= spent.threshold for s in row[:n])
@@ -45,18 +46,18 @@ def test_the_threshold_parts_what_was_taken_from_what_was_not(rows: list[list[fl
 
 def test_tokens_that_cost_nothing_are_all_taken_and_dear_ones_are_not() -> None:
     rows = [survivals([0.3] * 4)] * 2
-    assert spend(rows, lambda n: 1.0, 2).lengths == [4, 4]
-    assert spend(rows, lambda n: float(n), 2).lengths == [0, 0]
-    assert spend(rows, lambda n: float(n), 2).threshold == 1.0
-    assert spend([], lambda n: 1.0, 5).lengths == []
+    assert spent_on(rows, lambda n: 1.0, 2).lengths == [4, 4]
+    assert spent_on(rows, lambda n: float(n), 2).lengths == [0, 0]
+    assert spent_on(rows, lambda n: float(n), 2).threshold == 1.0
+    assert spent_on([], lambda n: 1.0, 5).lengths == []
 
 
 def test_a_budget_goes_to_those_who_are_likely_to_be_accepted() -> None:
-    spent = spend([[0.95, 0.9, 0.85], [0.2, 0.05, 0.01]], lambda n: 1 + 0.2 * n, 2)
+    spent = spent_on([[0.95, 0.9, 0.85], [0.2, 0.05, 0.01]], lambda n: 1 + 0.2 * n, 2)
     assert spent.lengths == [3, 0]
 
 
 def test_prefill_beside_it_makes_draft_tokens_cheap() -> None:
     row = [survivals([0.3] * 3)]
-    assert spend(row, lambda n: 1 + 0.5 * n, 1).tokens == 0
-    assert spend(row, lambda n: 1 + 0.5 * n, 100).tokens > 0
+    assert spent_on(row, lambda n: 1 + 0.5 * n, 1).tokens == 0
+    assert spent_on(row, lambda n: 1 + 0.5 * n, 100).tokens > 0

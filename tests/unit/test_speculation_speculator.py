@@ -11,7 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from backend.fleet import LOOKUP
 from backend.protocol import Block, Draft, NextItem, Outcome
-from backend.speculation.speculator import Speculator, rank_of
+from backend.speculation.hands import rank_of
+from backend.speculation.speculator import Speculator
 from backend.speculation.waiting import PROBE_EVERY, PROBE_STEPS, Ask
 from tests.support.driven_speculator import LONGEST_WAIT_S, OUTCOMES, Drafter, Driven, K, Turn, speculator
 from tests.support.speculator import assert_nothing_is_left
@@ -226,7 +227,7 @@ class SpeculatorMachine(RuleBasedStateMachine):
 
     @invariant()
     def only_for_the_present_length(self) -> None:
-        for name, request in self.speculator._requests.items():
+        for name, request in self.speculator.hands.requests.items():
             assert request.text is self.texts[name]
         for name, question in self.speculator.questions.pending.items():
             assert question.base_len == len(self.texts[name])
@@ -386,20 +387,20 @@ RECOGNISED = 50
 
 def test_a_block_that_comes_a_step_too_late_says_nothing_of_hits() -> None:
     made, text = one("ahead")
-    looks = list(made.foresight._looks)
+    looks = list(made.hands.foresight._looks)
     for length in (6, 7):
         made.attach(["r"], 0, 100.0 + length)
         text.append(7)
         made.ended("r", text, length, True)
         made.ask(100.0 + length)
         made.take_blocks("d0", [Block("r", 6, [7], [Outcome(1, 7, [1])])], 1e-3)
-    assert made.foresight._looks == looks
+    assert made.hands.foresight._looks == looks
     assert made.attach(["r"], 0, 110.0).tokens == {}
     text.append(7)
     made.ended("r", text, 8, True)
     made.take_blocks("d0", [Block("r", 8, [], [Outcome(0, 7, [1])])], 1e-3)
     made.ask(111.0)
-    assert made.foresight._looks != looks
+    assert made.hands.foresight._looks != looks
     assert made.attach(["r"], 0, 111.0).tokens == {"r": [1]}
 
 

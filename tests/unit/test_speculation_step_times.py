@@ -29,6 +29,14 @@ def test_an_affine_machine_is_learned_from_noisy_steps() -> None:
         assert times.at(tokens) / times.at(16) == pytest.approx(affine(tokens) / affine(16), rel=0.06)
 
 
+@given(MEASURED, st.integers(1, 300), st.integers(1, 200))
+def test_a_row_is_what_the_curve_says_of_each(measured: list[tuple[int, float]], first: int, count: int) -> None:
+    times = StepTimes()
+    for tokens, seconds in measured:
+        times.observe(tokens, seconds)
+    assert times.row(first, count) == pytest.approx([times.at(first + n) for n in range(count)])
+
+
 def test_steps_of_long_ago_keep_their_relation_to_the_present_ones() -> None:
     times = StepTimes()
     for tokens in (4, 16, 64) * 30:

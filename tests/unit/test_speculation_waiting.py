@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backend.speculation.budget import spend, survivals
+from backend.speculation.budget import survivals
 from backend.speculation.waiting import (
     PROBE_EVERY,
     PROBE_STEPS,
@@ -25,6 +25,7 @@ from backend.speculation.waiting import (
     waiting_pays,
 )
 from tests.support.simulated_drafting import Machine, Verifier
+from tests.support.speculator import spent_on
 
 NONE = Prospect((0.0,) * 5, (0.0,) * 5)
 NOTHING = Prospect((0.0,) * 2, (0.0,) * 2)
@@ -89,7 +90,7 @@ def test_waiting_pays_where_more_is_emitted_per_second(
         return 5e-3 + per_token * tokens
 
     n = len(rows)
-    spent = spend(rows, step_s, n)
+    spent = spent_on(rows, step_s, n)
     out = [i for i in range(n) if sum(rows[i][: spent.lengths[i]]) < GOOD.gains[3]]
     full = spent.gained + sum(GOOD.gains[3] - sum(rows[i][: spent.lengths[i]]) for i in out)
     tokens = n + spent.tokens + sum(3 - spent.lengths[i] for i in out)
@@ -99,7 +100,7 @@ def test_waiting_pays_where_more_is_emitted_per_second(
 
 
 def test_an_overdue_draft_is_given_up() -> None:
-    none = spend([[]], flat, 1)
+    none = spent_on([[]], flat, 1)
 
     def pays(waited_s: float) -> bool:
         return waiting_pays(none, [[]], Pending([0], 3, 3e-3, waited_s), GOOD, flat, 1)
@@ -109,14 +110,14 @@ def test_an_overdue_draft_is_given_up() -> None:
 
 def test_a_request_with_a_better_draft_of_its_own_is_not_waited_for() -> None:
     rows = [survivals([0.99] * 4), []]
-    spent = spend(rows, flat, 2)
+    spent = spent_on(rows, flat, 2)
     assert not waiting_pays(spent, rows, Pending([0], 4, 1e-3, 0.0), GOOD, flat, 2)
     assert waiting_pays(spent, rows, Pending([0, 1], 4, 1e-3, 0.0), GOOD, flat, 2)
 
 
 def test_a_better_draft_of_its_own_takes_nothing_from_what_others_gain() -> None:
     rows = [survivals([0.99] * 4), []]
-    spent = spend(rows, flat, 2)
+    spent = spent_on(rows, flat, 2)
     going, gain = 2 + spent.gained, POOR.gains[4]
     left_s = 0.9 * 6e-3 * gain / going
     assert waiting_pays(spent, rows, Pending([0, 1], 4, left_s, 0.0), POOR, flat, 2)

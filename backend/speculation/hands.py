@@ -1,0 +1,284 @@
+"""Drafts at hand: what there is for the next step of each request, from whatever source, and what came of it.  Pure.
+
+Scheduler's process and thread.  Three kinds of drafts compete: fresh ones, those a drafter made ahead for the outcome that
+came, and what the request's own text goes on with.  Each token's chance is known from its source's calibration
+(`calibration.py`); drafts, verified or not, are compared with the text later (`guesses.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from backend.chances import chances
+from backend.fleet import LOOKUP, Foretold
+from backend.protocol import Block, Draft
+from backend.speculation.budget import survivals
+from backend.speculation.calibration import Calibration
+from backend.speculation.guesses import Guesses, Resolved
+from backend.speculation.lookups import Lookups
+from backend.speculation.waiting import Foresight, Outlook
+
+SAMPLED = 8
+"""Requests per step whose drafts are learned from, by turns: in larger batches all of them would cost more than they tell."""
+
+
+class Source(NamedTuple):
+    """Drafts that are learned from together."""
+
+    drafter_id: str
+    greedy: bool
+    ahead: bool = False
+
+    @property
+    def kind(self) -> str:
+        """`lookup`, `ahead` or `fresh`."""
+        return LOOKUP if self.drafter_id == LOOKUP else "ahead" if self.ahead else "fresh"
+
+
+class Hand(NamedTuple):
+    """A draft for the present length of its request."""
+
+    source: Source
+    tokens: list[int]
+    signs: list[float]
+    survivals: list[float]
+    worth: float
+    """Draft tokens expected to be accepted: the sum of the survivals."""
+    draft_s: float = 0.0
+    """Its drafter's compute."""
+
+
+@dataclass
+class Request:
+    """One that is being decoded."""
+
+    text: list[int]
+    """All tokens; the engine's own list, which grows."""
+    greedy: bool
+    hand: Hand | None = None
+    """Of a drafter."""
+    own: Hand | None = None
+    """Of the text itself, looked up at the length `own_at`."""
+    own_at: int = 0
+    verified: Hand | None = None
+    """What the running step verifies; it may have been cut."""
+    block: tuple[str, Block, float] | None = None
+    """Outcomes drafted ahead: whose, what they are, and its drafter's compute."""
+    outcomes: int = 0
+    """How many were asked for."""
+    told: Hand | None = None
+    """The draft whose outcomes they are."""
+    told_at: int = -1
+    """The length it is for."""
+
+
+class Hands:
+    """All requests of one verifier."""
+
+    def __init__(self, longest: int, outcomes: int, lookups: bool, vocab_size: int) -> None:
+        """Drafts of at most `longest` tokens, `outcomes` drafted ahead per request."""
+        self.requests: dict[str, Request] = {}
+        self.foresight = Foresight(outcomes)
+        prior = survivals(chances(Calibration(longest).weights, [0.0] * (2 * longest)))
+        self.drafted, self.alone = Outlook(longest, prior), Outlook(longest)
+        """What drafts bring with drafters, and without."""
+        self.steps = 0
+        self._longest, self._vocab_size = longest, vocab_size
+        self._lookups = Lookups() if lookups else None
+        self._guesses = Guesses()
+        self._calibrations: dict[Source, Calibration] = {}
+        self._turn = 0
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    def present(self, request_ids: Iterable[str]) -> list[tuple[str, Request]]:
+        """Those of them that have been decoded before."""
+        requests = self.requests
+        return [(request_id, requests[request_id]) for request_id in request_ids if request_id in requests]
+
+    def grown(self, request_id: str, text: list[int], greedy: bool) -> None:
+        """A step brought the request tokens."""
+        request = self.requests.get(request_id)
+        if request is None:
+            self.requests[request_id] = Request(text, greedy)
+        else:
+            request.text = text
+
+    def release(self, request_id: str) -> None:
+        """Nothing of the request is verified for a while."""
+        if (request := self.requests.get(request_id)) is not None:
+            request.hand = request.own = request.block = None
+
+    def forget(self, request_id: str) -> None:
+        """The request is over."""
+        request = self.requests.pop(request_id, None)
+        if request is not None:
+            self._learn_from(request_id, [*self._guesses.advance(request_id, request.text), *self._guesses.forget(request_id)])
+        for calibration in self._calibrations.values():
+            calibration.forget(request_id)
+        if self._lookups is not None:
+            self._lookups.forget(request_id)
+
+    # -- drafts that come ----------------------------------------------------------------------------------------------
+
+    def take_fresh(self, drafter_id: str, draft: Draft, draft_s: float, floor: float) -> str:
+        """A drafter's answer: `ready`, `late` (the text went on otherwise), `stale` (for nobody) or `invalid`.
+
+        `floor`: the survival below which it was not to draft.
+        """
+        request_id, request = draft.request_id, self.requests.get(draft.request_id)
+        if request is None or draft.base_len > len(request.text):
+            return "stale"
+        hand = self._checked(request_id, Source(drafter_id, request.greedy), draft.tokens, draft.signs, draft_s)
+        in_time = draft.base_len == len(request.text)
+        if hand is not None:
+            self._take(request_id, request, hand, draft.base_len)
+            in_time = in_time or self._go_on(request_id, request, hand, request.text[draft.base_len :])
+        elif draft.tokens:
+            return "invalid"
+        else:
+            # There was none, or its first token was below the floor.
+            self._compare(request_id, request, [floor])
+        return "ready" if in_time else "late"
+
+    def take_blocks(self, drafter_id: str, blocks: Sequence[Block], draft_s: float) -> None:
+        """Outcomes drafted ahead came in."""
+        for block in blocks:
+            if (request := self.requests.get(block.request_id)) is not None:
+                request.block = drafter_id, block, draft_s
+
+    def look_up(self, request_id: str, request: Request, began: int, *, counts: bool) -> None:
+        """Takes what was drafted ahead, at length `began`, for what the request went on with; `counts`: hits are counted."""
+        block, request.block = request.block, None
+        told, hand = request.told, None
+        if told is not None and told.source.drafter_id != LOOKUP:
+            # Fewer tokens were verified than there were.
+            self._go_on(request_id, request, told, request.text[began:])
+        if request.hand is None and block is not None:
+            drafter_id, outcomes, draft_s = block
+            said = request.text[outcomes.base_len :]
+            is_new = outcomes.base_len == began
+            rank = rank_of(outcomes, said) if said and is_new else None
+            if rank is not None:
+                found = outcomes.outcomes[rank]
+                source = Source(drafter_id, request.greedy, ahead=True)
+                hand = self._checked(request_id, source, found.tokens, found.signs, draft_s)
+            if counts and is_new:
+                self.foresight.observe(rank, request.outcomes)
+        if hand is not None:
+            self._take(request_id, request, hand, len(request.text))
+
+    def best(self, request_id: str, request: Request) -> Hand | None:
+        """The best draft there is for the present length: a drafter's, or the request's own text."""
+        hand, own = request.hand, self._own(request_id, request)
+        return own if own is not None and (hand is None or own.worth > hand.worth) else hand
+
+    # -- what came of them ---------------------------------------------------------------------------------------------
+
+    def begin_learning(self) -> None:
+        """Before a step's `learn`."""
+        if self._lookups is not None:
+            self._lookups.begin_step()
+
+    def learn(self, request_id: str, request: Request) -> None:
+        """Compares the request's drafts with its text, and makes that findable."""
+        self._learn_from(request_id, self._guesses.advance(request_id, request.text))
+        if self._lookups is not None:
+            self._lookups.advance(request_id, request.text)
+
+    def weights(self, drafter_id: str, *, greedy: bool) -> list[float]:
+        """By which a drafter judges its fresh drafts' chances."""
+        return self._calibration(Source(drafter_id, greedy)).weights
+
+    def foretold(self) -> dict[str, Foretold]:
+        """How well the chances of drafts were known, by kind of source."""
+        found: dict[str, Foretold] = {}
+        for source, calibration in self._calibrations.items():
+            found[source.kind] = found.get(source.kind, Foretold()).plus(calibration.foretold)
+        return found
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _own(self, request_id: str, request: Request) -> Hand | None:
+        if self._lookups is None or request.own_at == len(request.text):
+            return request.own
+        request.own, request.own_at = None, len(request.text)
+        tokens, signs = self._lookups.propose(request_id, request.text, self._longest)
+        if tokens:
+            request.own = self._hand(request_id, Source(LOOKUP, request.greedy), tokens, signs, 0.0)
+            self._note(request_id, request, request.own, request.own_at)
+        if self._is_sampled():
+            self.alone.note(request.own.survivals if request.own is not None else [], self.steps)
+        return request.own
+
+    def _go_on(self, request_id: str, request: Request, hand: Hand, said: list[int]) -> bool:
+        """The request has said this since the draft: if they agree, what is left is a draft, unless a better one is at hand."""
+        done = len(said)
+        if len(hand.tokens) <= done or hand.tokens[:done] != said:
+            return False
+        rest = self._hand(request_id, hand.source, hand.tokens[done:], hand.signs[2 * done :], hand.draft_s)
+        if request.hand is not None and request.hand.worth >= rest.worth:
+            return False
+        request.hand = rest
+        return True
+
+    def _take(self, request_id: str, request: Request, hand: Hand, base_len: int) -> None:
+        """It can be verified next if the request is as long as that; it is learned from either way."""
+        self._note(request_id, request, hand, base_len)
+        self._compare(request_id, request, hand.survivals)
+        if base_len == len(request.text):
+            request.hand = hand
+
+    def _compare(self, request_id: str, request: Request, drafted: list[float]) -> None:
+        """Survivals of a drafter's answer: with drafters, the request has the better of it and its own text."""
+        own = self._own(request_id, request)
+        if self._is_sampled():
+            self.drafted.note(max(drafted, own.survivals if own is not None else [], key=sum), self.steps)
+
+    def _is_sampled(self) -> bool:
+        """By turns, which no number of requests can keep in step with."""
+        self._turn = (self._turn + SAMPLED) % max(len(self.requests) + 1, SAMPLED)
+        return self._turn < SAMPLED
+
+    def _note(self, request_id: str, request: Request, hand: Hand, base_len: int) -> None:
+        if self._is_sampled():
+            known = self._guesses.note(request_id, hand.source, base_len, hand.tokens, hand.signs, request.text)
+            self._learn_from(request_id, known)
+
+    def _learn_from(self, request_id: str, resolved: Iterable[Resolved]) -> None:
+        for draft in resolved:
+            source = draft.source
+            assert isinstance(source, Source)
+            self._calibration(source).observe(request_id, draft.signs, draft.matched, draft.seen)
+            if source.drafter_id == LOOKUP and self._lookups is not None:
+                self._lookups.scored(request_id, draft.matched, draft.seen)
+
+    def _checked(self, request_id: str, source: Source, tokens: list[int], signs: list[float], draft_s: float) -> Hand | None:
+        """A drafter's; None for no tokens, and for what cannot be a draft.  What is longer than was asked for is cut."""
+        signs = signs or [0.0] * (2 * len(tokens))
+        if not tokens or len(signs) != 2 * len(tokens) or min(tokens) < 0 or max(tokens) >= self._vocab_size:
+            return None
+        return self._hand(request_id, source, tokens[: self._longest], signs[: 2 * self._longest], draft_s)
+
+    def _hand(self, request_id: str, source: Source, tokens: list[int], signs: list[float], draft_s: float) -> Hand:
+        chances = survivals(self._calibration(source).chances(request_id, signs))
+        return Hand(source, tokens, signs, chances, sum(chances), draft_s)
+
+    def _calibration(self, source: Source) -> Calibration:
+        known = self._calibrations.get(source)
+        if known is None:
+            known = self._calibrations[source] = Calibration(self._longest)
+        return known
+
+
+def rank_of(block: Block, said: Sequence[int]) -> int | None:
+    """The place of the outcome that a verification had which ended with the tokens `said`; None: it was not drafted ahead."""
+    accepted, token = len(said) - 1, said[-1]
+    if block.verifying[:accepted] != list(said[:accepted]):
+        return None
+    for rank, outcome in enumerate(block.outcomes):
+        if outcome.accepted == accepted and outcome.token == token:
+            return rank
+    return None
