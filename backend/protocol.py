@@ -27,7 +27,7 @@ from typing import Literal
 
 import msgspec
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 HELLO_FIRST = "hello first"
 """The reason of a refusal that greeting again, and opening all requests again, will cure."""
@@ -94,7 +94,6 @@ class Round(msgspec.Struct, frozen=True, tag="round"):
     """One engine step of one verifier.  The frame behind it holds `[sum(rows), hidden]` features of `dtype`, C order."""
 
     epoch: int
-    seq: int
     dtype: FeatureDtype
     hidden: int
     """Width of a feature row; 0 when no features travel (an n-gram drafter)."""

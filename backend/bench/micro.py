@@ -145,7 +145,7 @@ def measure_drafter(target_dir: str, head_dir: str | None, batch: int, context: 
 def measure_codec(batch: int, k: int) -> dict[str, float]:
     """A round and its answer, for `batch` requests: both ends' share of one verification, in microseconds."""
     items: list[Any] = [Commit(f"request-{i:08x}", 500 + i, list(range(ROWS)), ROWS) for i in range(batch)]
-    question = Round(1, 7, "float32", 256, items)
+    question = Round(1, "float32", 256, items)
     answer = Drafts(
         1, 1500, 20, [Draft(f"request-{i:08x}", 500 + i, list(range(1000, 1000 + k)), [0.5] * 2 * k) for i in range(batch)]
     )

@@ -114,7 +114,6 @@ class FeatureShipper:
         self._postponed = Postponed()
         self._links: dict[str, FeatureLink] = {}
         self._epoch = 0
-        self._seq = 0
         self.bytes_sent: dict[str, int] = {}
         self.overflows: dict[str, int] = {}
         self.handovers: dict[str, Handover] = {}
@@ -217,9 +216,8 @@ class FeatureShipper:
 
     def _send(self, link: FeatureLink, items: list[Open | Commit | Close], frame: bytes, rows: _Rows) -> bool:
         """One round, what is closed first; False when the drafter's queue is full."""
-        self._seq += 1
         at = link.leave(frame)
-        header = encode(Round(self._epoch, self._seq, rows.dtype, rows.width, [*link.closed, *items], at))
+        header = encode(Round(self._epoch, rows.dtype, rows.width, [*link.closed, *items], at))
         drafter_id = link.ref.id
         if link.socket.send(header, frame if at is None else b""):
             link.closed.clear()

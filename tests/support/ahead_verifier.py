@@ -50,7 +50,7 @@ class AheadVerifier:
         rows = [item for item in items if not isinstance(item, Close)]
         pieces = [torch.randn(i.rows, hidden, generator=torch.Generator().manual_seed(i.base_len)) for i in rows]
         data = torch.cat(pieces).numpy().tobytes() if pieces else b""
-        return [encode(Round(self.epoch, 7, "float32", hidden, list(items))), data]
+        return [encode(Round(self.epoch, "float32", hidden, list(items))), data]
 
     def receive_round(self, *items: Open | Commit | Close) -> None:
         assert self.service.receive(self.features, self.frames(*items)) == []

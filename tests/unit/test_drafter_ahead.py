@@ -54,7 +54,7 @@ def dropped(service: DrafterService) -> int:
 def test_messages_survive_the_wire() -> None:
     wish = Next(3, [NextItem("a", 9, 4, [1, 2], 8, 0.25), NextItem("b", 7, 4, [], 0)], [[0.5, 1.0, -1.0], [0.25, 2.0, 0.5]])
     assert decode_to_drafter(encode(wish)) == wish
-    opened = Round(3, 1, "float32", 0, [Open("a", 1, [5], 0, 2**64 - 1, 0.75)])
+    opened = Round(3, "float32", 0, [Open("a", 1, [5], 0, 2**64 - 1, 0.75)])
     assert decode_to_drafter(encode(opened)) == opened
     answer = Ahead(3, 250, [Block("a", 9, [1, 2], [Outcome(0, 5, [6, 7], [-0.5, math.inf, -1.5, 0.0]), Outcome(2, 1, [])])])
     assert decode_to_verifier(encode(answer)) == answer
@@ -284,7 +284,7 @@ def test_wishes_come_from_their_own_socket(service: DrafterService) -> None:
 
 def test_prompt_lookup_looks_ahead() -> None:
     verifier = AheadVerifier(DrafterService("drafter-0", NgramProposer(61, 64, 2, 4, 1000), 60.0))
-    verifier.service.handle(verifier.features, [encode(Round(1, 1, "float32", 0, [Open("a", 8, [1, 2, 3, 4, 5, 6, 1, 2], 0)]))])
+    verifier.service.handle(verifier.features, [encode(Round(1, "float32", 0, [Open("a", 8, [1, 2, 3, 4, 5, 6, 1, 2], 0)]))])
     messages = verifier.next(NextItem("a", 8, 2, [], 8))
     assert drafts_of(messages) == [Draft("a", 8, [3, 4])]
     assert blocks_of(messages) == [Block("a", 8, [3, 4], [Outcome(2, 5, [6, 1])])]

@@ -31,7 +31,7 @@ def test_garbage_costs_nothing(value: object) -> None:
     verifier = AheadVerifier(DrafterService("drafter-0", NgramProposer(61, 64, 2, 4, 100), 60.0))
     replies = verifier.service.handle(verifier.drafts, [msgspec.msgpack.encode(value)])
     assert len(replies) <= 1
-    verifier.service.handle(verifier.features, [encode(Round(1, 1, "float32", 0, [Open("z", 4, [1, 2, 1, 2], 0)]))])
+    verifier.service.handle(verifier.features, [encode(Round(1, "float32", 0, [Open("z", 4, [1, 2, 1, 2], 0)]))])
     assert drafts_of(verifier.next(NextItem("z", 4, 2, [], 0))) == [Draft("z", 4, [1, 2])]
 
 

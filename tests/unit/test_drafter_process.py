@@ -67,7 +67,7 @@ class Peer:
 
     def ask(self, seq: int, item: Open | Commit, k: int = 4) -> Drafts:
         features = torch.randn(item.rows, HEAD.hidden, generator=torch.Generator().manual_seed(seq))
-        header = encode(Round(1, seq, "float32", HEAD.hidden, [item]))
+        header = encode(Round(1, "float32", HEAD.hidden, [item]))
         assert self.features.send(header, features.numpy().tobytes())
         return self.wish(item.request_id, item.base_len, k)
 
@@ -200,7 +200,7 @@ def test_prompt_lookup_needs_no_head(tmp_path: Path, model: DrafterModel) -> Non
     peer = Peer(process.address, "v")
     try:
         peer.greet()
-        peer.features.send(encode(Round(1, 1, "float32", 0, [Open("r", 6, [1, 2, 3, 4, 1, 2], 0)])), b"")
+        peer.features.send(encode(Round(1, "float32", 0, [Open("r", 6, [1, 2, 3, 4, 1, 2], 0)])), b"")
         assert peer.wish("r", 6, 2).items[0].tokens == [3, 4]
     finally:
         peer.hub.close()

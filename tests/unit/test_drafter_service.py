@@ -62,7 +62,7 @@ class Verifier:
     """A verifier's two sockets, as the service sees them."""
 
     def __init__(self, service: DrafterService, name: str, epoch: int = 1, greet: bool = True) -> None:
-        self.service, self.name, self.epoch, self.seq = service, name, epoch, 0
+        self.service, self.name, self.epoch = service, name, epoch
         self.features = f"{name}/features/{epoch}".encode()
         self.drafts = f"{name}/drafts/{epoch}".encode()
         if greet:
@@ -78,10 +78,9 @@ class Verifier:
         assert (welcome.drafter_id, welcome.version) == ("drafter-0", PROTOCOL_VERSION)
 
     def frames(self, *items: Open | Commit | Close, hidden: int = HEAD.hidden, seed: int = 0) -> list[bytes]:
-        self.seq += 1
         rows = sum(item.rows for item in items if not isinstance(item, Close))
         features = torch.randn(rows, hidden, generator=torch.Generator().manual_seed(seed))
-        return [encode(Round(self.epoch, self.seq, "float32", hidden, list(items))), features.numpy().tobytes()]
+        return [encode(Round(self.epoch, "float32", hidden, list(items))), features.numpy().tobytes()]
 
     def send(self, *items: Open | Commit | Close, seed: int = 0) -> None:
         assert self.service.receive(self.features, self.frames(*items, seed=seed)) == []
@@ -215,7 +214,7 @@ def test_a_new_epoch_forgets_requests_but_keeps_rows(service: DrafterService) ->
     frames = old.frames(Open("a", 40, tokens, 39), seed=3)
     features = torch.frombuffer(bytearray(frames[1]), dtype=torch.float32).view(39, HEAD.hidden)
     reopened = Open("a", 40, tokens, 7)
-    header = encode(Round(2, new.seq, "float32", HEAD.hidden, [reopened]))
+    header = encode(Round(2, "float32", HEAD.hidden, [reopened]))
     assert service.receive(new.features, [header, features[32:].numpy().tobytes()]) == []
     new.ask(reopened, k=4)
     after = new.answer(work(service))
@@ -302,9 +301,7 @@ def test_bad_frames_are_refused(service: DrafterService) -> None:
         st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.text(max_size=5) | st.just("round") | st.just("hello"),
         lambda inner: (
             st.lists(inner, max_size=5)
-            | st.dictionaries(
-                st.sampled_from(["type", "items", "epoch", "seq", "dtype", "hidden", "tokens"]), inner, max_size=6
-            )
+            | st.dictionaries(st.sampled_from(["type", "items", "epoch", "dtype", "hidden", "tokens"]), inner, max_size=6)
         ),
         max_leaves=20,
     ).map(lambda value: [msgspec.msgpack.encode(value), b"1234"])
@@ -335,7 +332,7 @@ def test_prompt_lookup_behind_the_same_protocol() -> None:
     service = DrafterService("drafter-0", NgramProposer(61, 64, 2, 4, 1000), 60.0)
     verifier = Verifier(service, "v")
     opened = Open("a", 6, [1, 2, 3, 4, 1, 2], 0)
-    assert service.handle(verifier.features, [encode(Round(1, 1, "float32", 0, [opened])), b""]) == []
+    assert service.handle(verifier.features, [encode(Round(1, "float32", 0, [opened])), b""]) == []
     verifier.ask(opened, k=3)
     assert verifier.answer(work(service)) == [Draft("a", 6, [3, 4, 1])]
     assert "wide" in refusal(service.handle(verifier.features, verifier.frames(Open("b", 3, [1, 2, 3], 2))))
