@@ -44,7 +44,7 @@ lint: setup-dev ## ruff, mypy and the import contracts
 bench: setup-dev ## measure every mode on this machine (ARGS=--quick: under ten minutes)
 	@exec $(BIN)/outrider bench $(ARGS)
 
-bench-fleet: setup-dev ## measure assignment by goodput against a fixed split, on real engines (a few minutes)
+bench-fleet: setup-dev ## measure the assignment rule against a fixed split, on real engines (a few minutes)
 	@exec $(BIN)/python -m backend.bench.assign $(ARGS)
 
 records-cost: setup-dev ## measure what keeping records costs (under five minutes)

@@ -325,8 +325,7 @@ class FleetSnapshot(msgspec.Struct, frozen=True):
     assignments: list[Assignment]
     counters: dict[str, int]
     """`registrations`, `restarts`, `leases_expired`, `assignments_made`, `assignments_dropped`, and of the latter
-    `reassignments`: those whose both ends were fit to go on; `taken_back`: changes undone because less was made after
-    them; `decisions`; `lends`, `lends_failed`, `returns` of places."""
+    `reassignments`: those whose both ends were fit to go on; `decisions`; `lends`, `lends_failed`, `returns` of places."""
     pins: dict[str, list[str]] = {}
     """Drafters that an administrator has bound, and to which verifiers."""
     coordinator: str = ""

@@ -1,4 +1,4 @@
-"""`make bench-fleet`: assignment by goodput against a fixed split, on real engines under skewed loads.  Parent process.
+"""`make bench-fleet`: the assignment rule against a fixed split, on real engines under skewed loads.  Parent process.
 
     python -m backend.bench.assign [--load 8,1 8,0 "8,0>0,8" 8,8@1] [--drafters 2] [--rounds 3] [--seconds 8] [--output FILE]
 
@@ -31,12 +31,13 @@ from backend.bench.children import ENVIRONMENT
 from backend.bench.measure import drafting_between
 from backend.config import environment
 from backend.config.settings import CoordinatorSettings
-from backend.coordinator.assignment import Situation
-from backend.coordinator.model import FleetModel
+from backend.coordinator.assignment import Pair
+from backend.coordinator.water_filling import predicted
 
 LOADS = ("8,1", "8,0", "16,0", "16,4", "4,4", "8,0>0,8")
-WAYS = ("goodput", "static", "gathered")
-"""`static`: drafters are dealt out one by one, whatever the load; `gathered`: all to the verifier with the most requests."""
+WAYS = ("rule", "static", "gathered")
+"""`rule`: as when serving; `static`: drafters are dealt out one by one, whatever the load; `gathered`: all to the verifier with
+the most requests."""
 WARM_UP_S = 4.0
 CALM_S = 15.0
 """Before a steady load is watched."""
@@ -67,7 +68,7 @@ def parse_load(text: str) -> Load:
 def pins_of(way: str, load: Load, drafters: Sequence[str]) -> dict[str, list[str]] | None:
     """Who drafts for whom in a fixed way; None: the policy decides."""
     verifiers = len(load.phases[0])
-    if way == "goodput":
+    if way == "rule":
         return None
     if way == "gathered":
         most = max(range(verifiers), key=lambda v: sum(phase[v] for phase in load.phases))
@@ -91,7 +92,8 @@ def measure(fleet: BenchFleet, load: Load, way: str, seconds: float, settle_s: f
         fleet.run(seconds / len(load.phases))
     after = fleet.read()
     situation = fleet.coordinator.situation(after.at)
-    predicted = {each: _predicted(situation, pins_of(each, load, list(fleet.refs)) or {}) for each in WAYS if each != "goodput"}
+    fixed = {way: pins_of(way, load, list(fleet.refs)) for way in WAYS}
+    promised = {way: predicted(situation, _pairs(pins)) for way, pins in fixed.items() if pins is not None}
     held = {name: [ref.id for ref in each.refs] for name, each in fleet.verifiers.items()}
     plans = {name: dict(each.plans.most_common(4)) for name, each in fleet.verifiers.items()}
     found = {
@@ -103,13 +105,11 @@ def measure(fleet: BenchFleet, load: Load, way: str, seconds: float, settle_s: f
     }
     known = {each.id: dataclasses.asdict(each) for each in situation.verifiers}
     known |= {each.id: {"fixed_s": each.fixed_s, "per_request_s": each.per_request_s} for each in situation.drafters}
-    return found | figures(before, after) | {"plans": plans, "drafters": held, "predicted": predicted, "known": known}
+    return found | figures(before, after) | {"plans": plans, "drafters": held, "predicted": promised, "known": known}
 
 
-def _predicted(situation: Situation, pins: Mapping[str, Sequence[str]]) -> float:
-    """Tokens per second of a fixed way, by the policy's model."""
-    pairs = [(verifier, drafter) for drafter, verifiers in pins.items() for verifier in verifiers]
-    return FleetModel(dataclasses.replace(situation, bindings=dict.fromkeys(pairs, 0.0), pins={}), 0.0).total()
+def _pairs(pins: Mapping[str, Sequence[str]]) -> list[Pair]:
+    return [(verifier, drafter) for drafter, verifiers in pins.items() for verifier in verifiers]
 
 
 def figures(before: Reading, after: Reading) -> dict[str, Any]:
@@ -162,7 +162,7 @@ def main(arguments: Sequence[str]) -> dict[str, Any]:
                         rounds.append(measure(fleet, load, way, given.seconds, given.settle))
                         _say(json.dumps(rounds[-1]))
                 _say(f"{load.name}: {json.dumps(summary([r for r in rounds if r['load'] == load.name], ways))}")
-            steady = measure(fleet, loads[0], "goodput", given.steady, CALM_S) if given.steady else None
+            steady = measure(fleet, loads[0], "rule", given.steady, CALM_S) if given.steady else None
             counters = fleet.coordinator.snapshot(time.monotonic()).counters
         finally:
             fleet.close()
@@ -186,10 +186,10 @@ def _about(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="make bench-fleet", description="Assignment by goodput against a fixed split.")
+    parser = argparse.ArgumentParser(prog="make bench-fleet", description="The assignment rule against a fixed split.")
     say = parser.add_argument
     say("--load", nargs="+", default=list(LOADS), metavar="LOAD", help=f"requests in flight (default: {' '.join(LOADS)})")
-    say("--ways", nargs="+", default=["goodput", "static"], choices=WAYS, help="default: goodput static")
+    say("--ways", nargs="+", default=["rule", "static"], choices=WAYS, help="default: rule static")
     say("--layout", choices=LAYOUTS, default="as-served", help="which member runs on which cores (default: as-served)")
     say("--drafters", type=int, default=2, help="default: 2")
     say("--rounds", type=int, default=3, help="of each way of assigning (default: 3)")

@@ -24,7 +24,7 @@ def markdown(result: Mapping[str, Any]) -> str:
     """A page for people."""
     about = result["about"]
     lines = [
-        "# Assignment by goodput against a fixed split",
+        "# The assignment rule against a fixed split",
         "",
         f"Commit {about['commit']}, {about['date']}, {about['hardware']['cpu']}, {about['hardware']['machine_cores']} cores"
         f" (load average before: {about['hardware']['load_average_before']}). `{about['command']}`",
@@ -32,22 +32,21 @@ def markdown(result: Mapping[str, Any]) -> str:
         f"Layout {result['layout']}: " + "; ".join(f"{name} on {cores}" for name, cores in result["cores"].items()) + ".",
         "Medians of rounds, least and greatest in brackets; ratios are of rounds side by side.",
         "",
-        "| load | goodput, tok/s | static, tok/s | ratio | changes per goodput round | drafters at the end of it |",
+        "| load | rule, tok/s | static, tok/s | ratio | changes per round of the rule | drafters at the end of it |",
         "|---|---|---|---|---|---|",
     ]
     for load, found in result["loads"].items():
-        cells = [load, *(_shown(found["tokens_per_s"].get(way), "{:.0f}") for way in ("goodput", "static"))]
-        cells.append(_shown(found.get("goodput/static"), "{:.2f}"))
-        cells.append(", ".join(str(each) for each in found["changes"].get("goodput", ())))
-        last = [r["drafters"] for r in result["rounds"] if r["load"] == load and r["way"] == "goodput"][-1:]
+        cells = [load, *(_shown(found["tokens_per_s"].get(way), "{:.0f}") for way in ("rule", "static"))]
+        cells.append(_shown(found.get("rule/static"), "{:.2f}"))
+        cells.append(", ".join(str(each) for each in found["changes"].get("rule", ())))
+        last = [r["drafters"] for r in result["rounds"] if r["load"] == load and r["way"] == "rule"][-1:]
         cells.append("; ".join(f"{v}: {', '.join(d) or 'none'}" for v, d in last[0].items()) if last else "")
         lines.append(f"| {' | '.join(cells)} |")
-    counters = ", ".join(f"{name.replace('_', ' ')} {result['counters'][name]}" for name in ("reassignments", "taken_back"))
-    lines += ["", f"Over the whole run, pins included: {counters}."]
+    lines += ["", f"Over the whole run, pins included: {result['counters']['reassignments']} reassignments."]
     if result["steady"]:
         steady = result["steady"]
         lines.append(
-            f"Steady load {steady['load']} under goodput for {steady['seconds']:g} s: {steady['changes_measured']} changes."
+            f"Steady load {steady['load']} under the rule for {steady['seconds']:g} s: {steady['changes_measured']} changes."
         )
     return "\n".join(lines) + "\n"
 

@@ -160,32 +160,14 @@ class CoordinatorSettings(Section):
         description="remove and restart: a verifier's requests that take longer are moved elsewhere; SIGTERM: a member that "
         "takes longer to move its requests ends all the same",
     )
-    policy: Literal["goodput", "least-drafters"] = Field(
-        "goodput",
-        description="who drafts for whom: goodput: where a drafter brings the most tokens per second, by what is measured; "
-        "least-drafters: the verifier with the fewest drafters first, then the one with the most requests",
-    )
     decide_interval_s: float = Field(
         0.5, gt=0, description="time between two looks at the assignment while nobody comes or goes"
     )
-    smoothing_s: float = Field(2.0, gt=0, description="goodput: time over which reported loads and times are averaged")
+    smoothing_s: float = Field(2.0, gt=0, description="time over which reported loads and times are averaged")
     min_gain: float = Field(
-        0.05, ge=0, le=1, description="goodput: a reassignment must promise this share of its verifiers' tokens per second more"
+        0.05, ge=0, le=1, description="a reassignment must promise this share of its verifiers' tokens per second more"
     )
-    min_dwell_s: float = Field(5.0, ge=0, description="goodput: a drafter is not taken from a verifier before so long")
-    trial_s: float = Field(
-        6.0,
-        ge=0,
-        le=30,
-        description="goodput: a reassignment after which the verifiers concerned made fewer tokens for so long, all in all and "
-        "per request, is taken back and not tried again for a minute, then two, then four; 0: never",
-    )
-    straggler_weight: float = Field(
-        0.25,
-        ge=0,
-        le=1,
-        description="goodput: how far verifiers with few tokens per second and request go first; 0: no",
-    )
+    min_dwell_s: float = Field(5.0, ge=0, description="a drafter is not taken from a verifier before so long")
 
 
 class ElasticSettings(Section):

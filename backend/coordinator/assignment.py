@@ -1,18 +1,15 @@
-"""What every assignment policy is asked and answers: a `Situation` in, changes of bindings out.  Pure.
+"""What the assignment rule is asked and answers: a `Situation` in, changes of bindings out.  Pure.
 
 A binding says that a drafter serves a verifier.  Both ends may have several: a verifier's requests are split evenly over its
-drafters (`backend/verifier/pairing.py`), a drafter takes the rounds of all its verifiers in turn.  Policies differ in what they
-bind; pins, members that left, and the rule that nobody stays without a partner are the same for all and live here.
+drafters (`backend/speculation/pairing.py`), a drafter takes the rounds of all its verifiers in turn.  Pins and members that
+left are respected here, whatever the rule (`water_filling.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
-
-if TYPE_CHECKING:
-    from backend.coordinator.table import Table
+from typing import Protocol
 
 Pair = tuple[str, str]
 """(verifier, drafter)."""
@@ -35,8 +32,6 @@ class VerifierLoad:
     """Share of drafting that goes on while the verifier computes: 0 draft, then verify; 1 both at once."""
     may_skip: bool = True
     """Drafts nothing where that is faster (mode `auto`)."""
-    tgs: float | None = None
-    """Tokens per second and request, as measured."""
     bare_s: float | None = None
     """Seconds per token of each request while nobody drafts for it: plain steps, or what its prompt lookups make of them."""
 
@@ -50,8 +45,6 @@ class DrafterSpeed:
     """Time of a round whatever its size."""
     per_request_s: float | None = None
     """Further time per request in it."""
-    quality: float = 1.0
-    """Tokens its drafts have accepted, relative to the other drafters of the same verifiers."""
     down_for: frozenset[str] = frozenset()
     """Verifiers whose circuit breaker for it is open: they do not wait for it."""
 
@@ -67,12 +60,6 @@ class Situation:
     """Since when, by pair; the ends need not be fit any more."""
     pins: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """By drafter: it serves those of these verifiers that are fit, and nobody else.  An empty list keeps it out of service."""
-    table: Table | None = field(default=None, compare=False, repr=False)
-    """The same once more in the form of `table.py`, where whoever asks keeps one.  It changes no decision, only its time."""
-    settled: Collection[Pair] = ()
-    """Pairs that stay as they are, bound or not: it was tried otherwise."""
-    frozen: Collection[str] = ()
-    """Verifiers to which no drafter comes and from which none goes, as a change is being measured there."""
 
 
 @dataclass(frozen=True)
@@ -96,14 +83,11 @@ Action = Bind | Unbind
 
 @dataclass(frozen=True)
 class Decision:
-    """What to change (`Unbind`s first), and the tokens per second of the fleet as the policy predicts them.
-
-    None where a policy predicts nothing.
-    """
+    """What to change (`Unbind`s first), and the tokens per second of the fleet as the rule predicts them."""
 
     actions: list[Action]
-    before: float | None = None
-    after: float | None = None
+    before: float = 0.0
+    after: float = 0.0
 
 
 class AssignmentPolicy(Protocol):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -20,7 +19,6 @@ class Counters:
     assignments_made: int = 0
     assignments_dropped: int = 0
     reassignments: int = 0
-    taken_back: int = 0
     decisions: int = 0
     lends: int = 0
     lends_failed: int = 0
@@ -64,13 +62,3 @@ class Entry:
 def route(member: Member) -> tuple[str, str, str, str]:
     """What the peers of a member connect to; another route needs another generation."""
     return member.incarnation, member.address, member.server_key, member.head
-
-
-def beside(entries: Mapping[str, Entry], drafter_id: str) -> list[str]:
-    """Verifiers fit to work that are bound to cores of this drafter."""
-    drafter = entries[drafter_id].member
-    cores = set(drafter.cores)
-    if not cores:
-        return []
-    fit = [(key, entry.member) for key, entry in entries.items() if entry.member.kind == "verifier" and entry.is_fit]
-    return [key for key, each in fit if each.node_id == drafter.node_id and not cores.isdisjoint(each.cores)]

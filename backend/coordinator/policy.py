@@ -3,7 +3,7 @@
 Runs in the coordinator actor; tests and the simulator drive the same code with a clock of their own (`now` is seconds on any
 clock that never goes back).  `tick` is the whole policy: expire leases, and decide who drafts for whom, at once when a member
 came, left or was pinned, else every `decide_interval_s`.  The decision itself is a pure function of what is known
-(`assignment.py`; `goodput.py` and `least_drafters.py` are the rules to choose from); `propose` asks without doing.  Every
+(`assignment.py`, `water_filling.py`); `propose` asks without doing.  Every
 change takes the next value of one counter, which serves as the snapshot's version and as the generation of the assignments made
 at that moment; so generations only grow, and they go on growing over a restart of the coordinator when `first_version` comes
 from a clock.
@@ -21,16 +21,14 @@ from backend.coordinator.assignment import (
     AssignmentPolicy,
     Bind,
     Decision,
+    DrafterSpeed,
     Pair,
     Situation,
-    Unbind,
+    VerifierLoad,
 )
-from backend.coordinator.entries import Counters, Entry, beside, route
-from backend.coordinator.goodput import Goodput
-from backend.coordinator.least_drafters import LeastDrafters
+from backend.coordinator.entries import Counters, Entry, route
 from backend.coordinator.rates import DrafterRates, VerifierRates
-from backend.coordinator.table import Table
-from backend.coordinator.trials import Trials
+from backend.coordinator.water_filling import WaterFilling
 from backend.fleet import (
     Assignment,
     DrafterRef,
@@ -53,13 +51,6 @@ SPARE_SHARE_S = 5e-6
 UNKNOWN = Orders(known=False)
 
 
-def policy_of(settings: CoordinatorSettings) -> AssignmentPolicy:
-    """The rule that the settings ask for."""
-    if settings.policy == "least-drafters":
-        return LeastDrafters()
-    return Goodput(settings.min_gain, settings.min_dwell_s, settings.straggler_weight)
-
-
 @dataclass
 class Coordinator:
     """The fleet's registry and its assignments.  Not thread-safe; one owner calls it."""
@@ -68,7 +59,7 @@ class Coordinator:
     first_version: int = 0
     settings: CoordinatorSettings = field(default_factory=CoordinatorSettings)
     rule: AssignmentPolicy | None = None
-    """In place of the one that the settings ask for."""
+    """In place of the usual one."""
     _entries: dict[str, Entry] = field(default_factory=dict)
     _since: dict[Pair, float] = field(default_factory=dict)
     """When each pair was bound."""
@@ -79,7 +70,6 @@ class Coordinator:
     _withdrawn: frozenset[str] = frozenset()
     _verifier_rates: dict[str, VerifierRates] = field(default_factory=dict)
     _drafter_rates: dict[str, DrafterRates] = field(default_factory=dict)
-    _trials: Trials = field(init=False)
     counters: Counters = field(default_factory=Counters)
     _version: int = field(init=False)
     _rule: AssignmentPolicy = field(init=False)
@@ -87,13 +77,12 @@ class Coordinator:
     _decided_at: float = -math.inf
     _is_dirty: bool = False
     """Somebody came, left, became fit or unfit, or was pinned since the last decision."""
-    _fit: Table | None = None
-    """Kept while nobody comes or goes: sorting thousands, and reading them, takes longer than deciding."""
+    _fit: tuple[list[VerifierLoad], list[DrafterSpeed]] | None = None
+    """Kept while nobody comes or goes: sorting thousands takes longer than deciding."""
 
     def __post_init__(self) -> None:
         self._version = self.first_version
-        self._rule = self.rule or policy_of(self.settings)
-        self._trials = Trials(self.settings.trial_s)
+        self._rule = self.rule or WaterFilling(self.settings.min_gain, self.settings.min_dwell_s)
 
     # Events.
 
@@ -232,15 +221,11 @@ class Coordinator:
         """What a decision at `now` depends on."""
         if self._fit is None:
             fit = sorted(key for key, entry in self._entries.items() if entry.is_fit)
-            self._fit = Table(
+            self._fit = (
                 [self._rates_of_verifier(key).load for key in fit if self._entries[key].member.kind == "verifier"],
                 [self._rates_of_drafter(key).speed for key in fit if self._entries[key].member.kind == "drafter"],
-                self._since,
             )
-        known = self._fit
-        pins = self._pins if pins is None else pins
-        settled, frozen = self._trials.settled(now), self._trials.frozen()
-        return Situation(now, known.verifiers, known.drafters, self._since, pins, known, settled, frozen)
+        return Situation(now, *self._fit, self._since, self._pins if pins is None else pins)
 
     def snapshot(self, now: float) -> FleetSnapshot:
         """The fleet at `now`, members and assignments in the order of their ids."""
@@ -277,15 +262,7 @@ class Coordinator:
     def _decide(self, now: float) -> None:
         self._decided_at, self._is_dirty = now, False
         self.counters.decisions += 1
-        if back := [action for action in self._trials.judge(now) if self._may_take_back(action)]:
-            self.counters.taken_back += 1
-            self._carry_out(back, now)
-        actions = self._rule.decide(self.situation(now)).actions
-        # A drafter that was free, or has to leave, is not moved by choice.
-        busy = {d for v, d in self._since if self._is_fit(v) and self._is_fit(d)} if actions else ()
-        moves = [action for action in actions if action.drafter in busy and action.drafter not in self._pins]
-        self._trials.begin(moves, lambda drafter: beside(self._entries, drafter), now)
-        self._carry_out(actions, now)
+        self._carry_out(self._rule.decide(self.situation(now)).actions, now)
 
     def _carry_out(self, actions: Sequence[Action], now: float) -> None:
         for action in actions:
@@ -295,13 +272,6 @@ class Coordinator:
             else:
                 self.counters.reassignments += all(self._is_fit(each) for each in pair)
                 self._unbind(pair)
-        self._trials.changed(actions, now)
-
-    def _may_take_back(self, action: Action) -> bool:
-        """Whether a pair can become what it was."""
-        is_bound = (action.verifier, action.drafter) in self._since
-        fit = self._is_fit(action.verifier) and self._is_fit(action.drafter) and action.drafter not in self._pins
-        return fit and is_bound == isinstance(action, Unbind)
 
     # Details.
 
@@ -311,23 +281,12 @@ class Coordinator:
         self._is_dirty, self._fit = True, None
 
     def _measure(self, entry: Entry, verifier: VerifierStats | None, drafter: DrafterStats | None, now: float) -> None:
-        spoken_of: set[str] = set()
         if verifier is not None:
-            # A verifier's report also says how its drafters did, and which of them it did without.
-            spoken_of.update(verifier.drafters, verifier.drafters_down, entry.verifier.drafters_down if entry.verifier else ())
             entry.verifier = verifier
             self._rates_of_verifier(entry.member.id).observe(verifier, now, self._drafter_rates)
-            self._trials.observe(
-                entry.member.id, verifier.started_at, verifier.tokens, verifier.running + verifier.waiting, now
-            )
         if drafter is not None:
-            spoken_of.add(entry.member.id)
             entry.drafter = drafter
             self._rates_of_drafter(entry.member.id).observe(drafter, now)
-        if self._fit is not None:
-            self._fit.read_verifier(entry.member.id)
-            for drafter_id in spoken_of:
-                self._fit.read_drafter(drafter_id)
 
     def _rates_of_verifier(self, member_id: str) -> VerifierRates:
         rates = self._verifier_rates.get(member_id)
@@ -344,7 +303,6 @@ class Coordinator:
     def _forget_rates(self, member_id: str) -> None:
         self._verifier_rates.pop(member_id, None)
         self._drafter_rates.pop(member_id, None)
-        self._trials.forget(member_id)
 
     def _remove(self, member_id: str) -> None:
         del self._entries[member_id]
@@ -376,24 +334,17 @@ class Coordinator:
     def _bind(self, pair: Pair, now: float) -> None:
         self._version += 1
         self._generation[pair], self._since[pair] = self._version, now
-        self._forget_pairs()
         self._drafters.setdefault(pair[0], set()).add(pair[1])
         self.counters.assignments_made += 1
 
     def _unbind(self, pair: Pair) -> None:
         self._version += 1
         del self._generation[pair], self._since[pair]
-        self._forget_pairs()
         self._drafters[pair[0]].discard(pair[1])
         self.counters.assignments_dropped += 1
-
-    def _forget_pairs(self) -> None:
-        if self._fit is not None:
-            self._fit.forget_pairs()
 
     def _unbind_member(self, member_id: str) -> None:
         gone: Iterable[Pair] = [pair for pair in self._since if member_id in pair]
         for pair in gone:
             self._unbind(pair)
-            self._trials.forget(pair[0])
         self._changed()

@@ -11,13 +11,10 @@ import math
 from dataclasses import dataclass, field
 
 from backend.coordinator.assignment import DrafterSpeed, VerifierLoad
-from backend.fleet import LOOKUP, DrafterStats, VerifierStats
+from backend.fleet import LOOKUP, DraftCounters, DrafterStats, VerifierStats
 
 REMEMBERED_DRAFTS = 200.0
 """Drafts after which an older acceptance counts for half."""
-QUALITY_DRAFTS = 1000.0
-"""The same for a drafter's quality: its requests differ from those of the others, and that must average out."""
-QUALITY_RANGE = 0.5, 1.5
 TREND = 10
 """A round's fixed and further time are told apart over so many times `smoothing_s`."""
 PRIOR_SLOPE = 0.3
@@ -67,7 +64,7 @@ class Line:
 
 
 class DrafterRates:
-    """One drafter's speed and quality."""
+    """One drafter's speed."""
 
     def __init__(self, drafter_id: str, smoothing_s: float) -> None:
         self.speed = DrafterSpeed(drafter_id)
@@ -87,12 +84,6 @@ class DrafterRates:
             if line is not None:
                 self.speed.fixed_s, self.speed.per_request_s = line
 
-    def compare(self, drafts: int, ratio: float) -> None:
-        """`drafts` drafts had `ratio` times as many tokens accepted as all drafts of the same verifier."""
-        least, most = QUALITY_RANGE
-        step = drafts / (drafts + QUALITY_DRAFTS)
-        self.speed.quality += step * (min(max(ratio, least), most) - self.speed.quality)
-
     def set_down(self, verifier_id: str, is_down: bool) -> None:
         """What a verifier's circuit breaker says of it."""
         if (verifier_id in self.speed.down_for) != is_down:
@@ -105,12 +96,12 @@ class VerifierRates:
     def __init__(self, verifier_id: str, smoothing_s: float) -> None:
         self.load = VerifierLoad(verifier_id)
         self._smoothing_s = smoothing_s
-        self._requests, self._tokens_per_s = Average(smoothing_s), Average(smoothing_s)
+        self._requests = Average(smoothing_s)
         self._plain_s, self._drafted_s, self._bare_s = Average(smoothing_s), Average(smoothing_s), Average(smoothing_s)
         self._last: tuple[VerifierStats, float] | None = None
 
     def observe(self, stats: VerifierStats, now: float, drafters: dict[str, DrafterRates]) -> None:
-        """Takes a report; `drafters` are the fleet's, to be told how their drafts fared."""
+        """Takes a report; `drafters` are the fleet's, to be told who does without them."""
         last, self._last = self._last, (stats, now)
         known = last is not None and last[0].started_at == stats.started_at
         seconds = now - last[1] if last is not None and known else 0.0
@@ -129,29 +120,20 @@ class VerifierRates:
         load.may_skip = stats.mode == "auto"
         load.overlap = _overlap(stats)
         if last is not None and known:
-            if seconds > 0:
-                self._tokens_per_s.note((stats.tokens - last[0].tokens) / seconds, seconds)
             self._note_drafts(last[0], stats, drafters)
-        busy = load.requests >= 0.5 and self._tokens_per_s.value
-        load.tgs = (self._tokens_per_s.value or 0.0) / load.requests if busy else None
 
     def _note_drafts(self, old: VerifierStats, new: VerifierStats, drafters: dict[str, DrafterRates]) -> None:
-        grown: dict[str, tuple[int, int]] = {}
+        drafts = accepted = 0
         for drafter_id, counters in new.drafters.items():
-            before = old.drafters.get(drafter_id)
-            drafts = counters.drafts - (before.drafts if before else 0)
+            before = old.drafters.get(drafter_id, DraftCounters())
             # What a verifier drafts itself says nothing of drafters.
-            if drafts > 0 and drafter_id != LOOKUP:
-                grown[drafter_id] = drafts, counters.accepted_tokens - (before.accepted_tokens if before else 0)
-        drafts, accepted = sum(n for n, _ in grown.values()), sum(n for _, n in grown.values())
+            if drafter_id != LOOKUP:
+                drafts += counters.drafts - before.drafts
+                accepted += counters.accepted_tokens - before.accepted_tokens
         if drafts:
             length = 1 + accepted / drafts
             step = drafts / (drafts + REMEMBERED_DRAFTS)
             self.load.length = length if self.load.length is None else self.load.length + step * (length - self.load.length)
-        if len(grown) > 1 and accepted:
-            for drafter_id, (its_drafts, its_accepted) in grown.items():
-                if drafter_id in drafters:
-                    drafters[drafter_id].compare(its_drafts, its_accepted / its_drafts * drafts / accepted)
         for drafter_id in {*old.drafters_down, *new.drafters_down}:
             if drafter_id in drafters:
                 drafters[drafter_id].set_down(new.verifier_id, drafter_id in new.drafters_down)

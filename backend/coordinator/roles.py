@@ -17,10 +17,10 @@ from dataclasses import replace
 import msgspec
 
 from backend.config.settings import ElasticSettings
-from backend.coordinator.assignment import AssignmentPolicy, DrafterSpeed
-from backend.coordinator.goodput import Goodput
+from backend.coordinator.assignment import DrafterSpeed
 from backend.coordinator.lending import Lend, Lending, OnLoan, Return, Scene, Worth
 from backend.coordinator.policy import Coordinator
+from backend.coordinator.water_filling import WaterFilling
 from backend.fleet import FleetSnapshot, Loan
 
 
@@ -33,8 +33,7 @@ class Roles:
         self._policy = policy
         self._settings = settings
         self._busy_with = busy_with
-        # Whatever the fleet is assigned by, only this rule predicts.
-        self._rule: AssignmentPolicy = Goodput()
+        self._rule = WaterFilling()
         self._lending = Lending(settings)
         self._wanted: dict[str, Loan] = {}
         """By verifier, as last told by the launcher; before that as decided."""
@@ -156,7 +155,7 @@ class Roles:
             # Names that sort behind all others; nothing measured, so as fast as the others are on average.
             drafters += [DrafterSpeed(f"~{i}") for i in range(more)]
             verifiers = [each for each in known.verifiers if each.id not in without_verifiers]
-            return self._rule.decide(replace(known, verifiers=verifiers, drafters=drafters)).after or 0.0
+            return self._rule.decide(replace(known, verifiers=verifiers, drafters=drafters)).after
 
         return worth
 

@@ -98,20 +98,18 @@ class Outcome:
 
 
 class FleetSimulation:
-    """One run.  `watch` is called with the coordinator at every sample."""
+    """One run."""
 
     def __init__(
         self,
         scenario: Scenario,
         coordinator: Coordinator,
         route: Route,
-        watch: Callable[[float, Coordinator], None] = lambda *_: None,
     ) -> None:
         self.outcome = Outcome()
         self._scenario = scenario
         self._coordinator = coordinator
         self._route = route
-        self._watch = watch
         self._dice = random.Random(scenario.seed)
         self._now = 0.0
         self._count = 0
@@ -296,7 +294,6 @@ class FleetSimulation:
                 most_drafters=max(held.values(), default=0),
             )
         )
-        self._watch(self._now, self._coordinator)
 
     def _lend(self) -> None:
         assert self._lender is not None

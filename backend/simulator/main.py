@@ -1,4 +1,4 @@
-"""`outrider simulate`: reads its options, simulates one fleet under each policy, writes figures.  The command's own process."""
+"""`outrider simulate`: simulates a fleet under the coordinator's own policy and writes figures.  The command's own process."""
 
 from __future__ import annotations
 
@@ -8,20 +8,16 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 from backend.config.settings import CoordinatorSettings, ElasticSettings
-from backend.coordinator.policy import Coordinator, policy_of
+from backend.coordinator.policy import Coordinator
+from backend.coordinator.water_filling import WaterFilling
 from backend.models import Say
 from backend.simulator import report, traces
 from backend.simulator.fleet import FleetSimulation, Route, Scenario
 from backend.simulator.members import Hardware
 from backend.simulator.traces import TraceError
-
-Policy = Literal["goodput", "least-drafters"]
-POLICIES: tuple[Policy, ...] = get_args(Policy)
-REFEREED = 6
-"""Moments of a run at which the assignment is held against what is possible."""
 
 
 @dataclass(frozen=True)
@@ -29,47 +25,34 @@ class Options:
     """One run."""
 
     scenario: Scenario
-    policies: tuple[Policy, ...]
     settings: dict[str, float]
     output: Path | None
 
 
 def main(arguments: Sequence[str], say: Say, make_route: Callable[[], Route]) -> dict[str, Any]:
-    """Simulates and writes; `make_route` gives a router for each policy's run.  Raises `TraceError`."""
+    """Simulates and writes; `make_route` gives a router.  Raises `TraceError`."""
     options = parse(arguments)
-    results: dict[str, Any] = {}
-    scenario = options.scenario
-    for policy in options.policies:
-        began = time.perf_counter()
-        results[policy] = _run(options, policy, make_route())
-        say(f"{policy}: {scenario.seconds:g} s simulated in {time.perf_counter() - began:.1f} s")
-    small = scenario.verifiers <= report.MOST_EXACT[0] and scenario.drafters <= report.MOST_EXACT[1]
-    say(report.table(results, "of the best" if small else "of the bound"))
+    began = time.perf_counter()
+    settings = CoordinatorSettings.model_validate(options.settings)
+    timed = report.Timed(WaterFilling(settings.min_gain, settings.min_dwell_s), time.perf_counter)
+    coordinator = Coordinator(max(settings.lease_s, 3 * options.scenario.report_s), settings=settings, rule=timed)
+    outcome = FleetSimulation(options.scenario, coordinator, make_route()).run()
+    result = report.summary(outcome, timed, options.scenario.seconds)
+    say(f"{options.scenario.seconds:g} s simulated in {time.perf_counter() - began:.1f} s")
+    say(report.table(result))
     if options.output is not None:
         options.output.mkdir(parents=True, exist_ok=True)
-        document = {"arguments": list(arguments), "policies": results}
+        document = {"arguments": list(arguments), **result}
         (options.output / "simulation.json").write_text(json.dumps(document, indent=1) + "\n")
-        report.draw(results, options.output / "simulation.png", say)
+        report.draw(result, options.output / "simulation.png", say)
         say(f"written to {options.output}")
-    return results
-
-
-def _run(options: Options, policy: Policy, route: Route) -> dict[str, Any]:
-    settings = CoordinatorSettings.model_validate({**options.settings, "policy": policy})
-    rule = policy_of(settings)
-    timed = report.Timed(rule, time.perf_counter)
-    referee = report.Referee(max(int(options.scenario.seconds) // REFEREED, 1), rule)
-    coordinator = Coordinator(max(settings.lease_s, 3 * options.scenario.report_s), settings=settings, rule=timed)
-    outcome = FleetSimulation(options.scenario, coordinator, route, referee.watch).run()
-    return report.summary(outcome, timed, referee, options.scenario.seconds)
+    return result
 
 
 def parse(arguments: Sequence[str]) -> Options:
     """Reads the command line; ends the program with a line and status 2 when it makes no sense.  Raises `TraceError`."""
     parser = _parser()
     given = parser.parse_args(list(arguments))
-    if given.policies and set(given.policies) - set(POLICIES):
-        parser.error(f"--policies: there are {', '.join(POLICIES)}")
     if given.trace is not None:
         try:
             with given.trace.open(newline="") as lines:
@@ -107,9 +90,9 @@ def parse(arguments: Sequence[str]) -> Options:
         given.lend_s,
         seed=given.seed,
     )
-    tuning = ("min_gain", "min_dwell_s", "straggler_weight", "smoothing_s", "decide_interval_s")
+    tuning = ("min_gain", "min_dwell_s", "smoothing_s", "decide_interval_s")
     settings = {name: getattr(given, name) for name in tuning if getattr(given, name) is not None}
-    return Options(scenario, given.policies or POLICIES, settings, given.output)
+    return Options(scenario, settings, given.output)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -120,9 +103,6 @@ def _parser() -> argparse.ArgumentParser:
     say = parser.add_argument
     say("--verifiers", type=_count, metavar="N", default=1000)
     say("--drafters", type=_count, metavar="N", default=4000)
-    say(
-        "--policies", type=lambda text: tuple(text.split(",")), metavar="LIST", help=f"of {', '.join(POLICIES)} (default: both)"
-    )
     say("--seconds", type=_positive, metavar="S", help="simulated time (default: 60, or the trace's)")
     say("--trace", type=Path, metavar="FILE", help=f"CSV of arrivals: {', '.join(traces.COLUMNS)} (default: Poisson arrivals)")
     say("--rate", type=_positive, metavar="R", help="Poisson arrivals per second (default: 2 per verifier)")
@@ -142,16 +122,12 @@ def _parser() -> argparse.ArgumentParser:
     say("--draft-ms", type=_positive, default=4.0, metavar="T", help="a drafter's round (default: 4)")
     say("--draft-request-us", type=_positive, default=400.0, metavar="T", help="and per request in it (default: 400)")
     say("--report-s", type=_positive, default=0.5, metavar="S", help="time between two reports of a member (default: 0.5)")
-    say("--min-gain", type=float, metavar="P", help="these five: as `coordinator.min_gain` and so on")
-    for name in ("min-dwell-s", "straggler-weight", "smoothing-s", "decide-interval-s"):
+    say("--min-gain", type=float, metavar="P", help="these four: as `coordinator.min_gain` and so on")
+    for name in ("min-dwell-s", "smoothing-s", "decide-interval-s"):
         say(f"--{name}", type=float, metavar="X")
     say("--seed", type=int, default=0, metavar="N")
     say("--output", type=Path, metavar="DIR", help="write simulation.json and simulation.png there")
     return parser
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(part.strip() for part in text.split(","))
 
 
 def _count(text: str) -> int:

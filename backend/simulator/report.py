@@ -5,19 +5,13 @@ from __future__ import annotations
 import gc
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from backend.coordinator.assignment import AssignmentPolicy, Decision, Situation
-from backend.coordinator.policy import Coordinator
 from backend.models import Say
-from backend.simulator.bound import bound_by_drafter
 from backend.simulator.fleet import Outcome
-from backend.simulator.oracle import best_partition, predicted, upper_bound
-
-MOST_EXACT = 6, 8
-"""Verifiers and drafters up to which the best partition is found exactly."""
 
 
 @dataclass
@@ -41,40 +35,8 @@ class Timed:
         return decision
 
 
-@dataclass
-class Referee:
-    """Holds the assignment against what is possible, every few samples."""
-
-    every: int
-    policy: AssignmentPolicy
-    shares: list[float] = field(default_factory=list)
-    of_ideal: list[float] = field(default_factory=list)
-    """The same against the simpler bound for large fleets, of ideal drafters."""
-    anew: list[float] = field(default_factory=list)
-    """Of what the policy would assign were nothing bound yet: what hysteresis keeps it from."""
-    _seen: int = 0
-
-    def watch(self, now: float, coordinator: Coordinator) -> None:
-        """One sample."""
-        self._seen += 1
-        if self._seen % self.every:
-            return
-        situation = coordinator.situation(now)
-        if not situation.verifiers or not situation.drafters:
-            return
-        is_small = len(situation.verifiers) <= MOST_EXACT[0] and len(situation.drafters) <= MOST_EXACT[1]
-        best = ideal = best_partition(situation) if is_small else upper_bound(situation)
-        if not is_small:
-            best = min(ideal, bound_by_drafter(situation))
-        now = predicted(situation, situation.bindings)
-        self.shares.append(now / best)
-        self.of_ideal.append(now / ideal)
-        placed = self.policy.decide(replace(situation, bindings={})).actions
-        self.anew.append(predicted(situation, [(each.verifier, each.drafter) for each in placed]) / best)
-
-
-def summary(outcome: Outcome, timed: Timed, referee: Referee, seconds: float) -> dict[str, Any]:
-    """One policy's run."""
+def summary(outcome: Outcome, timed: Timed, seconds: float) -> dict[str, Any]:
+    """The figures of a run."""
     tgs = sorted(outcome.tgs)
     return {
         "tokens_per_s": outcome.tokens / seconds,
@@ -93,13 +55,6 @@ def summary(outcome: Outcome, timed: Timed, referee: Referee, seconds: float) ->
             name: {key: value * 1e3 for key, value in quantiles(sorted(times), (0.5, 0.99, 1.0)).items()}
             for name, times in (("steady", timed.steady_s), ("changing", timed.changing_s))
         },
-        "share_of_best": {
-            "mean": statistics.fmean(referee.shares) if referee.shares else None,
-            "least": min(referee.shares, default=None),
-            "moments": len(referee.shares),
-            "of_ideal_drafters": statistics.fmean(referee.of_ideal) if referee.of_ideal else None,
-            "placed_anew": statistics.fmean(referee.anew) if referee.anew else None,
-        },
         "samples": [asdict(each) for each in outcome.samples],
     }
 
@@ -109,23 +64,17 @@ def quantiles(ordered: Sequence[float], shares: Sequence[float]) -> dict[str, fl
     return {f"p{share * 100:g}": ordered[min(int(share * len(ordered)), len(ordered) - 1)] for share in shares if ordered}
 
 
-def table(results: Mapping[str, Mapping[str, Any]], best: str) -> str:
+def table(result: Mapping[str, Any]) -> str:
     """What a person wants to see first."""
-    lines = [
-        f"{'policy':16} {'tokens/s':>10} {'TGS p50':>8} {'TGS p1':>8} {'moves':>6} {'done s':>7}"
-        f" {'p50 ms':>7} {'p99 ms':>7} {best:>13}"
-    ]
-    for name, each in results.items():
-        tgs, times, share = each["request_tgs"], each["decision_ms"]["steady"], each["share_of_best"]["mean"]
-        total, moves = each["tokens_per_s"], each["reassignments"]
-        lines.append(
-            f"{name:16} {total:10.0f} {tgs.get('p50', 0):8.1f} {tgs.get('p1', 0):8.1f} {moves:6d} {each['finished_s']:7.1f}"
-            f" {times.get('p50', 0):7.2f} {times.get('p99', 0):7.2f} {'-' if share is None else f'{share:.3f}':>13}"
-        )
-    return "\n".join(lines)
+    tgs, times = result["request_tgs"], result["decision_ms"]["steady"]
+    return (
+        f"{'tokens/s':>10} {'TGS p50':>8} {'TGS p1':>8} {'moves':>6} {'done s':>7} {'p50 ms':>7} {'p99 ms':>7}\n"
+        f"{result['tokens_per_s']:10.0f} {tgs.get('p50', 0):8.1f} {tgs.get('p1', 0):8.1f} {result['reassignments']:6d}"
+        f" {result['finished_s']:7.1f} {times.get('p50', 0):7.2f} {times.get('p99', 0):7.2f}"
+    )
 
 
-def draw(results: Mapping[str, Mapping[str, Any]], file: Path, say: Say) -> bool:
+def draw(result: Mapping[str, Any], file: Path, say: Say) -> bool:
     """Tokens per second, TGS and assignment over time; without matplotlib says so and returns False."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -143,13 +92,11 @@ def draw(results: Mapping[str, Mapping[str, Any]], file: Path, say: Say) -> bool
         ("pairs, most of one", ("pairs", "most_drafters")),
     )
     for panel, (label, names) in zip(panels, drawn, strict=True):
-        for colour, (policy, each) in zip(("#4878a8", "#d98b3a"), results.items(), strict=False):
-            at = [sample["at"] for sample in each["samples"]]
-            for style, name in zip(("-", ":"), names, strict=False):
-                panel.plot(at, [sample[name] for sample in each["samples"]], style, color=colour, label=policy)
+        at = [sample["at"] for sample in result["samples"]]
+        for style, name in zip(("-", ":"), names, strict=False):
+            panel.plot(at, [sample[name] for sample in result["samples"]], style, color="#4878a8")
         panel.set_ylabel(label)
         panel.set_ylim(bottom=0)
-    panels[0].legend(frameon=False)
     panels[-1].set_xlabel("seconds")
     figure.savefig(file, dpi=120)
     return True

@@ -10,7 +10,7 @@ from backend.coordinator.commands import Assign, Done, Refused, Remove, Restart
 from backend.coordinator.policy import Coordinator
 from backend.coordinator.roles import Roles
 from backend.fleet import Loan, VerifierStats
-from tests.unit.test_coordinator_policy import GOODPUT, fleet, member
+from tests.unit.test_coordinator_policy import fleet, member
 
 LENT = "drafter-at-v1"
 ON = ElasticSettings(enabled=True)
@@ -22,7 +22,7 @@ class Bench:
 
     settings: ElasticSettings = ON
     now: float = 0.0
-    policy: Coordinator = field(default_factory=lambda: fleet(2, 0, settings=GOODPUT))
+    policy: Coordinator = field(default_factory=lambda: fleet(2, 0))
     told: list[Loan] = field(default_factory=list)
     load: dict[str, int] = field(default_factory=lambda: {"v0": 1, "v1": 0})
 

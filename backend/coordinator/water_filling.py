@@ -1,0 +1,275 @@
+"""Who drafts for whom: each drafter goes where one more brings the most tokens per second (water-filling).  Pure.
+
+A verifier with n requests and a drafters sends each of them n / a requests a step.  From what members report it makes
+
+    draft  = fixed + per_request * n / a        of a usual drafter; more, the less of one it has
+    cycle  = verify + draft - overlap * min(verify, draft)
+    tokens per second = n * acceptance length / cycle,      or n / plain step where it may skip drafts
+
+and without drafters what plain steps or its prompt lookups make.  A drafter counts by its speed, for a half if half as fast as
+usual, and for less to those who share it: another with as many requests is met at work half of the time.  What was not measured
+yet is taken to be as elsewhere.
+
+Free drafters are placed one after the other.  Then drafters move while that promises `min_gain` of what both verifiers make;
+none that was bound less than `min_dwell_s` ago, for measurements are noisy and a new drafter costs each request one opening.
+Who has none shares the one with the fewest verifiers, unless it is faster alone or all of them together lose more than
+`min_gain`.
+"""
+
+from __future__ import annotations
+
+import heapq
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from backend.coordinator.assignment import Bindings, Decision, DrafterSpeed, Pair, Situation, VerifierLoad
+
+PLAIN_S, DRAFTED, LENGTH, FIXED_S, PER_REQUEST_S = 0.03, 1.2, 2.0, 5e-3, 5e-4
+"""Before anything of the kind was measured: a plain step, a drafted one over it, acceptance length, and a drafter's round."""
+IDLE, ACTIVE = 0.1, 0.5
+"""Requests that a verifier without any counts for, and from which on it has some."""
+CAPACITY = 0.1, 4.0
+"""A drafter counts for so much of a usual one at least and at most."""
+TOGETHER = 1, 2, 4, 8, 16
+"""One drafter more may be worth nothing where several are worth much: gains are looked for so far ahead."""
+UNSKIPPED = 0.01
+"""Where drafts do not pay, drafting still counts for so much: it leads off plateaus."""
+MOVES = 8
+"""In one decision at most."""
+
+
+@dataclass(frozen=True)
+class WaterFilling:
+    """See the module's text."""
+
+    min_gain: float = 0.05
+    min_dwell_s: float = 5.0
+
+    def decide(self, situation: Situation) -> Decision:
+        """Places, moves, shares."""
+        fleet = _Fleet(situation)
+        before = fleet.total()
+        if situation.verifiers and situation.drafters:
+            fleet.place()
+            for _ in range(MOVES):
+                if not fleet.move(self.min_gain, situation.now - self.min_dwell_s):
+                    break
+            fleet.share(self.min_gain)
+            fleet.stop_needless_sharing(situation.now - self.min_dwell_s)
+        return Decision(fleet.bindings.actions(), before, fleet.total())
+
+
+def predicted(situation: Situation, pairs: Iterable[Pair]) -> float:
+    """Tokens per second of the fleet, were it assigned like this."""
+    return _Fleet(replace(situation, bindings=dict.fromkeys(pairs, 0.0), pins={})).total()
+
+
+class _Fleet:
+    """One decision on its way."""
+
+    def __init__(self, situation: Situation) -> None:
+        self.bindings = Bindings(situation)
+        drafters = situation.drafters
+        self._fixed_s = _usual((each.fixed_s for each in drafters), FIXED_S)
+        self._per_request_s = _usual((each.per_request_s for each in drafters), PER_REQUEST_S)
+        requests = sum(each.requests for each in situation.verifiers) / max(len(drafters), 1)
+        self._capacity = {each.id: self._capacity_of(each, requests) for each in drafters}
+        self._down = {each.id: each.down_for for each in drafters if each.down_for}
+        self._loads = _completed(situation.verifiers)
+        self._active = {each.id for each in situation.verifiers if each.requests >= ACTIVE}
+        self._held = {each.id: self._count(each.id) for each in situation.verifiers}
+
+    def total(self) -> float:
+        """Predicted tokens per second."""
+        return sum(self._worth(verifier, held, 0.0) for verifier, held in self._held.items())
+
+    # -- the steps -----------------------------------------------------------------------------------------------------
+
+    def place(self) -> None:
+        """Free drafters, the fastest first."""
+        free = sorted(self.bindings.free(), key=lambda each: -self._capacity[each])
+        needs = [(*self._need(verifier), verifier) for verifier in self._held]
+        heapq.heapify(needs)
+        for drafter in free:
+            passed = []
+            while needs[0][-1] in self._down.get(drafter, ()) and len(needs) > 1:
+                passed.append(heapq.heappop(needs))
+            verifier = needs[0][-1]
+            self._bind(verifier, drafter)
+            heapq.heapreplace(needs, (*self._need(verifier), verifier))
+            for need in passed:
+                heapq.heappush(needs, need)
+
+    def move(self, min_gain: float, bound_before: float) -> bool:
+        """The best move of one drafter, or of all of a verifier's; False where none is worth it."""
+        offers = [(giver, leaving) for giver in self._held for leaving in self._leaving(giver, bound_before)]
+        takers = {size: self._takers(1 << size) for size in {len(leaving).bit_length() - 1 for _, leaving in offers}}
+        best: tuple[float, str, str, list[str]] | None = None
+        for giver, leaving in offers:
+            for taker in takers[len(leaving).bit_length() - 1]:
+                if taker != giver and not any(taker in self._down.get(each, ()) for each in leaving):
+                    gain, now = self._gain(giver, taker, leaving)
+                    if gain > max(min_gain * now, best[0] if best is not None else 0.0):
+                        best = gain, giver, taker, leaving
+                    break
+        if best is None:
+            return False
+        _, giver, taker, leaving = best
+        for drafter in leaving:
+            self._unbind(giver, drafter)
+            self._bind(taker, drafter)
+        return True
+
+    def _leaving(self, giver: str, bound_before: float) -> list[list[str]]:
+        """Its slowest drafter, and all of them, as far as they serve nobody else and may go."""
+        may = [each for each in self._movable(giver, bound_before) if len(self.bindings.of_drafter[each]) == 1]
+        slowest = sorted(may, key=lambda each: (each not in self._down, self._capacity[each]))[:1]
+        return [slowest, may] if len(may) > 1 else [may] if may else []
+
+    def _gain(self, giver: str, taker: str, leaving: list[str]) -> tuple[float, float]:
+        """What a move brings both, and what they make now.  Who gives the last away will share what the other has."""
+        giver_held, taker_held = self._held[giver], self._held[taker] + sum(self._capacity[each] for each in leaving)
+        now = self._worth(giver, giver_held) + self._worth(taker, self._held[taker])
+        less = giver_held - sum(self._part(giver, each) for each in leaving)
+        if len(leaving) == len(self.bindings.of_verifier[giver]):
+            busy = self._loads[taker].requests / (self._loads[taker].requests + self._loads[giver].requests)
+            less = 1 / (1 + busy) if self._worth(giver, 1 / (1 + busy)) > self._worth(giver, 0.0) else 0.0
+            taker_held -= 1 - 1 / (2 - busy) if less else 0.0
+        return self._worth(giver, less) + self._worth(taker, taker_held) - now, now
+
+    def share(self, most_lost: float) -> None:
+        """Verifiers without a drafter, those with the most requests first."""
+        shared = [(self._sharers(each), each) for each in self.bindings.of_drafter if each not in self.bindings.pins]
+        heapq.heapify(shared)
+        for verifier in sorted(self.bindings.bare(), key=lambda each: (-self._loads[each].requests, each)):
+            passed = []
+            while shared and verifier in self._down.get(shared[0][1], ()):
+                passed.append(heapq.heappop(shared))
+            if not shared:
+                return
+            drafter = shared[0][1]
+            ends = [*self.bindings.of_drafter[drafter], verifier]
+            before = sum(self._worth(each, self._held[each], 0.0) for each in ends)
+            self._bind(verifier, drafter)
+            gained = self._worth(verifier, self._held[verifier], 0.0) > self._worth(verifier, 0.0, 0.0)
+            after = sum(self._worth(each, self._held[each], 0.0) for each in ends)
+            if verifier in self._active and not (gained and after >= (1 - most_lost) * before):
+                self._unbind(verifier, drafter)
+            heapq.heapreplace(shared, (self._sharers(drafter), drafter))
+            for each in passed:
+                heapq.heappush(shared, each)
+
+    def stop_needless_sharing(self, bound_before: float) -> None:
+        """A verifier that has a drafter of its own leaves those it shares, unless that costs; shares are evened out."""
+        of_drafter = self.bindings.of_drafter
+        for verifier, served in self.bindings.of_verifier.items():
+            for drafter in self._movable(verifier, bound_before):
+                if len(of_drafter[drafter]) > 1 and any(len(of_drafter[other]) == 1 for other in served - {drafter}):
+                    ends = sorted(of_drafter[drafter])
+                    before = sum(self._worth(each, self._held[each]) for each in ends)
+                    self._unbind(verifier, drafter)
+                    if sum(self._worth(each, self._held[each]) for each in ends) < before:
+                        self._bind(verifier, drafter)
+        free = [each for each in of_drafter if each not in self.bindings.pins]
+        while free:
+            least, most = min(free, key=self._sharers), max(free, key=self._sharers)
+            may = [v for v in sorted(of_drafter[most] - of_drafter[least]) if most in self._movable(v, bound_before)]
+            if len(of_drafter[most]) - len(of_drafter[least]) < 2 or not may:
+                return
+            self._unbind(may[-1], most)
+            self._bind(may[-1], least)
+
+    # -- what it is worth ----------------------------------------------------------------------------------------------
+
+    def _worth(self, verifier: str, held: float, unskipped: float = UNSKIPPED) -> float:
+        load = self._loads[verifier]
+        assert load.plain_s is not None
+        assert load.drafted_s is not None
+        assert load.length is not None
+        if held <= 0:
+            return load.requests / (load.bare_s or load.plain_s)
+        draft_s = (self._fixed_s + self._per_request_s * load.requests / max(held, 1.0)) / min(held, 1.0)
+        cycle_s = load.drafted_s + draft_s - load.overlap * min(load.drafted_s, draft_s)
+        drafted = load.requests * load.length / cycle_s
+        return (max(drafted, load.requests / load.plain_s) if load.may_skip else drafted) + unskipped * drafted
+
+    def _need(self, verifier: str) -> tuple[float, float]:
+        """Sorts those first to whom one more drafter brings the most, per drafter of as many as are best."""
+        held, now = self._held[verifier], self._worth(verifier, self._held[verifier])
+        gain = max((self._worth(verifier, held + count) - now) / count for count in TOGETHER)
+        return -gain, -self._loads[verifier].requests
+
+    def _takers(self, count: int) -> list[str]:
+        """To whom so many usual drafters more bring the most: as many as may be excluded, and one more."""
+        worth, held = self._worth, self._held
+        gains = {each: worth(each, held[each] + count) - worth(each, held[each]) for each in held}
+        return heapq.nlargest(2 + len(self._down), gains, key=gains.__getitem__)
+
+    def _capacity_of(self, drafter: DrafterSpeed, requests: float) -> float:
+        if drafter.fixed_s is None or drafter.per_request_s is None:
+            return 1.0
+        usual, own = self._fixed_s + self._per_request_s * requests, drafter.fixed_s + drafter.per_request_s * requests
+        return min(max(usual / max(own, 1e-9), CAPACITY[0]), CAPACITY[1])
+
+    # -- bindings ------------------------------------------------------------------------------------------------------
+
+    def _part(self, verifier: str, drafter: str) -> float:
+        """How much of a usual drafter a verifier has in this one."""
+        if verifier in self._down.get(drafter, ()):
+            return 0.0
+        others, loads = self.bindings.of_drafter[drafter] - {verifier}, self._loads
+        own = loads[verifier].requests
+        return self._capacity[drafter] / (1 + sum(loads[each].requests / (loads[each].requests + own) for each in others))
+
+    def _count(self, verifier: str) -> float:
+        return sum(self._part(verifier, drafter) for drafter in self.bindings.of_verifier[verifier])
+
+    def _sharers(self, drafter: str) -> tuple[int, int]:
+        serves = self.bindings.of_drafter[drafter]
+        return len(serves & self._active), len(serves)
+
+    def _movable(self, verifier: str, bound_before: float) -> list[str]:
+        """Its drafters that may be taken away; what was bound in this decision may, as nobody has been told."""
+        found = []
+        for drafter in sorted(self.bindings.of_verifier[verifier]):
+            since = self.bindings.since(verifier, drafter)
+            if drafter not in self.bindings.pins and (since is None or since <= bound_before):
+                found.append(drafter)
+        return found
+
+    def _bind(self, verifier: str, drafter: str) -> None:
+        self.bindings.bind(verifier, drafter)
+        self._recount(drafter)
+
+    def _unbind(self, verifier: str, drafter: str) -> None:
+        self.bindings.unbind(verifier, drafter)
+        self._recount(drafter)
+        self._held[verifier] = self._count(verifier)
+
+    def _recount(self, drafter: str) -> None:
+        for verifier in self.bindings.of_drafter[drafter]:
+            self._held[verifier] = self._count(verifier)
+
+
+def _usual(values: Iterable[float | None], default: float) -> float:
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else default
+
+
+def _completed(loads: Sequence[VerifierLoad]) -> dict[str, VerifierLoad]:
+    """What is not known of a verifier is taken from the others."""
+    plain_s = _usual((each.plain_s for each in loads), PLAIN_S)
+    ratios = (each.drafted_s / each.plain_s if each.drafted_s and each.plain_s else None for each in loads)
+    drafted, length = _usual(ratios, DRAFTED), _usual((each.length for each in loads), LENGTH)
+    found = {}
+    for each in loads:
+        plain = each.plain_s or plain_s
+        found[each.id] = replace(
+            each,
+            requests=max(each.requests, IDLE),
+            plain_s=plain,
+            drafted_s=each.drafted_s or plain * drafted,
+            length=each.length or length,
+        )
+    return found
