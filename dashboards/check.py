@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import math
 import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
+
+import httpx
 
 from dashboards import scraping
 from dashboards.comparing import compare, table
@@ -153,15 +153,12 @@ def _at_rest(prometheus: Prometheus) -> float:
 
 def _complete_one(gateway: str) -> None:
     body = {"model": _model(gateway), "prompt": "def add(a, b):\n    ", "max_tokens": 32, "temperature": 0}
-    headers = {"content-type": "application/json"}
-    request = urllib.request.Request(f"{gateway}/v1/completions", json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request, timeout=120) as answer:
-        answer.read()
+    httpx.post(f"{gateway}/v1/completions", json=body, timeout=120, trust_env=False).raise_for_status()
 
 
 def _model(gateway: str) -> str:
-    with urllib.request.urlopen(f"{gateway}/v1/models", timeout=30) as answer:
-        return str(json.load(answer)["data"][0]["id"])
+    answer = httpx.get(f"{gateway}/v1/models", timeout=30, trust_env=False).raise_for_status()
+    return str(answer.json()["data"][0]["id"])
 
 
 if __name__ == "__main__":

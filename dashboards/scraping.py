@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import socket
 import subprocess
 import tempfile
 import time
-import urllib.error
-import urllib.parse
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import yaml
 
 from dashboards.expressions import ROOT
@@ -53,13 +50,10 @@ class Prometheus:
     def query(self, promql: str, at: float | None = None) -> Series:
         """An instant query, as of now or `at` a moment in Unix seconds.  Raises `PrometheusError`."""
         asked = {"query": promql} | ({} if at is None else {"time": f"{at:.3f}"})
-        try:
-            with urllib.request.urlopen(
-                f"{self.url}/api/v1/query?{urllib.parse.urlencode(asked)}", timeout=HTTP_TIMEOUT_S
-            ) as answer:
-                found: Any = json.load(answer)
-        except urllib.error.HTTPError as error:
-            raise PrometheusError(f"refused: {json.loads(error.read()).get('error', error)}") from error
+        answer = httpx.get(f"{self.url}/api/v1/query", params=asked, timeout=HTTP_TIMEOUT_S, trust_env=False)
+        found: Any = answer.json()
+        if answer.is_error:
+            raise PrometheusError(f"refused: {found.get('error', answer.status_code)}")
         return [(sample["metric"], float(sample["value"][1])) for sample in found["data"]["result"]]
 
 
@@ -88,7 +82,7 @@ def running(gateway: str) -> Iterator[Prometheus]:
 def _write_config(folder: Path, gateway: str) -> Path:
     config = yaml.safe_load((ROOT / "prometheus" / "local.yml").read_text(encoding="utf-8"))
     config["rule_files"] = [str(ROOT / "prometheus" / "rules" / "*.yml")]
-    config["scrape_configs"][0]["static_configs"][0]["targets"] = [urllib.parse.urlsplit(gateway).netloc]
+    config["scrape_configs"][0]["static_configs"][0]["targets"] = [httpx.URL(gateway).netloc.decode()]
     file = folder / "prometheus.yml"
     file.write_text(yaml.safe_dump(config), encoding="utf-8")
     return file
@@ -104,9 +98,9 @@ def _wait_until_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> 
     deadline = time.monotonic() + START_TIMEOUT_S
     while True:
         try:
-            with urllib.request.urlopen(url, timeout=5):
-                return
-        except OSError as error:
+            httpx.get(url, timeout=5, trust_env=False).raise_for_status()
+            return
+        except httpx.HTTPError as error:
             if time.monotonic() > deadline or process.poll() is not None:
                 last = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
                 raise PrometheusError(f"Prometheus did not start: {last[0]}") from error

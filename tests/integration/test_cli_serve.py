@@ -11,10 +11,10 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
@@ -97,8 +97,7 @@ def test_serve_comes_up_is_found_and_leaves_nothing(home: Path) -> None:
     process = outrider(home, "serve", "--port", "0", "--drafter", "ngram")
     try:
         url = read_until(process, r"serving at (http://\S+)/v1")[1]
-        with urllib.request.urlopen(f"{url}/v1/models", timeout=30) as answer:
-            assert json.load(answer)["data"][0]["id"] == "demo"
+        assert httpx.get(f"{url}/v1/models", timeout=30, trust_env=False).json()["data"][0]["id"] == "demo"
         status = outrider(home, "status", "--json")
         snapshot = json.loads(status.communicate(timeout=60)[0])
         assert {m["member"]["kind"]: m["member"]["state"] for m in snapshot["members"]} == {
