@@ -18,7 +18,7 @@ from tests.support.fake_verifier import eventually
 
 CONCURRENCY = 8
 ALLOWED = 0.05
-"""By how much the share of right draft tokens may differ after a move."""
+"""By how much the share of right draft tokens may fall after a move; where drafts end, and so which are counted, varies a little."""
 
 
 class OneWay:
@@ -85,6 +85,8 @@ async def migrated(requests: int, tokens: int, mode: str) -> Moved:
     async with engine_fleet(verifiers=2, drafters=2, mode=mode, verifier=args) as fleet:
         first, second = (verifier.name for verifier in fleet.verifiers)
         fleet.core._router = OneWay(first)
+        # Drafters learn how to draw from the first texts of a verifier: that is not to count.
+        await _run(fleet, chosen, move=False)
         start = await _drafted(fleet)
         # Every kind as often as it will be moved.
         alone = await _run(fleet, chosen, move=False)
@@ -98,7 +100,7 @@ async def migrated(requests: int, tokens: int, mode: str) -> Moved:
     found.before, found.after, found.moved = before.share, after.share, (before + after).share
     if found.sequences_moved < requests * 0.9:
         found.problems.append(f"only {found.sequences_moved} sequences were moved")
-    if abs(found.moved / found.alone - 1) > ALLOWED:
+    if found.moved < (1 - ALLOWED) * found.alone:
         found.problems.append(f"{found.moved:.3f} of draft tokens right in moved requests, {found.alone:.3f} left alone")
     _compare_answers(found, alone, outcomes)
     found.seconds = time.monotonic() - began
