@@ -67,7 +67,7 @@ class Speculator:
         self._miss_times = DraftTimes(self._fresh_times.passes)
         self._times = Times(self.step_times.at, self._fresh_times.at, self._miss_times.at, self._enumeration_times.at)
         self._prospect: Prospect | None = None
-        self._unlearned: set[str] = set()
+        self._unlearned: dict[str, int] = {}
         self._ended: dict[str, int] = {}
         self._drafter_ids: list[str] = []
         self._probing, self._probed, self._probes = False, 0, 0
@@ -78,12 +78,9 @@ class Speculator:
         self._base = 1
         """Tokens of the running step without drafts."""
         self._reconsider_at = 0
-        self._is_typical = False
-        """Whether the last step had no prefill."""
+        self._step_s: float | None = None
         self._emitted, self._request_s = 0, 0.0
         """Tokens since the last choice, and seconds times requests."""
-        self._cycle = 0, 0
-        """Requests that the last step brought tokens and that go on, and these tokens."""
         self._began = 0.0
         """When the latest step did."""
 
@@ -141,7 +138,7 @@ class Speculator:
     def forget(self, request_id: str) -> None:
         """The request is over."""
         self.release(request_id)
-        self._unlearned.discard(request_id)
+        self._unlearned.pop(request_id, None)
         self.hands.forget(request_id)
 
     # -- a step --------------------------------------------------------------------------------------------------------
@@ -171,11 +168,6 @@ class Speculator:
 
     def attach(self, decoding: Iterable[str], prefill: int, now: float) -> Attached:
         """The draft tokens of the step that begins, over these requests and `prefill` prompt tokens."""
-        if self._is_typical:
-            # From one step's begin to the next: waiting, and what deciding itself takes, are in it.
-            requests, tokens = self._cycle
-            self._emitted, self._request_s = self._emitted + tokens, self._request_s + requests * (now - self._began)
-            self._is_typical = False
         attached = Attached(lost=[question.drafter_id for question in self.questions.expire(now)])
         self.questions.stop_waiting()
         self.hands.steps, self._began = self.hands.steps + 1, now
@@ -218,9 +210,6 @@ class Speculator:
                 self._cut(asks, k)
             if choice.ask == Ask.PLAIN:
                 self.questions.stop_waiting()
-        if self._ended:
-            requests = self.hands.requests
-            self._cycle = len(self._ended), sum(len(requests[r].text) - began for r, began in self._ended.items())
         self._unlearned.update(self._ended)
         self._ended.clear()
         return asks
@@ -287,16 +276,22 @@ class Speculator:
     def stepped(self, tokens: int, seconds: float) -> None:
         """The step that just ended had so many tokens and no prefill."""
         self.step_times.observe(tokens, seconds)
-        self._is_typical = True
+        self._step_s = seconds
 
-    def learn(self) -> None:
-        """What the last step said."""
+    def learn(self, waited_s: float) -> None:
+        """What the last step said, before which drafts were waited for so long."""
         self.hands.begin_learning()
-        for request_id in self._unlearned:
+        if self._step_s is not None:
+            self._request_s += len(self._unlearned) * (self._step_s + waited_s)
+        for request_id, began in self._unlearned.items():
             request = self.hands.requests.get(request_id)
-            if request is not None:
-                self.hands.learn(request_id, request)
+            if request is None:
+                continue
+            self.hands.learn(request_id, request)
+            if self._step_s is not None:
+                self._emitted += len(request.text) - began
         self._unlearned.clear()
+        self._step_s = None
         if self.hands.steps >= self._reconsider_at and self._drafter_ids and self.hands.requests:
             self._reconsider_at = self.hands.steps + RECONSIDER_EVERY
             self._reconsider()

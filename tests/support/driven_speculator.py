@@ -94,7 +94,7 @@ class Driven:
         self._receive()
         asks = self.speculator.ask(self.now)
         self._deliver(asks)
-        self.speculator.learn()
+        self.speculator.learn(waited_s)
         return Turn(attached, asks.get("d0", []), waited_s, accepted)
 
     def _deliver(self, asks: dict[str, list[NextItem]]) -> None:
