@@ -18,7 +18,7 @@ from tests.support.fake_verifier import eventually
 
 CONCURRENCY = 8
 ALLOWED = 0.05
-"""By how much the share of right draft tokens may fall after a move; where drafts end, and so which are counted, varies a little."""
+"""By how much the share of right draft tokens may fall after a move: where drafts end, and so which count, varies a little."""
 
 
 class OneWay:
