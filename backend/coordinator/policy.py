@@ -3,10 +3,9 @@
 Runs in the coordinator actor; tests and the simulator drive the same code with a clock of their own (`now` is seconds on any
 clock that never goes back).  `tick` is the whole policy: expire leases, and decide who drafts for whom, at once when a member
 came, left or was pinned, else every `decide_interval_s`.  The decision itself is a pure function of what is known
-(`assignment.py`, `water_filling.py`); `propose` asks without doing.  Every
-change takes the next value of one counter, which serves as the snapshot's version and as the generation of the assignments made
-at that moment; so generations only grow, and they go on growing over a restart of the coordinator when `first_version` comes
-from a clock.
+(`assignment.py`, `water_filling.py`); `propose` asks without doing.  Every change takes the next value of one counter, which
+serves as the snapshot's version and as the generation of the assignments made at that moment; so generations only grow, and
+they go on growing over a restart of the coordinator when `first_version` comes from a clock.
 """
 
 from __future__ import annotations

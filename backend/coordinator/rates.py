@@ -95,7 +95,6 @@ class VerifierRates:
 
     def __init__(self, verifier_id: str, smoothing_s: float) -> None:
         self.load = VerifierLoad(verifier_id)
-        self._smoothing_s = smoothing_s
         self._requests = Average(smoothing_s)
         self._plain_s, self._drafted_s, self._bare_s = Average(smoothing_s), Average(smoothing_s), Average(smoothing_s)
         self._last: tuple[VerifierStats, float] | None = None

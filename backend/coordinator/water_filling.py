@@ -22,6 +22,7 @@ import heapq
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from backend.coordinator.assignment import Bindings, Decision, DrafterSpeed, Pair, Situation, VerifierLoad
 
@@ -184,11 +185,8 @@ class _Fleet:
 
     def _worth(self, verifier: str, held: float, unskipped: float = UNSKIPPED) -> float:
         load = self._loads[verifier]
-        assert load.plain_s is not None
-        assert load.drafted_s is not None
-        assert load.length is not None
         if held <= 0:
-            return load.requests / (load.bare_s or load.plain_s)
+            return load.requests / load.bare_s
         draft_s = (self._fixed_s + self._per_request_s * load.requests / max(held, 1.0)) / min(held, 1.0)
         cycle_s = load.drafted_s + draft_s - load.overlap * min(load.drafted_s, draft_s)
         drafted = load.requests * load.length / cycle_s
@@ -257,19 +255,26 @@ def _usual(values: Iterable[float | None], default: float) -> float:
     return statistics.median(known) if known else default
 
 
-def _completed(loads: Sequence[VerifierLoad]) -> dict[str, VerifierLoad]:
+class _Load(NamedTuple):
+    """A `VerifierLoad` without gaps."""
+
+    requests: float
+    plain_s: float
+    drafted_s: float
+    length: float
+    bare_s: float
+    overlap: float
+    may_skip: bool
+
+
+def _completed(loads: Sequence[VerifierLoad]) -> dict[str, _Load]:
     """What is not known of a verifier is taken from the others."""
     plain_s = _usual((each.plain_s for each in loads), PLAIN_S)
     ratios = (each.drafted_s / each.plain_s if each.drafted_s and each.plain_s else None for each in loads)
     drafted, length = _usual(ratios, DRAFTED), _usual((each.length for each in loads), LENGTH)
     found = {}
     for each in loads:
-        plain = each.plain_s or plain_s
-        found[each.id] = replace(
-            each,
-            requests=max(each.requests, IDLE),
-            plain_s=plain,
-            drafted_s=each.drafted_s or plain * drafted,
-            length=each.length or length,
-        )
+        plain, requests = each.plain_s or plain_s, max(each.requests, IDLE)
+        drafted_s, bare_s = each.drafted_s or plain * drafted, each.bare_s or plain
+        found[each.id] = _Load(requests, plain, drafted_s, each.length or length, bare_s, each.overlap, each.may_skip)
     return found
