@@ -175,7 +175,8 @@ class _Fleet:
         free = [each for each in of_drafter if each not in self.bindings.pins]
         while free:
             least, most = min(free, key=self._sharers), max(free, key=self._sharers)
-            may = [v for v in sorted(of_drafter[most] - of_drafter[least]) if most in self._movable(v, bound_before)]
+            takeable = of_drafter[most] - of_drafter[least] - self._down.get(least, frozenset())
+            may = [verifier for verifier in sorted(takeable) if most in self._movable(verifier, bound_before)]
             if len(of_drafter[most]) - len(of_drafter[least]) < 2 or not may:
                 return
             self._unbind(may[-1], most)

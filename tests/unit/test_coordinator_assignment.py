@@ -159,6 +159,14 @@ def test_a_drafter_that_is_down_for_its_verifier_goes_where_it_does_no_harm() ->
     assert ("v0", "d2") in after
 
 
+def test_nobody_is_handed_to_a_drafter_that_is_down_for_it() -> None:
+    loads = [VerifierLoad(f"v{i}", 0) for i in range(4)]
+    speeds = [DrafterSpeed("d0", 0.006, 0.001), DrafterSpeed("d1", 0.006, 0.001, frozenset({"v3"}))]
+    after = settle(Situation(0.0, loads, speeds), {(f"v{i}", "d0"): 0.0 for i in range(4)})
+    assert ("v3", "d1") not in after
+    assert [sum(d == drafter for _, d in after) for drafter in ("d0", "d1")] == [2, 2]
+
+
 def test_no_change_without_the_gain_that_was_asked_for() -> None:
     loads = [VerifierLoad("v0", 16, 0.03, 0.04, 2.5), VerifierLoad("v1", 4, 0.03, 0.04, 2.5)]
     speeds = [DrafterSpeed(f"d{i}", 0.006, 0.001) for i in range(4)]
