@@ -11,14 +11,9 @@ that runs, everybody at the new place waits.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from backend.fleet import VerifierStats
-
-UNKNOWN_SHARE = 0.5
-"""Until steps of different sizes were seen: the share of a step's time that grows with its requests."""
-MEMORY = 0.98
-"""Weight that one sample of a step's time keeps when the next one comes."""
+from backend.speed import Speed
 
 
 @dataclass(frozen=True)
@@ -28,11 +23,7 @@ class Load:
     id: str
     requests: int
     """Running and waiting."""
-    step_fixed_s: float
-    step_per_request_s: float
-    """A step over n requests takes `step_fixed_s + n * step_per_request_s`."""
-    tokens_per_step: float
-    """Tokens that one request gains in one step: its acceptance length."""
+    speed: Speed
     prefill_tokens_per_s: float
     slots: int
     """Requests in one step at most; more take turns."""
@@ -43,8 +34,7 @@ class Load:
     def seconds_per_token(self, requests: int) -> float:
         """How long each of `requests` requests waits for a token."""
         in_step = min(requests, self.slots)
-        step_s = self.step_fixed_s + in_step * self.step_per_request_s
-        return step_s * max(1.0, requests / self.slots) / self.tokens_per_step
+        return self.speed.step_s(in_step) * max(1.0, requests / self.slots) / self.speed.tokens
 
     def seconds(self, requests: int) -> float:
         """Request-seconds until each of `requests` requests has one more token."""
@@ -151,50 +141,3 @@ def _price(request: Movable, per_token: float, neighbours: int, fast: Load) -> t
 def expected_remaining(emitted: int, max_tokens: int, typical: float) -> float:
     """Tokens a request is likely to emit yet: as many again as it has, or as usual here, within its own limit."""
     return max(0.0, min(max_tokens - emitted, max(float(emitted), typical)))
-
-
-@dataclass
-class Speed:
-    """How fast one verifier is, learned from its successive counters.
-
-    Steps without prefill give the line through (requests, seconds), by least squares with fading memory; steps with prefill
-    give the speed of recomputation.
-    """
-
-    prefill_tokens_per_s: float | None = None
-    tokens_per_step: float = 1.0
-    _last: VerifierStats | None = None
-    _sums: list[float] = field(default_factory=lambda: [0.0] * 5)
-
-    def observe(self, stats: VerifierStats) -> None:
-        """Takes in counters; those of an incarnation not seen before count from its start."""
-        last, self._last = self._last, stats
-        if last is None or last.started_at != stats.started_at:
-            last = VerifierStats(stats.verifier_id, stats.started_at, stats.mode, stats.num_speculative_tokens)
-        prefill_s, prefill_tokens = stats.prefill_s - last.prefill_s, stats.prefill_tokens - last.prefill_tokens
-        if prefill_s > 0 and prefill_tokens > 0:
-            measured, known = prefill_tokens / prefill_s, self.prefill_tokens_per_s
-            self.prefill_tokens_per_s = measured if known is None else 0.8 * known + 0.2 * measured
-        steps, requests = stats.decode_steps - last.decode_steps, stats.decode_requests - last.decode_requests
-        verifications = stats.verifications - last.verifications
-        if steps <= 0 or requests <= 0 or verifications <= 0:
-            return
-        # Waiting for drafts is part of what a token takes.
-        waited_s = stats.idle_s.get("awaiting_draft", 0.0) - last.idle_s.get("awaiting_draft", 0.0)
-        self.tokens_per_step = max(1.0, (stats.tokens - last.tokens) / verifications)
-        x, y = requests / steps, (stats.decode_s - last.decode_s + waited_s) / steps
-        for i, value in enumerate((1.0, x, y, x * x, x * y)):
-            self._sums[i] = MEMORY * self._sums[i] + value
-
-    def step_cost(self) -> tuple[float, float] | None:
-        """(fixed, per request) seconds of a step; None before the first one."""
-        weight, x, y, xx, xy = self._sums
-        if not weight:
-            return None
-        mean_x, mean_y = x / weight, y / weight
-        spread = xx / weight - mean_x * mean_x
-        if spread < 0.25:
-            slope = UNKNOWN_SHARE * mean_y / mean_x
-        else:
-            slope = min(max((xy / weight - mean_x * mean_y) / spread, 0.0), mean_y / mean_x)
-        return max(mean_y - slope * mean_x, 0.0), slope

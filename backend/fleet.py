@@ -11,9 +11,10 @@ from typing import Literal
 
 import msgspec
 
+from backend.speed import RESPONSE_TOKENS, Speed
+
 MemberKind = Literal["verifier", "drafter", "gateway"]
-MemberState = Literal["starting", "ready", "draining", "lent", "lost"]
-"""`lent`: a verifier that could serve, and whose place a drafter has (`Loan`)."""
+MemberState = Literal["starting", "ready", "draining", "lost"]
 IDLE_CAUSES = ("no_work", "awaiting_draft", "transfer", "swap")
 
 LOOKUP = "lookup"
@@ -146,6 +147,8 @@ class VerifierStats(msgspec.Struct):
     records_dropped: dict[str, int] = msgspec.field(default_factory=dict)
     connections_refused: int = 0
     """To its tcp socket, for want of the fleet's keys."""
+    speed: Speed | None = None
+    """Of steps without prefill, as they went; None before the first one."""
     plain_step_s: float = 0.0
     """What a step over the running requests takes without drafts, by the verifier's own measurements; 0: not known."""
     drafted_step_s: float = 0.0
@@ -154,6 +157,12 @@ class VerifierStats(msgspec.Struct):
     """A step with what prompt lookup alone would draft; 0: not known, or there is none."""
     lookup_length: float = 0.0
     """Tokens that such a step brings per request."""
+
+    @property
+    def response_tokens(self) -> float:
+        """Mean length of the responses that have ended of themselves."""
+        ended = sum(count for reason, count in self.requests_finished.items() if reason in ("stop", "length"))
+        return max(self.tokens / ended, 1.0) if ended else RESPONSE_TOKENS
 
 
 class DrafterStats(msgspec.Struct):
@@ -170,6 +179,8 @@ class DrafterStats(msgspec.Struct):
     """Requests drafted for in them."""
     draft_s: float = 0.0
     """Time those batches took."""
+    speed: Speed | None = None
+    """Of those batches."""
     draft_tokens: int = 0
     busy_s: float = 0.0
     sequences: int = 0
@@ -293,29 +304,6 @@ class Operation(msgspec.Struct, frozen=True):
     """`remove` and `restart` go on although requests are left after the deadline; they end with an error."""
 
 
-LoanPhase = Literal["emptying", "starting", "lent", "returning", "failed"]
-LoanMethod = Literal["", "aside", "sleep", "swap"]
-
-
-class Loan(msgspec.Struct, frozen=True):
-    """A verifier's place (its cores or GPUs) that a drafter has, is about to have, or is giving back."""
-
-    verifier_id: str
-    drafter_id: str = ""
-    """The drafter that stands there; empty: none was started yet."""
-    phase: LoanPhase = "emptying"
-    """`emptying`: gateways learn that the verifier takes nothing new; `starting`: it makes room and the drafter loads;
-    `returning`: the drafter is released and ended, the verifier comes back; `failed`: nothing came of it, and it serves again.
-    """
-    method: LoanMethod = ""
-    """How the verifier made room: `aside`, it idles on its cores; `sleep`, its weights left the GPU; `swap`, its process
-    ended."""
-    since_s: float = 0.0
-    """Seconds since the decision to lend it."""
-    note: str = ""
-    """Why it was lent, is given back, or has failed."""
-
-
 class FleetSnapshot(msgspec.Struct, frozen=True):
     """The whole fleet at one moment."""
 
@@ -325,12 +313,10 @@ class FleetSnapshot(msgspec.Struct, frozen=True):
     assignments: list[Assignment]
     counters: dict[str, int]
     """`registrations`, `restarts`, `leases_expired`, `assignments_made`, `assignments_dropped`, and of the latter
-    `reassignments`: those whose both ends were fit to go on; `decisions`; `lends`, `lends_failed`, `returns` of places."""
+    `reassignments`: those whose both ends were fit to go on; `decisions`."""
     pins: dict[str, list[str]] = {}
     """Drafters that an administrator has bound, and to which verifiers."""
     coordinator: str = ""
     """Another name for each process of the coordinator: one that Ray has restarted remembers no orders."""
     operations: list[Operation] = []
     """Changes that take time, the newest last; those that ended are kept for a while."""
-    loans: list[Loan] = []
-    """Places of verifiers that drafters have; see `docs/operations.md`, "Elastic roles"."""

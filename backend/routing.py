@@ -14,13 +14,14 @@ from typing import Literal, Protocol
 import msgspec
 
 from backend.affinity import PrefixMap, RecentMap
+from backend.speed import Speed, mean_speed
 
 Policy = Literal["least-loaded", "power-of-two", "predicted-tgs"]
 Affinity = Literal["none", "session", "prefix", "both"]
 
 
 class Measured(msgspec.Struct, frozen=True, gc=False):
-    """How fast a verifier has been of late, and how full it is; `backend.speeds` makes it from its reports."""
+    """What a verifier has reported of late."""
 
     running: int
     waiting: int
@@ -28,11 +29,7 @@ class Measured(msgspec.Struct, frozen=True, gc=False):
     """Tokens the KV cache still has room for; infinite where its size is unknown."""
     kv_held: float
     """Tokens in the KV cache."""
-    tokens_per_verification: float
-    step_s: float
-    """Seconds of a step that do not depend on the batch."""
-    sequence_s: float
-    """Seconds that every sequence of the batch adds to a step."""
+    speed: Speed
     response_tokens: float
     """Mean length of a finished response."""
 
@@ -125,9 +122,10 @@ class PredictedTgs:
 
     def choose(self, ask: Ask, candidates: Sequence[Candidate]) -> str | None:
         known = [each.measured for each in candidates if each.measured is not None]
-        if not known:
+        speed = mean_speed([each.speed for each in known])
+        if speed is None:
             return min(candidates, key=_least).id if candidates else None
-        typical = _typical(known) if len(known) < len(candidates) else known[0]
+        typical = Measured(0, 0, float("inf"), 0.0, speed, sum(each.response_tokens for each in known) / len(known))
         best: Candidate | None = None
         best_tgs = 0.0
         for each in candidates:
@@ -143,7 +141,7 @@ class PredictedTgs:
 def predicted_tgs(tokens: int, candidate: Candidate, measured: Measured, slots: int) -> float:
     """Tokens per second, from arrival to the last one, of one more request of `tokens` tokens there.
 
-    The batch steps in `step_s + sequence_s * batch` seconds and each sequence gets `tokens_per_verification` out of a step.
+    The batch steps in `speed.step_s(batch)` seconds and each sequence gets `speed.tokens` out of a step.
     Whoever finds the batch full, or too little room in the KV cache, waits for others to finish; a full batch of `b` finishes
     `b / (response time)` requests per second.
     """
@@ -162,23 +160,7 @@ def predicted_tgs(tokens: int, candidate: Candidate, measured: Measured, slots: 
 
 
 def _response_s(measured: Measured, batch: int) -> float:
-    tokens_per_s = measured.tokens_per_verification / (measured.step_s + measured.sequence_s * batch)
-    return measured.response_tokens / tokens_per_s
-
-
-def _typical(known: Sequence[Measured]) -> Measured:
-    """An idle verifier of average speed."""
-    count = len(known)
-    return Measured(
-        running=0,
-        waiting=0,
-        kv_free=float("inf"),
-        kv_held=0.0,
-        tokens_per_verification=sum(each.tokens_per_verification for each in known) / count,
-        step_s=sum(each.step_s for each in known) / count,
-        sequence_s=sum(each.sequence_s for each in known) / count,
-        response_tokens=sum(each.response_tokens for each in known) / count,
-    )
+    return measured.response_tokens * measured.speed.step_s(batch) / measured.speed.tokens
 
 
 class WithAffinity:

@@ -131,27 +131,6 @@ RELIABILITY = Dashboard(
             ],
         ),
         Row(
-            "Elastic roles",
-            [
-                Panel(
-                    "Lent places",
-                    "Verifiers whose cores or GPUs a drafter has.",
-                    [Query(once(f"outrider_lent_verifiers{{{JOB}}}"), "verifiers")],
-                    decimals=0,
-                ),
-                Panel(
-                    "Lent and given back",
-                    "Within the last five minutes; failed loans are also given back.",
-                    [
-                        Query(f"max(increase(outrider_lends_total{{{JOB}}}[5m]))", "lent"),
-                        Query(f"max(increase(outrider_returns_total{{{JOB}}}[5m]))", "given back"),
-                        Query(f"max(increase(outrider_lends_failed_total{{{JOB}}}[5m]))", "failed"),
-                    ],
-                    decimals=0,
-                ),
-            ],
-        ),
-        Row(
             "Moved sequences",
             [
                 stacked(

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from backend.engine_wire import EngineWelcome
 from backend.fleet import VerifierStats
-from backend.routing import Ask, Candidate, Router
-from backend.speeds import SpeedBook
+from backend.routing import Ask, Candidate, Measured, Router
 
 
 class Choosing:
@@ -16,13 +15,13 @@ class Choosing:
 
     def __init__(self, router: Router) -> None:
         self._router = router
-        self._speeds = SpeedBook()
+        self._measured: dict[str, Measured] = {}
         self._routed: Counter[str] = Counter()
 
     def choose(self, ask: Ask, load: Mapping[str, tuple[int, int]]) -> str | None:
         """One of the verifiers in `load`, which has the tokens and sequences of this gateway at each; None: there is none."""
-        measured, routed = self._speeds.measured, self._routed
-        candidates = [Candidate(each, *load[each], routed[each], measured(each)) for each in load]
+        measured, routed = self._measured, self._routed
+        candidates = [Candidate(each, *load[each], routed[each], measured.get(each)) for each in load]
         return self._router.choose(ask, candidates)
 
     def given(self, verifier_id: str) -> None:
@@ -31,12 +30,15 @@ class Choosing:
 
     def observe(self, stats: VerifierStats, welcome: EngineWelcome | None) -> None:
         """A verifier has reported."""
-        if welcome is not None:
-            self._speeds.observe(stats, welcome.num_kv_blocks * welcome.block_size)
+        if welcome is not None and stats.speed is not None:
+            room, held = welcome.num_kv_blocks * welcome.block_size, stats.kv_usage
+            self._measured[stats.verifier_id] = Measured(
+                stats.running, stats.waiting, (1 - held) * room, held * room, stats.speed, stats.response_tokens
+            )
 
     def gone(self, verifier_id: str) -> None:
         """A verifier was lost: with its process went its cache."""
-        self._speeds.forget(verifier_id)
+        self._measured.pop(verifier_id, None)
         self._router.forget(verifier_id)
 
     def emptied(self, verifier_ids: Iterable[str]) -> None:

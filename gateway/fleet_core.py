@@ -114,13 +114,10 @@ class FleetCore(EngineCoreClient):
         return [link.stats for link in self.ready_links if link.stats is not None]
 
     def routable(self) -> list[VerifierLink]:
-        """The verifiers that take new requests; those that sleep only while all do.
-
-        One whose place is lent is the last resort: it is given back at once when it has requests, and they wait for that.
-        """
+        """The verifiers that take new requests; those that sleep only while all do."""
         ready = [link for link in self.ready_links if link.member.state == "ready"]
         awake = [link for link in ready if link.stats is None or not link.stats.paused]
-        return awake or ready or [link for link in self.ready_links if link.member.state == "lent"]
+        return awake or ready
 
     def _look(self, snapshot: FleetSnapshot) -> None:
         self.snapshot = snapshot

@@ -23,7 +23,6 @@ Happening = Literal[
     "joined",
     "ready",
     "draining",
-    "lent",
     "lost",
     "restarted",
     "left",
@@ -100,7 +99,6 @@ class FleetLog:
                 words = {
                     "ready": "is ready",
                     "draining": "takes no new work",
-                    "lent": "lends its place to a drafter",
                     "lost": "has not reported in time",
                 }
                 self._note(at, member.state, key, f"{key} {words[member.state]}")

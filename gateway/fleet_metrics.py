@@ -10,14 +10,12 @@ from collections.abc import Iterator, Mapping
 from itertools import product
 from typing import Any, get_args
 
-import msgspec
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from backend.fleet import (
     DraftCounters,
-    FleetSnapshot,
     MemberKind,
     MemberState,
     MemberView,
@@ -149,7 +147,6 @@ class FleetCollector(Collector):
         for kind, state in product(get_args(OperationKind), get_args(OperationState)):
             operations.add_metric([kind, state], known[kind, state])
         yield operations
-        yield from _loans(snapshot)
         yield _info(views, stats)
         yield _refused(views)
         connected = _family("outrider_verifiers_connected")
@@ -177,16 +174,6 @@ def _family(name: str) -> Any:
     definition = DEFINITIONS[name]
     kind = CounterMetricFamily if definition.kind == "counter" else GaugeMetricFamily
     return kind(name.removesuffix("_total"), definition.help, labels=definition.labels)
-
-
-def _loans(snapshot: FleetSnapshot | None) -> Iterator[Metric]:
-    lent = _family("outrider_lent_verifiers")
-    lent.add_metric([], sum(loan.phase == "lent" for loan in snapshot.loans) if snapshot is not None else 0)
-    yield lent
-    for name in ("lends", "lends_failed", "returns"):
-        family = _family(f"outrider_{name}_total")
-        family.add_metric([], snapshot.counters.get(name, 0) if snapshot is not None else 0)
-        yield family
 
 
 def _refused(views: list[MemberView]) -> Metric:
@@ -291,7 +278,6 @@ def fleet_document(core: FleetCore) -> dict[str, Any]:
             {"verifier": each.verifier_id, "drafter": each.drafter_id, "generation": each.generation}
             for each in (snapshot.assignments if snapshot else [])
         ],
-        "loans": msgspec.to_builtins(snapshot.loans) if snapshot else [],
         "counters": dict(snapshot.counters) if snapshot else {},
         "acceptance_length": lengths,
     }

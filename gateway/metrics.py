@@ -74,10 +74,6 @@ DEFINITIONS: dict[str, Definition] = {
     "outrider_operations": Definition(
         "gauge", ("kind", "state"), "administrative operations by kind and state; ended ones are kept for a while"
     ),
-    "outrider_lent_verifiers": Definition("gauge", (), "verifiers whose place a drafter has"),
-    "outrider_lends_total": Definition("counter", (), "decisions to lend a verifier's place to a drafter"),
-    "outrider_lends_failed_total": Definition("counter", (), "places that were to be lent or were lent until something failed"),
-    "outrider_returns_total": Definition("counter", (), "places given back; the coordinator counts all three from its start"),
     "outrider_verifiers_connected": Definition("gauge", (), "verifiers that answer this gateway"),
     "outrider_verifier_info": Definition("gauge", (*_VERIFIER, "model", "mode", "node"), "1 per verifier that is not lost"),
     "outrider_connections_refused_total": Definition(

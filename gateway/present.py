@@ -12,7 +12,7 @@ import yaml
 
 from backend.config import Settings
 from backend.config.sources import DEFAULT, SECRETS, Loaded, leaves
-from backend.fleet import FleetSnapshot, Loan, MemberView, VerifierStats
+from backend.fleet import FleetSnapshot, MemberView, VerifierStats
 from backend.models import ResolvedModels
 
 SHOWN_OPERATIONS = 5
@@ -103,21 +103,13 @@ def table(snapshot: FleetSnapshot) -> str:
     text = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     counters = ", ".join(f"{name.replace('_', ' ')} {count}" for name, count in snapshot.counters.items())
     pins = [f"pinned: {drafter} to {' '.join(verifiers) or 'nobody'}" for drafter, verifiers in sorted(snapshot.pins.items())]
-    loans = [_loan_line(loan) for loan in snapshot.loans]
     operations = [
         f"operation {each.id}: {each.kind} {' '.join(each.members)}".rstrip()
         + f", {each.state}"
         + (each.note and f": {each.note}")
         for each in snapshot.operations[-SHOWN_OPERATIONS:]
     ]
-    return "\n".join([*text, "", *loans, *pins, *operations, f"fleet version {snapshot.version}", counters])
-
-
-def _loan_line(loan: Loan) -> str:
-    how = f" ({loan.method})" if loan.method else ""
-    to = f" to {loan.drafter_id}" if loan.drafter_id else ""
-    note = f": {loan.note}" if loan.note else ""
-    return f"place of {loan.verifier_id}: {loan.phase}{to}{how}, {loan.since_s:.0f} s{note}"
+    return "\n".join([*text, "", *pins, *operations, f"fleet version {snapshot.version}", counters])
 
 
 def _work(view: MemberView, snapshot: FleetSnapshot) -> tuple[str, str]:

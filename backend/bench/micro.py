@@ -21,6 +21,7 @@ from backend.config import DraftingSettings, Settings
 from backend.models import Say, resolve
 from backend.protocol import Commit, Draft, Drafts, Round, decode_to_drafter, decode_to_verifier, encode
 from backend.routing import Affinity, Ask, Candidate, Measured, Policy, make_router
+from backend.speed import Speed
 from backend.transport import Buffer, Dealer, Hub, RingReader, RingWriter, Wire
 
 BATCHES = (1, 4, 16)
@@ -162,7 +163,7 @@ def measure_codec(batch: int, k: int) -> dict[str, float]:
 def measure_routing(policy: Policy, affinity: Affinity) -> dict[str, Any]:
     """Median time of one choice among `VERIFIERS`, all of them measured, for a prompt seen before."""
     dice = random.Random(0)
-    measured = Measured(3, 0, 1e5, 1e3, 3.0, 0.02, 0.002, 100.0)
+    measured = Measured(3, 0, 1e5, 1e3, Speed(0.02, 0.002, 3.0), 100.0)
     candidates = [Candidate(f"verifier-{i}", dice.randrange(9999), dice.randrange(9), i, measured) for i in range(VERIFIERS)]
     ask = Ask(PROMPT_TOKENS, [dice.randrange(4000) for _ in range(PROMPT_TOKENS)], session="one")
     router = make_router(policy, affinity, seed=0, slots=64, slack=8, entries=65536)

@@ -46,11 +46,6 @@ def forget(name: str) -> None:
     os.environ.pop(name, None)
 
 
-def visible_devices() -> str:
-    """The GPUs that this process may use, as Ray or a person has told it; empty: nobody has."""
-    return os.environ.get("CUDA_VISIBLE_DEVICES", "")
-
-
 def users_choice(defaults: Mapping[str, str]) -> dict[str, str]:
     """`defaults`, each replaced by what the user's environment says where it says something."""
     return {name: os.environ.get(name, value) for name, value in defaults.items()}

@@ -170,27 +170,6 @@ class CoordinatorSettings(Section):
     min_dwell_s: float = Field(5.0, ge=0, description="a drafter is not taken from a verifier before so long")
 
 
-class ElasticSettings(Section):
-    """Elastic roles: a verifier without work lends its place to a drafter."""
-
-    enabled: bool = Field(False, description="verifiers without work lend their places to drafters; modes with drafters only")
-    method: Literal["auto", "sleep", "swap"] = Field(
-        "auto",
-        description="how a verifier makes room. sleep: on a GPU vLLM's sleep mode, on a CPU it idles; swap: its process ends "
-        "and is started again; auto: sleep where that is possible and the memory suffices, else swap",
-    )
-    min_serving: int = Field(1, ge=1, description="verifiers that go on taking requests at least")
-    idle_s: float = Field(3.0, gt=0, description="a verifier without work for so long may lend its place")
-    min_gain: float = Field(
-        0.1,
-        ge=0,
-        description="a lent place must promise this share of what a verifier with work makes, and half of it to stay lent",
-    )
-    min_lent_s: float = Field(5.0, ge=0, description="a place that nobody needs back stays lent for so long")
-    rest_s: float = Field(10.0, ge=0, description="a place that came back is not lent again for so long")
-    min_free_mib: int = Field(1024, ge=0, description="on a CPU: with less free memory a verifier is swapped, not left to idle")
-
-
 class TransportSettings(Section):
     """The data plane."""
 
@@ -301,7 +280,6 @@ class Settings(Section):
     verifier: VerifierSettings = Field(default_factory=VerifierSettings)
     drafting: DraftingSettings = Field(default_factory=DraftingSettings)
     coordinator: CoordinatorSettings = Field(default_factory=CoordinatorSettings)
-    elastic: ElasticSettings = Field(default_factory=ElasticSettings)
     transport: TransportSettings = Field(default_factory=TransportSettings)
     records: RecordsSettings = Field(default_factory=RecordsSettings)
     tracing: TracingSettings = Field(default_factory=TracingSettings)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -25,8 +24,7 @@ from backend.coordinator.administration import Administration
 from backend.coordinator.commands import Answer, AnyCommand
 from backend.coordinator.messages import CoordinatorUnavailable, Credentials, FleetInfo, Progress, Report
 from backend.coordinator.policy import Coordinator
-from backend.coordinator.roles import Roles
-from backend.fleet import DrafterStats, FleetSnapshot, Loan, Member, MemberState, Operation, Orders, VerifierStats
+from backend.fleet import DrafterStats, FleetSnapshot, Member, MemberState, Operation, Orders, VerifierStats
 
 NAME = "outrider-coordinator"
 CALL_TIMEOUT_S = 5.0
@@ -46,8 +44,6 @@ class CoordinatorActor:
         self._policy = Coordinator(lease_s, time.time_ns() // 1_000_000, settings.coordinator)
         deadline_s = settings.coordinator.drain_deadline_s
         self._administration = Administration(self._policy, deadline_s, settings.mode in REMOTE_MODES, uuid.uuid4().hex)
-        self._roles = Roles(self._policy, settings.elastic, self._administration.busy_with)
-        self._administration.lent_drafters = lambda: self._roles.drafters
 
     def register(self, payload: bytes) -> bytes:
         self._policy.register(msgspec.msgpack.decode(payload, type=Member), time.monotonic())
@@ -87,11 +83,7 @@ class CoordinatorActor:
         return _encode(self._administration.next_operation())
 
     def snapshot(self) -> bytes:
-        now = time.monotonic()
-        return _encode(self._roles.shown(self._administration.snapshot(now), now))
-
-    def lending(self, payload: bytes) -> bytes:
-        return _encode(self._roles.lending(msgspec.msgpack.decode(payload, type=list[Loan]), time.monotonic()))
+        return _encode(self._administration.snapshot(time.monotonic()))
 
     def info(self) -> bytes:
         return self._info
@@ -178,10 +170,6 @@ class CoordinatorHandle:
         """The launcher tells how an operation goes, and is told which one it has to work on."""
         payload = None if told is None else _encode(told)
         return msgspec.msgpack.decode(self._call("progress", payload), type=Operation | None)
-
-    def lending(self, loans: Sequence[Loan]) -> list[str]:
-        """The launcher tells how its loans stand, and is told the verifiers whose places are to be lent."""
-        return msgspec.msgpack.decode(self._call("lending", _encode(list(loans))), type=list[str])
 
     def snapshot(self) -> FleetSnapshot:
         """The fleet as the coordinator sees it now."""

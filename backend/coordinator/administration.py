@@ -7,7 +7,7 @@ a time, so a command is checked and taken at one moment of the fleet: `if_versio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -51,12 +51,6 @@ class Administration:
         self._has_drafters = has_drafters
         self._operations: dict[int, Operation] = {}
         self._next_id = 1
-        self.lent_drafters: Callable[[], Mapping[str, str]] = dict
-        """Drafters that stand in a verifier's place, by whose; they come and go with the loan (`roles.py`)."""
-
-    def busy_with(self) -> Collection[str]:
-        """Members that an operation is about which has not ended."""
-        return {member for each in self._operations.values() if each.state in ("waiting", "running") for member in each.members}
 
     @property
     def operations(self) -> list[Operation]:
@@ -177,9 +171,8 @@ class Administration:
         return self._done(effects, now)
 
     def _restart(self, command: Restart, fleet: FleetSnapshot) -> Done:
-        lent = self.lent_drafters()
         present = [view.member for view in fleet.members if view.member.kind != "gateway" and view.member.state != "lost"]
-        everyone = [member.id for member in present if member.id not in lent]
+        everyone = [member.id for member in present]
         members = everyone if command.members is None else command.members
         if not members:
             raise _Refusal("invalid", "there is nobody to restart")
@@ -223,10 +216,7 @@ class Administration:
         return next((o for o in self._operations.values() if o.state in ("waiting", "running") and member in o.members), None)
 
     def _check_idle(self, members: Sequence[str]) -> None:
-        lent = self.lent_drafters()
         for member in members:
-            if member in lent:
-                raise _Refusal("conflict", f"{member} stands in the place of {lent[member]}, and goes when that one is needed")
             pending = self._pending(member)
             if pending is not None:
                 raise _Refusal("conflict", f"{member} is part of operation {pending.id} ({pending.kind})")
@@ -250,6 +240,6 @@ def _check_deadline(deadline_s: float | None) -> None:
 
 def _check_others_serve(fleet: FleetSnapshot, leaving: Sequence[str]) -> None:
     """At least one verifier goes on taking requests without these."""
-    serving = [v.member.id for v in fleet.members if v.member.kind == "verifier" and v.member.state in ("ready", "lent")]
+    serving = [v.member.id for v in fleet.members if v.member.kind == "verifier" and v.member.state == "ready"]
     if set(serving) & set(leaving) and not set(serving) - set(leaving):
         raise _Refusal("last_verifier", f"{serving[0]} is the last verifier that takes requests; force does it all the same")

@@ -48,6 +48,11 @@ class DrafterSpeed:
     down_for: frozenset[str] = frozenset()
     """Verifiers whose circuit breaker for it is open: they do not wait for it."""
 
+    def set_down(self, verifier_id: str, is_down: bool) -> None:
+        """What a verifier's circuit breaker says of it."""
+        if (verifier_id in self.down_for) != is_down:
+            self.down_for ^= {verifier_id}
+
 
 @dataclass(frozen=True)
 class Situation:

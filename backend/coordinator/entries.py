@@ -20,9 +20,6 @@ class Counters:
     assignments_dropped: int = 0
     reassignments: int = 0
     decisions: int = 0
-    lends: int = 0
-    lends_failed: int = 0
-    returns: int = 0
 
 
 @dataclass
@@ -31,8 +28,6 @@ class Entry:
     heard: float
     state: MemberState
     drain: bool = False
-    withdrawn: bool = False
-    """Another has its place, or it is about to give one back: it is not assigned, and a verifier takes nothing new."""
     migrate_at: float | None = None
     """When the requests of a draining verifier are to be moved; None: never."""
     seen_version: int = 0
@@ -42,12 +37,10 @@ class Entry:
     @property
     def is_fit(self) -> bool:
         """Whether it may be assigned."""
-        return self.state == "ready" and not self.drain and not self.withdrawn
+        return self.state == "ready" and not self.drain
 
     def view(self, now: float) -> MemberView:
-        state = self.state
-        if state == "ready" and (self.drain or self.withdrawn):
-            state = "lent" if self.withdrawn and self.member.kind == "verifier" else "draining"
+        state = "draining" if self.state == "ready" and self.drain else self.state
         shown = msgspec.structs.replace(self.member, state=state)
         heard = max(0.0, now - self.heard)
         return MemberView(shown, heard, self.verifier, self.drafter, self._drain(now), self.seen_version)

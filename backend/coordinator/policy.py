@@ -11,7 +11,7 @@ they go on growing over a restart of the coordinator when `first_version` comes 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from backend.config.settings import CoordinatorSettings
@@ -19,14 +19,13 @@ from backend.coordinator.assignment import (
     Action,
     AssignmentPolicy,
     Bind,
-    Decision,
     DrafterSpeed,
     Pair,
     Situation,
     VerifierLoad,
 )
 from backend.coordinator.entries import Counters, Entry, route
-from backend.coordinator.rates import DrafterRates, VerifierRates
+from backend.coordinator.rates import VerifierRates
 from backend.coordinator.water_filling import WaterFilling
 from backend.fleet import (
     Assignment,
@@ -66,9 +65,8 @@ class Coordinator:
     _drafters: dict[str, set[str]] = field(default_factory=dict)
     """Of each verifier that has any."""
     _pins: dict[str, list[str]] = field(default_factory=dict)
-    _withdrawn: frozenset[str] = frozenset()
     _verifier_rates: dict[str, VerifierRates] = field(default_factory=dict)
-    _drafter_rates: dict[str, DrafterRates] = field(default_factory=dict)
+    _drafter_speeds: dict[str, DrafterSpeed] = field(default_factory=dict)
     counters: Counters = field(default_factory=Counters)
     _version: int = field(init=False)
     _rule: AssignmentPolicy = field(init=False)
@@ -92,7 +90,7 @@ class Coordinator:
         known = self._entries.get(member.id)
         if known is None or known.member != member or known.state != member.state:
             self._changed()
-        entry = Entry(member, now, member.state, withdrawn=member.id in self._withdrawn)
+        entry = Entry(member, now, member.state)
         if known is not None:
             # A drain is about the place in the fleet: it holds for the next process there, until it is ended.
             entry.drain, entry.migrate_at = known.drain, known.migrate_at
@@ -184,15 +182,6 @@ class Coordinator:
         self.tick(now)
         return True
 
-    def withdraw(self, member_ids: Collection[str], now: float) -> None:
-        """Exactly these members are out of service on account of a loan; they need not exist yet."""
-        self._withdrawn = frozenset(member_ids)
-        for member_id, entry in self._entries.items():
-            if entry.withdrawn != (member_id in self._withdrawn):
-                entry.withdrawn = not entry.withdrawn
-                self._changed()
-        self.tick(now)
-
     def changed(self) -> int:
         """Something about the fleet changed that is kept elsewhere; returns the version from here on."""
         self._version += 1
@@ -212,19 +201,15 @@ class Coordinator:
         """What `pin` was told and `unpin` has not taken back."""
         return self._pins
 
-    def propose(self, now: float, pins: Mapping[str, Sequence[str]] | None = None) -> Decision:
-        """What would be decided at `now`, with other pins if given.  Changes nothing."""
-        return self._rule.decide(self.situation(now, pins))
-
-    def situation(self, now: float, pins: Mapping[str, Sequence[str]] | None = None) -> Situation:
+    def situation(self, now: float) -> Situation:
         """What a decision at `now` depends on."""
         if self._fit is None:
             fit = sorted(key for key, entry in self._entries.items() if entry.is_fit)
             self._fit = (
                 [self._rates_of_verifier(key).load for key in fit if self._entries[key].member.kind == "verifier"],
-                [self._rates_of_drafter(key).speed for key in fit if self._entries[key].member.kind == "drafter"],
+                [self._speed_of_drafter(key) for key in fit if self._entries[key].member.kind == "drafter"],
             )
-        return Situation(now, *self._fit, self._since, self._pins if pins is None else pins)
+        return Situation(now, *self._fit, self._since, self._pins)
 
     def snapshot(self, now: float) -> FleetSnapshot:
         """The fleet at `now`, members and assignments in the order of their ids."""
@@ -282,10 +267,12 @@ class Coordinator:
     def _measure(self, entry: Entry, verifier: VerifierStats | None, drafter: DrafterStats | None, now: float) -> None:
         if verifier is not None:
             entry.verifier = verifier
-            self._rates_of_verifier(entry.member.id).observe(verifier, now, self._drafter_rates)
+            self._rates_of_verifier(entry.member.id).observe(verifier, now, self._drafter_speeds)
         if drafter is not None:
             entry.drafter = drafter
-            self._rates_of_drafter(entry.member.id).observe(drafter, now)
+            if drafter.speed is not None:
+                speed = self._speed_of_drafter(entry.member.id)
+                speed.fixed_s, speed.per_request_s = drafter.speed.fixed_s, drafter.speed.per_request_s
 
     def _rates_of_verifier(self, member_id: str) -> VerifierRates:
         rates = self._verifier_rates.get(member_id)
@@ -293,15 +280,15 @@ class Coordinator:
             rates = self._verifier_rates[member_id] = VerifierRates(member_id, self.settings.smoothing_s)
         return rates
 
-    def _rates_of_drafter(self, member_id: str) -> DrafterRates:
-        rates = self._drafter_rates.get(member_id)
-        if rates is None:
-            rates = self._drafter_rates[member_id] = DrafterRates(member_id, self.settings.smoothing_s)
-        return rates
+    def _speed_of_drafter(self, member_id: str) -> DrafterSpeed:
+        speed = self._drafter_speeds.get(member_id)
+        if speed is None:
+            speed = self._drafter_speeds[member_id] = DrafterSpeed(member_id)
+        return speed
 
     def _forget_rates(self, member_id: str) -> None:
         self._verifier_rates.pop(member_id, None)
-        self._drafter_rates.pop(member_id, None)
+        self._drafter_speeds.pop(member_id, None)
 
     def _remove(self, member_id: str) -> None:
         del self._entries[member_id]

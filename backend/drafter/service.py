@@ -43,6 +43,7 @@ from backend.protocol import (
     decode_to_drafter,
     encode,
 )
+from backend.speed import Line
 
 Reply = tuple[bytes, bytes]
 """The peer's identity and the message for it."""
@@ -76,6 +77,7 @@ class DrafterService:
         self._unknown: dict[bytes, list[str]] = {}
         """By features socket: requests of the batch at hand that are to be opened again."""
         self._counters = DrafterStats(drafter_id, 0.0)
+        self._line = Line()
 
     @property
     def has_work(self) -> bool:
@@ -162,6 +164,7 @@ class DrafterService:
             prefix_rows_reused=usage.prefix_rows_reused,
             evictions=usage.evictions,
             ahead_dropped=self._nexts.dropped,
+            speed=self._line.read(),
             verifiers=sorted(s.verifier_id for s in self._sessions.values() if s.last_heard >= heard_after),
         )
 
@@ -342,5 +345,6 @@ class DrafterService:
             counters.batches += 1
             counters.drafts += drafted
             counters.draft_s += spent_s
+            self._line.note(drafted, spent_s)
         counters.draft_tokens += sum(len(drafted.tokens) for drafted in drafts)
         counters.busy_s += spent_s

@@ -15,18 +15,16 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import ray
 import ray.exceptions
 
-from backend.config import REMOTE_MODES, Settings, environment
+from backend.config import Settings, environment
 from backend.coordinator import CoordinatorUnavailable, FleetInfo
 from backend.coordinator.actor import CoordinatorHandle
 from backend.fleet import Member, MemberKind
 from backend.launch import state
 from backend.launch.cluster import RayCluster
-from backend.launch.lending import Lender
 from backend.launch.operator import Operator
 from backend.launch.placement import arrange
 from backend.launch.plan import FleetPlan, Hardware, MemberPlan, PlanError, plan, plan_further
@@ -66,12 +64,11 @@ class Fleet:
     models: ResolvedModels
     runtime_dir: Path
     members: dict[str, Started] = field(default_factory=dict)
-    """By id; the operator's and the lender's threads change it once the fleet serves."""
+    """By id; the operator's thread changes it once the fleet serves."""
     rooms: Rooms | None = None
     """None where the cluster is ours, and with it all of its room."""
     _file: Path | None = None
     _operator: Operator | None = None
-    _lender: Lender | None = None
 
     @classmethod
     def launch(cls, settings: Settings, models: ResolvedModels, say: Say) -> Fleet:
@@ -149,16 +146,9 @@ class Fleet:
             time.sleep(POLL_S)
 
     def operate(self, say: Say) -> None:
-        """From now on administrators' operations are carried out, until `stop`; places are lent where that is switched on."""
+        """From now on administrators' operations are carried out, until `stop`."""
         self._operator = Operator(self, say)
         self._operator.start()
-        self.lend(say)
-
-    def lend(self, say: Say) -> None:
-        """From now on verifiers without work lend their places to drafters, until `stop`, where that is switched on."""
-        if self.settings.elastic.enabled and self.settings.mode in REMOTE_MODES:
-            self._lender = Lender(self, say)
-            self._lender.start()
 
     def add(self, kind: MemberKind) -> Started:
         """Starts one more member.  Raises `LaunchError` where there is no room for it, and `PlanError`."""
@@ -170,13 +160,9 @@ class Fleet:
             raise LaunchError(f"the Ray cluster has no room for another {kind}")
         return self.start(member)
 
-    def place(self, member: MemberPlan) -> Any:
-        """The scheduling strategy that starts a member, or who stands in for it, in its room; None where all room is ours."""
-        return None if self.rooms is None else self.rooms.place(member)
-
-    def start(self, member: MemberPlan, models: ResolvedModels | None = None, place: Any = None) -> Started:
-        """Starts a member, which replaces the one of that name if there was one; in its room, unless `place` is given."""
-        place = place or self.place(member)
+    def start(self, member: MemberPlan, models: ResolvedModels | None = None) -> Started:
+        """Starts a member in its room; it replaces the one of that name if there was one."""
+        place = None if self.rooms is None else self.rooms.place(member)
         started = start(member, self.settings, models or self.models, self.cluster.namespace, place)
         self.members[member.member_id] = started
         return started
@@ -189,9 +175,8 @@ class Fleet:
 
     def stop(self) -> None:
         """Ends every actor, Ray (when it is ours) and the runtime directory.  Never raises; may be called twice."""
-        for worker in (self._operator, self._lender):
-            if worker is not None:
-                worker.stop()
+        if self._operator is not None:
+            self._operator.stop()
         stop(list(self.members.values()))
         with contextlib.suppress(ray.exceptions.RayError, ValueError):
             self.coordinator.kill()

@@ -78,7 +78,6 @@ class Operator:
         steps = {"add": self._add, "remove": self._remove, "restart": self._restart, "swap-drafter": self._swap}
         self._tell(operation, "begun")
         try:
-            self._patiently(lambda: self._reclaim(operation))
             note = steps[operation.kind](operation)
         except (LaunchError, PlanError) as error:
             self._end(operation, False, str(error))
@@ -149,13 +148,6 @@ class Operator:
             if emptying.is_over(snapshot, time.monotonic()) or (operation.force and time.monotonic() > deadline):
                 return
             self._tell(operation, f"draining {member_id}: {emptying.requests(snapshot)} requests left")
-            if self._stopping.wait(POLL_S):
-                raise _Stopped
-
-    def _reclaim(self, operation: Operation) -> None:
-        """Returns when none of its members' places is lent any more: the coordinator takes back what an operation is about."""
-        while lent := {loan.verifier_id for loan in self._coordinator.snapshot().loans} & set(operation.members):
-            self._tell(operation, f"waiting for the place of {', '.join(sorted(lent))}")
             if self._stopping.wait(POLL_S):
                 raise _Stopped
 

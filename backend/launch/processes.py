@@ -70,7 +70,7 @@ class Started:
             self.incarnations.add(view.incarnation)
             again = f" (start {len(self.incarnations)})" if len(self.incarnations) > 1 else ""
             return f"{self.member_id}: process up in {seconds:.1f} s, loading{again}"
-        if view.state in ("ready", "draining", "lent"):
+        if view.state in ("ready", "draining"):
             self.ready = True
             return f"{self.member_id}: ready in {seconds:.1f} s"
         return None

@@ -140,7 +140,6 @@ def _run(
     try:
         fleet = Fleet.launch(settings, models, say)
         fleet.wait_ready(say)
-        fleet.lend(say)
         about = _about(options, fleet.settings, models, step)
         _rounds(options, fleet, step, requests, tokenizer, sampling, about, say)
     except (ClusterError, CoordinatorUnavailable, LaunchError, PlanError, RolloutError, StateError) as error:

@@ -77,12 +77,7 @@ class Workers:
             seen = [view.member for view in self._coordinator.snapshot().members]
         except CoordinatorUnavailable:
             return [], self._leave(self._silent())
-        # One whose place is lent stays a worker: it has nothing to do, and is given back when it has.
-        ready = {
-            member.id: member
-            for member in seen
-            if member.kind == "verifier" and (member.state == "ready" or (member.state == "lent" and member.id in self.present))
-        }
+        ready = {member.id: member for member in seen if member.kind == "verifier" and member.state == "ready"}
         gone = self._silent()
         for worker in self.present.values():
             now = ready.get(worker.name)

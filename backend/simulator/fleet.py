@@ -14,13 +14,11 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from backend.balance import Limits, Load, Movable, plan_moves
-from backend.config.settings import ElasticSettings
 from backend.coordinator.policy import Coordinator
-from backend.coordinator.roles import Roles
 from backend.fleet import DraftCounters, DrafterStats, Member, MemberKind, VerifierStats
-from backend.simulator.lending import ASK_S, SimulatedLender
 from backend.simulator.members import Drafter, Hardware, Request, Verifier
 from backend.simulator.traces import Arrival, Trouble
+from backend.speed import Speed
 
 SAMPLE_S = 1.0
 BALANCE_S = 1.0
@@ -57,12 +55,6 @@ class Scenario:
     skew: float = 0.0
     """Share of the requests that routing does not choose for: they go to the first tenth of the verifiers."""
     balance: bool = False
-    elastic: ElasticSettings | None = None
-    """None: no place is lent."""
-    lend_s: float = 8.0
-    """Until a lent drafter drafts: its process starts and loads."""
-    back_s: float = 1.0
-    """Until a verifier that gets its place back serves."""
     seed: int = 0
 
 
@@ -120,7 +112,6 @@ class FleetSimulation:
         self._places = {name: Place(name) for name in self.verifiers}
         self._open: list[Place] | None = None
         """The places of those that live and serve."""
-        self._lender = self._make_lender(scenario.elastic) if scenario.elastic is not None else None
 
     def run(self) -> Outcome:
         """From the first registration to the end of the scenario."""
@@ -146,13 +137,11 @@ class FleetSimulation:
         self._at(SAMPLE_S, self._sample)
         if self._scenario.balance:
             self._at(BALANCE_S, self._balance)
-        if self._lender is not None:
-            self._at(ASK_S, self._lend)
 
     def _place(self, request: Request) -> None:
         """Routing, for new requests and for those whose verifier died."""
         if self._open is None:
-            self._open = [self._places[name] for name, each in self.verifiers.items() if each.alive and not self._is_lent(name)]
+            self._open = [self._places[name] for name, each in self.verifiers.items() if each.alive]
         places = self._open
         if self._dice.random() < self._scenario.skew:
             places = places[: max(len(places) // 10, 1)]
@@ -295,33 +284,9 @@ class FleetSimulation:
             )
         )
 
-    def _lend(self) -> None:
-        assert self._lender is not None
-        self._at(self._now + ASK_S, self._lend)
-        self._lender.ask(self._now)
-        self._open = None
-
-    def _begin_loan(self, verifier: str) -> str:
-        name = f"d-{verifier}"
-        known = self.drafters.get(name)
-        if known is None:
-            self.drafters[name] = self._make_drafter(name)
-            self._at(self._now, partial(self._report, name))
-        else:
-            known.alive, known.incarnation, known.free_at = True, known.incarnation + 1, self._now
-        self._register(name)
-        return name
-
-    def _end_loan(self, drafter: str) -> None:
-        self.drafters[drafter].alive = False
-        self._coordinator.deregister(drafter, str(self.drafters[drafter].incarnation), self._now)
-
-    def _is_lent(self, verifier: str) -> bool:
-        return self._lender is not None and verifier in self._lender.loans
-
     def _balance(self) -> None:
         self._at(self._now + BALANCE_S, self._balance)
-        live = {name: each for name, each in self.verifiers.items() if each.alive and not self._is_lent(name)}
+        live = {name: each for name, each in self.verifiers.items() if each.alive}
         loads = [self._load(each) for each in live.values()]
         movables = [
             Movable(str(number), name, round(each.progress - r.joined_at) + r.arrival.prompt, done - each.progress, r.placed_s)
@@ -346,9 +311,9 @@ class FleetSimulation:
     def _load(self, verifier: Verifier) -> Load:
         hardware = verifier.hardware
         per_request = verifier.slowness * hardware.token_s * (1 + hardware.k)
+        speed = Speed(verifier.slowness * hardware.step_s, per_request, verifier.length)
         prefill = 1 / (hardware.prefill_s * verifier.slowness)
-        fixed = verifier.slowness * hardware.step_s
-        return Load(verifier.id, verifier.requests, fixed, per_request, verifier.length, prefill, hardware.slots, 1 << 30)
+        return Load(verifier.id, verifier.requests, speed, prefill, hardware.slots, 1 << 30)
 
     def _at(self, when: float, event: Callable[[], None]) -> None:
         self._count += 1
@@ -363,11 +328,6 @@ class FleetSimulation:
 
     def _differing(self) -> float:
         return 1 + self._scenario.spread * self._dice.uniform(-1, 1)
-
-    def _make_lender(self, settings: ElasticSettings) -> SimulatedLender:
-        roles = Roles(self._coordinator, settings)
-        asked = self._scenario
-        return SimulatedLender(roles, asked.lend_s, asked.back_s, self._at, self._begin_loan, self._end_loan)
 
     def _make_verifier(self, name: str) -> Verifier:
         stats = VerifierStats(name, 0.0, "auto", self._scenario.hardware.k)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from backend.config.settings import CoordinatorSettings, ElasticSettings
+from backend.config.settings import CoordinatorSettings
 from backend.coordinator.policy import Coordinator
 from backend.coordinator.water_filling import WaterFilling
 from backend.models import Say
@@ -86,9 +86,7 @@ def parse(arguments: Sequence[str]) -> Options:
         given.report_s,
         given.skew,
         given.balance,
-        ElasticSettings(enabled=True) if given.elastic else None,
-        given.lend_s,
-        seed=given.seed,
+        given.seed,
     )
     tuning = ("min_gain", "min_dwell_s", "smoothing_s", "decide_interval_s")
     settings = {name: getattr(given, name) for name in tuning if getattr(given, name) is not None}
@@ -112,8 +110,6 @@ def _parser() -> argparse.ArgumentParser:
     say("--fail", action="append", default=[], metavar="MEMBER@AT[+S]", help="this member dies; repeatable")
     say("--slow", action="append", default=[], metavar="MEMBER@AT[+S]xF", help="this member is F times as slow; repeatable")
     say("--balance", action="store_true", help="also move running requests between verifiers")
-    say("--elastic", action="store_true", help="verifiers without work lend their places to drafters")
-    say("--lend-s", type=_positive, metavar="S", default=8.0, help="until a lent drafter drafts (default: 8)")
     say("--spread", type=_share, metavar="P", default=0.2, help="how far members differ in speed (default: 0.2)")
     say("--length", type=_positive, metavar="L", default=2.5, help="acceptance length (default: 2.5)")
     say("--step-ms", type=_positive, default=20.0, metavar="T", help="a verifier's step (default: 20)")

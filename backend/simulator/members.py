@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from backend.fleet import DraftCounters, DrafterStats, VerifierStats
 from backend.simulator.traces import Arrival
+from backend.speed import Line
 
 PROBE_STEPS = 48
 """Steps without drafts after which drafting is tried again, as in mode `auto`."""
@@ -181,6 +182,7 @@ class Drafter:
     alive: bool = True
     incarnation: int = 0
     free_at: float = 0.0
+    _line: Line = field(default_factory=Line)
 
     def draft(self, requests: float, rows: float, now: float) -> float:
         """Takes a round when it is its turn; returns when the drafts are there."""
@@ -194,11 +196,18 @@ class Drafter:
         self.stats.drafts += max(round(requests), 1)
         self.stats.draft_s += spent
         self.stats.busy_s += spent
+        self._line.note(max(round(requests), 1), spent)
         return self.free_at
 
     def report(self) -> DrafterStats:
         """Counters as it would report them."""
         stats = self.stats
         return DrafterStats(
-            self.id, stats.started_at, stats.rounds, batches=stats.batches, drafts=stats.drafts, draft_s=stats.draft_s
+            self.id,
+            stats.started_at,
+            stats.rounds,
+            batches=stats.batches,
+            drafts=stats.drafts,
+            draft_s=stats.draft_s,
+            speed=self._line.read(),
         )

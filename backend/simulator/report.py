@@ -49,7 +49,6 @@ def summary(outcome: Outcome, timed: Timed, seconds: float) -> dict[str, Any]:
         "requests_failed_over": outcome.failed_over,
         "requests_moved": outcome.moved,
         "finished_s": outcome.finished_at,
-        "places_lent": outcome.counters["lends"],
         "decisions": len(timed.steady_s) + len(timed.changing_s),
         "decision_ms": {
             name: {key: value * 1e3 for key, value in quantiles(sorted(times), (0.5, 0.99, 1.0)).items()}

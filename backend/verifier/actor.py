@@ -9,7 +9,6 @@ import uuid
 import ray
 
 from backend.config import Settings
-from backend.config.environment import visible_devices
 from backend.coordinator.actor import CoordinatorHandle
 from backend.departure import Departure
 from backend.fleet import Member, Orders
@@ -79,18 +78,6 @@ class VerifierActor:
     def ping(self) -> str:
         """For liveness checks."""
         return self._process.verifier_id
-
-    def make_room(self) -> str:
-        """As `VerifierProcess.make_room`: the launcher lends this verifier's place to a drafter."""
-        return self._process.make_room()
-
-    def place(self) -> tuple[str, str]:
-        """The Ray node this process runs on, and the GPUs it was given (as in CUDA_VISIBLE_DEVICES)."""
-        return ray.get_runtime_context().get_node_id(), visible_devices()
-
-    def come_back(self) -> None:
-        """The place is this verifier's again."""
-        self._process.come_back()
 
     def stop(self) -> None:
         """Ends serving; the actor's process is ended by whoever called."""

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from backend.fleet import DraftCounters, VerifierStats
 from backend.records.recorder import name_for_records
 from backend.speculation.waiting import Plan
+from backend.speed import Line
 from backend.verifier.fixed import fixed_response
 from backend.verifier.recording import Recording
 from backend.verifier.traces import RequestTraces
@@ -42,6 +43,7 @@ class Counters:
 
     def __init__(self, stats: VerifierStats) -> None:
         self.stats = stats
+        self.line = Line()
 
     def drafter(self, drafter_id: str) -> DraftCounters:
         """The counters of one drafter, made when first asked for."""
@@ -94,6 +96,12 @@ class CountingScheduler:
     _requests_in_step: int = 0
     _prefill_tokens: int = 0
     _resumed: int = 0
+    _awaited_s: float = 0.0
+    """Seconds that steps have waited for drafts until now."""
+    _waited_s: float = 0.0
+    """Those before the last step."""
+    _emitted: int = 0
+    """Tokens until now."""
     hurried: bool = True
     """See `StepOrders`."""
 
@@ -188,6 +196,8 @@ class CountingScheduler:
             return
         stats = self.counters.stats
         stats.resumed += self._resumed
+        awaited_s, emitted = stats.idle_s["awaiting_draft"], stats.tokens - self._emitted
+        self._waited_s, self._awaited_s, self._emitted = awaited_s - self._awaited_s, awaited_s, stats.tokens
         if self._prefill_tokens:
             stats.prefill_tokens += self._prefill_tokens
             stats.prefill_s += seconds
@@ -195,6 +205,7 @@ class CountingScheduler:
             stats.decode_steps += 1
             stats.decode_s += seconds
             stats.decode_requests += self._requests_in_step
+            self.counters.line.note(self._requests_in_step, seconds + self._waited_s, emitted)
 
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
         if self.counters is not None:
@@ -252,8 +263,9 @@ class CountingScheduler:
             self.traces.ended(request_id, reason)
 
     def read_load(self, stats: VerifierStats) -> None:
-        """Puts the present load into `stats`."""
+        """Puts the present load and speed into `stats`."""
         scheduler: Any = self
+        stats.speed = self.counters.line.read() if self.counters is not None else None
         stats.running, stats.waiting = scheduler.get_request_counts()
         stats.kv_usage = scheduler.get_kv_cache_usage()
         stats.tokens_in_flight = sum(request.num_tokens for request in scheduler.requests.values())

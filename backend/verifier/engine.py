@@ -61,9 +61,6 @@ def engine_arguments(settings: Settings, paths: ResolvedModels, verifier_id: str
     if settings.mode in REMOTE_MODES:
         arguments["async_scheduling"] = False
         arguments["scheduler_cls"] = "backend.verifier.scheduler.DraftingScheduler"
-    if settings.elastic.enabled and settings.elastic.method != "swap" and verifier.gpus:
-        # Memory that a sleeping verifier gives back must come from vLLM's own pool from the start.
-        arguments["enable_sleep_mode"] = True
     if verifier.fixed_responses:
         # What a request must emit next depends on how much it has emitted: the worker has to know when it samples.
         arguments["async_scheduling"] = False

@@ -17,7 +17,7 @@ import msgspec
 
 from backend.config import REMOTE_MODES, Settings
 from backend.engine_wire import ENGINE_WIRE_VERSION, EngineWelcome
-from backend.fleet import DrafterRef, LoanMethod, VerifierStats
+from backend.fleet import DrafterRef, VerifierStats
 from backend.models import ResolvedModels
 from backend.records.kept import KeptRows
 from backend.records.recorder import Recorder
@@ -27,7 +27,6 @@ from backend.verifier.counting import Counters
 from backend.verifier.engine import build_config, build_core, draft_source, vllm_version
 from backend.verifier.gateways import GatewayPort
 from backend.verifier.loop import DraftLinks, EngineLoop
-from backend.verifier.memory import available_memory_mib
 from backend.verifier.ranks import segments_of_ranks
 from backend.verifier.recording import Recording
 from backend.verifier.traces import RequestTraces
@@ -38,9 +37,6 @@ if TYPE_CHECKING:
     from backend.records.writer import FileRecorder
 
 logger = logging.getLogger(__name__)
-
-SLEEP_TIMEOUT_S = 120.0
-"""A level-1 sleep copies the weights to the host's memory, waking copies them back."""
 
 
 class VerifierProcess:
@@ -71,7 +67,6 @@ class VerifierProcess:
         self._server_keys = server_keys
         self._recorder = recorder
         self._loop: EngineLoop | None = None
-        self._weights: WeightControl | None = None
         self._failure: BaseException | None = None
         self._built = threading.Event()
         self._segments: set[Path] = set()
@@ -96,28 +91,6 @@ class VerifierProcess:
         """Any thread."""
         if self._loop is not None:
             self._loop.set_drafters(refs)
-
-    def make_room(self) -> LoanMethod | str:
-        """Leaves the device to a drafter, as far as this process can; requests that come nevertheless are not lost.
-
-        `sleep`: the GPU's memory is free, requests wait until `come_back`.  `aside`: this verifier computes on a CPU, where one
-        without requests takes nothing but memory, and there is enough of that.  Anything else says why not.
-        """
-        if self._weights is None or self._loop is None:
-            return "it does not serve yet"
-        if self._weights.can_sleep:
-            self._loop.run_soon(self._weights.sleep).result(SLEEP_TIMEOUT_S)
-            return "sleep"
-        if self._settings.verifier.gpus:
-            return "vLLM's sleep mode is off (verifier.engine_args.enable_sleep_mode)"
-        free_mib, wanted_mib = available_memory_mib(), self._settings.elastic.min_free_mib
-        return "aside" if free_mib >= wanted_mib else f"{free_mib} MiB of memory are free, and {wanted_mib} wanted"
-
-    def come_back(self) -> None:
-        """Undoes `make_room`."""
-        weights = self._weights
-        if self._loop is not None and weights is not None and weights.is_paused:
-            self._loop.run_soon(weights.wake_up).result(SLEEP_TIMEOUT_S)
 
     def stats(self) -> VerifierStats | None:
         """The counters as of the last tick (a quarter of a second); any thread."""
@@ -203,7 +176,7 @@ class VerifierProcess:
             block_size=config.cache_config.block_size,
             supported_tasks=list(core.get_supported_tasks()),
         )
-        self._weights = weights = WeightControl(core, self._paths.target_dir, bool(config.model_config.enable_sleep_mode))
+        weights = WeightControl(core, self._paths.target_dir, bool(config.model_config.enable_sleep_mode))
         gateways = GatewayPort(router, core, welcome, self._settings.verifier.gateway_lease_s, vllm_version(), kept, weights)
         is_remote = self._settings.mode in REMOTE_MODES
         links = DraftLinks(hub, core, self.verifier_id, counters) if is_remote else None

@@ -50,8 +50,6 @@ class DraftingScheduler(CountingScheduler, Scheduler):
         self._refs: dict[str, DrafterRef] = {}
         self._decoding: list[str] = []
         self._tokens, self._with_prefill = 0, False
-        self._awaiting_s = 0.0
-        self._waited_s = 0.0
         self.made_up: int | None = None
         """While warming up: draft tokens of no meaning per request.  Nothing is learned then but what steps take."""
         self._changes = 0
@@ -143,8 +141,6 @@ class DraftingScheduler(CountingScheduler, Scheduler):
     def note_step(self, seconds: float) -> None:
         """The step that just ended; prefill is another matter than verifying."""
         super().note_step(seconds)
-        awaiting_s = self.counters.stats.idle_s["awaiting_draft"] if self.counters is not None else 0.0
-        self._waited_s, self._awaiting_s = awaiting_s - self._awaiting_s, awaiting_s
         if not self._with_prefill:
             self.speculator.stepped(self._tokens, seconds)
 

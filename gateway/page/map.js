@@ -104,7 +104,6 @@ const MARKS = {
   ready: "M-5 0a5 5 0 1 0 10 0a5 5 0 1 0 -10 0Z",
   starting: "M-5 0a5 5 0 1 0 10 0a5 5 0 1 0 -10 0ZM-2.5 0a2.5 2.5 0 1 1 5 0a2.5 2.5 0 1 1 -5 0Z",
   draining: "M-5 -4H5L0 5Z",
-  lent: "M0 -5L5 0L0 5L-5 0Z",
   lost: "M-5 -3L-3 -5L0 -2L3 -5L5 -3L2 0L5 3L3 5L0 2L-3 5L-5 3L-2 0Z",
 };
 

@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from backend.fleet import VerifierStats
+from backend.speed import Speed
 from tests.integration.test_gateway_streams import stall
 from tests.support.fake_verifier import FakeVerifier, eventually
 from tests.support.running_gateway import COMPLETION, running_gateway
@@ -16,8 +17,8 @@ REQUESTS = 6
 def report(verifier: FakeVerifier, running: int, looks: int) -> None:
     """The counters of a verifier that has taken 50 ms for each step over so many requests."""
     stats = VerifierStats(verifier.name, 1.0, "off", 4, running=running, prefill_tokens=1000, prefill_s=0.1)
-    stats.decode_steps, stats.decode_s = 10 * looks, 0.5 * looks
-    stats.decode_requests = stats.verifications = stats.tokens = 10 * looks * running
+    stats.decode_steps = 10 * looks
+    stats.speed = Speed(0.025, 0.025 / max(running, 1)) if running else None
     verifier.publish(stats)
 
 

@@ -9,22 +9,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backend.balance import Limits, Load, Movable, Move, Speed, expected_remaining, plan_moves
-from backend.fleet import VerifierStats
+from backend.balance import Limits, Load, Movable, Move, expected_remaining, plan_moves
+from backend.speed import Speed
 
 LIMITS = Limits(moves=4, dwell_s=10.0, gap=1.25, gain=2.0)
 NOW = 100.0
 
 
+FREE_BATCHING = Speed(0.02, 0.0, 2.0)
+
+
 def load(name: str, requests: int, **fields: object) -> Load:
-    usual = {
-        "step_fixed_s": 0.02,
-        "step_per_request_s": 0.01,
-        "tokens_per_step": 2.0,
-        "prefill_tokens_per_s": 2000.0,
-        "slots": 16,
-        "free_tokens": 10_000,
-    }
+    usual = {"speed": Speed(0.02, 0.01, 2.0), "prefill_tokens_per_s": 2000.0, "slots": 16, "free_tokens": 10_000}
     return Load(name, requests, **(usual | fields))  # type: ignore[arg-type]
 
 
@@ -55,7 +51,7 @@ def test_the_widest_gap_is_chosen() -> None:
         ([load("a", 12), load("b", 0)], requests_at("a", 12, placed_at=NOW - 9)),
         ([load("a", 12), load("b", 0)], requests_at("a", 12, tokens=2000, remaining=5)),
         ([load("a", 12), load("b", 0, free_tokens=250)], requests_at("a", 12)),
-        ([load("a", 12, step_per_request_s=0.0), load("b", 0, step_per_request_s=0.0)], requests_at("a", 12)),
+        ([load("a", 12, speed=FREE_BATCHING), load("b", 0, speed=FREE_BATCHING)], requests_at("a", 12)),
         ([load("a", 12), load("b", 0)], []),
     ],
     ids=["alone", "level", "nearly", "draining", "dwell", "dear", "full", "free batching", "others' requests"],
@@ -65,7 +61,7 @@ def test_nothing_moves(loads: list[Load], movables: list[Movable]) -> None:
 
 
 def test_requests_that_queue_for_a_slot_are_a_gap_even_where_batching_is_free() -> None:
-    loads = [load("a", 32, step_per_request_s=0.0), load("b", 2, step_per_request_s=0.0)]
+    loads = [load("a", 32, speed=FREE_BATCHING), load("b", 2, speed=FREE_BATCHING)]
     assert len(plan_moves(loads, requests_at("a", 32), LIMITS, NOW)) == LIMITS.moves
 
 
@@ -84,9 +80,7 @@ loads_of = st.builds(
     load,
     names,
     st.integers(0, 40),
-    step_fixed_s=st.floats(0.001, 0.1),
-    step_per_request_s=st.floats(0, 0.05),
-    tokens_per_step=st.floats(1, 5),
+    speed=st.builds(Speed, st.floats(0.001, 0.1), st.floats(0, 0.05), st.floats(1, 5)),
     prefill_tokens_per_s=st.floats(100, 1e5),
     slots=st.integers(1, 64),
     free_tokens=st.integers(0, 20_000),
@@ -150,71 +144,6 @@ def test_it_comes_to_rest(at_a: int, at_b: int) -> None:
             where[move.request_id] = move.target
     assert not moves
     assert abs(list(where.values()).count("a") - list(where.values()).count("b")) <= max(2, 0.35 * len(where))
-
-
-def counters(**fields: float) -> VerifierStats:
-    stats = VerifierStats("v", 1.0, "sync", 4)
-    for name, value in fields.items():
-        setattr(stats, name, value)
-    return stats
-
-
-def test_speed_finds_the_line_through_the_steps() -> None:
-    speed, total = Speed(), counters()
-    speed.observe(counters())
-    for n in [1, 2, 8, 4, 16, 3, 12, 1] * 8:
-        total.decode_steps += 10
-        total.decode_requests += 10 * n
-        total.decode_s += 10 * (0.02 + 0.003 * n)
-        total.verifications += 10 * n
-        total.tokens += 25 * n
-        speed.observe(dataclass_copy(total))
-    fixed, slope = speed.step_cost() or (0, 0)
-    assert (fixed, slope) == (pytest.approx(0.02), pytest.approx(0.003))
-    assert speed.tokens_per_step == pytest.approx(2.5)
-    assert speed.prefill_tokens_per_s is None
-    total.prefill_tokens, total.prefill_s = 1000, 0.5
-    speed.observe(dataclass_copy(total))
-    assert speed.prefill_tokens_per_s == pytest.approx(2000)
-
-
-def dataclass_copy(stats: VerifierStats) -> VerifierStats:
-    return counters(**{name: getattr(stats, name) for name in stats.__struct_fields__ if name not in ("verifier_id", "mode")})
-
-
-def test_speed_before_it_knows_and_after_a_restart() -> None:
-    speed = Speed()
-    speed.observe(counters())
-    assert speed.step_cost() is None
-    for times in (1, 2):
-        speed.observe(
-            counters(
-                decode_steps=5 * times,
-                decode_requests=20 * times,
-                decode_s=0.4 * times,
-                verifications=20 * times,
-                tokens=20 * times,
-            )
-        )
-        fixed, slope = speed.step_cost() or (0, 0)
-        assert fixed + 4 * slope == pytest.approx(0.08)
-        assert slope == pytest.approx(0.01), "half of it, as long as all steps were alike"
-    # Fewer steps than before: a new incarnation, whose first report counts from its start.
-    speed.observe(
-        counters(started_at=2.0, decode_steps=1, decode_requests=8, decode_s=0.12, verifications=8, tokens=8, prefill_s=0.1)
-    )
-    fixed, slope = speed.step_cost() or (0, 0)
-    assert fixed + 8 * slope == pytest.approx(0.12, rel=0.01)
-
-
-def test_waiting_for_drafts_is_part_of_a_step() -> None:
-    speed = Speed()
-    speed.observe(counters())
-    waited = counters(decode_steps=10, decode_requests=10, decode_s=0.1, verifications=10, tokens=10)
-    waited.idle_s["awaiting_draft"] = 0.2
-    speed.observe(waited)
-    fixed, slope = speed.step_cost() or (0, 0)
-    assert fixed + slope == pytest.approx(0.03)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from backend.coordinator.assignment import Action, Bind, DrafterSpeed, Pair, Sit
 from backend.coordinator.policy import Coordinator
 from backend.coordinator.water_filling import WaterFilling, predicted
 from backend.fleet import DraftCounters, DrafterStats, Member, VerifierStats
+from backend.speed import Line
 
 FEW = settings(max_examples=30, deadline=None)
 
@@ -188,7 +189,7 @@ class Fleet:
         for name in self.names:
             kind = "verifier" if name.startswith("v") else "drafter"
             self.policy.register(Member(name, kind, "i", "ipc:///x", "", "n", 1, "demo", "ready"), 0.0)
-        self.drafted = [DrafterStats(f"d{i}", 0.0) for i in range(drafters)]
+        self.drafted = [Line() for _ in range(drafters)]
 
     def run(self, seconds: float, noise: float) -> None:
         end = self.now + seconds
@@ -227,12 +228,10 @@ class Fleet:
         )
 
     def _drafter(self, i: int, noise: float) -> DrafterStats:
-        last = self.drafted[i]
         requests = self.dice.choice([4, 8, 12])
-        last.batches += 5
-        last.drafts += 5 * requests
-        last.draft_s += self._noisy(5 * (0.002 + 0.004 * requests), noise)
-        return DrafterStats(last.drafter_id, 0.0, batches=last.batches, drafts=last.drafts, draft_s=last.draft_s)
+        for _ in range(5):
+            self.drafted[i].note(requests, self._noisy(0.002 + 0.004 * requests, noise))
+        return DrafterStats(f"d{i}", 0.0, speed=self.drafted[i].read())
 
 
 def replace_counters(counters: DraftCounters) -> DraftCounters:

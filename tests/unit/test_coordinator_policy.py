@@ -9,7 +9,6 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from backend.config.settings import CoordinatorSettings
-from backend.coordinator.assignment import Bind, Unbind
 from backend.coordinator.policy import FORGET_LOST_S, START_LEASE_S, Coordinator
 from backend.fleet import DrafterStats, Member, MemberKind, MemberState, VerifierStats
 
@@ -134,18 +133,6 @@ def test_a_pinned_drafter_serves_whom_it_is_told_to_until_it_is_given_back() -> 
     assert policy.unpin("d0", 0.3)
     assert not policy.unpin("d0", 0.3)
     assert {d for _, d in pairs(policy, 0.3)} == {"d0", "d1"}
-
-
-def test_a_proposal_changes_nothing() -> None:
-    policy = fleet(2, 1)
-    before = policy.snapshot(0.1)
-    found = policy.propose(0.1, {"d0": ["v1"]})
-    assert found.actions == [Unbind("v0", "d0")]
-    assert policy.propose(0.1, {"d0": []}).actions == [Unbind("v0", "d0"), Unbind("v1", "d0")]
-    assert policy.propose(0.1).actions == []
-    assert policy.snapshot(0.1) == before
-    policy.register(member("d1", "drafter"), 0.1)
-    assert Bind("v1", "d1") in policy.propose(0.1, {"d0": ["v0"]}).actions or pairs(policy, 0.1)
 
 
 def test_members_that_are_not_ready_are_not_assigned() -> None:

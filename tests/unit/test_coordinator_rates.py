@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from backend.coordinator.rates import Average, DrafterRates, Line, VerifierRates
-from backend.fleet import DraftCounters, DrafterStats, VerifierStats
+from backend.coordinator.assignment import DrafterSpeed
+from backend.coordinator.rates import Average, VerifierRates
+from backend.fleet import DraftCounters, VerifierStats
 
 
 def test_an_average_forgets_with_time() -> None:
@@ -17,26 +18,12 @@ def test_an_average_forgets_with_time() -> None:
     assert average.value == pytest.approx(10 * 2.718281828**-1, rel=1e-6)
 
 
-def test_a_line_is_found_where_rounds_differ_and_guessed_where_they_do_not() -> None:
-    line = Line(20.0)
-    assert line.read() is None
-    line.note(8, 0.02, 5, 0.25)
-    fixed, slope = line.read() or (0.0, 0.0)
-    assert fixed + 8 * slope == pytest.approx(0.02)
-    for i in range(200):
-        x = (2, 8, 16, 32)[i % 4]
-        line.note(x, 0.005 + 0.002 * x, 5, 0.25)
-    fixed, slope = line.read() or (0.0, 0.0)
-    assert fixed == pytest.approx(0.005, abs=0.002)
-    assert slope == pytest.approx(0.002, rel=0.1)
-
-
 def stats(running: int = 4, tokens: int = 0, started_at: float = 0.0, **fields: object) -> VerifierStats:
     return VerifierStats("v0", started_at, "auto", 4, running=running, tokens=tokens, **fields)  # type: ignore[arg-type]
 
 
 def test_a_verifiers_load_speed_and_acceptance() -> None:
-    rates, drafters = VerifierRates("v0", 2.0), {"d0": DrafterRates("d0", 2.0), "d1": DrafterRates("d1", 2.0)}
+    rates, drafters = VerifierRates("v0", 2.0), {"d0": DrafterSpeed("d0"), "d1": DrafterSpeed("d1")}
     for i in range(40):
         counters = {"d0": DraftCounters(10 * i, accepted_tokens=20 * i), "d1": DraftCounters(10 * i, accepted_tokens=10 * i)}
         counters["lookup"] = DraftCounters(50 * i, accepted_tokens=200 * i)
@@ -50,9 +37,9 @@ def test_a_verifiers_load_speed_and_acceptance() -> None:
     assert load.drafted_s == pytest.approx(0.04)
     assert load.length == pytest.approx(2.5)
     assert load.may_skip
-    assert drafters["d1"].speed.down_for == {"v0"}
+    assert drafters["d1"].down_for == {"v0"}
     rates.observe(stats(4, 1000, drafters_down=[]), 10.0, drafters)
-    assert drafters["d1"].speed.down_for == frozenset()
+    assert drafters["d1"].down_for == frozenset()
 
 
 def test_a_restarted_process_sets_a_new_mark() -> None:
@@ -61,12 +48,6 @@ def test_a_restarted_process_sets_a_new_mark() -> None:
         drafters = {"d0": DraftCounters(drafts, accepted_tokens=2 * drafts)}
         rates.observe(stats(4, 0, started_at, drafters=drafters), at, {})
     assert rates.load.length == pytest.approx(3.0)
-    drafter = DrafterRates("d0", 2.0)
-    drafter.observe(DrafterStats("d0", 0.0, batches=10, drafts=80, draft_s=0.2), 0.0)
-    drafter.observe(DrafterStats("d0", 1.0, batches=20, drafts=160, draft_s=0.9), 1.0)
-    assert drafter.speed.fixed_s is None
-    drafter.observe(DrafterStats("d0", 1.0, batches=30, drafts=240, draft_s=1.1), 2.0)
-    assert (drafter.speed.fixed_s or 0) + 8 * (drafter.speed.per_request_s or 0) == pytest.approx(0.02)
 
 
 def test_what_a_verifier_makes_without_drafters() -> None:

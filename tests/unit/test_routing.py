@@ -16,6 +16,7 @@ from backend.routing import (
     make_router,
     predicted_tgs,
 )
+from backend.speed import Speed
 
 POLICIES = ("least-loaded", "power-of-two", "predicted-tgs")
 AFFINITIES = ("none", "session", "prefix", "both")
@@ -27,9 +28,7 @@ def measured(**changes):
         "waiting": 0,
         "kv_free": 4096.0,
         "kv_held": 0.0,
-        "tokens_per_verification": 3.0,
-        "step_s": 0.02,
-        "sequence_s": 0.002,
+        "speed": Speed(0.02, 0.002, 3.0),
         "response_tokens": 100.0,
     }
     return Measured(**(values | changes))
@@ -41,9 +40,7 @@ measurements = st.builds(
     waiting=st.integers(0, 5),
     kv_free=st.sampled_from([0.0, 50.0, 1e4, float("inf")]),
     kv_held=st.floats(0, 1e4),
-    tokens_per_verification=st.floats(1, 9),
-    step_s=st.floats(1e-4, 1),
-    sequence_s=st.floats(0, 0.1),
+    speed=st.builds(Speed, st.floats(1e-4, 1), st.floats(0, 0.1), st.floats(1, 9)),
     response_tokens=st.floats(1, 1000),
 )
 candidates = st.lists(
@@ -115,8 +112,8 @@ def test_power_of_two_keeps_loads_far_more_even_than_one_random_choice():
 @pytest.mark.parametrize(
     ("better", "worse"),
     [
-        (measured(tokens_per_verification=4.0), measured()),
-        (measured(), measured(step_s=0.05)),
+        (measured(speed=Speed(0.02, 0.002, 4.0)), measured()),
+        (measured(), measured(speed=Speed(0.05, 0.002, 3.0))),
         (measured(running=2), measured(running=6)),
         (measured(running=4), measured(running=4, waiting=3)),
         (measured(running=4, kv_held=400.0), measured(running=4, kv_held=400.0, kv_free=50.0)),

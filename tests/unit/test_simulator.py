@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from backend.config.settings import ElasticSettings
 from backend.coordinator.policy import Coordinator
 from backend.simulator.fleet import FleetSimulation, Outcome, Place, Scenario
 from backend.simulator.members import Hardware
@@ -131,36 +130,3 @@ def test_what_makes_no_sense_is_one_line(arguments: list[str], capsys: pytest.Ca
         status = int(str(error.code))
     assert status == 2
     assert "Traceback" not in capsys.readouterr().err
-
-
-def test_the_tail_of_a_long_batch_ends_sooner_with_lent_places() -> None:
-    """Sixteen answers a verifier, one in eight of them eight times as long; four verifiers for each drafter."""
-    batch = [Arrival(0.0, 200, 4000 if i % 8 == 0 else 500) for i in range(128)]
-    asked = Scenario(8, 2, 80.0, batch, hardware=SLOW_DRAFTS, length=3.0, skew=0.25)
-    ends = {}
-    for elastic in (None, ElasticSettings(enabled=True)):
-        simulation, outcome = simulate(replace(asked, elastic=elastic))
-        assert len(outcome.tgs) == len(batch)
-        assert sum(each.requests for each in simulation.verifiers.values()) == 0
-        ends[elastic is not None] = outcome.finished_at
-        assert (outcome.counters["lends"] > 0) == (elastic is not None)
-    assert ends[True] < 0.95 * ends[False], ends
-
-
-def test_a_burst_takes_lent_places_back_and_loses_nothing() -> None:
-    arrivals = [*(Arrival(float(i), 100, 40) for i in range(40)), *(Arrival(20 + i / 50, 100, 200) for i in range(300))]
-    arrivals.sort(key=lambda each: each.at)
-    asked = Scenario(3, 0, 60.0, arrivals, hardware=Hardware(slots=16), elastic=ElasticSettings(enabled=True), skew=0.0)
-    simulation = FleetSimulation(asked, Coordinator(2.0), least_loaded)
-    serving: dict[float, int] = {}
-    lend = simulation._lend
-
-    def watched() -> None:
-        lend()
-        serving[simulation._now] = 3 - len(simulation._lender.loans)
-
-    simulation._lend = watched
-    outcome = simulation.run()
-    assert len(outcome.tgs) == len(arrivals)
-    assert min(count for at, count in serving.items() if at < 20) < 3
-    assert all(count == 3 for at, count in serving.items() if 23 < at < 26), "three seconds after the burst began all serve"
