@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from backend.tokens import UNKNOWN, splice
 
+SHORTEST, LONGEST = 2, 4
+"""Tokens of a suffix that is looked up."""
+
 
 class Lookup:
     """One request's tokens, and for every n-gram from `first` on the position after its latest occurrence but the last."""

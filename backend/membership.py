@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 ENTER_LIMIT_S = 300.0
 """Seconds a starting member waits for a coordinator that is away."""
 RETRY_S = 0.2
+REPORT_EVERY_S = 0.25
 
 
 class Coordinator(Protocol):
@@ -63,9 +64,9 @@ class Membership:
         self,
         coordinator: Coordinator,
         member: Member,
-        interval_s: float,
         read_stats: Callable[[], VerifierStats | DrafterStats | None],
         obey: Callable[[Orders], None],
+        interval_s: float = REPORT_EVERY_S,
     ) -> None:
         self._coordinator = coordinator
         self._member = member

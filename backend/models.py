@@ -69,8 +69,6 @@ def check_combination(settings: Settings) -> None:
     """Refuses settings that contradict each other."""
     if settings.mode in REMOTE_MODES and settings.drafters == 0:
         raise ModelError(f"--mode {settings.mode} needs a drafter: give --drafters 1 or more, or --mode native or off")
-    if settings.drafting.ngram_min > settings.drafting.ngram_max:
-        raise ModelError("--drafting-ngram-min must not be greater than --drafting-ngram-max")
     if settings.drafter == DEMO and settings.model != DEMO and settings.mode in MODES_WITH_DRAFTS:
         raise ModelError(
             f"--drafter demo fits only the demo model, not {settings.model}: "

@@ -19,6 +19,11 @@ from backend.speed import Speed, mean_speed
 Policy = Literal["least-loaded", "power-of-two", "predicted-tgs"]
 Affinity = Literal["none", "session", "prefix", "both"]
 
+SLACK = 8
+"""Requests that a preferred verifier may have more than the least loaded one."""
+ENTRIES = 65536
+"""Sessions, and prompt blocks of 16 tokens, remembered at most."""
+
 
 class Measured(msgspec.Struct, frozen=True, gc=False):
     """What a verifier has reported of late."""
@@ -170,7 +175,7 @@ class WithAffinity:
     not fill one verifier while others idle.  Memory is bounded by `entries`: the least recently used are forgotten.
     """
 
-    def __init__(self, base: Router, affinity: Affinity, slack: int, entries: int) -> None:
+    def __init__(self, base: Router, affinity: Affinity, slack: int = SLACK, entries: int = ENTRIES) -> None:
         self._base = base
         self._slack = slack
         self._sessions = RecentMap[str](entries) if affinity in ("session", "both") else None
@@ -204,7 +209,7 @@ class WithAffinity:
         return wanted
 
 
-def make_router(policy: Policy, affinity: Affinity = "none", *, seed: int, slots: int, slack: int, entries: int) -> Router:
+def make_router(policy: Policy, affinity: Affinity = "none", *, seed: int, slots: int) -> Router:
     """The router that the settings name; `slots` is `verifier.max_num_seqs`."""
     base: Router
     if policy == "power-of-two":
@@ -213,4 +218,4 @@ def make_router(policy: Policy, affinity: Affinity = "none", *, seed: int, slots
         base = PredictedTgs(slots)
     else:
         base = LeastLoaded()
-    return base if affinity == "none" else WithAffinity(base, affinity, slack, entries)
+    return base if affinity == "none" else WithAffinity(base, affinity)

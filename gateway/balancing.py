@@ -29,7 +29,7 @@ class Balancer:
     def __init__(self, core: FleetCore, settings: Settings) -> None:
         self._core = core
         self._interval_s = settings.gateway.balance_interval_s
-        self._limits = Limits(moves=settings.gateway.balance_moves, dwell_s=settings.gateway.balance_dwell_s)
+        self._limits = Limits()
         self._slots = settings.verifier.max_num_seqs
         self._task: asyncio.Task[None] | None = None
 

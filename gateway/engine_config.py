@@ -13,6 +13,7 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 
 from backend.config import Settings
+from backend.config.settings import MAX_NUM_BATCHED_TOKENS
 
 ENGINE_ONLY = frozenset(
     {
@@ -57,8 +58,7 @@ def build_vllm_config(settings: Settings, model_dir: str) -> VllmConfig:
         "model": model_dir,
         "max_model_len": settings.verifier.max_model_len,
         "max_num_seqs": settings.verifier.max_num_seqs,
-        "max_num_batched_tokens": settings.verifier.max_num_batched_tokens,
-        "dtype": settings.verifier.dtype,
+        "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS,
         "seed": settings.seed,
         "speculative_config": _speculation(settings),
         # No engine: keep vLLM from compiling, or measuring memory for a cache, while it checks the configuration.

@@ -60,8 +60,6 @@ def build_gateway(
         asked.affinity,
         seed=secrets.randbits(32),
         slots=settings.verifier.max_num_seqs,
-        slack=asked.affinity_slack,
-        entries=asked.affinity_entries,
     )
     core = FleetCore(
         directory,

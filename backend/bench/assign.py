@@ -30,7 +30,6 @@ from backend.bench.assign_report import markdown, summary
 from backend.bench.children import ENVIRONMENT
 from backend.bench.measure import drafting_between
 from backend.config import environment
-from backend.config.settings import CoordinatorSettings
 from backend.coordinator.assignment import Pair
 from backend.coordinator.water_filling import predicted
 
@@ -151,7 +150,7 @@ def main(arguments: Sequence[str]) -> dict[str, Any]:
     about = _about(arguments)
     rounds: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="orfl") as directory:
-        fleet = BenchFleet(Path(directory), len(loads[0].phases[0]), given.drafters, CoordinatorSettings(), given.layout)
+        fleet = BenchFleet(Path(directory), len(loads[0].phases[0]), given.drafters, given.layout)
         try:
             for load in loads:
                 fleet.hold(pins_of("static", load, list(fleet.refs)))

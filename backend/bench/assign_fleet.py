@@ -19,7 +19,6 @@ from typing import Any
 import msgspec
 
 from backend.bench.children import ENVIRONMENT, Child, ChildError, close_all
-from backend.config.settings import CoordinatorSettings
 from backend.coordinator.policy import Coordinator
 from backend.demo import DRAFTER_DIR, TARGET_DIR
 from backend.fleet import DrafterRef, DrafterStats, Member, MemberKind, VerifierStats
@@ -138,12 +137,12 @@ class _Asked:
 class BenchFleet:
     """Everything that runs, and the coordinator."""
 
-    def __init__(self, directory: Path, verifiers: int, drafters: int, settings: CoordinatorSettings, layout: str) -> None:
+    def __init__(self, directory: Path, verifiers: int, drafters: int, layout: str) -> None:
         from backend.bench.prompts import Prompts
 
         self._directory = directory
         self._hub = Hub(Wire())
-        self.coordinator = Coordinator(60.0, settings=settings)
+        self.coordinator = Coordinator(60.0)
         names = [f"v{i}" for i in range(verifiers)] + [f"d{i}" for i in range(drafters)]
         shares = cores_of(layout, verifiers, drafters, sorted(os.sched_getaffinity(0)))
         self.cores = dict(zip(names, shares, strict=True))

@@ -166,7 +166,7 @@ def measure_routing(policy: Policy, affinity: Affinity) -> dict[str, Any]:
     measured = Measured(3, 0, 1e5, 1e3, Speed(0.02, 0.002, 3.0), 100.0)
     candidates = [Candidate(f"verifier-{i}", dice.randrange(9999), dice.randrange(9), i, measured) for i in range(VERIFIERS)]
     ask = Ask(PROMPT_TOKENS, [dice.randrange(4000) for _ in range(PROMPT_TOKENS)], session="one")
-    router = make_router(policy, affinity, seed=0, slots=64, slack=8, entries=65536)
+    router = make_router(policy, affinity, seed=0, slots=64)
     chosen_us = _median_us(lambda: router.choose(ask, candidates), CODEC_REPEATS)
     return {"policy": policy, "affinity": affinity, "choose_us": chosen_us}
 

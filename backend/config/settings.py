@@ -16,6 +16,8 @@ from backend.routing import Affinity, Policy
 Mode = Literal["off", "native", "sync", "ahead", "auto"]
 REMOTE_MODES: frozenset[Mode] = frozenset({"sync", "ahead", "auto"})
 """Modes that draft on drafters of their own."""
+MAX_NUM_BATCHED_TOKENS = 2048
+"""Tokens in one step at most, unless `verifier.engine_args` says otherwise."""
 
 
 class Section(BaseModel):
@@ -58,8 +60,6 @@ class GatewaySettings(Section):
     balance_interval_s: float = Field(
         2.0, ge=0, description="seconds between two looks at which requests to move to a faster verifier; 0: none are moved"
     )
-    balance_moves: int = Field(4, ge=1, description="requests moved at one look at most")
-    balance_dwell_s: float = Field(10.0, ge=0, description="seconds that a request stays where it is before it may be moved")
     tool_call_parser: str | None = Field(None, description="vLLM's tool call parser for this model; none: tools are refused")
     chat_template: str | None = Field(None, description="chat template file or text; default: the model's own")
     routing: Policy = Field(
@@ -72,8 +72,6 @@ class GatewaySettings(Section):
         description="before routing, prefer the verifier that served the same session (header x-session-id, else `user`), the "
         "same beginning of a prompt, or both",
     )
-    affinity_slack: int = Field(8, ge=0, description="requests a preferred verifier may have more than the least loaded one")
-    affinity_entries: int = Field(65536, ge=1, description="sessions, and prompt blocks of 16 tokens, remembered at most")
 
 
 class VerifierSettings(Section):
@@ -91,10 +89,7 @@ class VerifierSettings(Section):
     )
     max_model_len: int | None = Field(None, ge=1, description="context length; default: the model's own")
     max_num_seqs: int = Field(64, ge=1, description="requests in one step at most")
-    max_num_batched_tokens: int = Field(2048, ge=1, description="tokens in one step at most (prefill chunk)")
     kv_cache_mib: int | None = Field(None, ge=1, description="KV cache in MiB; default: 256 on a CPU, vLLM's choice on a GPU")
-    dtype: str = Field("auto", description="weights' data type, as vLLM names it; auto: the model's own")
-    enforce_eager: bool | None = Field(None, description="no compilation; default: true on a CPU")
     draft_deadline_ms: float = Field(
         250.0, gt=0, description="longest wait for drafts, whatever the measured round trip suggests"
     )
@@ -139,9 +134,6 @@ class DraftingSettings(Section):
     ray_resources: dict[str, float] = Field(default_factory=dict, description="as verifier.ray_resources, of a drafter")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="compute type; auto: the head's own")
     cache_tokens: int = Field(131072, ge=256, description="rows of the drafter's KV cache, over all sequences")
-    idle_ttl_s: float = Field(120.0, gt=0, description="a sequence unheard of for so long is forgotten")
-    ngram_max: int = Field(4, ge=1, description="longest suffix an n-gram drafter looks up")
-    ngram_min: int = Field(2, ge=1, description="shortest suffix an n-gram drafter looks up")
 
     @field_validator("ray_resources")
     @classmethod
@@ -152,7 +144,6 @@ class DraftingSettings(Section):
 class CoordinatorSettings(Section):
     """Membership, and which drafter serves which verifier."""
 
-    report_interval_s: float = Field(0.25, gt=0, description="time between two reports of a member")
     lease_s: float = Field(2.0, gt=0, description="a member silent for so long is lost")
     drain_deadline_s: float = Field(
         30.0,
@@ -160,14 +151,6 @@ class CoordinatorSettings(Section):
         description="remove and restart: a verifier's requests that take longer are moved elsewhere; SIGTERM: a member that "
         "takes longer to move its requests ends all the same",
     )
-    decide_interval_s: float = Field(
-        0.5, gt=0, description="time between two looks at the assignment while nobody comes or goes"
-    )
-    smoothing_s: float = Field(2.0, gt=0, description="time over which reported loads and times are averaged")
-    min_gain: float = Field(
-        0.05, ge=0, le=1, description="a reassignment must promise this share of its verifiers' tokens per second more"
-    )
-    min_dwell_s: float = Field(5.0, ge=0, description="a drafter is not taken from a verifier before so long")
 
 
 class TransportSettings(Section):
@@ -214,9 +197,6 @@ class RecordsSettings(Section):
     )
     max_mib: int = Field(1024, ge=1, description="MiB of records kept per verifier; the oldest files are deleted")
     rotate_s: float = Field(30.0, gt=0, description="a file is written after so many seconds at the latest")
-    rotate_rows: int = Field(200_000, ge=1, description="or once there are so many rows for it")
-    rotate_mib: int = Field(16, ge=1, description="or so many MiB, before compression")
-    queue_rows: int = Field(200_000, ge=1, description="rows that wait for the writer at most; more are dropped and counted")
 
     @field_validator("dir")
     @classmethod

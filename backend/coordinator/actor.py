@@ -41,7 +41,7 @@ class CoordinatorActor:
         self._fleet_keys = known.fleet_keys
         settings = Settings.model_validate_json(known.settings_json)
         # Milliseconds of the wall clock: generations go on growing when Ray restarts this actor.
-        self._policy = Coordinator(lease_s, time.time_ns() // 1_000_000, settings.coordinator)
+        self._policy = Coordinator(lease_s, time.time_ns() // 1_000_000)
         deadline_s = settings.coordinator.drain_deadline_s
         self._administration = Administration(self._policy, deadline_s, settings.mode in REMOTE_MODES, uuid.uuid4().hex)
 

@@ -2,8 +2,8 @@
 
 Runs in the coordinator actor; tests and the simulator drive the same code with a clock of their own (`now` is seconds on any
 clock that never goes back).  `tick` is the whole policy: expire leases, and decide who drafts for whom, at once when a member
-came, left or was pinned, else every `decide_interval_s`.  The decision itself is a pure function of what is known
-(`assignment.py`, `water_filling.py`); `propose` asks without doing.  Every change takes the next value of one counter, which
+came, left or was pinned, else every `DECIDE_EVERY_S`.  The decision itself is a pure function of what is known
+(`assignment.py`, `water_filling.py`).  Every change takes the next value of one counter, which
 serves as the snapshot's version and as the generation of the assignments made at that moment; so generations only grow, and
 they go on growing over a restart of the coordinator when `first_version` comes from a clock.
 """
@@ -14,7 +14,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from backend.config.settings import CoordinatorSettings
 from backend.coordinator.assignment import (
     Action,
     AssignmentPolicy,
@@ -48,6 +47,9 @@ SPARE_SHARE_S = 5e-6
 
 UNKNOWN = Orders(known=False)
 
+DECIDE_EVERY_S = 0.5
+"""Between two looks at the assignment while nobody comes or goes."""
+
 
 @dataclass
 class Coordinator:
@@ -55,9 +57,7 @@ class Coordinator:
 
     lease_s: float
     first_version: int = 0
-    settings: CoordinatorSettings = field(default_factory=CoordinatorSettings)
-    rule: AssignmentPolicy | None = None
-    """In place of the usual one."""
+    rule: AssignmentPolicy = field(default_factory=WaterFilling)
     _entries: dict[str, Entry] = field(default_factory=dict)
     _since: dict[Pair, float] = field(default_factory=dict)
     """When each pair was bound."""
@@ -69,7 +69,6 @@ class Coordinator:
     _drafter_speeds: dict[str, DrafterSpeed] = field(default_factory=dict)
     counters: Counters = field(default_factory=Counters)
     _version: int = field(init=False)
-    _rule: AssignmentPolicy = field(init=False)
     _next_expiry: float = math.inf
     _decided_at: float = -math.inf
     _is_dirty: bool = False
@@ -79,7 +78,6 @@ class Coordinator:
 
     def __post_init__(self) -> None:
         self._version = self.first_version
-        self._rule = self.rule or WaterFilling(self.settings.min_gain, self.settings.min_dwell_s)
 
     # Events.
 
@@ -191,7 +189,7 @@ class Coordinator:
         """Brings leases and assignments up to date."""
         self._expire(now)
         since = now - self._decided_at
-        if since >= self.settings.decide_interval_s or (self._is_dirty and since >= SPARE_SHARE_S * len(self._entries)):
+        if since >= DECIDE_EVERY_S or (self._is_dirty and since >= SPARE_SHARE_S * len(self._entries)):
             self._decide(now)
 
     # Questions.
@@ -246,7 +244,7 @@ class Coordinator:
     def _decide(self, now: float) -> None:
         self._decided_at, self._is_dirty = now, False
         self.counters.decisions += 1
-        self._carry_out(self._rule.decide(self.situation(now)).actions, now)
+        self._carry_out(self.rule.decide(self.situation(now)).actions, now)
 
     def _carry_out(self, actions: Sequence[Action], now: float) -> None:
         for action in actions:
@@ -277,7 +275,7 @@ class Coordinator:
     def _rates_of_verifier(self, member_id: str) -> VerifierRates:
         rates = self._verifier_rates.get(member_id)
         if rates is None:
-            rates = self._verifier_rates[member_id] = VerifierRates(member_id, self.settings.smoothing_s)
+            rates = self._verifier_rates[member_id] = VerifierRates(member_id)
         return rates
 
     def _speed_of_drafter(self, member_id: str) -> DrafterSpeed:

@@ -1,7 +1,7 @@
 """What members do per second and per round, from the cumulative counters they report.  Pure; `now` is passed in.
 
 `VerifierRates` keeps the `VerifierLoad` of its member up to date.  Loads and times are averages that forget with time
-(`smoothing_s`); acceptance forgets with drafts, so that a pause does not erase it.  The first report of a process that has
+(`SMOOTHING_S`); acceptance forgets with drafts, so that a pause does not erase it.  The first report of a process that has
 restarted only sets a new mark.
 """
 
@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from backend.coordinator.assignment import DrafterSpeed, VerifierLoad
 from backend.fleet import LOOKUP, DraftCounters, VerifierStats
 
+SMOOTHING_S = 2.0
+"""Loads and times are averaged over so long."""
 REMEMBERED_DRAFTS = 200.0
 """Drafts after which an older acceptance counts for half."""
 
@@ -22,7 +24,7 @@ REMEMBERED_DRAFTS = 200.0
 class Average:
     """The mean over about the last `over_s` seconds; the first value counts at once."""
 
-    over_s: float
+    over_s: float = SMOOTHING_S
     value: float | None = None
 
     def note(self, value: float, seconds: float) -> None:
@@ -36,10 +38,10 @@ class Average:
 class VerifierRates:
     """One verifier's load, times and acceptance."""
 
-    def __init__(self, verifier_id: str, smoothing_s: float) -> None:
+    def __init__(self, verifier_id: str) -> None:
         self.load = VerifierLoad(verifier_id)
-        self._requests = Average(smoothing_s)
-        self._plain_s, self._drafted_s, self._bare_s = Average(smoothing_s), Average(smoothing_s), Average(smoothing_s)
+        self._requests = Average()
+        self._plain_s, self._drafted_s, self._bare_s = Average(), Average(), Average()
         self._last: tuple[VerifierStats, float] | None = None
 
     def observe(self, stats: VerifierStats, now: float, drafters: Mapping[str, DrafterSpeed]) -> None:

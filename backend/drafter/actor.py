@@ -78,9 +78,7 @@ class DrafterActor:
             local_address=local_address,
         )
         self._process.start()
-        self._membership = Membership(
-            coordinator, member, parsed.coordinator.report_interval_s, self._process.stats, self._obey
-        )
+        self._membership = Membership(coordinator, member, self._process.stats, self._obey)
         self._membership.become("ready", self._process.address)
         self._membership.join_fleet()
         # Verifiers let go of it within a report or two, and need nothing from it.

@@ -24,6 +24,7 @@ from backend.drafter.proposer import Proposer
 from backend.drafter.service import DrafterService
 from backend.drafter.traces import DraftTraces
 from backend.fleet import DrafterStats
+from backend.lookup import LONGEST, SHORTEST
 from backend.tracing import Tracing
 from backend.transport.hub import Hub
 from backend.transport.sockets import ServerKeys, Wire, unlink_ipc_on_exit
@@ -32,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 JOIN_S = 10.0
 SWAP_TIMEOUT_S = 60.0
+IDLE_TTL_S = 120.0
+"""A sequence unheard of for so long is forgotten."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ def build_proposer(model: DrafterModel, settings: DraftingSettings) -> Proposer:
             vocab, longest = int(target["vocab_size"]), int(target["max_position_embeddings"])
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"{model.target_dir}/config.json: {type(error).__name__}: {error}") from error
-        return NgramProposer(vocab, longest, settings.ngram_min, settings.ngram_max, settings.cache_tokens)
+        return NgramProposer(vocab, longest, SHORTEST, LONGEST, settings.cache_tokens)
     on_gpu = settings.gpus != 0 and torch.cuda.is_available()
     device = "cuda" if on_gpu else "cpu"
     weights = load_head(model.head_dir, model.target_dir)
@@ -87,7 +90,7 @@ class DrafterProcess:
         self._on_crash = on_crash
         proposer = build_proposer(model, settings)
         traces = DraftTraces(tracing, drafter_id) if tracing is not None else None
-        self._service = DrafterService(drafter_id, proposer, settings.idle_ttl_s, traces=traces)
+        self._service = DrafterService(drafter_id, proposer, IDLE_TTL_S, traces=traces)
         self._hub = Hub(wire or Wire())
         try:
             router = self._hub.router(address, server_keys, local_address)

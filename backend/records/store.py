@@ -29,6 +29,10 @@ FILE = re.compile(rf"\.?({'|'.join(KINDS)})-\d{{6,}}\.parquet(\.part)?")
 """Names of our own, half-written ones included: nothing else is ever deleted."""
 
 
+ROTATE_ROWS, ROTATE_BYTES = 200_000, 16 * 2**20
+"""A file is written once there are so many rows for it, or so many bytes before compression."""
+
+
 class _Pending:
     """Rows of one kind that are not in a file yet."""
 
@@ -76,13 +80,10 @@ class Store:
 
     def rotate(self, now: float) -> None:
         """Writes the files that are due by age, rows or size."""
-        settings = self._settings
         due = [
             kind
             for kind, pending in self._pending.items()
-            if now - pending.since >= settings.rotate_s
-            or pending.rows >= settings.rotate_rows
-            or pending.size >= settings.rotate_mib * 2**20
+            if now - pending.since >= self._settings.rotate_s or pending.rows >= ROTATE_ROWS or pending.size >= ROTATE_BYTES
         ]
         if due:
             self._write(due, ended=False)

@@ -22,6 +22,8 @@ DRAIN_EVERY_S = 0.5
 CHUNK_ROWS = 4096
 """Rows made into columns at a time: the interpreter is shared with the engine thread."""
 CLOSE_TIMEOUT_S = 5.0
+QUEUE_ROWS = 200_000
+"""Rows that wait for the writer at most."""
 
 
 class FileRecorder:
@@ -30,7 +32,7 @@ class FileRecorder:
     def __init__(self, about: About, settings: RecordsSettings) -> None:
         self._overflow = dict.fromkeys(KINDS, 0)
         self._store = Store(about, settings, self._overflow)
-        self._limit = settings.queue_rows
+        self._limit = QUEUE_ROWS
         self._queue: deque[Row] = deque()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="records", daemon=True)

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from backend.config.settings import CoordinatorSettings
 from backend.coordinator.policy import Coordinator
 from backend.coordinator.water_filling import WaterFilling
 from backend.models import Say
@@ -19,13 +18,15 @@ from backend.simulator.fleet import FleetSimulation, Route, Scenario
 from backend.simulator.members import Hardware
 from backend.simulator.traces import TraceError
 
+LEASE_S = 2.0
+"""As `coordinator.lease_s`."""
+
 
 @dataclass(frozen=True)
 class Options:
     """One run."""
 
     scenario: Scenario
-    settings: dict[str, float]
     output: Path | None
 
 
@@ -33,9 +34,8 @@ def main(arguments: Sequence[str], say: Say, make_route: Callable[[], Route]) ->
     """Simulates and writes; `make_route` gives a router.  Raises `TraceError`."""
     options = parse(arguments)
     began = time.perf_counter()
-    settings = CoordinatorSettings.model_validate(options.settings)
-    timed = report.Timed(WaterFilling(settings.min_gain, settings.min_dwell_s), time.perf_counter)
-    coordinator = Coordinator(max(settings.lease_s, 3 * options.scenario.report_s), settings=settings, rule=timed)
+    timed = report.Timed(WaterFilling(), time.perf_counter)
+    coordinator = Coordinator(max(LEASE_S, 3 * options.scenario.report_s), rule=timed)
     outcome = FleetSimulation(options.scenario, coordinator, make_route()).run()
     result = report.summary(outcome, timed, options.scenario.seconds)
     say(f"{options.scenario.seconds:g} s simulated in {time.perf_counter() - began:.1f} s")
@@ -88,9 +88,7 @@ def parse(arguments: Sequence[str]) -> Options:
         given.balance,
         given.seed,
     )
-    tuning = ("min_gain", "min_dwell_s", "smoothing_s", "decide_interval_s")
-    settings = {name: getattr(given, name) for name in tuning if getattr(given, name) is not None}
-    return Options(scenario, settings, given.output)
+    return Options(scenario, given.output)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -118,9 +116,6 @@ def _parser() -> argparse.ArgumentParser:
     say("--draft-ms", type=_positive, default=4.0, metavar="T", help="a drafter's round (default: 4)")
     say("--draft-request-us", type=_positive, default=400.0, metavar="T", help="and per request in it (default: 400)")
     say("--report-s", type=_positive, default=0.5, metavar="S", help="time between two reports of a member (default: 0.5)")
-    say("--min-gain", type=float, metavar="P", help="these four: as `coordinator.min_gain` and so on")
-    for name in ("min-dwell-s", "smoothing-s", "decide-interval-s"):
-        say(f"--{name}", type=float, metavar="X")
     say("--seed", type=int, default=0, metavar="N")
     say("--output", type=Path, metavar="DIR", help="write simulation.json and simulation.png there")
     return parser

@@ -9,11 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from backend.lookup import Lookup
+from backend.lookup import LONGEST, SHORTEST, Lookup
 from backend.speculation.calibration import log_odds
 
-SHORTEST, LONGEST = 2, 4
-"""Suffixes looked up, in tokens."""
 WINDOW = 4096
 """Tokens of a prompt that can be found, the latest: bounds the memory of a request to about a megabyte."""
 INDEXED_PER_STEP = 512

@@ -66,9 +66,7 @@ class VerifierActor:
             server_keys,
             local_address=local_address,
         )
-        self._membership = Membership(
-            coordinator, member, loaded.coordinator.report_interval_s, self._process.stats, self._obey
-        )
+        self._membership = Membership(coordinator, member, self._process.stats, self._obey)
         self._membership.join_fleet()
         self._process.start()
         self._membership.become("ready", self._process.address)

@@ -17,7 +17,9 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.abstract import Executor
 
 from backend.config import REMOTE_MODES, Settings, environment
+from backend.config.settings import MAX_NUM_BATCHED_TOKENS
 from backend.drafter.head_config import load_config, read_config, text_config
+from backend.lookup import LONGEST, SHORTEST
 from backend.models import ResolvedModels
 
 SUPPORTED_VLLM = "0.32."
@@ -45,12 +47,12 @@ def engine_arguments(settings: Settings, paths: ResolvedModels, verifier_id: str
     kv_mib = verifier.kv_cache_mib or (CPU_KV_CACHE_MIB if on_cpu else None)
     arguments: dict[str, Any] = {
         "model": paths.target_dir,
-        "dtype": _dtype(verifier.dtype, paths.target_dir),
+        "dtype": _dtype(paths.target_dir),
         "seed": settings.seed,
         "max_model_len": verifier.max_model_len,
         "max_num_seqs": verifier.max_num_seqs,
-        "max_num_batched_tokens": verifier.max_num_batched_tokens,
-        "enforce_eager": on_cpu if verifier.enforce_eager is None else verifier.enforce_eager,
+        "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS,
+        "enforce_eager": on_cpu,
         "kv_cache_memory_bytes": kv_mib * 2**20 if kv_mib else None,
         "tensor_parallel_size": verifier.ranks,
         "distributed_executor_backend": "mp" if verifier.ranks > 1 else "uni",
@@ -102,11 +104,11 @@ def draft_source(settings: Settings, paths: ResolvedModels) -> str:
     return "ngram" if paths.drafter_kind == "ngram" else "native"
 
 
-def _dtype(asked: str, target_dir: str) -> str:
-    """`auto` keeps a float32 model in float32, where vLLM would round it: exact comparisons of modes depend on it."""
+def _dtype(target_dir: str) -> str:
+    """Keeps a float32 model in float32, where vLLM would round it: exact comparisons of modes depend on it."""
     own = text_config(read_config(target_dir))
     own_dtype = own.get("dtype") or own.get("torch_dtype")
-    return "float32" if asked == "auto" and own_dtype == "float32" else asked
+    return "float32" if own_dtype == "float32" else "auto"
 
 
 def _speculative_config(settings: Settings, paths: ResolvedModels) -> dict[str, Any] | None:
@@ -115,12 +117,11 @@ def _speculative_config(settings: Settings, paths: ResolvedModels) -> dict[str, 
         return None
     if settings.mode == "native":
         if paths.drafter_kind == "ngram":
-            limits = settings.drafting
             return {
                 "method": "ngram",
                 "num_speculative_tokens": k,
-                "prompt_lookup_max": limits.ngram_max,
-                "prompt_lookup_min": limits.ngram_min,
+                "prompt_lookup_max": LONGEST,
+                "prompt_lookup_min": SHORTEST,
             }
         assert paths.drafter_dir is not None, "`resolve` finds a head for mode native unless drafts come from n-grams"
         kind = load_config(paths.drafter_dir, paths.target_dir).kind

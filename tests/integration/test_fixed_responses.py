@@ -49,7 +49,12 @@ ENGINES = {"off": "none", "native": "ngram", "sync": "eagle", "auto": "eagle"}
 
 def start(directory: Path, mode: str) -> Verifier:
     # Without look-ups of its own a verifier drafts what the drafter says and nothing else: the arithmetic is exact.
-    engine = {"fixed_responses": True, "max_num_batched_tokens": 128, "draft_deadline_ms": 2000, "lookup": mode != "sync"}
+    engine = {
+        "fixed_responses": True,
+        "engine_args": {"max_num_batched_tokens": 128},
+        "draft_deadline_ms": 2000,
+        "lookup": mode != "sync",
+    }
     settings = {"mode": mode, "num_speculative_tokens": K, "verifier": engine}
     return Verifier(directory, settings, demo_models(ENGINES[mode]))
 

@@ -28,7 +28,7 @@ class Run:
 
     def __init__(self, directory: Path, mode: str) -> None:
         self.directory = directory / mode
-        limits = {"max_num_batched_tokens": 64, "max_num_seqs": 8, "draft_deadline_ms": 2000, "lookup": False}
+        limits = {"engine_args": {"max_num_batched_tokens": 64}, "max_num_seqs": 8, "draft_deadline_ms": 2000, "lookup": False}
         settings = {"mode": mode, "num_speculative_tokens": 4, "verifier": limits, "records": {"dir": str(self.directory)}}
         self.verifier = Verifier(directory, settings)
         self.answers: dict[str, list[int]] = {}

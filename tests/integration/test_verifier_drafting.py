@@ -38,10 +38,9 @@ def remote(directory: Path) -> Iterator[Verifier]:
         "mode": "sync",
         "num_speculative_tokens": K,
         "verifier": {
-            "max_num_batched_tokens": 64,
             "max_num_seqs": 8,
             "draft_deadline_ms": 300,
-            "engine_args": {"scheduling_policy": "priority"},
+            "engine_args": {"scheduling_policy": "priority", "max_num_batched_tokens": 64},
         },
     }
     verifier = Verifier(directory, settings)

@@ -47,9 +47,12 @@ def verifier(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     directory = tmp_path_factory.mktemp("r")
     mode = request.param
     # Prompt and emitted tokens take several prefill chunks.
-    section = {"max_num_batched_tokens": 64, "max_num_seqs": 16, "draft_deadline_ms": 2000}
+    section = {"max_num_seqs": 16, "draft_deadline_ms": 2000}
     # Without this the model may well emit white space for ever.
-    section["engine_args"] = {"structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True}}
+    section["engine_args"] = {
+        "max_num_batched_tokens": 64,
+        "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
+    }
     settings = {"mode": mode, "verifier": section}
     verifier = Verifier(directory, settings)
     drafter = Drafter(directory) if mode not in ("off", "native") else None

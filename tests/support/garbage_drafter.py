@@ -41,7 +41,7 @@ def main() -> None:
     with _found_fleet(sources.load([], "garbage"), sys.argv[1]) as coordinator:
         coordinator.register(member)
         stats = DrafterStats("drafter-garbage", 0.0)
-        membership = Membership(coordinator, member, 0.25, lambda: stats, lambda orders: None)
+        membership = Membership(coordinator, member, lambda: stats, lambda orders: None)
         membership.join_fleet()
         print("joined", flush=True)
         sys.stdin.read()

@@ -78,7 +78,7 @@ def _vllm(mode: str, k: int, lookup: bool) -> tuple[Any, StructuredOutputManager
             "verifier": {
                 "draft_deadline_ms": 100,
                 "max_num_seqs": 8,
-                "max_num_batched_tokens": 96,
+                "engine_args": {"max_num_batched_tokens": 96},
                 "lookup": lookup,
                 "ahead_outcomes": 4,
             },

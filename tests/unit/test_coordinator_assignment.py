@@ -11,7 +11,6 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backend.config.settings import CoordinatorSettings
 from backend.coordinator.assignment import Action, Bind, DrafterSpeed, Pair, Situation, Unbind, VerifierLoad
 from backend.coordinator.policy import Coordinator
 from backend.coordinator.water_filling import WaterFilling, predicted
@@ -180,8 +179,8 @@ def test_no_change_without_the_gain_that_was_asked_for() -> None:
 class Fleet:
     """A fleet behind a coordinator, whose members report what they do four times a second, with noise."""
 
-    def __init__(self, loads: list[int], drafters: int, settings: CoordinatorSettings, seed: int) -> None:
-        self.policy = Coordinator(2.0, settings=settings)
+    def __init__(self, loads: list[int], drafters: int, seed: int) -> None:
+        self.policy = Coordinator(2.0)
         self.loads, self.now, self.dice = loads, 0.0, random.Random(seed)
         self.tokens = [0.0] * len(loads)
         self.accepted: dict[Pair, DraftCounters] = {}
@@ -243,7 +242,7 @@ def test_ten_percent_of_noise_moves_hardly_anything_in_a_steady_state() -> None:
     moved = []
     for _ in range(20):
         loads = [dice.choice([0, 1, 4, 8, 16, 32]) for _ in range(dice.randint(1, 5))]
-        fleet = Fleet(loads, dice.randint(1, 8), CoordinatorSettings(), dice.randrange(1 << 30))
+        fleet = Fleet(loads, dice.randint(1, 8), dice.randrange(1 << 30))
         fleet.run(20, 0.1)
         settled = fleet.policy.snapshot(fleet.now)
         fleet.run(60, 0.1)
@@ -254,7 +253,7 @@ def test_ten_percent_of_noise_moves_hardly_anything_in_a_steady_state() -> None:
 
 
 def test_what_changes_for_good_is_followed_within_seconds() -> None:
-    fleet = Fleet([16, 1], 4, CoordinatorSettings(), 0)
+    fleet = Fleet([16, 1], 4, 0)
     fleet.run(20, 0.1)
     shares = [sum(a.verifier_id == v for a in fleet.policy.snapshot(fleet.now).assignments) for v in ("v0", "v1")]
     assert shares[0] > shares[1]

@@ -8,8 +8,7 @@ import hypothesis.strategies as st
 from hypothesis import settings as hypothesis_settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from backend.config.settings import CoordinatorSettings
-from backend.coordinator.policy import FORGET_LOST_S, START_LEASE_S, Coordinator
+from backend.coordinator.policy import DECIDE_EVERY_S, FORGET_LOST_S, START_LEASE_S, Coordinator
 from backend.fleet import DrafterStats, Member, MemberKind, MemberState, VerifierStats
 
 LEASE_S = 2.0
@@ -21,9 +20,6 @@ def member(member_id: str, kind: MemberKind, incarnation: str = "i0", state: Mem
 
 def verifier_stats(member_id: str, running: int) -> VerifierStats:
     return VerifierStats(member_id, 0.0, "sync", 4, running=running)
-
-
-SETTINGS = CoordinatorSettings()
 
 
 def fleet(verifiers: int, drafters: int, now: float = 0.0) -> Coordinator:
@@ -108,7 +104,7 @@ def test_a_working_verifier_gets_what_an_idle_one_can_spare() -> None:
     assert {v for v, _ in served} == {"v0", "v1"}, "the idle one is still served"
     snapshot = policy.snapshot(now)
     assert snapshot.counters["reassignments"] <= 2
-    assert snapshot.counters["decisions"] < 2 * now / SETTINGS.decide_interval_s
+    assert snapshot.counters["decisions"] < 2 * now / DECIDE_EVERY_S
 
 
 def test_a_decision_is_made_at_once_when_somebody_comes_and_else_now_and_then() -> None:
@@ -119,7 +115,7 @@ def test_a_decision_is_made_at_once_when_somebody_comes_and_else_now_and_then() 
     assert policy.snapshot(0.1).counters["decisions"] == before
     policy.register(member("d2", "drafter"), 0.11)
     assert len(report(policy, "v0", 0.12).drafters) == 2
-    policy.tick(0.12 + SETTINGS.decide_interval_s)
+    policy.tick(0.12 + DECIDE_EVERY_S)
     assert policy.snapshot(0.7).counters["decisions"] == before + 2
 
 

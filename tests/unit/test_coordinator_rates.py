@@ -23,7 +23,7 @@ def stats(running: int = 4, tokens: int = 0, started_at: float = 0.0, **fields: 
 
 
 def test_a_verifiers_load_speed_and_acceptance() -> None:
-    rates, drafters = VerifierRates("v0", 2.0), {"d0": DrafterSpeed("d0"), "d1": DrafterSpeed("d1")}
+    rates, drafters = VerifierRates("v0"), {"d0": DrafterSpeed("d0"), "d1": DrafterSpeed("d1")}
     for i in range(40):
         counters = {"d0": DraftCounters(10 * i, accepted_tokens=20 * i), "d1": DraftCounters(10 * i, accepted_tokens=10 * i)}
         counters["lookup"] = DraftCounters(50 * i, accepted_tokens=200 * i)
@@ -43,7 +43,7 @@ def test_a_verifiers_load_speed_and_acceptance() -> None:
 
 
 def test_a_restarted_process_sets_a_new_mark() -> None:
-    rates = VerifierRates("v0", 2.0)
+    rates = VerifierRates("v0")
     for at, drafts, started_at in ((0.0, 1000, 0.0), (1.0, 1100, 0.0), (2.0, 5, 9.0)):
         drafters = {"d0": DraftCounters(drafts, accepted_tokens=2 * drafts)}
         rates.observe(stats(4, 0, started_at, drafters=drafters), at, {})
@@ -51,7 +51,7 @@ def test_a_restarted_process_sets_a_new_mark() -> None:
 
 
 def test_what_a_verifier_makes_without_drafters() -> None:
-    rates = VerifierRates("v0", 2.0)
+    rates = VerifierRates("v0")
     rates.observe(stats(plain_step_s=0.03), 0.0, {})
     assert rates.load.bare_s is None
     rates.observe(stats(plain_step_s=0.03, lookup_step_s=0.05, lookup_length=4.0), 0.25, {})
@@ -59,7 +59,7 @@ def test_what_a_verifier_makes_without_drafters() -> None:
     for i in range(100):
         rates.observe(stats(plain_step_s=0.03, lookup_step_s=0.05, lookup_length=1.2), 0.5 + 0.25 * i, {})
     assert rates.load.bare_s == pytest.approx(0.03, rel=1e-3), "look-ups that do not pay are not made"
-    fixed = VerifierRates("v0", 2.0)
+    fixed = VerifierRates("v0")
     fixed.observe(
         VerifierStats("v0", 0.0, "sync", 4, running=4, plain_step_s=0.03, lookup_step_s=0.05, lookup_length=4.0), 0.0, {}
     )
@@ -67,7 +67,7 @@ def test_what_a_verifier_makes_without_drafters() -> None:
 
 
 def test_what_the_plan_hides_behind_verification() -> None:
-    rates = VerifierRates("v0", 2.0)
+    rates = VerifierRates("v0")
     rates.observe(stats(plan_k=4), 0.0, {})
     assert rates.load.overlap == 0
     ahead = {"d0": DraftCounters(ahead_hits=30, ahead_misses=10)}

@@ -37,7 +37,7 @@ def member(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(departure, "SETTLED_S", 0.05)
     coordinator = Coordinator()
     identity = Member("v0", "verifier", "i", "ipc:///x", "", "n", 1, "m", "ready")
-    membership = Membership(coordinator, identity, 0.005, lambda: None, lambda orders: membership.drain(orders.drain))
+    membership = Membership(coordinator, identity, lambda: None, lambda orders: membership.drain(orders.drain), 0.005)
     membership.join_fleet()
     yield coordinator, membership
     membership.leave_fleet()

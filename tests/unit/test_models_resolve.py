@@ -94,7 +94,6 @@ def test_an_incomplete_directory_is_refused(tmp_path: Path, spoil: Any, line: st
     [
         ({"mode": "sync", "drafters": 0}, "--mode sync needs a drafter"),
         ({"model": "some/model"}, "--drafter demo fits only the demo model"),
-        ({"drafting": {"ngram_min": 9}}, "--drafting-ngram-min"),
         ({"model": "/nowhere", "drafter": "ngram"}, "--model /nowhere: no such directory"),
         ({"model": "a b", "mode": "off"}, "neither a directory nor a Hugging Face id"),
         ({"model": "a/b/c", "mode": "off"}, "no such directory"),

@@ -14,6 +14,7 @@ import pytest
 
 from backend.config import RecordsSettings
 from backend.records import store as store_module
+from backend.records import writer as writer_module
 from backend.records.rows import DecisionRow, RequestRow, StepRow, VerificationRow
 from backend.records.schema import ABOUT, ABOUT_KEY, KINDS, SCHEMAS, VERSION_KEY, About, Books, to_table
 from backend.records.store import Store
@@ -35,6 +36,12 @@ def settings(directory: Path, **given: Any) -> RecordsSettings:
 
 def make_store(directory: Path, about: About = ABOUT_V0, **given: Any) -> Store:
     return Store(about, settings(directory, **given), dict.fromkeys(KINDS, 0))
+
+
+@pytest.fixture
+def row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every row is due at once."""
+    monkeypatch.setattr(store_module, "ROTATE_ROWS", 1)
 
 
 def files(directory: Path, kind: str = "*") -> list[Path]:
@@ -76,14 +83,20 @@ def test_a_file_says_whose_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "now"), [({"rotate_s": 5.0}, 5.0), ({"rotate_rows": 2}, 0.0), ({"rotate_mib": 1, "rotate_rows": 10**9}, 0.0)]
+    ("rotate_rows", "rotate_bytes", "now"),
+    [(10**9, 10**9, 5.0), (2, 10**9, 0.0), (10**9, 2**20, 0.0)],
+    ids=["age", "rows", "size"],
 )
-def test_a_file_is_due_by_age_rows_or_size(tmp_path: Path, given: dict[str, Any], now: float) -> None:
-    store = make_store(tmp_path, **given)
+def test_a_file_is_due_by_age_rows_or_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rotate_rows: int, rotate_bytes: int, now: float
+) -> None:
+    monkeypatch.setattr(store_module, "ROTATE_ROWS", rotate_rows)
+    monkeypatch.setattr(store_module, "ROTATE_BYTES", rotate_bytes)
+    store = make_store(tmp_path, rotate_s=5.0)
     store.add("verification", [verification(1)], 0.0)
     store.rotate(0.0)
     assert files(tmp_path) == []
-    rows = 20_000 if "rotate_mib" in given else 1
+    rows = 20_000 if rotate_bytes == 2**20 else 1
     store.add("verification", [verification(step) for step in range(rows)], 0.0)
     store.rotate(now)
     (file,) = files(tmp_path)
@@ -108,10 +121,11 @@ def test_readers_never_see_half_a_file(tmp_path: Path, monkeypatch: pytest.Monke
     assert len(files(tmp_path)) == 1
 
 
+@pytest.mark.usefixtures("row_by_row")
 def test_a_full_disk_costs_records_and_is_said_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store = make_store(tmp_path, rotate_rows=1)
+    store = make_store(tmp_path)
     caplog.set_level("INFO")
 
     def full(table: pa.Table, where: Path, **options: Any) -> None:
@@ -143,17 +157,18 @@ def test_a_directory_that_cannot_be_made_costs_records(tmp_path: Path, caplog: p
     assert "cannot be written" in caplog.text
 
 
+@pytest.mark.usefixtures("row_by_row")
 def test_the_oldest_files_go_first_and_only_our_own(tmp_path: Path) -> None:
-    old = make_store(tmp_path, About("verifier-0", "aaaaaaaa", 1.0, "off", "demo", 0), rotate_rows=1)
+    old = make_store(tmp_path, About("verifier-0", "aaaaaaaa", 1.0, "off", "demo", 0))
     old.add("verification", [verification(step) for step in range(20_000)], 0.0)
     old.close()
-    kept = make_store(tmp_path, About("verifier-0", "bbbbbbbb", 2.0, "off", "demo", 0), rotate_rows=1)
+    kept = make_store(tmp_path, About("verifier-0", "bbbbbbbb", 2.0, "off", "demo", 0))
     kept.add("step", [STEP], 0.0)
     kept.close()
     precious = [old.directory.parent / "notes.txt", kept.directory / "notes.txt", kept.directory / "my-step-000001.parquet"]
     for file in precious:
         file.write_text("keep")
-    store = make_store(tmp_path, max_mib=1, rotate_rows=1)
+    store = make_store(tmp_path, max_mib=1)
     for start in range(40):
         rows = [VerificationRow(n, os.urandom(50).hex(), n, 4, 2, 3, "d", False, False) for n in range(start, start + 1000)]
         store.add("verification", rows, 0.0)
@@ -166,8 +181,9 @@ def test_the_oldest_files_go_first_and_only_our_own(tmp_path: Path) -> None:
     assert books(store).removed["verification"] == 1000 * (40 - len(left))
 
 
-def test_a_full_queue_drops_and_counts(tmp_path: Path) -> None:
-    recorder = FileRecorder(ABOUT_V0, settings(tmp_path, queue_rows=2))
+def test_a_full_queue_drops_and_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer_module, "QUEUE_ROWS", 2)
+    recorder = FileRecorder(ABOUT_V0, settings(tmp_path))
     for step in range(5):
         recorder.verification(verification(step))
     recorder.request(REQUEST)
