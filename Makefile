@@ -45,10 +45,10 @@ bench: setup-dev ## measure every mode on this machine (ARGS=--quick: under ten 
 	@exec $(BIN)/outrider bench $(ARGS)
 
 bench-fleet: setup-dev ## measure the assignment rule against a fixed split, on real engines (a few minutes)
-	@exec $(BIN)/python -m backend.bench.assign $(ARGS)
+	@exec $(BIN)/python -m backend.lab.bench.assign $(ARGS)
 
 records-cost: setup-dev ## measure what keeping records costs (under five minutes)
-	@exec $(BIN)/python -m backend.bench.records_cost $(ARGS)
+	@exec $(BIN)/python -m backend.lab.bench.records_cost $(ARGS)
 
 rollout-demo: setup ## replay 128 responses on two verifiers, natively and disaggregated (some minutes; writes rollouts/)
 	@$(BIN)/outrider trace make stdlib --out rollouts/train.0.parquet --limit 128 --max-gen 1500

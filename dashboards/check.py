@@ -26,8 +26,8 @@ from dashboards import scraping
 from dashboards.comparing import compare, table
 from dashboards.expressions import Expression, may_be_empty, of_panels, of_recordings, of_rules, of_variables
 from dashboards.scraping import Prometheus, PrometheusError
-from loadtest.fleet import FleetError, OwnFleet
 from loadtest.options import split
+from loadtest.served import FleetError, OwnFleet
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTHING = "returns nothing"

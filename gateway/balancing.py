@@ -1,7 +1,7 @@
 """Moves this gateway's running requests from slow verifiers to fast ones, now and then.  One task in the event loop.
 
-Whether a move is worth it is decided by `backend.balance`, which is pure; this module brings it the counters that verifiers
-send and carries out what it decides with `FleetCore.migrate`.  Several gateways balance side by side, each its own requests:
+`backend.routing.balance`, which is pure, decides whether a move is worth it.  This module brings it the counters that
+verifiers send, and moves requests with `FleetCore.migrate`.  Several gateways balance side by side, each its own requests:
 the limit per decision keeps what they do between two reports of a verifier small.
 """
 
@@ -12,10 +12,10 @@ import logging
 import time
 from collections.abc import Sequence
 
-from backend.balance import Limits, Load, Movable, Move, expected_remaining, plan_moves
 from backend.config import Settings
 from backend.fleet import VerifierStats
-from backend.speed import RESPONSE_TOKENS, Speed, mean_speed
+from backend.fleet.speed import RESPONSE_TOKENS, Speed, mean_speed
+from backend.routing.balance import Limits, Load, Movable, Move, expected_remaining, plan_moves
 from gateway.engine_link import VerifierLink
 from gateway.fleet_core import FleetCore
 from gateway.in_flight import InFlight

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from backend.engine_wire import EngineWelcome
 from backend.fleet import VerifierStats
-from backend.routing import Ask, Candidate, Measured, Router
+from backend.routing.routers import Ask, Candidate, Measured, Router
+from backend.wire.engine import EngineWelcome
 
 
 class Choosing:

@@ -28,7 +28,7 @@ from gateway.usage import USAGE
 if TYPE_CHECKING:
     from backend.config import Settings
     from backend.coordinator.actor import CoordinatorHandle
-    from backend.models import ResolvedModels
+    from backend.models.resolve import ResolvedModels
     from backend.transport import ServerKeys
 
 FOUND_FLEET_TIMEOUT_S = 10.0
@@ -44,11 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "check-config": check_config,
         "records": tools.records,
         "report": tools.report,
-        "bench": tools.bench,
-        "simulate": tools.simulate,
         "rollout": tools.rollout,
         "trace": tools.trace,
-        "train-demo": tools.train_demo,
+        **{name: partial(tools.laboratory, name) for name in tools.LABORATORY},
         **{name: partial(administration, name) for name in administer.SUMMARIES},
     }
     if not given or given[0] in ("-h", "--help", "help"):
@@ -169,7 +167,7 @@ def check_config(arguments: list[str]) -> int:
     """Prints the settings in force as YAML, each with its source."""
     loaded = sources.load(arguments, "outrider check-config", "Shows the settings in force.")
     print(present.settings_yaml(loaded))
-    from backend.models import ModelError, check_without_download
+    from backend.models.resolve import ModelError, check_without_download
 
     try:
         check_without_download(loaded.settings, lambda line: print(line, file=sys.stderr))
@@ -182,7 +180,7 @@ def check_config(arguments: list[str]) -> int:
 
 
 def _resolved(settings: Settings, progress: present.Progress) -> ResolvedModels:
-    from backend.models import ModelError, resolve
+    from backend.models.resolve import ModelError, resolve
 
     try:
         models = resolve(settings, progress.say)

@@ -1,4 +1,4 @@
-"""One connection from this gateway to one verifier: `backend.engine_wire`, spoken by the client.
+"""One connection from this gateway to one verifier: `backend.wire.engine`, spoken by the client.
 
 Owns the socket and three tasks (receive, ping, watch) in the gateway's event loop.  It knows nothing of routing or HTTP;
 what it hears it tells a `LinkListener`.
@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import msgspec
-import vllm
-from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
-from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from backend.engine_wire import (
+from backend.engine.front import VLLM_VERSION, EngineCoreOutputs, EngineCoreRequest, MsgpackDecoder, MsgpackEncoder
+from backend.fleet import Member, VerifierStats
+from backend.transport.aio import AsyncDealer
+from backend.transport.sockets import Wire
+from backend.wire.engine import (
     ABORT,
     ADD,
     ENGINE_WIRE_VERSION,
@@ -36,9 +37,6 @@ from backend.engine_wire import (
     EngineWelcome,
     Refusal,
 )
-from backend.fleet import Member, VerifierStats
-from backend.transport.aio import AsyncDealer
-from backend.transport.sockets import Wire
 
 logger = logging.getLogger(__name__)
 
@@ -223,7 +221,7 @@ class VerifierLink:
             future.set_result(answer.result.result if answer.result is not None else None)
 
     def _greet(self) -> None:
-        hello = EngineHello(ENGINE_WIRE_VERSION, vllm.__version__, self._gateway_id)
+        hello = EngineHello(ENGINE_WIRE_VERSION, VLLM_VERSION, self._gateway_id)
         self._dealer.send([HELLO, msgspec.msgpack.encode(hello)])
 
     async def _ping_loop(self) -> None:

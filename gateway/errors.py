@@ -36,14 +36,14 @@ from typing import Any, ClassVar
 
 import pydantic
 import starlette.exceptions
-import vllm  # noqa: F401  (first: its submodules do not import alone)
-from vllm.entrypoints.serve.exception_handling.utils import sanitize_message
-from vllm.exceptions import (
+
+from backend.engine.front import (
     GracefulHTTPError,
     RetryableRequestError,
     VLLMClientError,
     VLLMNotFoundError,
     VLLMServerError,
+    sanitize_message,
 )
 
 _VALUE_SUFFIX = re.compile(r" \((?:parameter|value)=.*\)$", re.DOTALL)

@@ -15,13 +15,16 @@ from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-import vllm  # noqa: F401  (first: its submodules do not import alone)
-from vllm.exceptions import VLLMValidationError
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
-from vllm.v1.engine.core_client import EngineCoreClient
-
+from backend.engine.front import (
+    EngineCoreClient,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    FinishReason,
+    VLLMValidationError,
+)
 from backend.fleet import FleetSnapshot, Member, VerifierStats
-from backend.routing import LeastLoaded, Router
+from backend.routing.routers import LeastLoaded, Router
 from backend.transport.sockets import Wire
 from gateway.choosing import Choosing
 from gateway.directory import Directory, follow

@@ -8,10 +8,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-import vllm  # noqa: F401  (first: its submodules do not import alone)
-from vllm.v1.engine import EngineCoreRequest
-
-from backend.routing import Ask
+from backend.engine.front import EngineCoreRequest
+from backend.routing.routers import Ask
 from gateway.engine_link import VerifierLink
 
 MoveKind = Literal["failover", "migration"]

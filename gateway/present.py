@@ -13,7 +13,7 @@ import yaml
 from backend.config import Settings
 from backend.config.sources import DEFAULT, SECRETS, Loaded, leaves
 from backend.fleet import FleetSnapshot, MemberView, VerifierStats
-from backend.models import ResolvedModels
+from backend.models.resolve import ResolvedModels
 
 SHOWN_OPERATIONS = 5
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import pydantic
 from starlette.requests import Request
 
-from backend.engine_wire import FIXED_RESPONSE
+from backend.wire.engine import FIXED_RESPONSE
 from gateway.errors import BadRequest, PayloadTooLarge, UnsupportedMedia
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")

@@ -18,19 +18,19 @@ from pathlib import Path
 import uvicorn
 
 from backend.config import Settings
-from backend.routing import make_router
+from backend.engine.front.client import FleetClient
+from backend.engine.front.config import build_vllm_config
+from backend.engine.front.serving import build_services
+from backend.routing.routers import make_router
 from backend.tracing import open_tracing
 from backend.transport.sockets import Wire
 from gateway.app import build_app
 from gateway.directory import Directory
-from gateway.engine_config import build_vllm_config
-from gateway.errors import ShuttingDown
-from gateway.fleet_client import FleetClient
+from gateway.errors import ApiError, ShuttingDown
 from gateway.fleet_core import FleetCore
 from gateway.fleet_feed import FleetFeed
 from gateway.fleet_metrics import FleetCollector
 from gateway.metrics import GatewayMetrics
-from gateway.serving import build_services
 from gateway.state import Gateway
 from gateway.traces import SequenceSpans
 
@@ -72,7 +72,7 @@ def build_gateway(
     )
     client = FleetClient(vllm_config, core)
     served_name = settings.gateway.served_model_name or model_name or Path(model_dir).name
-    services = build_services(client, settings, served_name)
+    services = build_services(client, settings, served_name, ApiError)
     metrics.registry.register(FleetCollector(core))
     about = {"model": served_name, "mode": settings.mode, "num_speculative_tokens": settings.num_speculative_tokens}
     feed = FleetFeed(core, about, metrics)

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from starlette.requests import Request
 
 from backend.config import Settings
+from backend.engine.front.client import FleetClient
+from backend.engine.front.serving import Services
 from backend.tracing import Tracing
-from gateway.fleet_client import FleetClient
+from gateway.fleet_core import FleetCore
 from gateway.fleet_feed import FleetFeed
 from gateway.metrics import GatewayMetrics
-from gateway.serving import Services
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class Gateway:
     """The gateway's parts."""
 
     settings: Settings
-    client: FleetClient
+    client: FleetClient[FleetCore]
     services: Services
     metrics: GatewayMetrics
     feed: FleetFeed

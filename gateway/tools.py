@@ -5,12 +5,16 @@ What they do is elsewhere; here their errors become exit codes.  The heavy impor
 
 from __future__ import annotations
 
-import runpy
+import importlib.metadata
 import sys
 
+from backend.config.sources import CommandError
 from gateway import present
 from gateway.exits import FAILED, OK, configure_logging, fail
 from gateway.signals import signals
+
+LABORATORY = ("bench", "simulate", "train-demo")
+"""Commands that only measure or make; nothing that serves imports them."""
 
 
 def records(arguments: list[str]) -> int:
@@ -37,31 +41,8 @@ def report(arguments: list[str]) -> int:
     return OK
 
 
-def bench(arguments: list[str]) -> int:
-    """Measures every mode; the benchmark has its own options."""
-    from backend.bench.main import BenchError, main
-
-    with signals() as forced:
-        try:
-            main(arguments, present.Progress().say)
-        except BenchError as error:
-            return fail(str(error), FAILED)
-        finally:
-            forced.armed = True
-    return OK
-
-
-def simulate(arguments: list[str]) -> int:
-    """Simulates a fleet; the simulator has its own options."""
-    from gateway.simulated_routing import simulate
-
-    simulate(arguments, print)
-    return OK
-
-
 def rollout(arguments: list[str]) -> int:
     """Runs a trace over a fleet of its own; a rollout has its own options beside the settings."""
-    from backend.rollout.main import CommandError
     from backend.rollout.main import rollout as run
 
     configure_logging("warning")
@@ -83,12 +64,14 @@ def trace(arguments: list[str]) -> int:
     return OK
 
 
-def train_demo(arguments: list[str]) -> int:
-    """Trains the built-in models; the demo package has its own options."""
-    before = sys.argv
-    sys.argv = ["outrider train-demo", *arguments]
-    try:
-        runpy.run_module("backend.demo", run_name="__main__")
-    finally:
-        sys.argv = before
+def laboratory(name: str, arguments: list[str]) -> int:
+    """One of the commands that an entry point names (`LABORATORY`); it has its own options."""
+    (point,) = importlib.metadata.entry_points(group="outrider.commands", name=name)
+    with signals() as forced:
+        try:
+            point.load()(arguments, present.Progress().say)
+        except CommandError as error:
+            return fail(str(error), FAILED)
+        finally:
+            forced.armed = True
     return OK

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from loadtest import report
-from loadtest.fleet import FleetError
 from loadtest.options import OptionsError, parse
 from loadtest.run import LoadError, run
 from loadtest.scenarios import SCENARIOS
+from loadtest.served import FleetError
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from loadtest import report, slo
 from loadtest.figures import compare
-from loadtest.fleet import ROOT, FleetError, Gateway, OwnFleet
 from loadtest.options import Options
 from loadtest.plan import ANSWERS, HEALTH, Plan, read_answers
+from loadtest.served import ROOT, FleetError, Gateway, OwnFleet
 from loadtest.timing import Answer
 from loadtest.watch import Watch, figures
 from loadtest.workloads import Knobs

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from loadtest.fleet import FleetError, Gateway
+from loadtest.served import FleetError, Gateway
 
 INTERVAL_S = 1.0
 COLUMNS = {

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from backend.routing import Affinity, Policy
+from backend.routing.routers import Affinity, Policy
 
 Mode = Literal["off", "native", "sync", "ahead", "auto"]
 REMOTE_MODES: frozenset[Mode] = frozenset({"sync", "ahead", "auto"})

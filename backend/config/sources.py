@@ -37,6 +37,10 @@ class ConfigError(Exception):
     """A setting is wrong.  The message is one line that names the key as its writer wrote it."""
 
 
+class CommandError(Exception):
+    """A command failed at run time; the message is one line."""
+
+
 @dataclass(frozen=True)
 class Given:
     """One value and who gave it."""

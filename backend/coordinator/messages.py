@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from backend.fleet import DrafterStats, MemberState, OperationState, VerifierStats
-from backend.models import ResolvedModels
+from backend.models.resolve import ResolvedModels
 from backend.transport.sockets import ServerKeys
 
 

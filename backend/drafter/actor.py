@@ -16,12 +16,12 @@ import ray
 
 from backend.config.settings import Settings
 from backend.coordinator.actor import CoordinatorHandle
-from backend.departure import Departure
-from backend.drafter.head_config import CheckpointError
 from backend.drafter.process import DrafterModel, DrafterProcess, pin_cores
 from backend.fleet import Member, Orders
-from backend.membership import Membership, enter
-from backend.models import ResolvedModels
+from backend.fleet.departure import Departure
+from backend.fleet.membership import Membership, enter
+from backend.models.head_config import CheckpointError
+from backend.models.resolve import ResolvedModels
 from backend.tracing import open_tracing
 from backend.transport.sockets import Wire, new_server_keys
 

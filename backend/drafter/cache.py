@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from backend.drafter.extents import Extents
 from backend.drafter.proposer import GREEDY, Sampling
-from backend.tokens import common_prefix, splice
+from backend.speculation.tokens import common_prefix, splice
 
 if TYPE_CHECKING:
     from torch import Tensor

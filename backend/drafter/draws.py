@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from backend import noise
-from backend.chances import chance
 from backend.drafter.proposer import Drafted, Sampling, Until
 from backend.drafter.taus import GRID
+from backend.speculation.chances import chance
 
 
 class Draws:

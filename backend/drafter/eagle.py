@@ -12,13 +12,13 @@ from torch import Tensor
 
 from backend import noise
 from backend.drafter import cache
-from backend.drafter.checkpoint import HeadWeights
 from backend.drafter.draws import Draws, Ends
 from backend.drafter.head import Head, Rows, last_rows
 from backend.drafter.outcomes import Imagination, Shape, steps_behind, tips
 from backend.drafter.proposer import GREEDY, MAX_DRAFT, NOTHING, Ask, Drafted, Premise, Sampling, Usage
 from backend.drafter.taus import Taus, Trial
-from backend.protocol import Outcome
+from backend.models.checkpoint import HeadWeights
+from backend.wire.drafting import Outcome
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from backend.drafter.checkpoint import HeadWeights
 from backend.drafter.rope import pair_order, rotate_, rotation_table
+from backend.models.checkpoint import HeadWeights
 
 TABLE_BYTES = 64 * 2**20
 """Largest precomputed table of embeddings already projected by layer 0."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from backend.drafter.proposer import MAX_DRAFT
-from backend.protocol import HELLO_FIRST, Close, Commit, Next, Open, Round
+from backend.wire.drafting import HELLO_FIRST, Close, Commit, Next, Open, Round
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

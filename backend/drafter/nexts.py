@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from backend.drafter.proposer import MAX_OUTCOMES, Until
-from backend.protocol import NextItem
+from backend.wire.drafting import NextItem
 
 Key = tuple[str, int, str]
 """Verifier, its epoch, request."""

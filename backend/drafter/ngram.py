@@ -1,4 +1,4 @@
-"""Proposes without weights: prompt lookup over a request's own tokens (`backend/lookup.py`).  Drafter thread."""
+"""Proposes without weights: prompt lookup over a request's own tokens (`backend/speculation/lookup.py`).  Drafter thread."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 
 from backend.drafter.proposer import GREEDY, MAX_DRAFT, Ask, Drafted, Premise, Sampling, Usage
-from backend.lookup import Lookup
-from backend.protocol import Outcome
+from backend.speculation.lookup import Lookup
+from backend.wire.drafting import Outcome
 
 
 class NgramProposer:

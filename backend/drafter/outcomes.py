@@ -8,8 +8,8 @@ comes after them.  With c_i the chance that d_i is accepted,
 
 where r_k is what comes where d_k does not.  The noise is known.  So among the values `log q_k + tau G` (of a greedy request
 `log q_k`) the largest are the likeliest tokens, and a softmax over the largest stands for their chances.  Where the verifier
-says how to judge values (`backend/chances.py`), c comes from there and r_k from the values without d_k.  Else both come from
-the values: a token's share in the softmax, which for a greedy request is q_k itself.
+says how to judge values (`backend/speculation/chances.py`), c comes from there and r_k from the values without d_k.  Else
+both come from the values: a token's share in the softmax, which for a greedy request is q_k itself.
 
 The likeliest outcomes are the branches of one tree: they share the sequence's rows and their part of the drafted ones, and
 are decoded together.  All of its rows lie behind the sequence's last row, in no one's books; the next true rows replace them.
@@ -24,13 +24,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from backend.chances import chances
 from backend.drafter.cache import Sequence
 from backend.drafter.draws import Draws, Ends
 from backend.drafter.head import Head, Rows
 from backend.drafter.proposer import MAX_DRAFT, MAX_OUTCOMES, Drafted, Premise
 from backend.drafter.taus import Taus
-from backend.protocol import Outcome
+from backend.speculation.chances import chances
+from backend.wire.drafting import Outcome
 
 NEVER = float("-inf")
 UNLIKELY = -30.0

@@ -15,16 +15,16 @@ from pathlib import Path
 import torch
 
 from backend.config.settings import DraftingSettings
-from backend.drafter.checkpoint import load_head
 from backend.drafter.eagle import EagleProposer
-from backend.drafter.head_config import CheckpointError, load_config, read_config, text_config
 from backend.drafter.loop import DrafterLoop
 from backend.drafter.ngram import NgramProposer
 from backend.drafter.proposer import Proposer
 from backend.drafter.service import DrafterService
 from backend.drafter.traces import DraftTraces
 from backend.fleet import DrafterStats
-from backend.lookup import LONGEST, SHORTEST
+from backend.models.checkpoint import load_head
+from backend.models.head_config import CheckpointError, load_config, read_config, text_config
+from backend.speculation.lookup import LONGEST, SHORTEST
 from backend.tracing import Tracing
 from backend.transport.hub import Hub
 from backend.transport.sockets import ServerKeys, Wire, unlink_ipc_on_exit

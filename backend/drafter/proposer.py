@@ -11,7 +11,7 @@ from backend.noise import to_int64
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from backend.protocol import Outcome
+    from backend.wire.drafting import Outcome
 
 MAX_DRAFT = 64
 """No draft is longer, whatever was asked for."""

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from backend.drafter.head_config import Rope
+from backend.models.head_config import Rope
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:

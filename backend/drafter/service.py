@@ -24,7 +24,8 @@ from backend.drafter.proposer import NOTHING, Ask, Drafted, Premise, Proposer, S
 from backend.drafter.sessions import Session, Waiting
 from backend.drafter.traces import DraftTraces
 from backend.fleet import DrafterStats
-from backend.protocol import (
+from backend.fleet.speed import Line
+from backend.wire.drafting import (
     HELLO_FIRST,
     PROTOCOL_VERSION,
     Ahead,
@@ -43,7 +44,6 @@ from backend.protocol import (
     decode_to_drafter,
     encode,
 )
-from backend.speed import Line
 
 Reply = tuple[bytes, bytes]
 """The peer's identity and the message for it."""

@@ -30,7 +30,7 @@ from backend.launch.placement import arrange
 from backend.launch.plan import FleetPlan, Hardware, MemberPlan, PlanError, plan, plan_further
 from backend.launch.processes import STARTS_ALLOWED, LaunchError, Started, start, stop
 from backend.launch.rooms import RESERVE_TIMEOUT_S, Rooms
-from backend.models import ResolvedModels
+from backend.models.resolve import ResolvedModels
 from backend.transport import new_server_keys
 
 logger = logging.getLogger(__name__)

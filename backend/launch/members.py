@@ -14,7 +14,7 @@ import ray
 from backend.drafter.actor import DrafterActor
 from backend.launch import state
 from backend.launch.plan import NODE_HOST
-from backend.models import ResolvedModels
+from backend.models.resolve import ResolvedModels
 from backend.verifier.actor import VerifierActor
 
 

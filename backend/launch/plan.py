@@ -16,7 +16,7 @@ from pathlib import Path
 
 from backend.config import REMOTE_MODES, Settings
 from backend.fleet import MemberKind
-from backend.models import ResolvedModels
+from backend.models.resolve import ResolvedModels
 
 NODE_HOST = "node"
 """Host part of a member's tcp address that stands for "the Ray address of the node you run on"."""

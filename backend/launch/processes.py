@@ -17,7 +17,7 @@ import ray.exceptions
 from backend.config import Settings
 from backend.fleet import FleetSnapshot, MemberKind
 from backend.launch.plan import MemberPlan
-from backend.models import ResolvedModels
+from backend.models.resolve import ResolvedModels
 
 STARTS_ALLOWED = 3
 """A member that dies more often than this while it starts will not get further."""

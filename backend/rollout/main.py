@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from backend.config import REMOTE_MODES, Settings, environment, sources
-from backend.config.sources import ConfigError
-from backend.models import ModelError, ResolvedModels, resolve
+from backend.config.sources import CommandError, ConfigError
+from backend.models.resolve import ModelError, ResolvedModels, resolve
 from backend.rollout.options import RolloutOptions, fleet_settings, rollout_options, trace_options
 
 if TYPE_CHECKING:
@@ -22,10 +22,6 @@ Say = Callable[[str], None]
 
 DEFAULT_TOKENS = 1024
 """Longest free response, unless told otherwise."""
-
-
-class CommandError(Exception):
-    """What went wrong at run time, in one line."""
 
 
 def rollout(arguments: Sequence[str], say: Say) -> None:
@@ -90,7 +86,7 @@ def _check_out(out: Path) -> None:
 def _models(settings: Settings, options: RolloutOptions, say: Say) -> ResolvedModels:
     models = resolve(settings, say)
     if options.method in ("eagle", "eagle3"):
-        from backend.drafter.head_config import load_config
+        from backend.models.head_config import load_config
 
         assert models.drafter_dir is not None, "`fleet_settings` lets no EAGLE method through without a head"
         kind = load_config(models.drafter_dir, models.target_dir).kind
@@ -199,7 +195,7 @@ def _about(options: RolloutOptions, settings: Settings, models: ResolvedModels, 
     remote = settings.mode in REMOTE_MODES
     method = options.method or models.drafter_kind
     if method == "eagle" and models.drafter_dir is not None:
-        from backend.drafter.head_config import load_config
+        from backend.models.head_config import load_config
 
         method = load_config(models.drafter_dir, models.target_dir).kind
     return {

@@ -8,9 +8,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from backend.demo import TARGET_DIR
-from backend.demo.corpus import load_corpus
-from backend.models import check_target, find
+from backend.models.demo import TARGET_DIR
+from backend.models.resolve import check_target, find
+from backend.rollout.corpus import load_corpus
 from backend.rollout.options import TraceOptions
 from backend.rollout.requests import Tokenizer
 from backend.rollout.trace import Case, TraceError, read_json_lines, read_text, read_trace, write_cases

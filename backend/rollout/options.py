@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NoReturn, get_args
 
-from backend.arguments import at_least
 from backend.config import Settings
+from backend.config.arguments import at_least
 from backend.config.settings import Mode
 from backend.config.sources import ALIASES as SETTING_ALIASES
 from backend.config.sources import ConfigError, Loaded, flag, leaves

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from backend.drafter.head_config import read_config, text_config
+from backend.models.head_config import read_config, text_config
 from backend.rollout.trace import Case, TraceError, shown
 
 

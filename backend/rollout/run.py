@@ -11,13 +11,13 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from backend.engine.client import fixed_sampling, free_sampling
 from backend.records.kept import RowBatch
 from backend.rollout.bar import Bar
 from backend.rollout.dispatch import Dispatcher
 from backend.rollout.outcome import Death, Part, Round
 from backend.rollout.requests import Request
 from backend.rollout.workers import Worker, Workers
-from backend.verifier.client import fixed_sampling, free_sampling
 
 POLL_S = 0.05
 LOOK_S = 0.5

@@ -16,10 +16,10 @@ from msgspec.structs import replace
 
 from backend.coordinator import CoordinatorUnavailable
 from backend.coordinator.actor import CoordinatorHandle
+from backend.engine.client import EngineClient, EngineRefused
 from backend.fleet import Member
 from backend.records.kept import RowBatch
 from backend.transport import Hub, ServerKeys, Wire
-from backend.verifier.client import EngineClient, EngineRefused
 
 logger = logging.getLogger(__name__)
 

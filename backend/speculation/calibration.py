@@ -1,4 +1,4 @@
-"""What the signs of one source of drafts are worth: the weights of `backend.chances`, fitted as the text goes on.
+"""What the signs of one source of drafts are worth: the weights of `backend.speculation.chances`, fitted as the text goes on.
 
 Pure; scheduler's process and thread.  With shared noise the text is the same whatever is drafted.  So every draft can be
 compared with it, verified or not.  Each position so decided is one observation of a logistic regression.
@@ -13,8 +13,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from backend.chances import chances, clipped
 from backend.fleet import CHANCE_BINS, Foretold
+from backend.speculation.chances import chances, clipped
 
 SIGN_WEIGHTS, OFFSET = (0.3, 0.5), 0.5
 """A fair head: a token that leads by nothing is right six times in ten.  Optimistic, so that a new drafter is tried."""
@@ -42,7 +42,7 @@ class Calibration:
 
     @property
     def weights(self) -> list[float]:
-        """a, b, e_1 .. e_K, as `backend.chances.chances` and the wire have them; not to be changed."""
+        """a, b, e_1 .. e_K, as `backend.speculation.chances.chances` and the wire have them; not to be changed."""
         return self._weights
 
     def chances(self, request_id: str, signs: Sequence[float]) -> list[float]:

@@ -11,14 +11,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from backend.chances import chances
 from backend.fleet import LOOKUP, Foretold
-from backend.protocol import Block, Draft
 from backend.speculation.budget import survivals
 from backend.speculation.calibration import Calibration
+from backend.speculation.chances import chances
 from backend.speculation.guesses import Guesses, Resolved
 from backend.speculation.lookups import Lookups
 from backend.speculation.waiting import Foresight, Outlook
+from backend.wire.drafting import Block, Draft
 
 SAMPLED = 8
 """Requests per step whose drafts are learned from, by turns: in larger batches all of them would cost more than they tell."""

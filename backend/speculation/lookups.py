@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from backend.lookup import LONGEST, SHORTEST, Lookup
 from backend.speculation.calibration import log_odds
+from backend.speculation.lookup import LONGEST, SHORTEST, Lookup
 
 WINDOW = 4096
 """Tokens of a prompt that can be found, the latest: bounds the memory of a request to about a megabyte."""

@@ -18,13 +18,13 @@ from dataclasses import dataclass, field
 from msgspec.structs import replace
 
 from backend.fleet import Foretold
-from backend.protocol import Block, Draft, NextItem
 from backend.speculation.budget import Spent, spend
 from backend.speculation.deadlines import Questions
 from backend.speculation.hands import Hand, Hands, Request
 from backend.speculation.pairing import drafter_for
 from backend.speculation.step_times import DraftTimes, StepTimes
 from backend.speculation.waiting import Ask, Asking, Choice, Load, Pending, Plan, Prospect, Times, waiting_pays
+from backend.wire.drafting import Block, Draft, NextItem
 
 RECONSIDER_EVERY = 16
 """Steps between two looks at what drafts are expected to bring: they cost some hundred microseconds."""

@@ -20,7 +20,7 @@ import mmap
 import os
 import secrets
 
-from backend.protocol import RingRef
+from backend.wire.drafting import RingRef
 
 HEADER = 64
 TOKEN_BYTES = 16

@@ -10,10 +10,10 @@ import ray
 
 from backend.config import Settings
 from backend.coordinator.actor import CoordinatorHandle
-from backend.departure import Departure
 from backend.fleet import Member, Orders
-from backend.membership import Membership, enter
-from backend.models import ResolvedModels
+from backend.fleet.departure import Departure
+from backend.fleet.membership import Membership, enter
+from backend.models.resolve import ResolvedModels
 from backend.transport import new_server_keys
 
 logger = logging.getLogger(__name__)

@@ -16,22 +16,22 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from backend.config import REMOTE_MODES, Settings
-from backend.engine_wire import ENGINE_WIRE_VERSION, EngineWelcome
+from backend.engine.build import build_config, build_core, draft_source, vllm_version
+from backend.engine.counting import Counters
+from backend.engine.gateways import GatewayPort
+from backend.engine.loop import DraftLinks, EngineLoop
+from backend.engine.ranks import segments_of_ranks
+from backend.engine.recording import Recording
+from backend.engine.traces import RequestTraces
+from backend.engine.warm_up import warm_up
+from backend.engine.weights import WeightControl
 from backend.fleet import DrafterRef, VerifierStats
-from backend.models import ResolvedModels
+from backend.models.resolve import ResolvedModels
 from backend.records.kept import KeptRows
 from backend.records.recorder import Recorder
 from backend.tracing import open_tracing
 from backend.transport import Hub, ServerKeys, Wire, unlink_ipc_on_exit
-from backend.verifier.counting import Counters
-from backend.verifier.engine import build_config, build_core, draft_source, vllm_version
-from backend.verifier.gateways import GatewayPort
-from backend.verifier.loop import DraftLinks, EngineLoop
-from backend.verifier.ranks import segments_of_ranks
-from backend.verifier.recording import Recording
-from backend.verifier.traces import RequestTraces
-from backend.verifier.warm_up import warm_up
-from backend.verifier.weights import WeightControl
+from backend.wire.engine import ENGINE_WIRE_VERSION, EngineWelcome
 
 if TYPE_CHECKING:
     from backend.records.writer import FileRecorder

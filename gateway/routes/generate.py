@@ -6,14 +6,10 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
 import pydantic
-import vllm  # noqa: F401  (first: its submodules do not import alone)
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-from vllm.entrypoints.openai.completion.protocol import CompletionRequest
-from vllm.entrypoints.serve.engine.protocol import ErrorResponse
-from vllm.exceptions import VLLMValidationError
 
+from backend.engine.front import ChatCompletionRequest, CompletionRequest, ErrorResponse, VLLMValidationError
 from gateway.errors import ContextTooLong, NoVerifier, from_vllm
 from gateway.requests import check_generation, parse, read_json
 from gateway.session import enter_session

@@ -5,16 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pydantic
-import vllm  # noqa: F401  (first: its submodules do not import alone)
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
-from vllm.entrypoints.serve.engine.protocol import ErrorResponse
-from vllm.entrypoints.serve.tokenize.protocol import (
-    DetokenizeRequest,
-    TokenizeChatRequest,
-    TokenizeCompletionRequest,
-)
 
+from backend.engine.front import DetokenizeRequest, ErrorResponse, TokenizeChatRequest, TokenizeCompletionRequest
 from gateway.errors import ModelNotFound, from_vllm
 from gateway.requests import parse, read_json
 from gateway.state import gateway_of

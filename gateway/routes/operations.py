@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import importlib.metadata
 
-import vllm
 from fastapi import APIRouter, Request
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import JSONResponse, Response
 
+from backend.engine.front import VLLM_VERSION
 from gateway.errors import InternalError, NoVerifier
 from gateway.fleet_metrics import fleet_document
 from gateway.state import gateway_of
@@ -48,7 +48,7 @@ async def fleet(request: Request) -> Response:
 @router.get("/version")
 async def version() -> Response:
     """Ours and vLLM's."""
-    return JSONResponse({"version": _own_version(), "vllm": vllm.__version__})
+    return JSONResponse({"version": _own_version(), "vllm": VLLM_VERSION})
 
 
 def _own_version() -> str:

@@ -19,11 +19,11 @@ import msgspec
 import pytest
 import zmq
 
-from backend.engine_wire import ENGINE_WIRE_VERSION, HELLO, EngineHello
+from backend.engine.build import vllm_version
 from backend.fleet import FleetSnapshot
-from backend.protocol import PROTOCOL_VERSION, Hello, encode
 from backend.transport import ServerKeys, new_server_keys
-from backend.verifier.engine import vllm_version
+from backend.wire.drafting import PROTOCOL_VERSION, Hello, encode
+from backend.wire.engine import ENGINE_WIRE_VERSION, HELLO, EngineHello
 from tests.support.fleet_process import ServedFleet, wait_for
 from tests.support.machines import RayMachines, Tap, missing, network
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 from vllm.sampling_params import SamplingParams
 
-from backend.bench.prompts import Prompts
 from backend.drafter.proposer import Ask, Until
+from backend.lab.bench.prompts import Prompts
 from tests.support.noting_drafter import NotingDrafter, eagle
 from tests.support.processes import Verifier, demo_models
 

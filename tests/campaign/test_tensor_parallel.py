@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from vllm.sampling_params import SamplingParams
 
-from backend.bench.prompts import Prompts
+from backend.lab.bench.prompts import Prompts
 from tests.support.fleet_process import ServedFleet, wait_for
 from tests.support.processes import Drafter, Verifier, demo_models
 

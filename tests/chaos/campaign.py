@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from loadtest.fleet import descendants
+from loadtest.served import descendants
 from tests.chaos import census
 from tests.chaos.faults import FULL, QUICK, Done, Saboteur, schedule
 from tests.chaos.workload import Case, Outcome, ask, cases, failed, what_is_wrong

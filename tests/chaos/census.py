@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from loadtest.fleet import descendants
+from loadtest.served import descendants
 
 
 def name_of(pid: int) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from backend.fleet import LOOKUP, VerifierStats
-from backend.routing import Candidate
+from backend.routing.routers import Candidate
 from tests.chaos.workload import Case, Outcome, ask, cases, what_is_wrong
 from tests.support.engine_gateway import EngineFleet, engine_fleet
 from tests.support.fake_verifier import eventually
@@ -28,7 +28,7 @@ class OneWay:
         self._first = first
 
     def choose(self, request_tokens: int, candidates: Sequence[Candidate]) -> str | None:
-        """See `backend.routing.Router`."""
+        """See `backend.routing.routers.Router`."""
         del request_tokens
         return min((each.id for each in candidates), key=lambda name: name != self._first, default=None)
 

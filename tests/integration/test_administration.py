@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-import backend.demo
+import backend.models.demo
 from tests.support.fleet_process import ROOT, ServedFleet, wait_for
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
-MODELS = Path(backend.demo.__file__).parent / "models"
+MODELS = Path(backend.models.demo.__file__).parent
 PROMPT = "def read_lines(path, encoding):\n    with open(path) as file:\n        "
 TOKENS = 150
 

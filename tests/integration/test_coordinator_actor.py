@@ -20,7 +20,7 @@ from backend.launch.plan import MemberPlan
 from backend.launch.processes import LaunchError
 from backend.launch.rooms import Rooms
 from backend.launch.state import ray_token
-from backend.models import ResolvedModels
+from backend.models.resolve import ResolvedModels
 from backend.transport.sockets import ServerKeys
 
 pytestmark = pytest.mark.engine

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from vllm.sampling_params import SamplingParams
 
-from backend.engine_wire import FIXED_RESPONSE
+from backend.engine.client import Answer
 from backend.fleet import VerifierStats
-from backend.verifier.client import Answer
+from backend.wire.engine import FIXED_RESPONSE
 from tests.support.processes import Drafter, Verifier, demo_models
 from tests.support.scripted_drafter import ScriptedDrafter
 

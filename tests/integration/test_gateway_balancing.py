@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from backend.fleet import VerifierStats
-from backend.speed import Speed
+from backend.fleet.speed import Speed
 from tests.integration.test_gateway_streams import stall
 from tests.support.fake_verifier import FakeVerifier, eventually
 from tests.support.running_gateway import COMPLETION, running_gateway

@@ -10,7 +10,7 @@ import pytest
 
 import loadtest.run
 from loadtest.__main__ import main
-from loadtest.fleet import FleetError, Gateway
+from loadtest.served import FleetError, Gateway
 from tests.support.sse_server import StubGateway, stream_of
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from backend.demo import TARGET_DIR
+from backend.models.demo import TARGET_DIR
 from backend.rollout.requests import Tokenizer
 from tests.support.processes import ENGINE_ENV, ROOT
 

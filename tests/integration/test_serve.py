@@ -16,7 +16,7 @@ import httpx
 import pytest
 from openai import OpenAI
 
-from loadtest.fleet import descendants
+from loadtest.served import descendants
 from tests.support.collector import Collector
 from tests.support.fleet_process import ROOT, ServedFleet, wait_for
 

@@ -169,7 +169,7 @@ def test_invalid_tokens_change_nothing(
 
 
 def test_wrong_base_length_is_stale(remote: Verifier, drafter: ScriptedDrafter, expected: list[list[int]]) -> None:
-    from backend.protocol import Draft, Drafts, Next, encode
+    from backend.wire.drafting import Draft, Drafts, Next, encode
 
     def shifted(message: Next) -> list[bytes]:
         return [encode(Drafts(message.epoch, 1, 1, [Draft(i.request_id, i.base_len + 1, [3, 4]) for i in message.items]))]
@@ -261,7 +261,7 @@ def test_aborted_request_is_forgotten(remote: Verifier, drafter: ScriptedDrafter
 
 
 def test_refuses_what_it_cannot_decode_and_serves_on(remote: Verifier, expected: list[list[int]]) -> None:
-    from backend.engine_wire import ADD
+    from backend.wire.engine import ADD
 
     remote.client.dealer.send(ADD, b"\xc1nonsense")
     remote.client.run_until(lambda: bool(remote.client.refusals))

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoTokenizer
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
-from backend.demo import TARGET_DIR
+from backend.models.demo import TARGET_DIR
 from backend.noise import gumbel
 from tests.support.processes import Drafter, Verifier
 from tests.support.statistics import chi_square, chi_square_tail

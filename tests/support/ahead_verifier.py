@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from backend.drafter.service import DrafterService, Reply
-from backend.protocol import (
+from backend.wire.drafting import (
     PROTOCOL_VERSION,
     Ahead,
     Block,

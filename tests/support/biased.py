@@ -8,9 +8,9 @@ import torch
 from vllm.sampling_params import SamplingParams
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
+from backend.engine import sampling
+from backend.engine.worker import OutriderCpuWorker
 from backend.noise import Choice
-from backend.verifier import sampling
-from backend.verifier.worker import OutriderCpuWorker
 
 TOO_LITTLE = 0.9
 """Of the noise that is due: likely tokens then come too often."""

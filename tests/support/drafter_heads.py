@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from backend.drafter.checkpoint import load_head
 from backend.drafter.eagle import EagleProposer
+from backend.models.checkpoint import load_head
 
 Tensors = dict[str, Tensor]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from backend.protocol import Block, Draft, NextItem, Outcome
 from backend.speculation.speculator import Attached, Speculator
+from backend.wire.drafting import Block, Draft, NextItem, Outcome
 
 VOCAB, K, OUTCOMES = 50, 4, 4
 STEP_S, TOKEN_S, LONGEST_WAIT_S = 5e-3, 2e-5, 0.1

@@ -14,8 +14,8 @@ import httpx
 import msgspec
 
 from backend.config import Settings
-from backend.demo import TARGET_DIR
 from backend.fleet import Member
+from backend.models.demo import TARGET_DIR
 from gateway.directory import StaticDirectory
 from gateway.fleet_core import FleetCore
 from gateway.server import GatewayServer

@@ -1,4 +1,4 @@
-"""A verifier without an engine: an asyncio ROUTER that speaks `backend.engine_wire` and emits what a test tells it to."""
+"""A verifier without an engine: an asyncio ROUTER that speaks `backend.wire.engine` and emits what a test tells it to."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ import zmq.asyncio
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason, UtilityOutput
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, UtilityResult
 
-from backend import engine_wire as wire
 from backend.fleet import DraftCounters, Member, VerifierStats
 from backend.records.kept import RowBatch
+from backend.wire import engine as wire
 
 Behaviour = Callable[["FakeVerifier", "Sequence"], Awaitable[None]]
 

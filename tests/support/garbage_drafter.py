@@ -15,8 +15,8 @@ import tempfile
 
 from backend.config import sources
 from backend.fleet import DrafterStats, Member
-from backend.membership import Membership
-from backend.protocol import Draft, Drafts, Next, encode
+from backend.fleet.membership import Membership
+from backend.wire.drafting import Draft, Drafts, Next, encode
 from gateway.cli import _found_fleet
 from tests.support.scripted_drafter import SURE, ScriptedDrafter
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from backend.demo import TARGET_DIR
+from backend.models.demo import TARGET_DIR
 
 
 def write_adapter(directory: Path, rank: int = 4) -> Path:

@@ -14,9 +14,9 @@ from backend.drafter.process import DrafterModel, build_proposer
 from backend.drafter.proposer import Sampling
 from backend.drafter.service import DrafterService
 from backend.fleet import DrafterRef
-from backend.models import ResolvedModels
-from backend.protocol import Close, Drafts, Open, Round, decode_to_drafter, decode_to_verifier
+from backend.models.resolve import ResolvedModels
 from backend.transport import Hub, Wire
+from backend.wire.drafting import Close, Drafts, Open, Round, decode_to_drafter, decode_to_verifier
 
 
 def eagle(paths: ResolvedModels) -> Any:

@@ -12,10 +12,10 @@ from typing import Any
 
 import msgspec
 
-from backend.demo import DRAFTER_DIR, TARGET_DIR
+from backend.engine.client import EngineClient
 from backend.fleet import DrafterRef
-from backend.models import ResolvedModels
-from backend.verifier.client import EngineClient
+from backend.models.demo import DRAFTER_DIR, TARGET_DIR
+from backend.models.resolve import ResolvedModels
 
 ROOT = Path(__file__).resolve().parents[2]
 ENGINE_ENV = {

@@ -12,7 +12,7 @@ import msgspec
 
 from backend.config import DraftingSettings
 from backend.drafter.process import DrafterModel, DrafterProcess, pin_cores
-from backend.models import ResolvedModels
+from backend.models.resolve import ResolvedModels
 
 
 def main() -> None:

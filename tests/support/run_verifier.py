@@ -19,7 +19,7 @@ def main() -> None:
 
     from backend.config import Settings
     from backend.fleet import DrafterRef
-    from backend.models import ResolvedModels
+    from backend.models.resolve import ResolvedModels
     from backend.verifier.process import VerifierProcess
 
     logging.basicConfig(level="INFO")

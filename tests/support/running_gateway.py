@@ -12,13 +12,13 @@ from typing import Any
 
 import httpx
 
-import backend.demo
+import backend.models.demo
 from backend.config import Settings
 from gateway.directory import StaticDirectory
 from gateway.server import GatewayServer
 from tests.support.fake_verifier import FakeVerifier, eventually
 
-MODEL_DIR = str(Path(backend.demo.__file__).parent / "models" / "target")
+MODEL_DIR = str(Path(backend.models.demo.__file__).parent / "target")
 CHAT = {"model": "demo", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 6}
 COMPLETION = {"model": "demo", "prompt": "def f(", "max_tokens": 6}
 

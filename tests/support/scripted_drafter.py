@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 from backend.fleet import DrafterRef
-from backend.protocol import (
+from backend.transport import Hub, Router, Wire
+from backend.wire.drafting import (
     PROTOCOL_VERSION,
     Close,
     Draft,
@@ -20,7 +21,6 @@ from backend.protocol import (
     decode_to_drafter,
     encode,
 )
-from backend.transport import Hub, Router, Wire
 
 SURE = 8.0
 """Value and lead of every token: with these a verifier takes drafts for good until it has seen otherwise."""

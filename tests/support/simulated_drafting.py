@@ -9,9 +9,9 @@ import math
 import random
 from dataclasses import dataclass
 
-from backend.chances import chances
 from backend.speculation.budget import survivals
 from backend.speculation.calibration import Calibration
+from backend.speculation.chances import chances
 from backend.speculation.guesses import Guesses
 from backend.speculation.step_times import DraftTimes, StepTimes
 from backend.speculation.waiting import Ask, Asking, Foresight, Load, Outlook, Pending, Times, waiting_pays

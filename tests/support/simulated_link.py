@@ -16,8 +16,8 @@ from typing import Any
 import msgspec
 
 from backend.drafter.service import DrafterService
-from backend.protocol import Ahead, Draft, Drafts, Outcome, decode_to_verifier, encode
 from backend.transport import Wire
+from backend.wire.drafting import Ahead, Draft, Drafts, Outcome, decode_to_verifier, encode
 
 
 class World:

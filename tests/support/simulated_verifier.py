@@ -26,14 +26,14 @@ from vllm.v1.structured_output import StructuredOutputManager
 from backend.config import Settings
 from backend.drafter.eagle import EagleProposer
 from backend.drafter.proposer import Ask, Until
+from backend.engine.build import build_config
+from backend.engine.counting import Counters
+from backend.engine.features import FeatureShipper
+from backend.engine.loop import DraftLinks, EngineLoop
+from backend.engine.runner import RemoteDrafting
+from backend.engine.scheduler import DraftingScheduler
 from backend.fleet import LOOKUP, DrafterRef, VerifierStats
-from backend.protocol import Draft
-from backend.verifier.counting import Counters
-from backend.verifier.engine import build_config
-from backend.verifier.features import FeatureShipper
-from backend.verifier.loop import DraftLinks, EngineLoop
-from backend.verifier.runner import RemoteDrafting
-from backend.verifier.scheduler import DraftingScheduler
+from backend.wire.drafting import Draft
 from tests.support.processes import demo_models
 from tests.support.simulated_link import Network, SimulatedDealer, SimulatedHub, World
 
@@ -316,7 +316,7 @@ def simulated(world: World, network: Network) -> Iterator[None]:
 
     with ExitStack() as stack:
         for module in ("loop", "scheduler", "feature_link", "counting"):
-            stack.enter_context(mock.patch(f"backend.verifier.{module}.time", world))
-        stack.enter_context(mock.patch("backend.verifier.feature_link.connect_dealer", connect))
-        stack.enter_context(mock.patch("backend.verifier.feature_link.Dealer", lambda socket: socket))
+            stack.enter_context(mock.patch(f"backend.engine.{module}.time", world))
+        stack.enter_context(mock.patch("backend.engine.feature_link.connect_dealer", connect))
+        stack.enter_context(mock.patch("backend.engine.feature_link.Dealer", lambda socket: socket))
         yield

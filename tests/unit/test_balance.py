@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backend.balance import Limits, Load, Movable, Move, expected_remaining, plan_moves
-from backend.speed import Speed
+from backend.fleet.speed import Speed
+from backend.routing.balance import Limits, Load, Movable, Move, expected_remaining, plan_moves
 
 LIMITS = Limits(moves=4, dwell_s=10.0, gap=1.25, gain=2.0)
 NOW = 100.0

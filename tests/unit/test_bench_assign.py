@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from backend.bench.assign import WAYS, parse_load, pins_of
-from backend.bench.assign_fleet import cores_of, plan_name
-from backend.bench.assign_report import markdown, summary
 from backend.fleet import VerifierStats
+from backend.lab.bench.assign import WAYS, parse_load, pins_of
+from backend.lab.bench.assign_fleet import cores_of, plan_name
+from backend.lab.bench.assign_report import markdown, summary
 
 
 def test_loads_are_read() -> None:

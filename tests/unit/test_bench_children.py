@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from backend.bench.children import Child, ChildError, close_all
-from backend.bench.micro import measure_codec
+from backend.lab.bench.children import Child, ChildError, close_all
+from backend.lab.bench.micro import measure_codec
 from backend.transport import Hub, Wire
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from backend.bench import load
-from backend.bench.load import run_load, run_phases
+from backend.lab.bench import load
+from backend.lab.bench.load import run_load, run_phases
 
 
 class Client:

@@ -11,16 +11,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from backend.bench import options as options_module
-from backend.bench import report
-from backend.bench.identical import GreedyCheck, first_difference
-from backend.bench.load import Load
-from backend.bench.measure import Sample, Snapshot, ceiling, ratio, row, sample
-from backend.bench.pace import Paced
-from backend.bench.plan import Configuration, Point, split_cores
-from backend.bench.run import Results
+from backend.engine.client import Answer
 from backend.fleet import DraftCounters, DrafterStats, Foretold, VerifierStats
-from backend.verifier.client import Answer
+from backend.lab.bench import options as options_module
+from backend.lab.bench import tables as report
+from backend.lab.bench.identical import GreedyCheck, first_difference
+from backend.lab.bench.load import Load
+from backend.lab.bench.measure import Sample, Snapshot, ceiling, ratio, row, sample
+from backend.lab.bench.pace import Paced
+from backend.lab.bench.plan import Configuration, Point, split_cores
+from backend.lab.bench.run import Results
 
 OFF = Configuration("equal_verifier", "off", 0, (0,))
 SYNC = Configuration("equal_verifier", "sync", 4, (0,))

@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
-from backend.bench import options as options_module
-from backend.bench.children import ENVIRONMENT
-from backend.bench.fleet import Bench, TargetFleet, verifier_settings
-from backend.bench.measure import Snapshot, drafting_between, sample
-from backend.bench.options import PROBABILISTIC
-from backend.bench.pace import PROFILES, Cost, Pace, Paced, parse_pace
-from backend.bench.pacing import Pacer, pace_drafter
-from backend.bench.plan import Configuration, CoreSplit
 from backend.config import environment
+from backend.lab.bench import options as options_module
+from backend.lab.bench.children import ENVIRONMENT
+from backend.lab.bench.engines import Bench, TargetFleet, verifier_settings
+from backend.lab.bench.measure import Snapshot, drafting_between, sample
+from backend.lab.bench.options import PROBABILISTIC
+from backend.lab.bench.pace import PROFILES, Cost, Pace, Paced, parse_pace
+from backend.lab.bench.pacing import Pacer, pace_drafter
+from backend.lab.bench.plan import Configuration, CoreSplit
 from tests.support.processes import demo_models
 
 
@@ -120,7 +120,7 @@ def test_a_paced_verifier_and_the_rivals_variant_are_ordinary_settings(tmp_path:
     settings = verifier_settings(bench, Configuration("equal_verifier", PROBABILISTIC, 4, (0,)), 1)
     assert settings["mode"] == "native"
     assert settings["verifier"]["engine_args"] == {
-        "worker_cls": "backend.bench.paced_worker.PacedCpuWorker",
+        "worker_cls": "backend.lab.bench.paced_worker.PacedCpuWorker",
         "speculative_config": {"draft_sample_method": "probabilistic"},
     }
     plain = verifier_settings(dataclasses.replace(bench, pace=None), Configuration("equal_verifier", "off", 0, (0,)), 1)

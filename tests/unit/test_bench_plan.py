@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backend.bench import options as options_module
-from backend.bench.options import MODES, PROBABILISTIC, Options
-from backend.bench.plan import LOCAL_MODES, cells, configurations, points, split_cores
 from backend.config.settings import REMOTE_MODES, Mode
+from backend.lab.bench import options as options_module
+from backend.lab.bench.options import MODES, PROBABILISTIC, Options
+from backend.lab.bench.plan import LOCAL_MODES, cells, configurations, points, split_cores
 
 
 def parsed(*arguments: str) -> Options:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from backend.bench import stopwatch
-from backend.bench.profile import medians_us, per_request_us, rows_of
-from backend.bench.stopwatch import COMPUTE, THEIRS, Stopwatch
+from backend.lab.bench import stopwatch
+from backend.lab.bench.profile import medians_us, per_request_us, rows_of
+from backend.lab.bench.stopwatch import COMPUTE, THEIRS, Stopwatch
 
 
 class Layers:

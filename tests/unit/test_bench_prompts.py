@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from backend.bench.options import DOMAINS
-from backend.bench.prompts import Prompts, docstrings
-from backend.demo.corpus import Document
-from backend.demo.tokenizer import save_tokenizer, train_tokenizer
+from backend.lab.bench.options import DOMAINS
+from backend.lab.bench.prompts import Prompts, docstrings
+from backend.lab.demo.tokenizer import save_tokenizer, train_tokenizer
+from backend.rollout.corpus import Document
 
 LENGTH = 64
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from backend.bench.records_cost import Timed, cost_of, interval, order
-from backend.bench.stopwatch import TimedRecording
+from backend.lab.bench.records_cost import Timed, cost_of, interval, order
+from backend.lab.bench.stopwatch import TimedRecording
 
 PAIRS = 80
 

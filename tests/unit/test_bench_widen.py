@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from backend.bench.widen import Preset, WidenError, widen, widen_pair, width_for
-from backend.demo import DRAFTER_DIR, TARGET_DIR
-from backend.drafter.check import check
-from backend.drafter.head_config import load_config
+from backend.lab.bench.widen import Preset, WidenError, widen, widen_pair, width_for
+from backend.models.check import check
+from backend.models.demo import DRAFTER_DIR, TARGET_DIR
+from backend.models.head_config import load_config
 
 TOLERANCE = 1e-4
 

@@ -15,7 +15,7 @@ from backend.config.sources import Loaded
 from backend.fleet import Assignment, DraftCounters, FleetSnapshot, Member, MemberView, VerifierStats
 from backend.launch import state
 from backend.launch.cluster import ClusterError, RayCluster
-from backend.models import ResolvedModels
+from backend.models.resolve import ResolvedModels
 from gateway import cli, present
 
 DEMO = ResolvedModels("/t", "/d", "eagle", "demo")

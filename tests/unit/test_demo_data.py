@@ -8,9 +8,9 @@ import pytest
 pytest.importorskip("tokenizers")
 pytest.importorskip("transformers")
 
-from backend.demo import TARGET_DIR
-from backend.demo.corpus import MAX_TABLE_CHARS, Document, is_table, is_validation, load_corpus
-from backend.demo.tokenizer import BEGIN_ID, END_ID, save_tokenizer, token_stream, train_tokenizer
+from backend.lab.demo.tokenizer import BEGIN_ID, END_ID, save_tokenizer, token_stream, train_tokenizer
+from backend.models.demo import TARGET_DIR
+from backend.rollout.corpus import MAX_TABLE_CHARS, Document, is_table, is_validation, load_corpus
 
 SOURCE = '''import os
 

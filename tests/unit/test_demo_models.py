@@ -16,8 +16,7 @@ pytest.importorskip("safetensors")
 
 import torch
 
-from backend.demo import DRAFTER_DIR, TARGET_DIR
-from backend.demo.checkpoints import (
+from backend.lab.demo.checkpoints import (
     load_drafter,
     load_target,
     replacing,
@@ -25,14 +24,15 @@ from backend.demo.checkpoints import (
     save_drafter_midlayer,
     save_target,
 )
-from backend.demo.drafter import train_drafter
-from backend.demo.drafter_model import Drafter, chain
-from backend.demo.evaluate import accept, matching_prefix, sample
-from backend.demo.generate import generate
-from backend.demo.model import Shape, Target
-from backend.demo.options import DemoOptions, DrafterOptions, TargetOptions
-from backend.demo.target import train_target, validation_loss
-from backend.demo.training import Progress, Windows, rate_factor
+from backend.lab.demo.drafter import train_drafter
+from backend.lab.demo.drafter_model import Drafter, chain
+from backend.lab.demo.evaluate import accept, matching_prefix, sample
+from backend.lab.demo.generate import generate
+from backend.lab.demo.model import Shape, Target
+from backend.lab.demo.options import DemoOptions, DrafterOptions, TargetOptions
+from backend.lab.demo.target import train_target, validation_loss
+from backend.lab.demo.training import Progress, Windows, rate_factor
+from backend.models.demo import DRAFTER_DIR, TARGET_DIR
 
 TINY = Shape(
     vocab_size=97,

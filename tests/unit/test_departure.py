@@ -7,10 +7,9 @@ import threading
 
 import pytest
 
-from backend import departure
-from backend.departure import Departure
-from backend.fleet import Member, Orders
-from backend.membership import Membership
+from backend.fleet import Member, Orders, departure
+from backend.fleet.departure import Departure
+from backend.fleet.membership import Membership
 
 
 class Coordinator:

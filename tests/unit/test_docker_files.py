@@ -94,7 +94,7 @@ def test_nothing_else_reaches_the_builder() -> None:
         "backend/.env",
     ):
         assert not reaches_builder(path), path
-    assert reaches_builder("backend/demo/models/target/model.safetensors")
+    assert reaches_builder("backend/models/demo/target/model.safetensors")
     assert not reaches_builder("backend/__pycache__/x.pyc")
 
 

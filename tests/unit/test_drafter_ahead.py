@@ -10,7 +10,7 @@ import pytest
 from backend.drafter.eagle import EagleProposer
 from backend.drafter.ngram import NgramProposer
 from backend.drafter.service import DrafterService, Reply
-from backend.protocol import (
+from backend.wire.drafting import (
     HELLO_FIRST,
     Ahead,
     Block,

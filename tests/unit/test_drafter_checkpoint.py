@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from backend.drafter.check import check, find_misfits
-from backend.drafter.checkpoint import CheckpointError, load_config, load_fc, load_head
-from backend.drafter.head_config import Rope
 from backend.drafter.proposer import Ask, Until
 from backend.drafter.rope import inverse_frequencies
+from backend.models.check import check, find_misfits
+from backend.models.checkpoint import CheckpointError, load_config, load_fc, load_head
+from backend.models.head_config import Rope
 from tests.support.drafter_heads import TinyHead, make_proposer, write_head, write_target
 
 
@@ -197,7 +197,7 @@ def test_llama3_scaling_stretches_long_waves_only() -> None:
     assert bool((scaled[1:] < scaled[:-1]).all())
 
 
-@pytest.mark.parametrize(("module", "absent"), [("backend.drafter.check", "torch"), ("backend.drafter.process", "vllm")])
+@pytest.mark.parametrize(("module", "absent"), [("backend.models.check", "torch"), ("backend.drafter.process", "vllm")])
 def test_imports_stay_light(module: str, absent: str) -> None:
     code = f"import sys, {module}; sys.exit({absent!r} in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from backend.drafter.checkpoint import load_head
 from backend.drafter.eagle import EagleProposer
 from backend.drafter.proposer import MAX_DRAFT, Ask, Until
+from backend.models.checkpoint import load_head
+from backend.models.demo import DRAFTER_DIR, TARGET_DIR
 from tests.support.drafter_heads import Reference, TinyHead, make_proposer
 
 HEADS = {
@@ -257,10 +258,7 @@ def test_half_precision_drafts_within_the_vocabulary(tmp_path: Path) -> None:
 
 
 def test_the_embedded_demo_head_drafts() -> None:
-    models = Path(__file__).parents[2] / "backend" / "demo" / "models"
-    if not (models / "drafter" / "model.safetensors").exists():
-        pytest.skip("the demo models are not there")
-    weights = load_head(str(models / "drafter"), str(models / "target"))
+    weights = load_head(str(DRAFTER_DIR), str(TARGET_DIR))
     proposer = EagleProposer(weights, 1024)
     proposer.open(0, [1, 2, 3, 4], 3, 0.0)
     drafts = drafts_of(proposer, [Ask(0, 4, 3, torch.randn(3, proposer.hidden), Until(4))])[0]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from backend.drafter.nexts import Nexts, Wanted
 from backend.drafter.ngram import NgramProposer
 from backend.drafter.service import DrafterService
-from backend.protocol import Draft, NextItem, Open, Round, encode
+from backend.wire.drafting import Draft, NextItem, Open, Round, encode
 from tests.support.ahead_verifier import AheadVerifier, drafts_of
 
 junk = st.recursive(

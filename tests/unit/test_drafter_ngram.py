@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from backend.drafter.ngram import NgramProposer
 from backend.drafter.proposer import Ask, Until
-from backend.tokens import UNKNOWN
+from backend.speculation.tokens import UNKNOWN
 
 
 def proposer(capacity: int = 1000, longest: int = 4, shortest: int = 2) -> NgramProposer:

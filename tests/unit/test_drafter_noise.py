@@ -11,12 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backend.chances import CLIP, chance, chances
 from backend.drafter.eagle import EagleProposer
 from backend.drafter.proposer import Ask, Drafted, Premise, Sampling, Until
 from backend.drafter.service import DrafterService
 from backend.drafter.taus import GRID, START, TRIES, Taus, Trial
-from backend.protocol import NextItem, Outcome
+from backend.speculation.chances import CLIP, chance, chances
+from backend.wire.drafting import NextItem, Outcome
 from tests.support.ahead_verifier import HEAD, AheadVerifier, blocks_of, drafts_of, opening
 from tests.support.drafter_books import Book, Request
 from tests.support.drafter_heads import TinyHead, make_proposer

@@ -11,7 +11,7 @@ import torch
 
 from backend.drafter.ngram import NgramProposer
 from backend.drafter.proposer import MAX_OUTCOMES, Ask, Premise, Until
-from backend.protocol import Outcome
+from backend.wire.drafting import Outcome
 from tests.support.drafter_books import Book, Request, tokens_of
 from tests.support.drafter_heads import TinyHead, make_proposer
 

@@ -12,10 +12,16 @@ import pytest
 import torch
 
 from backend.config.settings import DraftingSettings
-from backend.drafter.head_config import CheckpointError
 from backend.drafter.process import DrafterModel, DrafterProcess
+from backend.engine import feature_link
+from backend.engine.features import FeatureShipper
+from backend.engine.postponed import Span
 from backend.fleet import DrafterRef
-from backend.protocol import (
+from backend.models.head_config import CheckpointError
+from backend.transport import RingWriter
+from backend.transport.hub import Dealer, Hub
+from backend.transport.sockets import Wire, new_server_keys
+from backend.wire.drafting import (
     PROTOCOL_VERSION,
     Commit,
     Drafts,
@@ -31,12 +37,6 @@ from backend.protocol import (
     decode_to_verifier,
     encode,
 )
-from backend.transport import RingWriter
-from backend.transport.hub import Dealer, Hub
-from backend.transport.sockets import Wire, new_server_keys
-from backend.verifier import feature_link
-from backend.verifier.features import FeatureShipper
-from backend.verifier.postponed import Span
 from tests.support.drafter_heads import TinyHead, write_head, write_target
 
 HEAD = TinyHead()

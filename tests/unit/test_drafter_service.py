@@ -17,7 +17,7 @@ from backend.drafter.eagle import EagleProposer
 from backend.drafter.ngram import NgramProposer
 from backend.drafter.proposer import Ask, Drafted
 from backend.drafter.service import DrafterService, Reply
-from backend.protocol import (
+from backend.wire.drafting import (
     HELLO_FIRST,
     PROTOCOL_VERSION,
     Close,

@@ -1,4 +1,4 @@
-"""What the gateway relies on inside vLLM 0.32.  When one of these fails, read `gateway/fleet_client.py` first."""
+"""What the gateway relies on inside vLLM 0.32.  When one of these fails, read `backend/engine/front/client.py` first."""
 
 import ast
 import inspect
@@ -12,8 +12,8 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector, RequestState
 
-from gateway.engine_config import build_vllm_config
-from gateway.fleet_client import FleetClient
+from backend.engine.front.client import FleetClient
+from backend.engine.front.config import build_vllm_config
 from gateway.fleet_core import FleetCore
 
 USED_BY_REQUESTS = (

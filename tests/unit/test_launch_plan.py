@@ -11,7 +11,7 @@ from hypothesis import given
 
 from backend.config import Settings
 from backend.launch.plan import FleetPlan, Hardware, PlanError, plan, share_cores
-from backend.models import ResolvedModels
+from backend.models.resolve import ResolvedModels
 
 EAGLE = ResolvedModels("/t", "/d", "eagle", "demo")
 RUNTIME = Path("/run/x")

@@ -11,7 +11,7 @@ import pytest
 from backend.config import Settings
 from backend.launch import fleet
 from backend.launch.fleet import LaunchError, _plan_when_there_is_room
-from backend.models import ResolvedModels
+from backend.models.resolve import ResolvedModels
 
 MODELS = ResolvedModels("/t", "/d", "eagle", "demo")
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from loadtest.fleet import FleetError, OwnFleet, descendants
+from loadtest.served import FleetError, OwnFleet, descendants
 
 
 def gateway_with(*pids: int) -> Any:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from backend import membership
 from backend.coordinator.messages import CoordinatorUnavailable, Credentials
-from backend.fleet import Member
-from backend.membership import enter
+from backend.fleet import Member, membership
+from backend.fleet.membership import enter
 
 MEMBER = Member("v0", "verifier", "one", "ipc://v0", "", "here", 1, "demo")
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from backend.config import Settings
-from backend.models import ModelError, find, resolve
+from backend.models.resolve import ModelError, find, resolve
 
 
 def settings(**changes: Any) -> Settings:
@@ -29,7 +29,7 @@ def target(directory: Path, **config: Any) -> Path:
 
 
 def test_the_demo_pair_is_built_in() -> None:
-    from backend.demo import DRAFTER_DIR, TARGET_DIR
+    from backend.models.demo import DRAFTER_DIR, TARGET_DIR
 
     models = resolve(Settings(), quiet)
     assert (models.target_dir, models.drafter_dir, models.drafter_kind, models.name) == (
@@ -108,7 +108,7 @@ def test_what_cannot_work_is_one_line(changes: dict[str, Any], line: str) -> Non
 
 def test_a_head_for_another_target_is_refused(tmp_path: Path) -> None:
     directory = target(tmp_path / "m", hidden_size=999, vocab_size=2048, num_hidden_layers=5)
-    from backend.demo import DRAFTER_DIR
+    from backend.models.demo import DRAFTER_DIR
 
     with pytest.raises(ModelError, match="does not fit") as error:
         resolve(settings(model=str(directory), drafter=str(DRAFTER_DIR)), lambda line: None)

@@ -13,7 +13,6 @@ import pytest
 from vllm.v1.engine import FinishReason
 
 from backend.coordinator import CoordinatorUnavailable
-from backend.engine_wire import FIXED_RESPONSE
 from backend.fleet import FleetSnapshot, MemberView
 from backend.records.rows import RequestRow, StepRow, VerificationRow
 from backend.rollout import run as run_module
@@ -24,6 +23,7 @@ from backend.rollout.run import RolloutError, RoundRunner, Sampling
 from backend.rollout.tables import markov_table
 from backend.rollout.trace import Case
 from backend.rollout.workers import Workers
+from backend.wire.engine import FIXED_RESPONSE
 from tests.support.fake_verifier import FakeVerifier, Sequence
 
 LENGTHS = [3, 8, 1, 12, 5, 7, 2, 6]

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from backend.demo import TARGET_DIR
+from backend.models.demo import TARGET_DIR
 from backend.rollout.make import make_trace
 from backend.rollout.options import trace_options
 from backend.rollout.requests import Tokenizer, context_length, make_requests

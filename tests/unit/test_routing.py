@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backend.affinity import BLOCK_TOKENS, PrefixMap, RecentMap
-from backend.routing import (
+from backend.fleet.speed import Speed
+from backend.routing.affinity import BLOCK_TOKENS, PrefixMap, RecentMap
+from backend.routing.routers import (
     Ask,
     Candidate,
     LeastLoaded,
@@ -16,7 +17,6 @@ from backend.routing import (
     make_router,
     predicted_tgs,
 )
-from backend.speed import Speed
 
 POLICIES = ("least-loaded", "power-of-two", "predicted-tgs")
 AFFINITIES = ("none", "session", "prefix", "both")

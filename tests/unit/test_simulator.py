@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from backend.coordinator.policy import Coordinator
-from backend.simulator.fleet import FleetSimulation, Outcome, Place, Scenario
-from backend.simulator.members import Hardware
-from backend.simulator.traces import Arrival, TraceError, Trouble, poisson, read, trouble
+from backend.lab.simulator.members import Hardware
+from backend.lab.simulator.simulation import FleetSimulation, Outcome, Place, Scenario
+from backend.lab.simulator.traces import Arrival, TraceError, Trouble, poisson, read, trouble
 from gateway.cli import main
 
 SLOW_DRAFTS = Hardware(draft_s=0.01, draft_request_s=0.002)

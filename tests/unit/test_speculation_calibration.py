@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backend.chances import chance, chances
 from backend.speculation.calibration import Calibration
+from backend.speculation.chances import chance, chances
 
 SIGNS = st.lists(st.floats(-1e6, 1e6), min_size=2, max_size=16).map(lambda signs: signs[: len(signs) // 2 * 2])
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backend.lookup import Lookup
 from backend.speculation.guesses import KEPT, Guesses, Resolved
+from backend.speculation.lookup import Lookup
 from backend.speculation.lookups import INDEXED_PER_STEP, Lookups
 
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=5)

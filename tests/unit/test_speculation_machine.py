@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from backend.fleet import LOOKUP
-from backend.protocol import Block, Draft, NextItem, Outcome
 from backend.speculation.speculator import Speculator
+from backend.wire.drafting import Block, Draft, NextItem, Outcome
 from tests.support.driven_speculator import LONGEST_WAIT_S, OUTCOMES, K
 from tests.support.speculator import assert_nothing_is_left
 

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backend.fleet import LOOKUP
-from backend.protocol import Block, Draft, Outcome
 from backend.speculation.hands import rank_of
 from backend.speculation.speculator import Speculator
 from backend.speculation.waiting import PROBE_EVERY, PROBE_STEPS, Ask
+from backend.wire.drafting import Block, Draft, Outcome
 from tests.support.driven_speculator import LONGEST_WAIT_S, Drafter, Driven, K, Turn, speculator
 
 

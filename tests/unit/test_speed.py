@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backend.fleet import VerifierStats
-from backend.speed import RESPONSE_TOKENS, Line, Speed, mean_speed
+from backend.fleet.speed import RESPONSE_TOKENS, Line, Speed, mean_speed
 
 
 def run(batches: list[int], fixed_s: float, per_request_s: float, tokens: int = 3) -> Speed:

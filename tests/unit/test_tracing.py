@@ -17,9 +17,9 @@ from backend import tracing
 from backend.config import Settings, sources
 from backend.config.settings import TracingSettings
 from backend.drafter.traces import DraftTraces
-from backend.protocol import Open, Round, decode_to_drafter, encode
+from backend.engine.traces import TRACE_ARGUMENT, RequestTraces
 from backend.tracing import Tracing, TracingError, open_tracing
-from backend.verifier.traces import TRACE_ARGUMENT, RequestTraces
+from backend.wire.drafting import Open, Round, decode_to_drafter, encode
 from gateway.cli import main
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"

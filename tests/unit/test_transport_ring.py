@@ -15,8 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backend.drafter.service import DrafterService
+from backend.engine import feature_link
+from backend.engine.features import FeatureShipper
+from backend.engine.postponed import Span
 from backend.fleet import DrafterRef
-from backend.protocol import (
+from backend.transport import RingReader, RingWriter, Wire
+from backend.wire.drafting import (
     HELLO_FIRST,
     PROTOCOL_VERSION,
     Close,
@@ -32,10 +36,6 @@ from backend.protocol import (
     decode_to_verifier,
     encode,
 )
-from backend.transport import RingReader, RingWriter, Wire
-from backend.verifier import feature_link
-from backend.verifier.features import FeatureShipper
-from backend.verifier.postponed import Span
 from tests.support.drafter_heads import TinyHead, make_proposer
 
 HEAD = TinyHead(hidden=16, heads=2, kv_heads=1)
@@ -135,7 +135,7 @@ def test_a_writer_that_is_killed_leaves_a_readable_ring() -> None:
     )
     child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert child.stdout is not None
-    from backend.protocol import RingRef
+    from backend.wire.drafting import RingRef
 
     ref, position = msgspec.json.decode(child.stdout.readline(), type=tuple[RingRef, int])
     reader = RingReader(ref)

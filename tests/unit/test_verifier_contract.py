@@ -22,8 +22,8 @@ from vllm.v1.worker.gpu_input_batch import InputBatch
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 import backend.noise  # noqa: F401
-from backend.verifier.cpu_kernels import expand
-from backend.verifier.engine import SUPPORTED_VLLM, vllm_version
+from backend.engine.build import SUPPORTED_VLLM, vllm_version
+from backend.engine.cpu_kernels import expand
 
 PARAMETERS = {
     (GPUModelRunner, "propose_draft_token_ids"): [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from backend.config import Settings
-from backend.verifier.engine import EngineSetupError, engine_arguments
+from backend.engine.build import EngineSetupError, engine_arguments
 from tests.support.processes import demo_models
 
 

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.engine import EngineCoreRequest
 
-from backend.engine_wire import FIXED_RESPONSE
+from backend.engine.counting import Counters
+from backend.engine.fixed import FixedResponses, fixed_response, forced_row, refuse_unfit
 from backend.fleet import VerifierStats
-from backend.verifier.counting import Counters
-from backend.verifier.fixed import FixedResponses, fixed_response, forced_row, refuse_unfit
+from backend.wire.engine import FIXED_RESPONSE
 
 few_tokens = st.lists(st.integers(0, 3), max_size=6)
 

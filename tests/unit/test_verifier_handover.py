@@ -10,10 +10,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backend.drafter.head_config import CheckpointError
 from backend.drafter.service import DrafterService
+from backend.engine import feature_link, features
+from backend.engine.feature_store import FeatureStore
+from backend.engine.features import FeatureShipper
+from backend.engine.postponed import Span
 from backend.fleet import DrafterRef
-from backend.protocol import (
+from backend.models.head_config import CheckpointError
+from backend.speculation.pairing import drafter_for
+from backend.transport import Wire
+from backend.wire.drafting import (
     PROTOCOL_VERSION,
     Close,
     Commit,
@@ -27,12 +33,6 @@ from backend.protocol import (
     decode_to_verifier,
     encode,
 )
-from backend.speculation.pairing import drafter_for
-from backend.transport import Wire
-from backend.verifier import feature_link, features
-from backend.verifier.feature_store import FeatureStore
-from backend.verifier.features import FeatureShipper
-from backend.verifier.postponed import Span
 from tests.support.drafter_heads import TinyHead, make_proposer
 
 HEAD = TinyHead(hidden=16, heads=2, kv_heads=1)

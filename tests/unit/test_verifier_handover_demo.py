@@ -12,17 +12,17 @@ import torch
 from tokenizers import Tokenizer
 
 from backend.config.settings import DraftingSettings
-from backend.demo import DRAFTER_DIR, TARGET_DIR
-from backend.demo.checkpoints import load_target
-from backend.demo.generate import generate
-from backend.drafter.checkpoint import load_config, load_fc
 from backend.drafter.process import DrafterModel, build_proposer
 from backend.drafter.service import DrafterService
+from backend.engine import feature_link
+from backend.engine.features import FeatureShipper, Handover
+from backend.engine.postponed import Span
 from backend.fleet import DrafterRef
+from backend.lab.demo.checkpoints import load_target
+from backend.lab.demo.generate import generate
+from backend.models.checkpoint import load_config, load_fc
+from backend.models.demo import DRAFTER_DIR, TARGET_DIR
 from backend.transport import Wire
-from backend.verifier import feature_link
-from backend.verifier.features import FeatureShipper, Handover
-from backend.verifier.postponed import Span
 from tests.unit.test_verifier_handover import K, Line
 
 REQUESTS, PROMPT, TOKENS, CHANGE_AT = 6, 200, 120, 40

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backend.verifier.postponed import Postponed, Span, pick_rows
+from backend.engine.postponed import Postponed, Span, pick_rows
 
 
 def tokens(first: int, last: int) -> list[int]:
@@ -84,8 +84,8 @@ def test_rows_of_requests_that_have_ended_never_go_out_and_do_not_count() -> Non
 
 
 def test_it_is_full_by_rows_of_live_requests_and_by_bytes_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("backend.verifier.postponed.MOST_ROWS", 4)
-    monkeypatch.setattr("backend.verifier.postponed.MOST_BYTES", 80)
+    monkeypatch.setattr("backend.engine.postponed.MOST_ROWS", 4)
+    monkeypatch.setattr("backend.engine.postponed.MOST_BYTES", 80)
     postponed = Postponed()
     postponed.add(*step({"a": 4}, {"a": 0}))
     assert postponed.is_full

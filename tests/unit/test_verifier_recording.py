@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from backend.engine.counting import Counters
+from backend.engine.recording import Recording
 from backend.fleet import VerifierStats
 from backend.records.recorder import LONGEST_REQUEST_ID, REQUEST_ID_KEY, NullRecorder, name_for_records
 from backend.records.rows import DecisionRow, RequestRow, StepRow, VerificationRow
 from backend.speculation.waiting import Ask, Choice, Foresight, Load, Plan, Prospect
-from backend.verifier.counting import Counters
-from backend.verifier.recording import Recording
 
 
 class Kept:

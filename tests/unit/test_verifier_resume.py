@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 import vllm  # noqa: F401  (must be the first of vLLM's modules)
 
-from backend.verifier.counting import StepOrders
-from backend.verifier.resume import _advanced, continued_seed
-from backend.verifier.runner import ResumedOutputs
+from backend.engine.counting import StepOrders
+from backend.engine.resume import _advanced, continued_seed
+from backend.engine.runner import ResumedOutputs
 
 
 class Batch:

@@ -23,9 +23,9 @@ from vllm.v1.sample.logits_processor.builtin import LogitBiasLogitsProcessor, Mi
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 
-from backend.engine_wire import NOISE_SEED
-from backend.verifier import sampling
-from backend.verifier.sampling import Rows, SharedNoise, _accepted
+from backend.engine import sampling
+from backend.engine.sampling import Rows, SharedNoise, _accepted
+from backend.wire.engine import NOISE_SEED
 from tests.support.biased import NoRepeat
 
 VOCAB, DEEPEST = 24, 4

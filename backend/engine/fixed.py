@@ -1,0 +1,88 @@
+"""Fixed responses: requests that must emit given tokens while their drafts are verified for real.
+
+A rollout replays a trace: every request carries its response in `SamplingParams.extra_args` (see `engine_wire.FIXED_RESPONSE`).
+The target runs and samples as ever; then a fixed request's outcome is replaced: its drafts are accepted as far as they agree
+with the response, and the response's next token takes the place of the verifier's own.  No more can be emitted: the
+KV of later draft positions was computed with the draft's own tokens.  Acceptance then measures agreement with the trace and not
+with the target (*teacher-forced*), and is counted apart.
+
+`FixedResponses` runs in the worker's process on the thread that runs the model, `refuse_unfit` in the engine thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import EngineCoreRequest
+
+from backend.wire.engine import FIXED_RESPONSE
+
+
+def fixed_response(params: SamplingParams | None) -> list[int] | None:
+    """The tokens a request must emit; None for a request that is free."""
+    if params is None or not params.extra_args:
+        return None
+    fixed: list[int] | None = params.extra_args.get(FIXED_RESPONSE)
+    return fixed
+
+
+def forced_row(fixed: Sequence[int], emitted: int, draft: Sequence[int]) -> list[int]:
+    """What one verification yields: the draft tokens that agree with `fixed` from token `emitted` on, then one more.
+
+    The last is the response's next token.  Behind the response's end it is a filler that the scheduler cuts off, as it cuts off
+    any token behind `max_tokens`; without it the last draft token would count as not accepted.
+    """
+    accepted = 0
+    while accepted < len(draft) and emitted + accepted < len(fixed) and draft[accepted] == fixed[emitted + accepted]:
+        accepted += 1
+    row = list(fixed[emitted : emitted + accepted + 1])
+    return row if len(row) > accepted else [*row, fixed[-1]]
+
+
+def refuse_unfit(request: EngineCoreRequest, allowed: bool, vocab_size: int, max_model_len: int) -> None:
+    """Raises `ValueError` when a request's fixed response cannot be honoured exactly."""
+    params = request.sampling_params
+    fixed = fixed_response(params)
+    if fixed is None or params is None:
+        return
+    if not allowed:
+        raise ValueError("this verifier takes no fixed responses (verifier.fixed_responses is off)")
+    if not isinstance(fixed, list) or not fixed:
+        raise ValueError("a fixed response is a list of one token or more")
+    if not all(isinstance(token, int) and 0 <= token < vocab_size for token in fixed):
+        raise ValueError("a fixed response has a token outside the vocabulary")
+    if len(request.prompt_token_ids or ()) + len(fixed) > max_model_len:
+        raise ValueError(f"prompt and fixed response are longer than the context of {max_model_len} tokens")
+    if params.max_tokens != len(fixed) or not params.ignore_eos or params.stop_token_ids or params.structured_outputs:
+        raise ValueError(
+            "a fixed response alone decides where it ends: max_tokens its length, ignore_eos, no stops, no grammar"
+        )
+
+
+class FixedResponses:
+    """Mixin over vLLM's V1 model runner, without asynchronous scheduling: the tokens so far have to be known here."""
+
+    def _sample(self, logits: Any, spec_decode_metadata: Any) -> Any:
+        """vLLM's method of the same name; `sampled_token_ids` is `[requests, 1 + longest draft]`, -1 where nothing is."""
+        output = super()._sample(logits, spec_decode_metadata)  # type: ignore[misc]
+        runner: Any = self
+        sampled = output.sampled_token_ids
+        drafts = spec_decode_metadata.draft_token_ids.tolist() if spec_decode_metadata is not None else []
+        begin, width = 0, sampled.shape[1]
+        rows: list[int] = []
+        outcomes: list[list[int]] = []
+        for row, request_id in enumerate(runner.input_batch.req_ids):
+            drafted = spec_decode_metadata.num_draft_tokens[row] if spec_decode_metadata is not None else 0
+            draft, begin = drafts[begin : begin + drafted], begin + drafted
+            state = runner.requests[request_id]
+            fixed = fixed_response(state.sampling_params)
+            if fixed is None or runner.discard_request_mask.np[row]:
+                continue
+            tokens = forced_row(fixed, len(state.output_token_ids), draft)
+            rows.append(row)
+            outcomes.append(tokens + [-1] * (width - len(tokens)))
+        if rows:
+            sampled[rows] = sampled.new_tensor(outcomes)
+        return output

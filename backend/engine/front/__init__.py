@@ -1,0 +1,54 @@
+"""The gateway's half of vLLM: every name of vLLM that the gateway uses, in one place.
+
+vLLM's front end renders prompts, checks parameters, detokenizes and builds OpenAI's answers.  `client.py` is its engine client
+without an engine, `serving.py` its serving objects, `config.py` the configuration they are built with.  An upgrade of vLLM
+begins here and in `tests/unit/test_gateway_contract.py`.
+"""
+
+from __future__ import annotations
+
+import vllm  # first: its submodules do not import alone
+from vllm.config import VllmConfig
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.entrypoints.serve.exception_handling.utils import sanitize_message
+from vllm.entrypoints.serve.tokenize.protocol import DetokenizeRequest, TokenizeChatRequest, TokenizeCompletionRequest
+from vllm.exceptions import (
+    GracefulHTTPError,
+    RetryableRequestError,
+    VLLMClientError,
+    VLLMNotFoundError,
+    VLLMServerError,
+    VLLMValidationError,
+)
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
+from vllm.v1.engine.core_client import EngineCoreClient
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+VLLM_VERSION: str = vllm.__version__
+
+__all__ = [
+    "VLLM_VERSION",
+    "ChatCompletionRequest",
+    "CompletionRequest",
+    "DetokenizeRequest",
+    "EngineCoreClient",
+    "EngineCoreOutput",
+    "EngineCoreOutputs",
+    "EngineCoreRequest",
+    "ErrorResponse",
+    "FinishReason",
+    "GracefulHTTPError",
+    "MsgpackDecoder",
+    "MsgpackEncoder",
+    "RetryableRequestError",
+    "TokenizeChatRequest",
+    "TokenizeCompletionRequest",
+    "VLLMClientError",
+    "VLLMNotFoundError",
+    "VLLMServerError",
+    "VLLMValidationError",
+    "VllmConfig",
+    "sanitize_message",
+]

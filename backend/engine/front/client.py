@@ -1,0 +1,147 @@
+"""vLLM's `AsyncLLM` without an engine: its renderer, input and output processors in front of a `Core`.
+
+Everything above it (OpenAI serving, n > 1, logprobs, stop strings, structured outputs, aborts) is vLLM's own and works
+unchanged.  It depends on internals of vLLM 0.32; `tests/unit/test_gateway_contract.py` says which.  Runs in the gateway's
+event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+import vllm  # noqa: F401  (first: its submodules do not import alone)
+from vllm.config import VllmConfig
+from vllm.renderers import renderer_from_config
+from vllm.utils.async_utils import cancel_task_threadsafe
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.input_processor import InputProcessor
+from vllm.v1.engine.output_processor import OutputProcessor
+
+from backend.wire.engine import EngineWelcome
+
+
+class Link(Protocol):
+    """A connection to one verifier."""
+
+    @property
+    def welcome(self) -> EngineWelcome | None:
+        """None until the verifier has answered."""
+        ...
+
+
+class Core(Protocol):
+    """What stands where vLLM expects its engine: also vLLM's `EngineCoreClient`, for whatever vLLM itself asks of it."""
+
+    on_failed: Callable[[list[str], Exception], None]
+    """Called with requests that cannot go on."""
+    on_welcome: Callable[[Any], None]
+    """Called when a verifier has answered."""
+
+    @property
+    def ready_links(self) -> Sequence[Link]: ...
+
+    def routable(self) -> Sequence[Link]: ...
+
+    def start(self) -> None: ...
+
+    async def abort_requests_async(self, request_ids: list[str]) -> None: ...
+
+    def shutdown(self, timeout: float | None = None) -> None: ...
+
+
+CoreT = TypeVar("CoreT", bound=Core)
+
+
+class FleetClient(AsyncLLM, Generic[CoreT]):
+    """The engine client that vLLM's OpenAI layer talks to.  `start` needs the running event loop."""
+
+    def __init__(self, vllm_config: VllmConfig, core: CoreT) -> None:
+        # Deliberately not super().__init__(): that one starts an engine process.
+        self.vllm_config = vllm_config
+        self.model_config = vllm_config.model_config
+        self.scheduler_config = vllm_config.scheduler_config
+        self.observability_config = vllm_config.observability_config
+        self.log_requests = False
+        self.log_stats = False
+        self.renderer = renderer_from_config(vllm_config)
+        self.input_processor = InputProcessor(vllm_config, self.renderer)
+        self.admission_stats = None
+        self.output_processor = OutputProcessor(
+            self.renderer.tokenizer,
+            log_stats=False,
+            stream_interval=vllm_config.scheduler_config.stream_interval,
+            tracing_enabled=False,
+            admission_stats=None,
+        )
+        self.engine_core = core
+        self.logger_manager = None
+        self.output_handler: asyncio.Task[None] | None = None
+        self.profiler = None
+        self._client_count = 1
+        core.on_failed = self._on_failed
+        core.on_welcome = self._on_welcome
+
+    @property
+    def core(self) -> CoreT:
+        """The fleet behind this client."""
+        core: CoreT = self.engine_core
+        return core
+
+    def start(self) -> None:
+        """Begins to follow the fleet."""
+        self.core.start()
+        self._run_output_handler()
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Drops the links; requests in flight fail.  AsyncLLM's own would also unregister metrics that are not ours."""
+        core = self.__dict__.get("engine_core")
+        if core is not None:
+            core.shutdown(timeout)
+        renderer = self.__dict__.get("renderer")
+        if renderer is not None:
+            renderer.shutdown()
+        handler = self.__dict__.get("output_handler")
+        if handler is not None:
+            cancel_task_threadsafe(handler)
+
+    @property
+    def ready(self) -> bool:
+        """Whether a request could be served now."""
+        return bool(self.core.routable()) and not self.errored
+
+    async def _add_request(self, request: Any, prompt: Any, parent_req: Any, index: int, queue: Any) -> None:
+        try:
+            await super()._add_request(request, prompt, parent_req, index, queue)
+        except BaseException:
+            # It is registered before it is submitted; what no verifier took must not stay behind.
+            self.output_processor.abort_requests([request.request_id], internal=True)
+            raise
+
+    def _on_failed(self, request_ids: list[str], error: Exception) -> None:
+        """Ends requests with `error`; the other sequences of an n > 1 request end with it."""
+        doomed: set[str] = set()
+        for request_id in request_ids:
+            state = self.output_processor.request_states.get(request_id)
+            if state is None:
+                continue
+            if state.queue is not None:
+                state.queue.put(error)
+            doomed.add(request_id)
+            if state.parent_req is not None:
+                doomed.update(state.parent_req.child_requests)
+        aborted = self.output_processor.abort_requests(sorted(doomed), internal=True)
+        siblings = [request_id for request_id in aborted if request_id not in set(request_ids)]
+        if siblings:
+            # It never suspends; the task only gives it a place to run.
+            task = asyncio.ensure_future(self.core.abort_requests_async(siblings))
+            task.add_done_callback(lambda done: done.exception())
+
+    def _on_welcome(self, link: Link) -> None:
+        """The verifier knows the context length it could afford; the smallest of the fleet is what clients may use."""
+        lengths = [each.welcome.max_model_len for each in self.core.ready_links if each.welcome is not None]
+        self.model_config.max_model_len = min(lengths)
+        self.scheduler_config.max_model_len = min(lengths)
+        if link.welcome is not None:
+            self.vllm_config.cache_config.num_gpu_blocks = link.welcome.num_kv_blocks

@@ -1,0 +1,92 @@
+"""vLLM's OpenAI serving objects over a `FleetClient`, built once per gateway.
+
+No request logger is ever given to them: prompts and outputs stay out of the logs.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import vllm  # noqa: F401  (first: its submodules do not import alone)
+from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+from vllm.entrypoints.openai.models.protocol import BaseModelPath, LoRAModulePath
+from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+from vllm.entrypoints.serve.tokenize.serving import ServingTokenization
+from vllm.exceptions import VLLMClientError
+from vllm.renderers.chat_utils import load_chat_template
+from vllm.renderers.online_renderer import OnlineRenderer
+
+from backend.config import Settings
+from backend.engine.front.client import FleetClient
+
+
+class _NoTracebackForTheExpected(logging.Filter):
+    """vLLM logs a traceback for every stream that ends early; a lost verifier or a bad request is no bug, and is told once."""
+
+    def __init__(self, expected: type[Exception]) -> None:
+        super().__init__()
+        self._expected = (expected, VLLMClientError)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not (record.exc_info and isinstance(record.exc_info[1], self._expected))
+
+
+@dataclass(frozen=True)
+class Services:
+    """What the routes call."""
+
+    models: OpenAIServingModels
+    chat: OpenAIServingChat
+    completion: OpenAIServingCompletion
+    tokenization: ServingTokenization
+    renderer: OnlineRenderer
+
+
+def build_services(client: FleetClient[Any], settings: Settings, served_name: str, expected: type[Exception]) -> Services:
+    """The serving objects for one base model under `served_name`.
+
+    `verifier.engine_args["lora_modules"]` lists adapters, each with `name` and `path`.  `expected` are errors that
+    need no traceback in the log.
+    """
+    for module in (OpenAIServingChat, OpenAIServingCompletion):
+        vllm_logger = logging.getLogger(module.__module__)
+        if not any(isinstance(each, _NoTracebackForTheExpected) for each in vllm_logger.filters):
+            vllm_logger.addFilter(_NoTracebackForTheExpected(expected))
+    gateway = settings.gateway
+    template = load_chat_template(gateway.chat_template)
+    tools = gateway.tool_call_parser
+    reasoning = client.vllm_config.structured_outputs_config.reasoning_parser
+    adapters = [LoRAModulePath(**each) for each in settings.verifier.engine_args.get("lora_modules", [])]
+    # `root` is what the model was asked for: the directory it was found in is nobody's business.
+    models = OpenAIServingModels(
+        client, [BaseModelPath(name=served_name, model_path=served_name)], lora_modules=adapters or None
+    )
+    shared: dict[str, Any] = {
+        "request_logger": None,
+        "chat_template": template,
+        "chat_template_content_format": "auto",
+    }
+    renderer = OnlineRenderer(
+        model_config=client.model_config,
+        renderer=client.renderer,
+        enable_auto_tools=tools is not None,
+        tool_parser=tools,
+        reasoning_parser=reasoning,
+        **shared,
+    )
+    chat = OpenAIServingChat(
+        client,
+        models,
+        "assistant",
+        online_renderer=renderer,
+        enable_auto_tools=tools is not None,
+        tool_parser=tools,
+        reasoning_parser=reasoning,
+        **shared,
+    )
+    completion = OpenAIServingCompletion(client, models, online_renderer=renderer, request_logger=None)
+    tokenization = ServingTokenization(models, renderer, **shared)
+    return Services(models, chat, completion, tokenization, renderer)

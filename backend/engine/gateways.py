@@ -1,0 +1,233 @@
+"""The verifier's side of the gateway wire.  Engine process, engine thread.
+
+Knows which gateway sent which request, decodes what they send with vLLM's own codec, and aborts the requests of a gateway
+that has gone silent.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason, UtilityOutput
+from vllm.v1.engine.core import EngineCore, EngineCoreProc
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, UtilityResult
+
+from backend.engine.fixed import refuse_unfit
+from backend.engine.resume import add_request
+from backend.fleet import VerifierStats
+from backend.records.kept import KeptRows, RowBatch
+from backend.transport import Router
+from backend.wire.engine import (
+    ABORT,
+    ADD,
+    ENGINE_WIRE_VERSION,
+    HELLO,
+    OUTPUTS,
+    PING,
+    REFUSED,
+    ROWS,
+    STATS,
+    TAKEN,
+    UTILITY,
+    WELCOME,
+    Addition,
+    EngineHello,
+    EngineWelcome,
+    Refusal,
+)
+
+if TYPE_CHECKING:
+    from backend.engine.weights import WeightControl
+
+logger = logging.getLogger(__name__)
+
+UTILITIES = frozenset(
+    {
+        "add_lora",
+        "get_supported_tasks",
+        "is_scheduler_paused",
+        "is_sleeping",
+        "list_loras",
+        "pin_lora",
+        "remove_lora",
+        "reset_encoder_cache",
+        "reset_mm_cache",
+        "reset_prefix_cache",
+    }
+)
+"""Engine methods a gateway may call."""
+SWAPPING = frozenset({"sleep", "wake_up", "reload_weights"})
+"""Methods of `WeightControl` a gateway may call."""
+
+
+@dataclass
+class _Gateway:
+    identity: bytes
+    index: int
+    last_heard: float
+
+
+class GatewayPort:
+    """Requests in, outputs out."""
+
+    def __init__(
+        self,
+        router: Router,
+        core: EngineCore,
+        welcome: EngineWelcome,
+        lease_s: float,
+        vllm: str,
+        kept: KeptRows | None = None,
+        weights: WeightControl | None = None,
+    ) -> None:
+        self._weights = weights
+        self._swapping_s = 0.0
+        self._router = router
+        self._core = core
+        self._welcome = msgspec.msgpack.encode(welcome)
+        self._vllm = vllm
+        self._kept = kept
+        self._lease_s = lease_s
+        self._by_identity: dict[bytes, _Gateway] = {}
+        self._by_index: dict[int, _Gateway] = {}
+        self._next_index = 1
+        self._fixed_responses: bool = core.vllm_config.additional_config["outrider"]["fixed_responses"]
+        self._vocab_size: int = core.vllm_config.model_config.get_vocab_size()
+        self._max_model_len = welcome.max_model_len
+        self._encoder = MsgpackEncoder()
+        self._requests = MsgpackDecoder(EngineCoreRequest)
+        self._plain = MsgpackDecoder()
+
+    def receive(self, now: float) -> None:
+        """Takes every message that has arrived."""
+        while (message := self._router.receive()) is not None:
+            identity, frames = message
+            kind, payload = (frames[0], frames[1:]) if frames else (b"", [])
+            if kind == HELLO:
+                self._hello(identity, payload, now)
+                continue
+            gateway = self._by_identity.get(identity)
+            if gateway is None:
+                self._refuse(identity, "unknown", "say hello first")
+                continue
+            gateway.last_heard = now
+            try:
+                self._dispatch(gateway, kind, payload)
+            except (msgspec.DecodeError, ValueError, IndexError, TypeError) as error:
+                logger.warning("gateway message refused: %s", error)
+                self._refuse(identity, "unreadable", "a message could not be read")
+
+    def send_outputs(self, outputs: dict[int, EngineCoreOutputs] | None) -> None:
+        """Sends one step's outputs to the gateways they belong to."""
+        for index, its_outputs in (outputs or {}).items():
+            gateway = self._by_index.get(index)
+            if gateway is None or not (its_outputs.outputs or its_outputs.utility_output):
+                continue
+            frames = self._encoder.encode(its_outputs)
+            if not self._router.send(gateway.identity, OUTPUTS, *(bytes(frame) for frame in frames)):
+                logger.error("gateway %d does not read its outputs; dropping it", index)
+                self._forget(gateway)
+
+    def send_stats(self, stats: VerifierStats) -> None:
+        """Sends the counters to every gateway; one that does not read misses some."""
+        payload = msgspec.msgpack.encode(stats)
+        for gateway in self._by_identity.values():
+            self._router.send(gateway.identity, STATS, payload)
+
+    def take_swapping_s(self) -> float:
+        """Seconds that went into sleeping, waking and loading weights since the last call."""
+        taken, self._swapping_s = self._swapping_s, 0.0
+        return taken
+
+    def connections_refused(self) -> int:
+        """As `Router.connections_refused`."""
+        return self._router.connections_refused()
+
+    def expire(self, now: float) -> None:
+        """Aborts what silent gateways had asked for."""
+        for gateway in [g for g in self._by_identity.values() if now - g.last_heard > self._lease_s]:
+            logger.warning("gateway %d is silent; its requests are aborted", gateway.index)
+            self._forget(gateway)
+
+    def _hello(self, identity: bytes, payload: list[bytes], now: float) -> None:
+        try:
+            hello = msgspec.msgpack.decode(payload[0], type=EngineHello)
+        except (msgspec.DecodeError, IndexError):
+            self._refuse(identity, "incompatible", "the greeting could not be read")
+            return
+        if (hello.version, hello.vllm_version) != (ENGINE_WIRE_VERSION, self._vllm):
+            self._refuse(identity, "incompatible", f"this verifier speaks wire {ENGINE_WIRE_VERSION} of vLLM {self._vllm}")
+            return
+        if identity not in self._by_identity:
+            gateway = _Gateway(identity, self._next_index, now)
+            self._next_index += 1
+            self._by_identity[identity] = self._by_index[gateway.index] = gateway
+        self._by_identity[identity].last_heard = now
+        self._router.send(identity, WELCOME, self._welcome)
+
+    def _refuse(self, identity: bytes, reason: Literal["unknown", "incompatible", "unreadable"], message: str) -> None:
+        self._router.send(identity, REFUSED, msgspec.msgpack.encode(Refusal(reason, message)))
+
+    def _dispatch(self, gateway: _Gateway, kind: bytes, payload: list[bytes]) -> None:
+        if kind == ADD:
+            self._add(gateway, msgspec.msgpack.decode(payload[0], type=Addition), payload[1:])
+        elif kind == ABORT:
+            self._core.abort_requests(msgspec.msgpack.decode(payload[0], type=list[str]))
+        elif kind == UTILITY:
+            call_id, method, arguments = self._plain.decode(payload)
+            self._utility(gateway, call_id, method, arguments)
+        elif kind == ROWS:
+            batch = self._kept.take() if self._kept is not None else RowBatch()
+            self._router.send(gateway.identity, ROWS, msgspec.msgpack.encode(batch))
+        elif kind == PING:
+            self._router.send(gateway.identity, PING)
+        else:
+            raise ValueError("unknown kind of message")
+
+    def _add(self, gateway: _Gateway, addition: Addition, frames: list[bytes]) -> None:
+        try:
+            request = self._requests.decode(frames)
+            request.request_id, request.client_index = addition.request_id, gateway.index
+            refuse_unfit(request, self._fixed_responses, self._vocab_size, self._max_model_len)
+            add_request(self._core, request, addition.emitted, addition.noise_seed)
+            self._router.send(gateway.identity, TAKEN, addition.request_id.encode())
+        except Exception as error:
+            # Whatever is wrong with one request, unreadable frames included, must not end the engine for the others.
+            logger.warning("request refused: %s: %s", type(error).__name__, error)
+            output = EngineCoreOutput(addition.request_id, [], finish_reason=FinishReason.ERROR)
+            self.send_outputs({gateway.index: EngineCoreOutputs(outputs=[output])})
+
+    def _utility(self, gateway: _Gateway, call_id: int, method: str, arguments: list[Any]) -> None:
+        output = UtilityOutput(call_id)
+        swapping = method in SWAPPING and self._weights is not None
+        if not swapping and method not in UTILITIES:
+            output.failure_message = f"{method} cannot be called on a verifier"
+        else:
+            began = time.monotonic()
+            try:
+                function = getattr(self._weights if swapping else self._core, method)
+                output.result = UtilityResult(function(*self._convert(function, arguments)))
+            except Exception as error:
+                # The caller gets it; the engine goes on.
+                output.failure_message = f"{type(error).__name__}: {error}"
+            if swapping:
+                ended = time.monotonic()
+                self._swapping_s += ended - began
+                # Nobody could be heard meanwhile.
+                for each in self._by_identity.values():
+                    each.last_heard = ended
+        self.send_outputs({gateway.index: EngineCoreOutputs(utility_output=output)})
+
+    def _convert(self, function: Any, arguments: list[Any]) -> Iterator[Any]:
+        return iter(EngineCoreProc._convert_msgspec_args(function, arguments))
+
+    def _forget(self, gateway: _Gateway) -> None:
+        del self._by_identity[gateway.identity], self._by_index[gateway.index]
+        mine = [r for r, request in self._core.scheduler.requests.items() if request.client_index == gateway.index]
+        if mine:
+            self._core.abort_requests(mine)

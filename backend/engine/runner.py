@@ -1,0 +1,212 @@
+"""What we add to vLLM's V1 model runner.  Worker process, on the thread that runs the model.
+
+`RemoteDrafting` hands every step's final features to the `FeatureShipper`.  `SeededPrefill` repairs seeded requests of mode
+`native` whose prompt takes several chunks on the CPU.  `UndraftedSteps` spares steps without drafts vLLM's tables of drafts
+and, in mode `native`, its rejection sampler.  `ResumedOutputs` takes in requests that another verifier has begun.  They are
+mixed into whichever runner class vLLM chose (see `worker.py`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
+
+from backend.engine.counting import StepOrders
+from backend.engine.features import FeatureShipper, Identity
+from backend.engine.fixed import fixed_response
+from backend.engine.postponed import Span
+from backend.engine.traces import TRACE_ARGUMENT
+from backend.wire.engine import GREEDY_BELOW, NOISE_SEED
+
+
+class SeededPrefill:
+    """Keeps seeded generators out of the samples that an unfinished prefill throws away.
+
+    vLLM draws a token for a non-final prefill chunk, discards it, and rewinds the request's generator by an offset; CPU
+    generators have no offset and raise.  Here such a request's generator is set aside while the step samples, so there is
+    nothing to rewind.  (vLLM 0.32, `v1/worker/gpu_model_runner.py`, `_bookkeeping_sync`.)
+    """
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """vLLM's method of the same name."""
+        with self._discarded_generators_aside():
+            return super().sample_tokens(grammar_output)  # type: ignore[misc]
+
+    @contextmanager
+    def _discarded_generators_aside(self) -> Iterator[None]:
+        batch: Any = self.input_batch  # type: ignore[attr-defined]
+        discarded = np.nonzero(self.discard_request_mask.np[: batch.num_reqs])[0]  # type: ignore[attr-defined]
+        aside = {int(i): batch.generators.pop(int(i)) for i in discarded if int(i) in batch.generators}
+        try:
+            yield
+        finally:
+            batch.generators.update(aside)
+
+
+@functools.lru_cache(maxsize=64)
+def _tables(requests: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Nothing, each request's place, no draft for any of them, and how many tokens the first n sample; read only."""
+    each = torch.arange(requests, dtype=torch.int32, device=device)
+    return torch.empty(0, dtype=torch.int32, device=device), each, torch.zeros_like(each), each + 1
+
+
+class UndraftedSteps:
+    """A step without a single draft token is sampled as a plain step.
+
+    With speculation configured, vLLM (mode `native`) sends every step through its rejection sampler.  Given no draft tokens at
+    all, that one fails on the CPU for a request with `top_k` and without `top_p` (the maximum of nothing), and the engine with
+    it.  What it would do without drafts is what the plain sampler does.  (vLLM 0.32, `v1/sample/ops/topk_topp_sampler.py`,
+    `apply_top_k_only`.)
+    """
+
+    def _calc_spec_decode_metadata(self, num_draft_tokens: Any, cu_num_scheduled_tokens: Any) -> Any:
+        """vLLM's method of the same name, which takes a percent of a small model's step; without drafts it comes to this."""
+        if num_draft_tokens.any():
+            return super()._calc_spec_decode_metadata(num_draft_tokens, cu_num_scheduled_tokens)  # type: ignore[misc]
+        device = self.device  # type: ignore[attr-defined]
+        none, each, zeros, counts = _tables(len(num_draft_tokens), device)
+        return SpecDecodeMetadata(
+            draft_token_ids=none,
+            num_draft_tokens=[0] * len(num_draft_tokens),
+            cu_num_draft_tokens=zeros,
+            cu_num_sampled_tokens=counts,
+            target_logits_indices=none,
+            bonus_logits_indices=each,
+            logits_indices=async_tensor_h2d(cu_num_scheduled_tokens - 1, device=device),
+        )
+
+    def _sample(self, logits: Any, spec_decode_metadata: Any) -> Any:
+        if spec_decode_metadata is not None and not any(spec_decode_metadata.num_draft_tokens):
+            spec_decode_metadata = None
+        return super()._sample(logits, spec_decode_metadata)  # type: ignore[misc]
+
+
+class ResumedOutputs:
+    """Requests that arrive with output tokens.
+
+    vLLM's V1 runner gives a new request an empty output; `scheduler_output.outrider.resumed` (from `CountingScheduler`) names
+    the tokens of those that have some.  They must be there before the request enters the batch, where penalties, `min_tokens`
+    and the length of the prefill are read from them.  (vLLM 0.32, `v1/worker/gpu_model_runner.py`, `_update_states`; vLLM's
+    V2 runner is told by vLLM itself.)
+    """
+
+    def _update_states(self, scheduler_output: Any) -> Any:
+        orders: StepOrders | None = getattr(scheduler_output, "outrider", None)
+        resumed = orders.resumed if orders is not None else {}
+        if not resumed:
+            return super()._update_states(scheduler_output)  # type: ignore[misc]
+        batch: Any = self.input_batch  # type: ignore[attr-defined]
+        add = batch.add_request
+
+        def add_with_outputs(request: Any) -> Any:
+            if not request.output_token_ids:
+                request.output_token_ids.extend(resumed.get(request.req_id, ()))
+            return add(request)
+
+        batch.add_request = add_with_outputs
+        try:
+            return super()._update_states(scheduler_output)  # type: ignore[misc]
+        finally:
+            del batch.add_request
+
+
+class RemoteDrafting:
+    """Ships features instead of proposing.  `shipper` is None on every rank but the one that sends."""
+
+    shipper: FeatureShipper | None
+    aux_layers: tuple[int, ...]
+
+    ships_features: bool
+
+    def set_up_drafting(self, shipper: FeatureShipper | None, aux_layers: tuple[int, ...], ships_features: bool) -> None:
+        """Call between construction and `load_model`.
+
+        EAGLE-3 heads name `aux_layers`; without them the last hidden state is the feature (EAGLE-1), or nothing is (n-gram).
+        """
+        self.shipper = shipper
+        if shipper is not None:
+            shipper.identity_of = self._identity_of
+        self.aux_layers = aux_layers
+        self.ships_features = ships_features
+        self.use_aux_hidden_state_outputs = bool(aux_layers)
+
+    def execute_model(self, scheduler_output: Any, intermediate_tensors: Any = None) -> Any:
+        """vLLM's method of the same name; finished requests are noted first, also in a step that runs nothing."""
+        if self.shipper is not None:
+            self.shipper.finish(scheduler_output.finished_req_ids)
+            if not scheduler_output.total_num_scheduled_tokens:
+                self.shipper.ship([], None)
+        return super().execute_model(scheduler_output, intermediate_tensors)  # type: ignore[misc]
+
+    def _get_eagle3_aux_layers_from_config(self) -> tuple[int, ...] | None:
+        return self.aux_layers or None
+
+    def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
+        # vLLM's own test is for the whole batch: one request near the context's end would stop drafting for all.
+        return common_attn_metadata is not None
+
+    def propose_draft_token_ids(
+        self,
+        scheduler_output: Any,
+        sampled_token_ids: Any,
+        sampling_metadata: Any,
+        hidden_states: torch.Tensor,
+        sample_hidden_states: torch.Tensor,
+        aux_hidden_states: list[torch.Tensor] | None,
+        spec_decode_metadata: Any,
+        common_attn_metadata: Any,
+        slot_mappings: Any,
+    ) -> list[list[int]]:
+        """vLLM's method of the same name; `hidden_states` is `[num_tokens, hidden]`, one aux tensor per layer likewise."""
+        if self.shipper is not None:
+            spans = self._spans(scheduler_output, sampled_token_ids, spec_decode_metadata)
+            self.shipper.hurried = scheduler_output.outrider.hurried
+            self.shipper.ship(spans, self._drafter_input(hidden_states, aux_hidden_states))
+        return [[] for _ in sampled_token_ids]
+
+    def take_draft_token_ids(self) -> None:
+        """vLLM asks after each step; drafts reach the scheduler by their own socket."""
+        return None
+
+    def _drafter_input(self, hidden_states: torch.Tensor, aux_hidden_states: list[torch.Tensor] | None) -> torch.Tensor | None:
+        if not self.ships_features:
+            return None
+        return torch.cat(aux_hidden_states, dim=-1) if aux_hidden_states is not None else hidden_states
+
+    def _identity_of(self, request_id: str) -> Identity:
+        state = self.requests.get(request_id)  # type: ignore[attr-defined]
+        params = state.sampling_params if state is not None else None
+        if params is None:
+            return Identity()
+        arguments = params.extra_args or {}
+        # A fixed response was not drawn with this noise.
+        sampled = params.temperature >= GREEDY_BELOW and fixed_response(params) is None
+        seed, temperature = (arguments.get(NOISE_SEED, 0), params.temperature) if sampled else (0, 0.0)
+        return Identity(str(arguments.get(TRACE_ARGUMENT, "")), seed, temperature)
+
+    def _spans(self, scheduler_output: Any, sampled: list[list[int]], metadata: Any) -> list[Span]:
+        """Each request's final rows in this step, in batch order."""
+        batch: Any = self.input_batch  # type: ignore[attr-defined]
+        spans: list[Span] = []
+        count, offset = len(batch.req_ids), 0
+        starts, texts = batch.num_computed_tokens_cpu[:count].tolist(), batch.token_ids_cpu
+        drafted = metadata.num_draft_tokens if metadata is not None else [0] * count
+        of = scheduler_output.num_scheduled_tokens
+        for i, request_id in enumerate(batch.req_ids):
+            scheduled, tokens = of[request_id], sampled[i]
+            # Of the drafted rows those behind the accepted ones are not final.
+            rows = scheduled - drafted[i] + len(tokens) - 1 if tokens else scheduled
+            spans.append(Span(request_id, starts[i], offset, rows, _reader(texts[i])))
+            offset += scheduled
+        return spans
+
+
+def _reader(row: np.ndarray[Any, Any]) -> Callable[[int, int], list[int]]:
+    return lambda first, last: row[first:last].tolist()

@@ -1,0 +1,270 @@
+"""Samples every token of a step with the noise of its request.  Worker process, on the thread that runs the model.
+
+A request's noise G(seed, t, v) (`backend/noise`) makes its token at position t the one that maximises log p_t(v) + G: a draw
+from p_t, and yet a function of the seed and of what stands before it.  A draft token is accepted while it is that very token,
+and the first one that differs is replaced by it, so the text is the same whatever was drafted (Gumbel coupling,
+arXiv 2408.07978).  Greedy requests are the case without noise.
+
+The target's distribution p comes from vLLM's own processors, applied to each row as if the draft tokens before it had been
+emitted.  vLLM's rejection sampler has no part in this, so what that one cannot do (`min_p`, `logit_bias`, custom processors)
+works here as in plain decoding.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+from vllm.v1.sample.logits_processor.builtin import LogitBiasLogitsProcessor, MinPLogitsProcessor, MinTokensLogitsProcessor
+from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.ops.bad_words import apply_bad_words
+from vllm.v1.sample.ops.penalties import apply_all_penalties
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+from vllm.v1.worker import gpu_model_runner
+
+from backend.noise import choose
+from backend.wire.engine import GREEDY_BELOW, NOISE_SEED
+
+
+class Rows:
+    """The rows of logits in a step: request i has `drafted[i] + 1` of them, one after the other.
+
+    `request` and `depth` are `[rows]`: whose row it is, and how many draft tokens stand before it.
+    """
+
+    def __init__(self, drafted: Sequence[int], device: torch.device) -> None:
+        self.drafted = drafted
+        self.device = device
+        self.deepest = max(drafted, default=0)
+        self.counts = np.asarray(drafted, dtype=np.int64) + 1
+        self.starts = np.cumsum(self.counts) - self.counts
+        self.request = np.repeat(np.arange(len(drafted)), self.counts)
+        self.depth = np.arange(len(self.request)) - np.repeat(self.starts, self.counts)
+        self.on_device: Tensor = torch.empty(0)
+        if self.deepest:
+            self.on_device = async_tensor_h2d(self.request, device=device)
+
+    def spread(self, per_request: Tensor) -> Tensor:
+        """`[requests, ...]` to `[rows, ...]`."""
+        return per_request[self.on_device] if self.deepest else per_request
+
+    def table(self) -> Tensor:
+        """The row of each request and depth, `[requests, deepest + 1]`; a request's last row stands for those it lacks."""
+        depths = np.minimum(np.arange(self.deepest + 1), np.asarray(self.drafted)[:, None])
+        return torch.as_tensor(self.starts[:, None] + depths, device=self.device)
+
+
+class SharedNoise:
+    """Mixin over vLLM's V1 model runner: `_sample` draws with the requests' own noise."""
+
+    def _sample(self, logits: Any, spec_decode_metadata: Any) -> SamplerOutput:
+        """vLLM's method of the same name; `logits` is `[rows, vocabulary]`."""
+        runner: Any = self
+        batch = runner.input_batch
+        batch.update_async_output_token_ids()
+        metadata: SamplingMetadata = batch.sampling_metadata
+        count = len(batch.req_ids)
+        drafts = None
+        drafted = [0] * count
+        if spec_decode_metadata is not None and any(spec_decode_metadata.num_draft_tokens):
+            drafts, drafted = spec_decode_metadata.draft_token_ids, spec_decode_metadata.num_draft_tokens
+        rows = Rows(drafted, logits.device)
+        processed, kept = _processed(logits, metadata, rows, runner.sampler)
+        if metadata.all_greedy:
+            chosen = runner.sampler.greedy_sample(processed)
+        else:
+            lengths = batch.num_tokens_no_spec[:count][rows.request] + rows.depth
+            seeds = np.array([_seed_of(runner.requests[r]) for r in batch.req_ids], dtype=np.uint64).view(np.int64)
+            chosen = _draw(processed, metadata, rows, seeds[rows.request], lengths)
+        sampled = _accepted(chosen, drafts, rows)
+        return SamplerOutput(sampled.to(torch.int32), _logprobs(kept, sampled, metadata, rows, runner.sampler))
+
+
+def _seed_of(state: Any) -> int:
+    params = state.sampling_params
+    return int(params.extra_args.get(NOISE_SEED, 0)) if params is not None and params.extra_args else 0
+
+
+def _draw(logits: Tensor, metadata: SamplingMetadata, rows: Rows, seeds: Any, positions: Any) -> Tensor:
+    """The winning token of each row, `[rows]`; `logits` carry the temperature."""
+    assert metadata.temperature is not None
+    scales = rows.spread((metadata.temperature >= GREEDY_BELOW).to(torch.float32))
+    on_device = async_tensor_h2d(np.stack((seeds, positions.astype(np.int64))), device=logits.device)
+    return choose(logits, on_device[0], on_device[1], torch.ones_like(scales), scales).columns
+
+
+def _accepted(chosen: Tensor, drafts: Tensor | None, rows: Rows) -> Tensor:
+    """What each verification emits, `[requests, deepest + 1]`, -1 behind its end.
+
+    `chosen` `[rows]` is the verifier's own token of each row, `drafts` are all draft tokens in row order.
+    """
+    if drafts is None:
+        return chosen.unsqueeze(1)
+    table = rows.table()
+    own = chosen[table]
+    # Drafts lie as rows do, but for the one row more that every request before this one has.
+    draft_at = (table[:, :-1] - async_tensor_h2d(np.arange(len(rows.drafted))[:, None], device=table.device)).clamp_(
+        max=len(drafts) - 1
+    )
+    limits = async_tensor_h2d(np.asarray(rows.drafted)[:, None], device=table.device)
+    steps = torch.arange(rows.deepest + 1, device=table.device)
+    same = (own[:, :-1] == drafts[draft_at]) & (steps[:-1] < limits)
+    accepted = same.long().cumprod(1).sum(1, keepdim=True)
+    return own.masked_fill(steps > accepted, -1)
+
+
+# -- the target's distribution -----------------------------------------------------------------------------------------
+
+
+def _processed(logits: Tensor, metadata: SamplingMetadata, rows: Rows, sampler: Any) -> tuple[Tensor, Tensor | None]:
+    """Logits after all processors and temperature, and those that log-probabilities are made of, where they are asked for.
+
+    `-inf` stands at tokens that cannot be drawn.  The steps and their order are those of vLLM's `Sampler.forward`.
+    """
+    wants = metadata.max_num_logprobs is not None or bool(metadata.logprob_token_ids)
+    raw = logits.to(torch.float32, copy=True) if wants and sampler.logprobs_mode.startswith("raw") else None
+    logits = logits.to(torch.float32)
+    logits = _constrain(logits, metadata, rows) if rows.deepest else sampler.apply_logits_processors(logits, metadata, False)
+    if not metadata.all_greedy:
+        assert metadata.temperature is not None
+        temperature = metadata.temperature
+        logits = logits.div_(rows.spread(torch.where(temperature < GREEDY_BELOW, 1.0, temperature)).unsqueeze(1))
+        for processor in metadata.logitsprocs.argmax_invariant:
+            logits = _apply_by_depth(processor, logits, metadata, rows)
+        top_k, top_p = (None if each is None else rows.spread(each) for each in (metadata.top_k, metadata.top_p))
+        logits = apply_top_k_top_p(logits, top_k, top_p)
+    return logits, (raw if raw is not None else logits) if wants else None
+
+
+def _constrain(logits: Tensor, metadata: SamplingMetadata, rows: Rows) -> Tensor:
+    """`Sampler.apply_logits_processors` for rows that have draft tokens before them."""
+    if metadata.allowed_token_ids_mask is not None:
+        logits.masked_fill_(rows.spread(metadata.allowed_token_ids_mask), float("-inf"))
+    spec = metadata.spec_token_ids or []
+    outputs: list[list[int]] = []
+    if metadata.bad_words_token_ids or not metadata.no_penalties:
+        outputs = [
+            [*metadata.output_token_ids[i], *spec[i][:depth]]
+            for i, depth in zip(rows.request.tolist(), rows.depth.tolist(), strict=True)
+        ]
+    if metadata.bad_words_token_ids:
+        by_row = {
+            row: metadata.bad_words_token_ids[i]
+            for row, i in enumerate(rows.request.tolist())
+            if i in metadata.bad_words_token_ids
+        }
+        apply_bad_words(logits, by_row, outputs)
+    for processor in metadata.logitsprocs.non_argmax_invariant:
+        if isinstance(processor, MinTokensLogitsProcessor):
+            logits = processor.apply_with_spec_decode(logits, rows.counts.tolist())
+        else:
+            logits = _apply_by_depth(processor, logits, metadata, rows)
+    if not metadata.no_penalties:
+        assert metadata.prompt_token_ids is not None
+        logits = apply_all_penalties(
+            logits,
+            rows.spread(metadata.prompt_token_ids),
+            rows.spread(metadata.presence_penalties),
+            rows.spread(metadata.frequency_penalties),
+            rows.spread(metadata.repetition_penalties),
+            outputs,
+        )
+    holder = metadata.thinking_budget_state_holder
+    if holder is not None and holder.has_tracked_requests():
+        # vLLM handles the last row of each request and those before it in two calls.
+        holder.update_state(metadata.output_token_ids, spec, repeat_indices=None)
+        is_last = rows.depth == np.asarray(rows.drafted)[rows.request]
+        for predict_bonus, where in ((True, np.nonzero(is_last)[0]), (False, np.nonzero(~is_last)[0])):
+            at = async_tensor_h2d(where, device=logits.device)
+            logits[at] = holder.apply_to_logits(logits[at], predict_bonus, spec)
+    return logits
+
+
+def _is_idle(processor: Any) -> bool:
+    if isinstance(processor, MinPLogitsProcessor):
+        return not processor.min_p_count
+    return isinstance(processor, LogitBiasLogitsProcessor) and not processor.biases
+
+
+def _apply_by_depth(processor: Any, logits: Tensor, metadata: SamplingMetadata, rows: Rows) -> Tensor:
+    """Applies a processor, which knows requests by their place in the batch, to one row of each request at a time.
+
+    The output of each request, which the processor may hold, is as long meanwhile as it would be in plain decoding.
+    """
+    if _is_idle(processor):
+        return logits
+    if not rows.deepest:
+        return processor.apply(logits)  # type: ignore[no-any-return]
+    table, drafted = rows.table(), np.asarray(rows.drafted)
+    for depth in range(rows.deepest + 1):
+        with _emitted(metadata, depth):
+            applied = processor.apply(logits[table[:, depth]])
+        there = np.nonzero(drafted >= depth)[0]
+        at = async_tensor_h2d(there, device=logits.device)
+        logits[table[at, depth]] = applied[at]
+    return logits
+
+
+@contextmanager
+def _emitted(metadata: SamplingMetadata, depth: int) -> Iterator[None]:
+    """The requests' outputs, longer by their first `depth` draft tokens."""
+    outputs = metadata.output_token_ids
+    lengths = [len(output) if output is not None else 0 for output in outputs]
+    for output, spec in zip(outputs, metadata.spec_token_ids or [], strict=False):
+        if output is not None:
+            output.extend(spec[:depth])
+    try:
+        yield
+    finally:
+        for output, length in zip(outputs, lengths, strict=True):
+            if output is not None:
+                del output[length:]
+
+
+def _logprobs(
+    logits: Tensor | None, sampled: Tensor, metadata: SamplingMetadata, rows: Rows, sampler: Any
+) -> LogprobsTensors | None:
+    """Of every place of `sampled`; vLLM filters out those behind a verification's end."""
+    if logits is None:
+        return None
+    of, tokens = logits, sampled.flatten().clamp(min=0)
+    by_token = metadata.logprob_token_ids
+    if rows.deepest:
+        of = logits[rows.table().flatten()]
+        width = rows.deepest + 1
+        by_token = {i * width + j: ids for i, ids in (by_token or {}).items() for j in range(width)}
+    if not sampler.logprobs_mode.endswith("logits"):
+        of = sampler.compute_logprobs(of)
+    if by_token:
+        return sampler.gather_specific_token_logprobs(of, by_token, tokens)
+    if metadata.max_num_logprobs == -1:
+        return LogprobsTensors(torch.empty(0), of, torch.empty(0))
+    return sampler.gather_logprobs(of, metadata.max_num_logprobs, tokens)
+
+
+@contextmanager
+def all_logits_processors() -> Iterator[None]:
+    """While vLLM's runner is built: it gets every logits processor, as it would without speculation.
+
+    With speculation vLLM keeps only `min_tokens` and refuses custom ones, because its rejection sampler cannot apply them.
+    (vLLM 0.32, `v1/sample/logits_processor/__init__.py`, `build_logitsprocs`.)
+    """
+    build = gpu_model_runner.build_logitsprocs
+
+    def build_all(vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+        plain = copy.copy(vllm_config)
+        plain.speculative_config = None
+        return build(plain, *args, **kwargs)
+
+    gpu_model_runner.build_logitsprocs = build_all
+    try:
+        yield
+    finally:
+        gpu_model_runner.build_logitsprocs = build

@@ -1,0 +1,223 @@
+"""vLLM's scheduler, taught to verify drafts that are made elsewhere.  Engine process, engine thread.
+
+`DraftingScheduler` is vLLM's verbs and nothing more: what to verify, whom to ask, how long to wait and what to learn from it is
+decided by `backend/speculation/speculator.py`.  The waiting itself happens in `loop.py`, never in here.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+from vllm.sampling_params import SamplingType
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import DraftTokenIds
+
+from backend.engine.counting import Counters, CountingScheduler, Drafted
+from backend.fleet import DrafterRef, VerifierStats
+from backend.speculation.speculator import Speculator
+from backend.speculation.waiting import Plan
+from backend.wire.drafting import Ahead, Drafts, Next, NextItem
+
+logger = logging.getLogger(__name__)
+
+
+class PlainScheduler(CountingScheduler, Scheduler):
+    """Modes `off` and `native`: vLLM's own scheduling, counted."""
+
+
+class PlainAsyncScheduler(CountingScheduler, AsyncScheduler):
+    """Modes `off` and `native` where vLLM schedules ahead of the device."""
+
+
+class DraftingScheduler(CountingScheduler, Scheduler):
+    """Remote drafting."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        options = self.vllm_config.additional_config["outrider"]
+        self.speculator = Speculator(
+            options["mode"],
+            self.num_spec_tokens,
+            options["ahead_outcomes"],
+            options["lookup"],
+            self.vllm_config.model_config.get_vocab_size(),
+            options["draft_deadline_ms"] / 1000,
+        )
+        self._refs: dict[str, DrafterRef] = {}
+        self._decoding: list[str] = []
+        self._tokens, self._with_prefill = 0, False
+        self.made_up: int | None = None
+        """While warming up: draft tokens of no meaning per request.  Nothing is learned then but what steps take."""
+        self._changes = 0
+        # A constant table stops vLLM from padding resumed requests with K rejected placeholders: with drafts of any length
+        # there is no uniform batch to preserve, and the placeholders would count as drafted.
+        self.dynamic_sd_lookup = [self.num_spec_tokens] * (self.max_num_running_reqs + 1)
+
+    # -- drafters ------------------------------------------------------------------------------------------------------
+
+    def set_drafters(self, refs: list[DrafterRef]) -> None:
+        """The assignment changed; requests that waited for a drafter now gone go on without."""
+        for ref in refs:
+            old = self._refs.get(ref.id)
+            if old is not None and old != ref:
+                self.speculator.questions.reset_drafter(ref.id)
+        self._refs = {ref.id: ref for ref in refs}
+        self.speculator.set_drafters([ref.id for ref in refs])
+
+    def take_drafts(self, drafter_id: str, drafts: Drafts, now: float) -> None:
+        """An answer came in from a drafter."""
+        if self.counters is None or drafter_id not in self._refs:
+            return
+        counters, draft_s, queue_s = self.counters.drafter(drafter_id), drafts.draft_us / 1e6, drafts.queue_us / 1e6
+        counters.rounds += 1
+        counters.draft_s += draft_s
+        counters.queue_s += queue_s
+        longest, k, idle = 0.0, 0, not self.speculator.outcomes
+        for draft in drafts.items:
+            verdict, waited_s = self.speculator.arrived(drafter_id, draft, draft_s, now)
+            longest, k, idle = max(longest, waited_s or 0.0), max(k, len(draft.tokens)), idle and verdict == "ready"
+            if verdict != "ready":
+                self.counters.dropped(drafter_id, "finished" if draft.request_id not in self.requests else verdict)
+        counters.round_trip_s += longest
+        if idle:
+            counters.transfer_s += max(longest - draft_s - queue_s, 0.0)
+        if k and longest:
+            self.speculator.timed(len(drafts.items), k, draft_s, queue_s, longest, now)
+
+    def take_ahead(self, drafter_id: str, message: Ahead) -> None:
+        """Blocks of outcomes came in from a drafter."""
+        self.speculator.take_blocks(drafter_id, message.items, message.draft_us / 1e6)
+
+    def ask(self, now: float) -> dict[str, list[NextItem]]:
+        """What every drafter is to draft for the requests whose step has ended."""
+        asks = self.speculator.ask(now)
+        if self.counters is not None:
+            for drafter_id, items in asks.items():
+                if self.speculator.outcomes:
+                    counters, misses = self.counters.drafter(drafter_id), sum(not item.verifying for item in items)
+                    counters.ahead_hits += len(items) - misses
+                    counters.ahead_misses += misses
+        return asks
+
+    def next_message(self, epoch: int, drafter_id: str, items: list[NextItem]) -> Next:
+        """`ask`'s answer as it travels."""
+        return Next(epoch, items, self.speculator.judges(drafter_id))
+
+    def wait_until(self, now: float) -> float | None:
+        """Until when the next step should wait for drafts; None: begin now.  Nothing waits when the engine is being paused."""
+        if not self.speculator.questions.pending or self._pause_state != PauseState.UNPAUSED:
+            return None
+        return self.speculator.hold(self._decoding, self._prefill_ahead(), now)
+
+    def learn(self) -> None:
+        """What the last step said is learned from, while there is time."""
+        self.speculator.learn(self._waited_s)
+        self._waited_s = 0.0
+        if self.speculator.changes != self._changes:
+            self._changes = self.speculator.changes
+            choice, load = self.speculator.choice, self.speculator.load(len(self._decoding))
+            logger.info("%d requests: %s, K %d, %.0f tokens/s", load.requests, choice.ask, choice.k, choice.tokens_per_s)
+            if self.records is not None:
+                self.records.decided(self.plan_in_force(), load, choice, self.speculator.step_times.at(load.requests))
+
+    # -- counting ------------------------------------------------------------------------------------------------------
+
+    def note_verification(self, counters: Counters, request_id: str, drafted: int, accepted: int) -> Drafted | None:
+        """One verification of this step."""
+        draft = self.speculator.verified(request_id) if drafted else None
+        if draft is None:
+            return None
+        counters.verification(draft.source.drafter_id, drafted, accepted, self.is_teacher_forced(request_id))
+        return Drafted(draft.source.drafter_id, draft.source.ahead, draft.draft_s)
+
+    def plan_in_force(self) -> Plan:
+        """What drafters are asked for at present."""
+        return self.speculator.plan
+
+    def note_step(self, seconds: float) -> None:
+        """The step that just ended; prefill is another matter than verifying."""
+        super().note_step(seconds)
+        if not self._with_prefill:
+            self.speculator.stepped(self._tokens, seconds)
+
+    def read_plan(self, stats: VerifierStats) -> None:
+        """Puts what is decided and who is down into `stats`."""
+        plan, at, speculator = self.plan_in_force(), self.speculator.step_times.at, self.speculator
+        stats.drafters_down = speculator.questions.down()
+        stats.plan_k, stats.plan_outcomes, stats.plan_changes = plan.k, plan.outcomes, speculator.changes
+        stats.foretold = speculator.foretold()
+        if not speculator.step_times.known:
+            return
+        load = speculator.load(stats.running)
+        n = load.requests
+        stats.plain_step_s = at(n)
+        stats.drafted_step_s = at(n * (1 + load.drafted.tokens[plan.k or self.num_spec_tokens]))
+        stats.lookup_step_s, stats.lookup_length = at(n * (1 + load.alone.tokens[-1])), 1 + load.alone.gains[-1]
+
+    # -- vLLM's hooks --------------------------------------------------------------------------------------------------
+
+    def schedule(self, throttle_prefills: bool = False) -> Any:
+        """vLLM's method of the same name: attach what is worth verifying, then schedule."""
+        decoding = [request for request in self.running if not request.is_prefill_chunk]
+        self._decoding = [request.request_id for request in decoding]
+        attached = self.speculator.attach(self._decoding, self._prefill_ahead(), time.monotonic())
+        for request in decoding:
+            if request.spec_token_ids:
+                request.spec_token_ids = []
+        drafts = attached.tokens if self.made_up is None else {r: [0] * self.made_up for r in self._decoding}
+        if drafts:
+            super().update_draft_token_ids(DraftTokenIds(list(drafts), list(drafts.values())))
+        for drafter_id in attached.lost:
+            self._drop(drafter_id, "lost")
+        self.hurried = attached.hurried
+        output = super().schedule(throttle_prefills)
+        self._tokens = output.total_num_scheduled_tokens
+        self._with_prefill = not output.num_scheduled_tokens.keys() <= set(self._decoding)
+        return output
+
+    def get_grammar_bitmask(self, scheduler_output: Any) -> Any:
+        """vLLM's method of the same name, called when the step was launched: time to learn from the one before."""
+        self.learn()
+        return super().get_grammar_bitmask(scheduler_output)
+
+    def update_draft_token_ids(self, draft_token_ids: Any) -> None:
+        """vLLM offers its own proposer's (empty) drafts after each step; they must not replace those that arrive."""
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        """vLLM's method of the same name; afterwards the requests that go on are to be drafted for."""
+        requests = self.requests
+        began = {r: requests[r].num_tokens for r in scheduler_output.num_scheduled_tokens if r in requests}
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        for request_id, length in began.items():
+            request = requests.get(request_id)
+            if request is not None and request.num_tokens > length and not request.is_finished() and self.made_up is None:
+                self.speculator.ended(request_id, request._all_token_ids, length, _is_greedy(request))
+        return outputs
+
+    def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
+        self.speculator.release(request.request_id)
+        super()._preempt_request(request, *args, **kwargs)
+
+    def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        self.speculator.forget(request.request_id)
+        return super()._free_request(request, *args, **kwargs)
+
+    def _prefill_ahead(self) -> int:
+        """Prompt tokens that the next step is likely to compute."""
+        room = self.max_num_scheduled_tokens
+        chunks = sum(r.num_tokens - r.num_computed_tokens for r in self.running if r.is_prefill_chunk)
+        if len(self.waiting) and len(self.running) < self.max_num_running_reqs:
+            chunks += self.waiting.peek_request().num_tokens
+        return int(min(chunks, room))
+
+    def _drop(self, drafter_id: str, reason: str) -> None:
+        if self.counters is not None:
+            self.counters.dropped(drafter_id, reason)
+
+
+def _is_greedy(request: Any) -> bool:
+    return request.sampling_params is not None and request.sampling_params.sampling_type == SamplingType.GREEDY

@@ -1,0 +1,66 @@
+"""A few steps before a verifier says that it is ready.  Engine thread, before the loop.
+
+First steps are slow (kernels are chosen, buffers grow), and the budget of draft tokens rests on what steps take:
+a step over 16 requests and 64 draft tokens is far from what a line through plain steps says.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.core import EngineCore
+
+from backend.engine.scheduler import DraftingScheduler
+
+BATCHES = (1, 4, 16, 64)
+STEPS = 8
+PROMPT = 8
+UNLIKE = 2
+"""Steps of a batch that are unlike those to come: prefill, and the first of its shape."""
+
+
+def warm_up(core: EngineCore) -> None:
+    """Decodes small batches of made-up tokens; nothing of them stays in the prefix cache or the counters."""
+    scheduler: Any = core.scheduler
+    drafting = isinstance(scheduler, DraftingScheduler)
+    for k in {0, scheduler.num_spec_tokens} if drafting else {0}:
+        scheduler.made_up = k
+        for batch in BATCHES:
+            if batch <= scheduler.max_num_running_reqs:
+                _decode(core, batch)
+    scheduler.made_up = None
+    core.reset_prefix_cache()
+    scheduler.take_verify_s()
+
+
+def _decode(core: EngineCore, batch: int) -> None:
+    scheduler: Any = core.scheduler
+    vocab = core.vllm_config.model_config.get_vocab_size()
+    for i in range(batch):
+        request = _request(f"warm-up-{batch}-{i}", [(i + j) % vocab for j in range(PROMPT)])
+        core.add_request(*core.preprocess_add_request(request))
+    unlike = UNLIKE
+    while scheduler.has_requests():
+        began = time.monotonic()
+        _, executed = core.step_fn()
+        core.post_step(executed)
+        if executed and not unlike:
+            scheduler.note_step(time.monotonic() - began)
+        unlike -= executed and unlike > 0
+
+
+def _request(request_id: str, prompt: list[int]) -> EngineCoreRequest:
+    return EngineCoreRequest(
+        request_id=request_id,
+        prompt_token_ids=prompt,
+        mm_features=None,
+        sampling_params=SamplingParams(temperature=0, max_tokens=STEPS, ignore_eos=True),
+        pooling_params=None,
+        arrival_time=time.time(),
+        lora_request=None,
+        cache_salt=None,
+        data_parallel_rank=None,
+    )

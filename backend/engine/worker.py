@@ -1,0 +1,99 @@
+"""vLLM workers with our runner mixins.  Worker process; named by dotted path in `engine.py`.
+
+vLLM's CPU worker builds its runner inline, its GPU worker through a factory; swapping the runner's class between
+`init_device` and `load_model` works for both.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from functools import lru_cache
+from typing import Any
+
+from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+from vllm.v1.worker.gpu_worker import Worker
+
+from backend.engine.cpu_kernels import repair_cpu_kernels
+from backend.engine.feature_link import Projection
+from backend.engine.features import FeatureShipper, Shipped
+from backend.engine.fixed import FixedResponses
+from backend.engine.runner import RemoteDrafting, ResumedOutputs, SeededPrefill, UndraftedSteps
+from backend.engine.sampling import SharedNoise, all_logits_processors
+from backend.fleet import DrafterRef
+from backend.noise import warm_up
+from backend.transport import ServerKeys, Wire
+
+KEPT_PROJECTIONS = 8
+"""Heads whose `fc` is kept at hand: each drafter may have another."""
+
+
+class _Mixed:
+    """What both workers share; `vllm_config.additional_config["outrider"]` says what to mix in."""
+
+    model_runner: Any
+    vllm_config: Any
+    wire: Wire | None = None
+
+    def init_device(self) -> None:
+        """Builds vLLM's runner, then gives it our class."""
+        options = self.vllm_config.additional_config["outrider"]
+        with all_logits_processors() if options["shared_noise"] else nullcontext():
+            super().init_device()  # type: ignore[misc]
+        runner_type = type(self.model_runner)
+        mixins: tuple[type, ...] = (ResumedOutputs,) if issubclass(runner_type, GPUModelRunner) else ()
+        if isinstance(self, CPUWorker):
+            repair_cpu_kernels()
+            mixins = (SeededPrefill, UndraftedSteps, *mixins)
+        if options["shared_noise"]:
+            warm_up(self.model_runner.device)
+            mixins = (SharedNoise, *mixins)
+        if options["fixed_responses"]:
+            mixins = (FixedResponses, *mixins)
+        if options["remote"]:
+            mixins = (RemoteDrafting, *mixins)
+        if mixins:
+            self.model_runner.__class__ = type(f"Outrider{runner_type.__name__}", (*mixins, runner_type), {})
+        if options["remote"]:
+            self.model_runner.set_up_drafting(self._make_shipper(options), tuple(options["aux_layers"]), options["features"])
+
+    def _make_shipper(self, options: dict[str, Any]) -> FeatureShipper | None:
+        if get_tensor_model_parallel_rank() != 0:
+            return None
+
+        @lru_cache(maxsize=KEPT_PROJECTIONS)
+        def projection(head: str) -> Projection | None:
+            if not (options["head_dir"] and options["aux_layers"]):
+                return None
+            # `fc` runs in the target's own type: features of a bfloat16 model gain nothing from more.
+            from backend.models.checkpoint import load_fc
+
+            return load_fc(head or options["head_dir"]).to(self.model_runner.device, self.model_runner.dtype)
+
+        # What the fleet was started with must load: an error here is one of the start.
+        projection("")
+        handover_bytes = options["handover_mib"] * 2**20
+        return FeatureShipper(options["verifier_id"], projection, options["ring_bytes"], handover_bytes)
+
+    def set_drafters(self, refs: list[DrafterRef], epoch: int, fleet_keys: ServerKeys | None, weights: int = 0) -> None:
+        """The assignment changed; called by the engine's thread between two steps, on every rank."""
+        shipper = self.model_runner.shipper
+        if shipper is None:
+            return
+        if self.wire is None:
+            self.wire = Wire(fleet_keys)
+        shipper.set_drafters(self.wire, refs, epoch, weights)
+
+    def take_drafting_counters(self) -> Shipped:
+        """`FeatureShipper.take_counters` of the sending rank, empty on the others."""
+        shipper = self.model_runner.shipper
+        return shipper.take_counters() if shipper is not None else Shipped()
+
+
+class OutriderCpuWorker(_Mixed, CPUWorker):
+    """vLLM's CPU worker."""
+
+
+class OutriderGpuWorker(_Mixed, Worker):
+    """vLLM's CUDA worker."""

@@ -1,0 +1,131 @@
+"""Starts, asks and ends a benchmark's child processes.  Parent process, its one thread.
+
+A child is told what to be by its only argument and answers JSON lines (`worker.py`).  It ends with its input, so that none
+outlives a parent that was killed.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any
+
+START_TIMEOUT_S = 900.0
+STOP_TIMEOUT_S = 20.0
+LAST_LINES = 15
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+"""What every child, and the parent for its vLLM, finds in its environment."""
+
+
+class ChildError(Exception):
+    """A child ended or never came up; the message holds the end of its log."""
+
+
+class Child:
+    """One process.  It starts at once and loads while others do; `wait_ready` before use."""
+
+    def __init__(self, job: dict[str, Any], log: Path) -> None:
+        self.name = str(job.get("name", job["role"]))
+        self._log_path = log
+        self._log: IO[bytes] = log.open("wb")
+        self._ready = False
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "backend.lab.bench.worker", json.dumps(job)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            # Ctrl-C reaches the parent alone, which ends its children in order.
+            start_new_session=True,
+        )
+
+    def wait_ready(self) -> str:
+        """Its address, once it serves.  Raises `ChildError`."""
+        overdue = threading.Timer(START_TIMEOUT_S, self.process.kill)
+        overdue.start()
+        try:
+            address = str(self._read()["address"])
+        finally:
+            overdue.cancel()
+        self._ready = True
+        return address
+
+    def ask(self, message: Any) -> Any:
+        """Sends one JSON line and returns the one that answers it.  Raises `ChildError`."""
+        self.send(message)
+        return self.answer()
+
+    def send(self, message: Any) -> None:
+        """The first half of `ask`."""
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(json.dumps(message) + "\n")
+            self.process.stdin.flush()
+        except BrokenPipeError as error:
+            raise self._died() from error
+
+    def answer(self) -> Any:
+        """The second half of `ask`."""
+        return self._read()
+
+    def check(self) -> None:
+        """Raises `ChildError` when the process has ended."""
+        if self.process.poll() is not None:
+            raise self._died()
+
+    def hang_up(self) -> None:
+        """Ends its input; one that is still loading is killed."""
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.close()
+        except BrokenPipeError:
+            pass  # it was gone first
+        if not self._ready:
+            self.process.kill()
+
+    def close(self) -> None:
+        """Waits for its end, and forces it where it does not come."""
+        self.hang_up()
+        try:
+            self.process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            self.process.kill()
+            self.process.wait()
+            assert self.process.stdout is not None
+            self.process.stdout.close()
+            self._log.close()
+
+    def _read(self) -> Any:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            # Libraries print lines of their own.
+            if line.startswith("{"):
+                return json.loads(line)
+        raise self._died()
+
+    def _died(self) -> ChildError:
+        lines = self._log_path.read_text(errors="replace").splitlines()[-LAST_LINES:]
+        return ChildError("\n".join([f"{self.name} ended unexpectedly; its last words:", *lines]))
+
+
+def close_all(children: Sequence[Child]) -> None:
+    """Ends all of them at once, then waits for each."""
+    for child in children:
+        child.hang_up()
+    for child in children:
+        child.close()

@@ -1,0 +1,73 @@
+"""Whether every configuration says the same, greedily.  Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from backend.lab.bench.plan import Configuration, Point
+
+PLAIN = "off"
+
+
+class Difference(msgspec.Struct, frozen=True):
+    """The first token in which a configuration differs from the reference, at one point."""
+
+    target: str
+    layout: str
+    mode: str
+    k: int
+    point: str
+    round: int
+    request: int
+    """Index among the measurement's prompts."""
+    position: int
+    """Index among the answer's tokens."""
+    expected: int
+    got: int
+    reference: str
+
+
+class GreedyCheck:
+    """Collects greedy answers; each is compared with plain decoding's (or the first configuration's) to the same prompts.
+
+    Configurations are compared within a layout: another number of threads adds up floats in another order, and so does another
+    batch, so that near ties may fall otherwise, whatever the mode.
+    """
+
+    def __init__(self) -> None:
+        self._answers: dict[tuple[str, str, Point, int], dict[Configuration, list[list[int]]]] = {}
+
+    def add(self, target: str, configuration: Configuration, point: Point, number: int, answers: list[list[int]]) -> None:
+        """One measurement's token ids, in the order of its prompts."""
+        if point.temperature == 0:
+            self._answers.setdefault((target, configuration.layout, point, number), {})[configuration] = answers
+
+    @property
+    def compared(self) -> int:
+        """Answers that had another to be compared with."""
+        return sum(len(answers) for each in self._answers.values() for answers in list(each.values())[1:])
+
+    def differences(self) -> list[Difference]:
+        """The first difference of every configuration at every point."""
+        found = []
+        for (target, layout, point, number), each in self._answers.items():
+            reference = next((c for c in each if c.mode == PLAIN), next(iter(each)))
+            for configuration, answers in each.items():
+                where = first_difference(each[reference], answers)
+                if where is None:
+                    continue
+                request, position, expected, got = where
+                who = (target, layout, configuration.mode, configuration.k, point.name, number)
+                found.append(Difference(*who, request, position, expected, got, reference.label))
+        return found
+
+
+def first_difference(expected: Iterable[list[int]], got: Iterable[list[int]]) -> tuple[int, int, int, int] | None:
+    """(request, position, expected token, other token) of the first difference; None when there is none."""
+    for request, (one, other) in enumerate(zip(expected, got, strict=True)):
+        for position, (a, b) in enumerate(zip(one, other, strict=True)):
+            if a != b:
+                return request, position, a, b
+    return None

@@ -1,0 +1,70 @@
+"""A closed loop: as many requests in flight as asked, each of fixed length, until all prompts are answered.  Parent process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from backend.engine.client import Answer, EngineClient, sampling
+
+TIMEOUT_S = 3600.0
+
+
+class LoadError(Exception):
+    """A request did not end as it had to."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """What the client saw.  `answers` are in the order of the prompts."""
+
+    wall_s: float
+    """From the first request's start to the last one's end."""
+    answers: list[Answer]
+    tokens_per_s: float
+    """While the load was as named and prompts came as fast as answers: from the first request's end to the first end after the
+    last one's start.  Over all of the load where there is no such time."""
+
+
+def run_load(client: EngineClient, prompts: Sequence[list[int]], tokens: int, temperature: float, concurrency: int) -> Load:
+    """Runs all prompts.  Raises `LoadError`, `TimeoutError`, and what the client's `watch` raises."""
+    params = sampling(tokens, temperature)
+    client.receive()
+    began = time.monotonic()
+    ids: list[str] = []
+    open_ids: set[str] = set()
+    ends: list[tuple[float, int]] = []
+    """When requests ended while all were in flight that should be, and the tokens received until then."""
+    while len(ids) < len(prompts) or open_ids:
+        while len(open_ids) < concurrency and len(ids) < len(prompts):
+            request_id = client.add(prompts[len(ids)], params)
+            ids.append(request_id)
+            open_ids.add(request_id)
+        wait_for_one(client, open_ids)
+        if len(open_ids) == concurrency:
+            ends.append((time.monotonic(), sum(len(client.answers[i].tokens) for i in ids)))
+        open_ids = {i for i in open_ids if client.answers[i].finish_reason is None}
+    answers = [client.answers.pop(request_id) for request_id in ids]
+    for answer in answers:
+        if len(answer.tokens) != tokens:
+            raise LoadError(f"a request ended with {len(answer.tokens)} of {tokens} tokens ({answer.finish_reason})")
+    wall_s = max(answer.last_at for answer in answers) - began
+    (first_at, first), (last_at, last) = (ends[0], ends[-1]) if len(ends) > 1 else ((0.0, 0), (wall_s, len(ids) * tokens))
+    return Load(wall_s, answers, (last - first) / (last_at - first_at))
+
+
+def run_phases(
+    client: EngineClient, prompts: Sequence[Sequence[list[int]]], tokens: int, temperature: float, concurrencies: Sequence[int]
+) -> Load:
+    """Closed loops one after the other, each with its own prompts; one ends before the next begins."""
+    loads = [run_load(client, each, tokens, temperature, n) for each, n in zip(prompts, concurrencies, strict=True)]
+    if len(loads) == 1:
+        return loads[0]
+    wall_s, answers = sum(load.wall_s for load in loads), [answer for load in loads for answer in load.answers]
+    return Load(wall_s, answers, sum(len(answer.tokens) for answer in answers) / wall_s)
+
+
+def wait_for_one(client: EngineClient, request_ids: Collection[str]) -> None:
+    """Returns when one of the requests has ended."""
+    client.run_until(lambda: any(client.answers[i].finish_reason is not None for i in request_ids), TIMEOUT_S)

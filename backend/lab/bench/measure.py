@@ -1,0 +1,279 @@
+"""From counters and times to rows.  Pure.
+
+A `Sample` is one configuration at one point in one round; a `Row` is all rounds of it: medians, with the least and greatest.
+Counters are subtracted, then divided; ratios are never averaged within a sample.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from backend.fleet import DraftCounters, DrafterStats, Foretold, VerifierStats
+from backend.lab.bench.pace import Paced
+from backend.lab.bench.plan import Configuration, Point, label
+
+if TYPE_CHECKING:
+    from backend.lab.bench.load import Load
+
+MEDIANS = (
+    "tokens_per_s",
+    "tgs",
+    "ttft_ms",
+    "acceptance_length",
+    "drafted_share",
+    "idle_awaiting_draft",
+    "t_draft_ms",
+    "t_verify_ms",
+    "hit_rate",
+    "busy_core_s",
+    "tokens_per_busy_core_s",
+    "bytes_per_round",
+    "accounted",
+)
+HIT_FIELDS = (("hits", "misses"), ("ahead_hits", "ahead_misses"))
+"""Counters of precomputed drafts, by the names a mode that has them may give them."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Counters of a verifier and its drafter, as of `at` (`time.monotonic()` seconds)."""
+
+    verifier: VerifierStats
+    at: float
+    drafter: DrafterStats | None
+    steps: Paced | None = None
+    passes: Paced | None = None
+    """Of the drafter."""
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """One measurement.  None: this configuration has no such thing."""
+
+    round: int
+    tokens_per_s: float
+    """See `Load`."""
+    tgs: float
+    """Decode TGS: (n_out - 1) / (t_last - t_first), the median over requests."""
+    ttft_ms: float
+    acceptance_length: float | None
+    """Accepted tokens per drafted verification, plus one."""
+    drafted_share: float
+    """Drafted verifications over all; below 1 where drafts came late or a circuit breaker was open."""
+    idle: dict[str, float]
+    """Share of the wall time by cause.  `no_work` is left out: it is time before and after."""
+    idle_awaiting_draft: float
+    t_draft_ms: float | None
+    """Drafter compute per round; None where the target's process drafts itself."""
+    t_verify_ms: float
+    """Target forward and sampling per step, prefill steps included; in native mode also its drafting."""
+    hit_rate: float | None
+    busy_core_s: float
+    """Busy time of the verifier and of the drafter, each times its cores."""
+    tokens_per_busy_core_s: float
+    bytes_per_round: float | None
+    accounted: float
+    """Busy and idle time over wall time between the two readings; 1 where no time is lost or counted twice."""
+    paced: dict[str, float] = {}
+    """Of a paced run.  Per target step: `cycle_ms`, all time but `no_work`; of it `paced_ms`, the stated device's, its own
+    drafting included; `overrun_ms`, and `overrun_share` of the steps; `awaiting_ms` for drafts; and `overhead_ms`, the rest:
+    our work and vLLM's.  Per draft pass: `pass_overrun_ms` and `pass_overrun_share`.
+    """
+    foretold: dict[str, Foretold] = {}
+    """How well chances of draft tokens were known, by source."""
+
+
+class Row(msgspec.Struct, frozen=True):
+    """One configuration at one point: medians over the rounds, and `spread`, `[least, greatest]` by name."""
+
+    target: str
+    layout: str
+    mode: str
+    k: int
+    concurrency: int
+    temperature: float
+    domain: str
+    ramp_from: int
+    """The load went from here to `concurrency` and back; 0: it was steady."""
+    outcomes: int | None
+    """Fan-out of mode `ahead` where it was asked for."""
+    cores: int
+    rounds: int
+    tokens_per_s: float
+    tgs: float
+    ttft_ms: float
+    acceptance_length: float | None
+    drafted_share: float
+    idle_awaiting_draft: float
+    idle: dict[str, float]
+    t_draft_ms: float | None
+    t_verify_ms: float
+    hit_rate: float | None
+    busy_core_s: float
+    tokens_per_busy_core_s: float
+    bytes_per_round: float | None
+    accounted: float
+    paced: dict[str, float]
+    foretold: dict[str, Foretold]
+    """Over all rounds."""
+    spread: dict[str, list[float] | None]
+    per_round: dict[str, list[float]]
+    """`tokens_per_s` and `tokens_per_busy_core_s` of each round, for ratios of what ran side by side."""
+
+    @property
+    def point(self) -> Point:
+        """What was asked."""
+        return Point(self.domain, self.concurrency, self.temperature, self.ramp_from)
+
+    @property
+    def label(self) -> str:
+        """Mode, K and fan-out."""
+        return label(self.mode, self.k, self.outcomes)
+
+
+def sample(
+    number: int, configuration: Configuration, load: Load, before: Snapshot, after: Snapshot, drafter_cores: int
+) -> Sample:
+    """What happened between two readings around `load`."""
+    tokens = sum(len(answer.tokens) for answer in load.answers)
+    old, new = before.verifier, after.verifier
+    busy_s = new.busy_s - old.busy_s
+    idle_s = {cause: seconds - old.idle_s.get(cause, 0.0) for cause, seconds in new.idle_s.items()}
+    drafting = drafting_between(old, new)
+    core_s = busy_s * len(configuration.cores)
+    if configuration.is_remote and before.drafter is not None and after.drafter is not None:
+        core_s += (after.drafter.busy_s - before.drafter.busy_s) * drafter_cores
+    awaited = {cause: seconds / load.wall_s for cause, seconds in idle_s.items() if cause != "no_work"}
+    is_timed = configuration.is_remote and drafting.rounds > 0
+    return Sample(
+        round=number,
+        tokens_per_s=load.tokens_per_s,
+        tgs=statistics.median((len(a.tokens) - 1) / max(a.last_at - a.first_at, 1e-9) for a in load.answers),
+        ttft_ms=statistics.median((a.first_at - a.sent_at) * 1e3 for a in load.answers),
+        acceptance_length=1 + drafting.accepted_tokens / drafting.drafts if drafting.drafts else None,
+        drafted_share=drafting.drafts / max(new.verifications - old.verifications, 1),
+        idle=awaited,
+        idle_awaiting_draft=awaited.get("awaiting_draft", 0.0),
+        t_draft_ms=drafting.draft_s / drafting.rounds * 1e3 if is_timed else None,
+        t_verify_ms=(new.verify_s - old.verify_s) / max(new.steps - old.steps, 1) * 1e3,
+        hit_rate=hit_rate(old, new),
+        busy_core_s=core_s,
+        tokens_per_busy_core_s=tokens / max(core_s, 1e-9),
+        bytes_per_round=drafting.bytes_sent / drafting.rounds if is_timed else None,
+        accounted=(busy_s + sum(idle_s.values())) / max(after.at - before.at, 1e-9),
+        paced=_paced(before, after, busy_s, idle_s),
+        foretold={name: each.plus(old.foretold.get(name, Foretold()), -1) for name, each in new.foretold.items()},
+    )
+
+
+def _paced(before: Snapshot, after: Snapshot, busy_s: float, idle_s: Mapping[str, float]) -> dict[str, float]:
+    """See `Sample.paced`; empty where nothing was."""
+    if before.steps is None or after.steps is None:
+        return {}
+    steps = after.steps.since(before.steps)
+    cycles_s = busy_s + sum(seconds for cause, seconds in idle_s.items() if cause != "no_work")
+    awaiting_s = idle_s.get("awaiting_draft", 0.0)
+    parts_s = {
+        "cycle_ms": cycles_s,
+        "paced_ms": steps.paced_s,
+        "overrun_ms": steps.overrun_s,
+        "awaiting_ms": awaiting_s,
+        "overhead_ms": cycles_s - steps.paced_s - steps.overrun_s - awaiting_s,
+    }
+    found = {name: seconds / max(steps.passes, 1) * 1e3 for name, seconds in parts_s.items()}
+    found["overrun_share"] = steps.overruns / max(steps.passes, 1)
+    passes = after.passes.since(before.passes) if before.passes and after.passes else Paced()
+    if passes.passes:
+        found["pass_overrun_share"] = passes.overruns / passes.passes
+        found["pass_overrun_ms"] = passes.overrun_s / passes.passes * 1e3
+    return found
+
+
+def drafting_between(old: VerifierStats, new: VerifierStats) -> DraftCounters:
+    """The growth of the counters over all drafters; lists and reasons are left empty."""
+    total = DraftCounters()
+    for drafter_id, counters in new.drafters.items():
+        earlier = old.drafters.get(drafter_id, DraftCounters())
+        for name in ("drafts", "draft_tokens", "accepted_tokens", "rounds", "draft_s", "queue_s", "bytes_sent"):
+            setattr(total, name, getattr(total, name) + getattr(counters, name) - getattr(earlier, name))
+    return total
+
+
+def hit_rate(old: VerifierStats, new: VerifierStats) -> float | None:
+    """Share of precomputed drafts that were for the outcome that came; None where nothing is precomputed."""
+    for hits, misses in HIT_FIELDS:
+        grown = [_total(new, name) - _total(old, name) for name in (hits, misses)]
+        if sum(grown) > 0:
+            return grown[0] / sum(grown)
+    return None
+
+
+def _total(stats: VerifierStats, name: str) -> float:
+    return float(sum(getattr(counters, name, 0) for counters in stats.drafters.values()))
+
+
+def row(target: str, configuration: Configuration, point: Point, samples: Sequence[Sample]) -> Row:
+    """All rounds of one configuration at one point."""
+    by_name = {name: [getattr(s, name) for s in samples if getattr(s, name) is not None] for name in MEDIANS}
+    medians: dict[str, Any] = {name: statistics.median(values) if values else None for name, values in by_name.items()}
+    causes = sorted({cause for s in samples for cause in s.idle})
+    ordered = sorted(samples, key=lambda s: s.round)
+    return Row(
+        target=target,
+        layout=configuration.layout,
+        mode=configuration.mode,
+        k=configuration.k,
+        concurrency=point.concurrency,
+        temperature=point.temperature,
+        domain=point.domain,
+        ramp_from=point.ramp_from,
+        outcomes=configuration.outcomes,
+        cores=len(configuration.cores),
+        rounds=len(samples),
+        idle={cause: statistics.median(s.idle.get(cause, 0.0) for s in samples) for cause in causes},
+        paced={name: statistics.median(s.paced[name] for s in samples) for name in samples[0].paced},
+        foretold=together(s.foretold for s in samples),
+        spread={name: [min(values), max(values)] if values else None for name, values in by_name.items()},
+        per_round={name: [getattr(s, name) for s in ordered] for name in ("tokens_per_s", "tokens_per_busy_core_s")},
+        **medians,
+    )
+
+
+def together(each: Iterable[Mapping[str, Foretold]]) -> dict[str, Foretold]:
+    """Sums by source."""
+    found: dict[str, Foretold] = {}
+    for by_source in each:
+        for name, foretold in by_source.items():
+            found[name] = found.get(name, Foretold()).plus(foretold)
+    return found
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """One row over another, round by round."""
+
+    median: float
+    least: float
+    greatest: float
+
+    def __str__(self) -> str:
+        if self.least == self.greatest:
+            return f"{self.median:.2f}"
+        return f"{self.median:.2f} ({self.least:.2f}-{self.greatest:.2f})"
+
+
+def ratio(row: Row, base: Row | None, name: str = "tokens_per_s") -> Ratio | None:
+    """How many times `base` a row is, from the rounds both have; None without a base."""
+    if base is None:
+        return None
+    each = [a / b for a, b in zip(row.per_round[name], base.per_round[name], strict=False) if b]
+    return Ratio(statistics.median(each), min(each), max(each)) if each else None
+
+
+def ceiling(t_verify_ms: float, t_draft_ms: float) -> float:
+    """How much faster than drafting and verifying in turn it gets when drafting costs the verifier nothing."""
+    return (t_verify_ms + t_draft_ms) / t_verify_ms

@@ -1,0 +1,172 @@
+"""What `outrider bench` can be told.  Pure."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar, get_args
+
+from backend.config.arguments import at_least
+from backend.config.settings import Mode
+from backend.lab.bench.pace import PROFILES, Pace, parse_pace
+
+PROBABILISTIC = "native-probabilistic"
+"""Mode `native`, with draft tokens drawn from the head's distribution and vLLM's rejection sampling by both distributions."""
+MODES: tuple[str, ...] = ("off", "native", PROBABILISTIC, *(mode for mode in get_args(Mode) if mode not in ("off", "native")))
+"""The settings' own and the rivals' variants."""
+TARGETS = ("demo", "S", "L")
+LAYOUTS = ("equal_verifier", "equal_total")
+DOMAINS = ("code", "prose", "chat", "random")
+Name = TypeVar("Name", bound=str)
+Number = TypeVar("Number", int, float)
+
+AUTO_LEARNS = 4
+"""How many times the others' warm-up `auto` gets: it learns there what plans cost, as a server does in its first minute."""
+OWN = "own"
+"""What a target given with --model is called."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """One run.  Lengths are in tokens."""
+
+    output: Path | None
+    targets: tuple[str, ...]
+    layouts: tuple[str, ...]
+    modes: tuple[str, ...]
+    ks: tuple[int, ...]
+    outcomes: tuple[int, ...]
+    """Fan-outs of mode `ahead`; empty: a verifier's default."""
+    concurrency: tuple[int, ...]
+    temperatures: tuple[float, ...]
+    domains: tuple[str, ...]
+    tokens: int
+    prompt_tokens: int
+    rounds: int
+    requests: int
+    """Requests of one measurement at least; never fewer than are in flight."""
+    waves: int
+    """The same, times the requests in flight: at the end of a load there are ever fewer, which is another load."""
+    warm_ups: int
+    """Loads of each kind before the first that is measured."""
+    ramp: bool
+    """Also a load that goes from the smallest concurrency to the greatest and back."""
+    full: bool
+    micro: bool
+    profile: bool
+    pace: Pace | None
+    model: str | None
+    drafter: str | None
+    verifier_cores: int | None
+    drafter_cores: int | None
+
+
+def parse(arguments: Sequence[str]) -> Options:
+    """Reads the command line; ends the program with a line and status 2 when it makes no sense."""
+    parser = _parser()
+    given = parser.parse_args(list(arguments))
+    if given.drafter and not given.model:
+        parser.error("--drafter goes with --model")
+    if given.model and given.targets:
+        parser.error("--model is measured alone: --targets are made of the built-in demo")
+    if given.model and not given.drafter:
+        parser.error("--model needs --drafter: an EAGLE head made for it, or ngram")
+    if given.pace and (given.micro or given.profile):
+        parser.error("--pace goes neither with --micro nor with --profile")
+    quick = given.quick
+    return Options(
+        output=given.output,
+        targets=(OWN,) if given.model else given.targets or (("S",) if quick else TARGETS),
+        layouts=given.layouts,
+        modes=given.modes,
+        ks=given.k,
+        outcomes=given.outcomes,
+        concurrency=given.concurrency or ((1, 4) if quick else (1, 4, 16)),
+        temperatures=given.temperatures,
+        domains=given.domains or (DOMAINS[:1] if quick else DOMAINS),
+        tokens=given.tokens or (64 if quick else 128),
+        prompt_tokens=given.prompt_tokens,
+        rounds=given.rounds or 3,
+        requests=given.requests or (2 if quick else 4),
+        waves=given.waves or (1 if quick else 3),
+        warm_ups=given.warm_ups,
+        ramp=given.ramp,
+        full=given.full,
+        micro=given.micro,
+        profile=given.profile,
+        pace=given.pace,
+        model=given.model,
+        drafter=given.drafter,
+        verifier_cores=given.verifier_cores,
+        drafter_cores=given.drafter_cores,
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="outrider bench",
+        description="Measures every mode on the same cores, in alternating rounds, and writes bench.json, .md and .png.",
+    )
+    say = parser.add_argument
+    say("--output", type=Path, metavar="DIR", help="where to write (default: benchmarks/results/DATE-COMMIT)")
+    say("--quick", action="store_true", help="one target and fewer points: under ten minutes on two cores")
+    say("--ramp", action="store_true", help="also a load that goes from the smallest concurrency to the greatest and back")
+    say("--full", action="store_true", help="every domain at every concurrency and temperature")
+    say("--micro", action="store_true", help="measure the drafter, the codec and the transport alone instead")
+    say("--profile", action="store_true", help="measure what our own code costs per step and per request instead")
+    paced = f"let steps last as long as an accelerator's: {', '.join(PROFILES)}, or MS,US per target step and token"
+    say("--pace", type=_pace, metavar="PACE", help=f"{paced}[, draft pass and token[, in mode native]]")
+    say("--targets", type=_names(TARGETS), metavar="LIST", help=f"of {', '.join(TARGETS)} (default: all)")
+    say("--layouts", type=_names(LAYOUTS), metavar="LIST", default=LAYOUTS, help=f"of {', '.join(LAYOUTS)} (default: both)")
+    say("--modes", type=_names(MODES), metavar="LIST", default=MODES, help=f"of {', '.join(MODES)} (default: all)")
+    say("--domains", type=_names(DOMAINS), metavar="LIST", help=f"of {', '.join(DOMAINS)}; the first is swept (default: all)")
+    say("--k", type=_numbers(int, 1), metavar="LIST", default=(4,), help="draft tokens per verification (default: 4)")
+    fan_outs = "outcomes that mode ahead drafts per request and step (default: as when serving)"
+    say("--outcomes", type=_numbers(int, 1), metavar="LIST", default=(), help=fan_outs)
+    say("--concurrency", type=_numbers(int, 1), metavar="LIST", help="requests in flight (default: 1,4,16)")
+    say("--temperatures", type=_numbers(float, 0), metavar="LIST", default=(0.0, 1.0), help="default: 0,1")
+    say("--tokens", type=at_least(2), metavar="N", help="tokens of every answer (default: 128)")
+    say("--prompt-tokens", type=at_least(8), metavar="N", default=128, help="tokens of every prompt (default: 128)")
+    say("--rounds", type=at_least(1), metavar="N", help="measurements of each point (default: 3)")
+    say("--requests", type=at_least(1), metavar="N", help="requests per measurement at least (default: 4)")
+    say("--waves", type=at_least(1), metavar="N", help="and at least N times as many as are in flight (default: 3)")
+    before = f"loads of each kind before the first measured one, {AUTO_LEARNS} times as many for auto (default: 3)"
+    say("--warm-ups", type=at_least(1), metavar="N", default=3, help=before)
+    say("--model", metavar="NAME", help="measure this target instead: Hugging Face id or directory")
+    say("--drafter", metavar="NAME", help="its EAGLE head: Hugging Face id or directory, or ngram")
+    say("--verifier-cores", type=at_least(1), metavar="N", help="default: three quarters of the cores")
+    say("--drafter-cores", type=at_least(1), metavar="N", help="default: a quarter of the cores")
+    return parser
+
+
+def _pace(text: str) -> Pace:
+    try:
+        return parse_pace(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _names(allowed: Sequence[Name]) -> Callable[[str], tuple[Name, ...]]:
+    def read(text: str) -> tuple[Name, ...]:
+        wanted = [part.strip() for part in text.split(",") if part.strip()]
+        unknown = [name for name in wanted if name not in allowed]
+        if unknown or not wanted:
+            raise argparse.ArgumentTypeError(f"{', '.join(unknown) or 'nothing'}: there are {', '.join(allowed)}")
+        return tuple(name for name in allowed if name in wanted)
+
+    return read
+
+
+def _numbers(kind: Callable[[str], Number], least: int) -> Callable[[str], tuple[Number, ...]]:
+    def read(text: str) -> tuple[Number, ...]:
+        try:
+            values = [kind(part) for part in text.split(",")]
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers") from error
+        if any(value < least for value in values):
+            raise argparse.ArgumentTypeError(f"{text!r}: {least} is the least")
+        return tuple(sorted(set(values)))
+
+    return read

@@ -1,0 +1,64 @@
+"""A verifier's worker whose steps last as long as a stated accelerator's.  Child processes of `outrider bench --pace`.
+
+Outcomes and features leave no earlier.  On a CPU vLLM schedules a step when the one before is done, in every mode; on a GPU it
+would hide that work behind the step in modes `off` and `native`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from backend.engine.runner import RemoteDrafting
+from backend.engine.worker import OutriderCpuWorker
+from backend.lab.bench.pace import Pace
+from backend.lab.bench.pacing import Pacer
+
+
+class _PacedRunner:
+    """Mixed into a runner before all else."""
+
+    pace: Pace
+    pacer: Pacer
+    draft_passes: int
+    """That vLLM's own drafter makes per step."""
+
+    def execute_model(self, scheduler_output: Any, intermediate_tensors: Any = None) -> Any:
+        """vLLM's method of the same name: the launch."""
+        self._tokens = scheduler_output.total_num_scheduled_tokens
+        if self._tokens:
+            self.pacer.launch(self.pace.target.seconds(self._tokens))
+        return super().execute_model(scheduler_output, intermediate_tensors)  # type: ignore[misc]
+
+    def _sample(self, logits: Any, spec_decode_metadata: Any) -> Any:
+        output = super()._sample(logits, spec_decode_metadata)  # type: ignore[misc]
+        if isinstance(self, RemoteDrafting):
+            # Features are shipped right after; they must not leave before the outcome is known.
+            self.pacer.finish()
+        return output
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """vLLM's method of the same name, its own drafting included."""
+        output = super().sample_tokens(grammar_output)  # type: ignore[misc]
+        if isinstance(self, RemoteDrafting):
+            return output
+        if self.draft_passes:
+            requests = len(self.input_batch.req_ids)  # type: ignore[attr-defined]
+            first, others = self.pace.native.seconds(self._tokens), self.pace.native.seconds(requests)
+            self.pacer.extend(first + (self.draft_passes - 1) * others)
+        self.pacer.finish()
+        return output
+
+
+class PacedCpuWorker(OutriderCpuWorker):
+    """The verifier's worker in the engine's own process; `pace_verifier` comes first."""
+
+    pace: ClassVar[Pace]
+    pacer: ClassVar[Pacer]
+
+    def init_device(self) -> None:
+        """Builds the runner, then puts the pace around it."""
+        super().init_device()
+        runner, drafting = self.model_runner, self.vllm_config.speculative_config
+        runner.__class__ = type(f"Paced{type(runner).__name__}", (_PacedRunner, type(runner)), {})
+        runner.pace, runner.pacer = self.pace, self.pacer
+        runner.draft_passes = drafting.num_speculative_tokens if drafting is not None and drafting.use_eagle() else 0

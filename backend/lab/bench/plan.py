@@ -1,0 +1,145 @@
+"""Which configurations run, on which cores, and in which order they are measured.  Pure.
+
+Rounds alternate over the configurations (A B C, B C A, ...), so that whatever else the machine does meets all of them alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from backend.config.settings import REMOTE_MODES
+from backend.lab.bench.options import MODES, PROBABILISTIC, Options
+
+LOCAL_MODES: frozenset[str] = frozenset(MODES) - REMOTE_MODES
+"""Modes without a drafter of their own: they can use all cores themselves."""
+
+
+@dataclass(frozen=True)
+class CoreSplit:
+    """Who computes where; on a machine with one core both share it."""
+
+    verifier: tuple[int, ...]
+    drafter: tuple[int, ...]
+
+    @property
+    def all(self) -> tuple[int, ...]:
+        """Every core in use."""
+        return tuple(sorted({*self.verifier, *self.drafter}))
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """One verifier process."""
+
+    layout: str
+    mode: str
+    k: int
+    """0: no drafting."""
+    cores: tuple[int, ...]
+    outcomes: int | None = None
+    """Fan-out of mode `ahead`; None: a verifier's default."""
+
+    @property
+    def name(self) -> str:
+        """Unique within a target; also a part of file names."""
+        return f"{self.layout}-{self.label}"
+
+    @property
+    def label(self) -> str:
+        """Mode, K and fan-out."""
+        return label(self.mode, self.k, self.outcomes)
+
+    @property
+    def served(self) -> str:
+        """The mode that a verifier's settings name."""
+        return "native" if self.mode == PROBABILISTIC else self.mode
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether a drafter elsewhere drafts."""
+        return self.mode not in LOCAL_MODES
+
+
+@dataclass(frozen=True)
+class Point:
+    """What is asked of every configuration."""
+
+    domain: str
+    concurrency: int
+    temperature: float
+    ramp_from: int = 0
+    """Of a load that goes from this concurrency to `concurrency` and back; 0: steady."""
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        load = f"{self.ramp_from}-{self.concurrency}-{self.ramp_from}" if self.ramp_from else f"{self.concurrency}"
+        return f"{self.domain} c{load} t{self.temperature:g}"
+
+    @property
+    def phases(self) -> tuple[int, ...]:
+        """Concurrencies, one after the other."""
+        return (self.ramp_from, self.concurrency, self.ramp_from) if self.ramp_from else (self.concurrency,)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One measurement."""
+
+    round: int
+    point: Point
+    configuration: Configuration
+
+
+def split_cores(available: Sequence[int], verifier: int | None, drafter: int | None) -> CoreSplit:
+    """Three quarters for the verifier, the rest for the drafter, unless told otherwise.  Raises `ValueError`."""
+    cores = tuple(sorted(available))
+    if len(cores) == 1:
+        return CoreSplit(cores, cores)
+    drafting = drafter or (len(cores) - verifier if verifier else max(1, len(cores) // 4))
+    verifying = verifier or len(cores) - drafting
+    if min(drafting, verifying) < 1 or drafting + verifying > len(cores):
+        raise ValueError(f"{len(cores)} cores cannot be split into {verifying} and {drafting}")
+    return CoreSplit(cores[:verifying], cores[verifying : verifying + drafting])
+
+
+def configurations(options: Options, split: CoreSplit) -> list[Configuration]:
+    """Everything measured for one target, plain decoding first."""
+    found = []
+    for layout in options.layouts:
+        whole = layout == "equal_total"
+        for mode in options.modes:
+            if whole and (mode not in LOCAL_MODES or split.all == split.verifier):
+                continue
+            ks = options.ks if mode != "off" else (0,)
+            fan_outs = (options.outcomes or (None,)) if mode == "ahead" else (None,)
+            for k, outcomes in product(ks, fan_outs):
+                found.append(Configuration(layout, mode, k, split.all if whole else split.verifier, outcomes))
+    return found
+
+
+def label(mode: str, k: int, outcomes: int | None) -> str:
+    """What a configuration is called in tables."""
+    return mode + (f"-k{k}" if k else "") + (f"-o{outcomes}" if outcomes else "")
+
+
+def points(options: Options) -> list[Point]:
+    """The first domain at every concurrency and temperature; the others, unless all is wanted, at the smallest concurrency."""
+    found = []
+    for place, domain in enumerate(options.domains):
+        sweep = options.concurrency if options.full or place == 0 else options.concurrency[:1]
+        found += [Point(domain, c, t) for c in sweep for t in options.temperatures]
+        if options.ramp and place == 0:
+            found += [Point(domain, max(sweep), t, ramp_from=min(sweep)) for t in options.temperatures]
+    return found
+
+
+def cells(configured: Sequence[Configuration], asked: Sequence[Point], rounds: int) -> Iterator[Cell]:
+    """Every measurement in order: per round and point all configurations, each time another one first."""
+    for number in range(rounds):
+        for place, point in enumerate(asked):
+            first = (number + place) % len(configured)
+            for configuration in (*configured[first:], *configured[:first]):
+                yield Cell(number, point, configuration)

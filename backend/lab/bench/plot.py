@@ -1,0 +1,101 @@
+"""Draws throughput relative to plain decoding, a panel per target and temperature.  Needs matplotlib, which is optional."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from backend.lab.bench.measure import Row, ratio
+from backend.models.resolve import Say
+
+if TYPE_CHECKING:
+    from backend.lab.bench.measure import Ratio
+
+COLOURS = ("#8c8c8c", "#4878a8", "#d98b3a", "#5a9e6f", "#a05a9e", "#c44e52", "#7f7f2f", "#2f8f9f")
+GROUP_WIDTH = 0.82
+Series = tuple[str, str]
+"""Layout and mode with K."""
+
+
+def draw(rows: Sequence[Row], file: Path, say: Say, paced: str | None = None) -> bool:
+    """Writes the picture; without matplotlib says so and returns False."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        say("no bench.png: matplotlib is not installed (make setup-dev installs it)")
+        return False
+    swept = rows[0].domain
+    own = [row for row in rows if row.domain == swept and not row.ramp_from]
+    targets = list(dict.fromkeys(row.target for row in own))
+    temperatures = sorted({row.temperature for row in own})
+    series = list(dict.fromkeys((row.layout, row.label) for row in own))
+    size = (1.6 + 3.6 * len(targets), 1.5 + 2.7 * len(temperatures))
+    figure = Figure(figsize=size, layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(len(temperatures), len(targets), squeeze=False, sharey="row")
+    for line, temperature in enumerate(temperatures):
+        for column, target in enumerate(targets):
+            shown = [row for row in own if row.target == target and row.temperature == temperature]
+            _panel(panels[line][column], shown, series)
+            panels[line][column].set_title(f"{target}, {'greedy' if not temperature else f'temperature {temperature:g}'}")
+        panels[line][0].set_ylabel(f"throughput / {_reference(own)}")
+    for panel in panels[-1]:
+        panel.set_xlabel("requests in flight")
+    handles, labels = panels[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=2 * len(targets), frameon=False)
+    title = f"{swept}: medians (least and greatest) of {max(row.rounds for row in own)} rounds"
+    figure.suptitle(title + (f"\npaced as {paced}".replace("; ", "\n") if paced else ""), fontsize="medium")
+    figure.savefig(file, dpi=150)
+    return True
+
+
+def _panel(axes: Any, rows: Sequence[Row], series: Sequence[Series]) -> None:
+    """Bars in groups by concurrency, each series at the same place in every group."""
+    levels = sorted({row.concurrency for row in rows})
+    width = GROUP_WIDTH / len(series)
+    for place, (layout, label) in enumerate(series):
+        xs, values = [], []
+        for group, concurrency in enumerate(levels):
+            value = _relative(rows, layout, label, concurrency)
+            if value is not None:
+                xs.append(group + (place - (len(series) - 1) / 2) * width)
+                values.append(value)
+        whole = layout == "equal_total"
+        axes.bar(
+            xs,
+            [value.median for value in values],
+            width * 0.92,
+            yerr=[[v.median - v.least for v in values], [v.greatest - v.median for v in values]],
+            label=label + (", all cores" if whole else ""),
+            color=_colour(label, series),
+            hatch="///" if whole else None,
+            edgecolor="white" if whole else None,
+            error_kw={"elinewidth": 0.8, "capsize": 1.5, "ecolor": "#333333"},
+        )
+    axes.axhline(1.0, color="#333333", linewidth=0.8, linestyle="--", zorder=0)
+    axes.set_xticks(range(len(levels)), [str(level) for level in levels])
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(axis="x", length=0)
+
+
+def _relative(rows: Sequence[Row], layout: str, label: str, concurrency: int) -> Ratio | None:
+    """Against the reference on the verifier's cores, whatever the row ran on."""
+    at = [row for row in rows if row.concurrency == concurrency]
+    found = next((row for row in at if (row.layout, row.label) == (layout, label)), None)
+    plain = [row for row in at if row.label == _reference(rows)]
+    base = next((row for row in plain if row.layout == "equal_verifier"), plain[0] if plain else None)
+    return ratio(found, base) if found is not None else None
+
+
+def _reference(rows: Sequence[Row]) -> str:
+    """What all is compared with: plain decoding, or without it the first there is."""
+    labels = [row.label for row in rows]
+    return "off" if "off" in labels else labels[0]
+
+
+def _colour(label: str, series: Sequence[Series]) -> str:
+    """One colour per mode, whichever the layout."""
+    labels = list(dict.fromkeys(name for _, name in series))
+    return COLOURS[labels.index(label) % len(COLOURS)]

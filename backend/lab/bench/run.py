@@ -1,0 +1,190 @@
+"""The benchmark's loop: target by target, round by round, all configurations in turn.  Parent process, its main thread."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from backend.config import Settings
+from backend.lab.bench.engines import Bench, TargetFleet
+from backend.lab.bench.hardware import gpus
+from backend.lab.bench.identical import GreedyCheck
+from backend.lab.bench.measure import Row, Sample, row, sample
+from backend.lab.bench.options import AUTO_LEARNS, OWN, Options
+from backend.lab.bench.plan import Cell, Configuration, CoreSplit, Point, cells, configurations, points
+from backend.lab.bench.profile import PROFILED, Laps, rows_of
+from backend.lab.bench.prompts import Prompts
+from backend.lab.bench.widen import PRESETS, widen_pair
+from backend.models.resolve import ResolvedModels, Say, read_json, resolve
+
+WARM_UP_TOKENS = 64
+SPARE_POSITIONS = 64
+"""Room behind the longest answer, for drafts that reach past its end."""
+
+
+@dataclass
+class Results:
+    """What has been measured so far."""
+
+    samples: dict[tuple[str, Configuration, Point], list[Sample]] = field(default_factory=dict)
+    greedy: GreedyCheck = field(default_factory=GreedyCheck)
+    targets: dict[str, dict[str, Any]] = field(default_factory=dict)
+    complete: bool = False
+
+    def rows(self) -> list[Row]:
+        """A row per configuration and point, in the order of measuring."""
+        return [row(target, configuration, point, each) for (target, configuration, point), each in self.samples.items()]
+
+
+def run(options: Options, split: CoreSplit, results: Results, say: Say, keep: Callable[[], None]) -> None:
+    """Measures everything into `results` and calls `keep` whenever they have grown."""
+    with tempfile.TemporaryDirectory(prefix="outrider-") as name, on_cores(split.drafter):
+        base = resolve(_base_settings(options), say)
+        for target in options.targets:
+            directory = Path(name) / target
+            directory.mkdir()
+            models = prepare(target, base, directory)
+            results.targets[target] = describe_target(models)
+            say(f"target {target}: {results.targets[target]}")
+            longest = options.prompt_tokens + options.tokens + SPARE_POSITIONS
+            bench = Bench(models, split, directory, len(gpus()), longest, max(options.concurrency), pace=options.pace)
+            _measure_target(target, bench, options, results, say, keep)
+    results.complete = True
+
+
+def profile(options: Options, split: CoreSplit, say: Say) -> list[dict[str, Any]]:
+    """Runs every remote mode at one request and at most, with stopwatches in the children; the figures."""
+    most = max(options.concurrency)
+    modes = tuple(mode for mode in options.modes if mode in PROFILED)
+    options = replace(options, modes=modes, layouts=("equal_verifier",))
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(prefix="outrider-") as name, on_cores(split.drafter):
+        models = prepare(options.targets[0], resolve(_base_settings(options), say), Path(name))
+        longest = options.prompt_tokens + options.tokens + SPARE_POSITIONS
+        bench = Bench(models, split, Path(name), len(gpus()), longest, most, profile=True)
+        prompts = Prompts(models.target_dir, options.prompt_tokens)
+        configured = configurations(options, split)
+        with TargetFleet(bench, configured, say) as fleet:
+            for configuration in configured:
+                first = [prompts.make(options.domains[0], f"warm/{i}") for i in range(most)]
+                fleet.warm_up(
+                    configuration, first, min(WARM_UP_TOKENS, options.tokens), (1, most), _warm_ups(configuration, options)
+                )
+                found: dict[str, dict[int, Laps]] = {}
+                for requests in sorted({1, most}):
+                    fleet.laps(configuration)
+                    asked = [prompts.make(options.domains[0], f"{requests}/{i}") for i in range(requests)]
+                    fleet.measure(configuration, [asked], options.tokens, options.temperatures[0], (requests,))
+                    for process, laps in fleet.laps(configuration).items():
+                        found.setdefault(process, {})[requests] = laps
+                rows += rows_of(configuration.mode, found)
+    return rows
+
+
+def prepare(target: str, base: ResolvedModels, directory: Path) -> ResolvedModels:
+    """The models of a target; a widened one is written to `directory`."""
+    preset = PRESETS.get(target)
+    if preset is None:
+        return base
+    head = Path(base.drafter_dir) if base.drafter_dir else None
+    wide, head = widen_pair(Path(base.target_dir), head, preset, directory)
+    return ResolvedModels(str(wide), str(head) if head else None, base.drafter_kind, target)
+
+
+def describe_target(models: ResolvedModels) -> dict[str, Any]:
+    """Its size, from the headers of its files."""
+    from backend.models.tensor_files import TensorFiles
+
+    config = read_json(Path(models.target_dir) / "config.json", "--model")
+    total = 0
+    for info in TensorFiles(models.target_dir).tensors.values():
+        count = 1
+        for size in info.shape:
+            count *= size
+        total += count
+    names = ("num_hidden_layers", "hidden_size", "intermediate_size")
+    return {"model": models.name, "parameters": total} | {name: config[name] for name in names if name in config}
+
+
+def _base_settings(options: Options) -> Settings:
+    if options.targets == (OWN,):
+        return Settings(model=options.model or "", drafter=options.drafter or "")
+    return Settings()
+
+
+def _measure_target(target: str, bench: Bench, options: Options, results: Results, say: Say, keep: Callable[[], None]) -> None:
+    prompts = Prompts(bench.models.target_dir, options.prompt_tokens)
+    configured = configurations(options, bench.split)
+    schedule = list(cells(configured, points(options), options.rounds))
+    with TargetFleet(bench, configured, say) as fleet:
+        say(f"{target}: warming up")
+        for configuration in configured:
+            first = [prompts.make(options.domains[0], f"warm/{i}") for i in range(bench.most)]
+            tokens = min(WARM_UP_TOKENS, options.tokens)
+            loads = _warm_ups(configuration, options)
+            fleet.warm_up(configuration, first, tokens, options.concurrency, loads, options.temperatures)
+        began = time.monotonic()
+        for number, cell in enumerate(schedule, 1):
+            measured = _measure_cell(target, fleet, cell, _prompts_of(cell, prompts, options), options.tokens, results, bench)
+            keep()
+            left_s = (time.monotonic() - began) / number * (len(schedule) - number)
+            say(_progress(target, cell, measured, f"{number}/{len(schedule)}", left_s))
+
+
+def _warm_ups(configuration: Configuration, options: Options) -> int:
+    return options.warm_ups * (AUTO_LEARNS if configuration.mode == "auto" else 1)
+
+
+def _measure_cell(
+    target: str,
+    fleet: TargetFleet,
+    cell: Cell,
+    prompts: Sequence[Sequence[list[int]]],
+    tokens: int,
+    results: Results,
+    bench: Bench,
+) -> Sample:
+    configuration, point = cell.configuration, cell.point
+    load, before, after = fleet.measure(configuration, prompts, tokens, point.temperature, point.phases)
+    measured = sample(cell.round, configuration, load, before, after, len(bench.split.drafter))
+    results.samples.setdefault((target, configuration, point), []).append(measured)
+    results.greedy.add(target, configuration, point, cell.round, [answer.tokens for answer in load.answers])
+    return measured
+
+
+def _prompts_of(cell: Cell, prompts: Prompts, options: Options) -> list[list[list[int]]]:
+    """By phase.  The same for all configurations, others in every round and at every point."""
+    place, phases = f"{cell.round}/{cell.point.name}", cell.point.phases
+    # A load that goes up and down is never steady anyway.
+    waves = options.waves if len(phases) == 1 else 1
+    return [
+        [prompts.make(cell.point.domain, f"{place}/{phase}/{i}") for i in range(max(options.requests, waves * concurrency))]
+        for phase, concurrency in enumerate(phases)
+    ]
+
+
+def _progress(target: str, cell: Cell, measured: Sample, place: str, left_s: float) -> str:
+    facts = [f"{measured.tokens_per_s:.0f} tok/s"]
+    if measured.acceptance_length is not None:
+        facts.append(f"acceptance length {measured.acceptance_length:.2f}")
+    if cell.configuration.is_remote:
+        facts.append(f"awaiting drafts {measured.idle_awaiting_draft:.0%}")
+    left = f"{left_s / 60:.0f} min left" if left_s > 90 else f"{left_s:.0f} s left"
+    return f"[{place}] {target} {cell.configuration.name} {cell.point.name}: {', '.join(facts)}; {left}"
+
+
+@contextmanager
+def on_cores(cores: Sequence[int]) -> Iterator[None]:
+    """The measuring client computes beside the drafter, never on the verifier's cores."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)

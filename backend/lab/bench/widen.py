@@ -1,0 +1,141 @@
+"""Makes a Llama-style target larger without changing what it computes.  Any process; reads and writes checkpoints only.
+
+A benchmark needs targets of several costs and a head that drafts well for each.  Two changes leave a trained model's function
+alone and cost a verifier all the work of a larger one: layers behind the last one whose `o_proj` and `down_proj` are zero add
+nothing to the residual stream, and MLP columns whose part of `down_proj` is zero are computed and then ignored.  The new
+weights that cannot matter are random, so that no zero page or denormal makes them cheaper than trained ones.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from backend.models.head_config import load_config
+from backend.models.tensor_files import TensorFiles
+
+WEIGHTS = "model.safetensors"
+NOT_COPIED = (".safetensors", ".bin", ".pt", ".safetensors.index.json", ".bin.index.json")
+SCALE = 0.02
+
+
+class WidenError(Exception):
+    """The model cannot be widened; the message is one line."""
+
+
+@dataclass(frozen=True)
+class Preset:
+    """What a target is widened to; it keeps its own layers and width where those are larger."""
+
+    layers: int
+    parameters: int
+    """Wanted in all; the MLP's width follows."""
+
+
+PRESETS: Mapping[str, Preset] = {
+    "S": Preset(layers=6, parameters=12_000_000),
+    "L": Preset(layers=16, parameters=123_000_000),
+}
+WIDTH_MULTIPLE = 64
+
+
+def widen_pair(target: Path, head: Path | None, preset: Preset, into: Path) -> tuple[Path, Path | None]:
+    """Writes the widened target, and the head with its feature layers spelled out where it left them to the target's depth.
+
+    Returns both directories (the head's own one where it can stay).  Raises `WidenError`.
+    """
+    wide = into / "target"
+    config = _read(target / "config.json")
+    layers = max(preset.layers, int(config["num_hidden_layers"]))
+    widen(target, wide, layers, width_for(config, layers, preset.parameters))
+    if head is None:
+        return wide, None
+    before = load_config(str(head), str(target)).aux_layers
+    if load_config(str(head), str(wide)).aux_layers == before:
+        return wide, head
+    named = into / "head"
+    shutil.copytree(head, named)
+    outer = _read(head / "config.json") | {"eagle_aux_hidden_state_layer_ids": list(before)}
+    _write(named / "config.json", outer)
+    return wide, named
+
+
+def width_for(config: Mapping[str, Any], layers: int, parameters: int) -> int:
+    """The MLP width at which a Llama of this configuration and so many layers has about `parameters` parameters."""
+    hidden, vocab = int(config["hidden_size"]), int(config["vocab_size"])
+    heads = int(config["num_attention_heads"])
+    head_dim = int(config.get("head_dim") or hidden // heads)
+    kv_heads = int(config.get("num_key_value_heads") or heads)
+    attention = 2 * hidden * head_dim * (heads + kv_heads)
+    embeddings = vocab * hidden * (1 if config.get("tie_word_embeddings") else 2)
+    width = (parameters - embeddings - layers * attention) // (3 * hidden * layers)
+    return max(width // WIDTH_MULTIPLE * WIDTH_MULTIPLE, int(config["intermediate_size"]))
+
+
+def widen(source: Path, destination: Path, layers: int, width: int, seed: int = 0) -> None:
+    """Writes to `destination` (made here) the model in `source` with so many layers and MLP width `width`.
+
+    Logits stay the same up to the rounding of longer sums.  Raises `WidenError`.
+    """
+    config = _read(source / "config.json")
+    own_layers, own_width = int(config["num_hidden_layers"]), int(config["intermediate_size"])
+    if config.get("model_type") != "llama" or config.get("mlp_bias") or config.get("attention_bias"):
+        raise WidenError(f"{source}: only Llama models without biases can be widened")
+    if layers < own_layers or width < own_width:
+        raise WidenError(f"{source}: has {own_layers} layers of width {own_width}, more than asked for")
+    files = TensorFiles(str(source))
+    stored = files.read_many(sorted(files.tensors))
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {name: _wider(name, value, width, generator) for name, value in stored.items()}
+    last = f"model.layers.{own_layers - 1}."
+    pattern = {name.removeprefix(last): value for name, value in tensors.items() if name.startswith(last)}
+    if not pattern:
+        raise WidenError(f"{source}: no tensors called {last}*")
+    for layer in range(own_layers, layers):
+        for name, value in pattern.items():
+            tensors[f"model.layers.{layer}.{name}"] = _silent(name, value, generator)
+    destination.mkdir(parents=True)
+    for file in source.iterdir():
+        if file.is_file() and not file.name.endswith(NOT_COPIED):
+            shutil.copyfile(file, destination / file.name)
+    _write(destination / "config.json", config | {"num_hidden_layers": layers, "intermediate_size": width})
+    save_file({name: value.contiguous() for name, value in tensors.items()}, destination / WEIGHTS, metadata={"format": "pt"})
+
+
+def _wider(name: str, value: Tensor, width: int, generator: torch.Generator) -> Tensor:
+    """`gate_proj`, `up_proj` `[own, hidden]` get rows, `down_proj` `[hidden, own]` gets zero columns."""
+    if name.endswith(("mlp.gate_proj.weight", "mlp.up_proj.weight")):
+        return torch.cat([value, _random((width - value.shape[0], value.shape[1]), value, generator)])
+    if name.endswith("mlp.down_proj.weight"):
+        return torch.cat([value, value.new_zeros(value.shape[0], width - value.shape[1])], dim=1)
+    return value
+
+
+def _silent(name: str, pattern: Tensor, generator: torch.Generator) -> Tensor:
+    """A tensor for a layer that adds nothing."""
+    if name.endswith(("o_proj.weight", "down_proj.weight")):
+        return torch.zeros_like(pattern)
+    if pattern.dim() == 1:
+        return torch.ones_like(pattern)
+    return _random(tuple(pattern.shape), pattern, generator)
+
+
+def _random(shape: tuple[int, ...], like: Tensor, generator: torch.Generator) -> Tensor:
+    return (torch.randn(shape, generator=generator) * SCALE).to(like.dtype)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    value: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return value
+
+
+def _write(path: Path, value: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,62 @@
+"""The laboratory's commands, found by entry point (`outrider.commands` in `pyproject.toml`).  The command line's process.
+
+Each takes its own arguments and `say`, which prints a line with the time.  It raises `ConfigError` for what is wrong with the
+input and `CommandError` for what goes wrong later.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, cast
+
+from backend.config.sources import CommandError, ConfigError
+from backend.routing.routers import Ask, Candidate, LeastLoaded
+
+if TYPE_CHECKING:
+    from backend.lab.simulator.simulation import Place, Route
+
+Say = Callable[[str], None]
+
+
+def bench(arguments: list[str], say: Say) -> None:
+    """Measures every mode on this machine."""
+    from backend.lab.bench.main import BenchError, main
+
+    try:
+        main(arguments, say)
+    except BenchError as error:
+        raise CommandError(str(error)) from error
+
+
+def simulate(arguments: list[str], say: Say) -> None:
+    """Simulates a large fleet under the coordinator's policy."""
+    from backend.lab.simulator.main import main
+    from backend.lab.simulator.traces import TraceError
+
+    try:
+        main(arguments, say, least_loaded)
+    except (TraceError, ValueError) as error:
+        raise ConfigError(str(error).splitlines()[0]) from error
+
+
+def train_demo(arguments: list[str], say: Say) -> None:
+    """Trains the built-in models."""
+    before = sys.argv
+    sys.argv = ["outrider train-demo", *arguments]
+    try:
+        runpy.run_module("backend.lab.demo", run_name="__main__")
+    finally:
+        sys.argv = before
+
+
+def least_loaded() -> Route:
+    """Routing as a gateway does it unless told otherwise, with nothing routed yet."""
+    router = LeastLoaded()
+
+    def route(tokens: int, places: Sequence[Place]) -> str | None:
+        # A place has all that a candidate has; making thousands of candidates for every request would take most of the time.
+        return router.choose(Ask(tokens), cast("Sequence[Candidate]", places))
+
+    return route

@@ -1,0 +1,1 @@
+"""How the demo pair is trained: `python -m backend.lab.demo`."""

@@ -1,0 +1,53 @@
+"""Command line of the demo training: `python -m backend.lab.demo`."""
+
+import argparse
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from backend.lab.demo.options import DemoOptions, DrafterOptions, TargetOptions
+from backend.lab.demo.train import train_demo
+from backend.models.demo import DRAFTER_DIR, TARGET_DIR
+
+
+def parse(arguments: list[str] | None = None) -> tuple[DemoOptions, int | None]:
+    """The options the command line asks for, and the number of threads."""
+    parser = argparse.ArgumentParser(prog="python -m backend.lab.demo", description=__doc__)
+    parser.add_argument("--run-dir", type=Path, default=Path("demo-run"), help="checkpoints and data of this run")
+    parser.add_argument("--target-dir", type=Path, default=TARGET_DIR)
+    parser.add_argument("--drafter-dir", type=Path, default=DRAFTER_DIR)
+    parser.add_argument("--target-minutes", type=float, default=TargetOptions().minutes)
+    parser.add_argument("--drafter-minutes", type=float, default=DrafterOptions().minutes)
+    parser.add_argument("--extra-source", type=Path, action="append", default=[], help="more directories of *.py files")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=None, help="CPU threads (default: torch's own choice)")
+    parser.add_argument("--no-compile", action="store_true", help="run without torch.compile")
+    given = parser.parse_args(arguments)
+    options = DemoOptions(
+        run_dir=given.run_dir,
+        target_dir=given.target_dir,
+        drafter_dir=given.drafter_dir,
+        extra_sources=tuple(given.extra_source),
+        device=given.device,
+        seed=given.seed,
+        compile=not given.no_compile,
+        target=replace(TargetOptions(), minutes=given.target_minutes),
+        drafter=replace(DrafterOptions(), minutes=given.drafter_minutes),
+    )
+    return options, given.threads
+
+
+def main() -> None:
+    """Train the pair the command line describes."""
+    options, threads = parse()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    if threads is not None:
+        torch.set_num_threads(threads)
+    train_demo(options)
+
+
+if __name__ == "__main__":
+    main()

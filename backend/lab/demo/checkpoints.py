@@ -1,0 +1,166 @@
+"""The files of the demo models: a transformers checkpoint for the target, two EAGLE-3 layouts for the drafter.
+
+Owns the mapping between the modules here and what transformers and vLLM read, and the swap of a finished
+directory into its place.
+"""
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from backend.lab.demo.drafter_model import Drafter, DrafterShape
+from backend.lab.demo.model import Shape, Target
+from backend.lab.demo.tokenizer import BEGIN_ID, END_ID, PAD_ID
+
+WEIGHTS = "model.safetensors"
+DRAFT_LENGTH = 4
+VOCABULARY_MAPS = frozenset({"d2t", "t2d"})
+
+
+@contextmanager
+def replacing(directory: Path) -> Iterator[Path]:
+    """A fresh directory to fill, which takes the place of `directory` when the block ends without an error."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    fresh = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
+    fresh.chmod(0o755)
+    try:
+        yield fresh
+        retired = fresh.with_name(fresh.name + "-old")
+        if directory.exists():
+            directory.rename(retired)
+        fresh.rename(directory)
+        shutil.rmtree(retired, ignore_errors=True)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+
+
+def llama_config(shape: Shape, layers: int, tied: bool) -> dict[str, Any]:
+    """The `config.json` of a Llama of these sizes."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": BEGIN_ID,
+        "eos_token_id": END_ID,
+        "head_dim": shape.head_dim,
+        "hidden_act": "silu",
+        "hidden_size": shape.hidden_size,
+        "initializer_range": 0.02,
+        "intermediate_size": shape.intermediate_size,
+        "max_position_embeddings": shape.max_position_embeddings,
+        "mlp_bias": False,
+        "model_type": "llama",
+        "num_attention_heads": shape.num_attention_heads,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": shape.num_key_value_heads,
+        "pad_token_id": PAD_ID,
+        "rms_norm_eps": shape.rms_norm_eps,
+        "rope_scaling": None,
+        "rope_theta": shape.rope_theta,
+        "tie_word_embeddings": tied,
+        "torch_dtype": "float32",
+        "use_cache": True,
+        "vocab_size": shape.vocab_size,
+    }
+
+
+def shape_of(config: Mapping[str, Any]) -> Shape:
+    """The sizes a Llama `config.json` states."""
+    return Shape(**{name: config[name] for name in Shape.__dataclass_fields__})
+
+
+def save_target(target: Target, directory: Path) -> None:
+    """Write config, generation config and float32 weights; `directory` must exist."""
+    shape = target.shape
+    _write_json(directory / "config.json", llama_config(shape, shape.num_hidden_layers, tied=True))
+    tokens = {"bos_token_id": BEGIN_ID, "eos_token_id": END_ID, "pad_token_id": PAD_ID}
+    # What a client gets that names no temperature: a model this small repeats itself when greedy.
+    generation = {**tokens, "do_sample": True, "temperature": 0.8}
+    _write_json(directory / "generation_config.json", generation)
+    _write_weights(directory, target.state_dict())
+
+
+def load_target(directory: Path) -> Target:
+    """The target that `save_target` wrote."""
+    target = Target(shape_of(_read_json(directory / "config.json")))
+    target.load_state_dict(load_file(directory / WEIGHTS))
+    return target.eval()
+
+
+def save_drafter(drafter: Drafter, directory: Path, verifier: str) -> None:
+    """Write the drafter in the speculators layout; `verifier` names the target it belongs to."""
+    shape = drafter.shape.layer
+    layer = llama_config(shape, layers=1, tied=False)
+    proposal = {"proposal_type": "greedy", "speculative_tokens": DRAFT_LENGTH}
+    config = {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "draft_vocab_size": shape.vocab_size,
+        "target_hidden_size": shape.hidden_size,
+        "norm_before_residual": False,
+        "eagle_aux_hidden_state_layer_ids": list(drafter.shape.feature_layers),
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": {"name_or_path": verifier, "architectures": ["LlamaForCausalLM"]},
+        },
+        "torch_dtype": "float32",
+        "transformer_layer_config": layer,
+    }
+    _write_json(directory / "config.json", config)
+    _write_weights(directory, drafter.state_dict())
+
+
+def save_drafter_midlayer(drafter: Drafter, directory: Path) -> None:
+    """Write the drafter in the layout of the EAGLE authors: `midlayer.*`, with `d2t` offsets and the `t2d` mask."""
+    shape = drafter.shape.layer
+    config = llama_config(shape, layers=1, tied=False) | {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "draft_vocab_size": shape.vocab_size,
+        "eagle_config": {
+            "use_aux_hidden_state": True,
+            "eagle_aux_hidden_state_layer_ids": list(drafter.shape.feature_layers),
+        },
+    }
+    _write_json(directory / "config.json", config)
+    state = {name.replace("layers.0.", "midlayer."): value for name, value in drafter.state_dict().items()}
+    state["d2t"] = torch.zeros(shape.vocab_size, dtype=torch.int64)
+    state["t2d"] = torch.ones(shape.vocab_size, dtype=torch.bool)
+    _write_weights(directory, state)
+
+
+def load_drafter(directory: Path, embeddings: Tensor) -> Drafter:
+    """The drafter in `directory`, in either layout; `embeddings` `[vocab, hidden]` are its target's."""
+    config = _read_json(directory / "config.json")
+    layers = config.get("eagle_aux_hidden_state_layer_ids") or config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
+    layer = config.get("transformer_layer_config", config)
+    drafter = Drafter(DrafterShape(shape_of(layer), tuple(layers)), embeddings)
+    state = load_file(directory / WEIGHTS)
+    for name in VOCABULARY_MAPS.intersection(state):
+        del state[name]
+    drafter.load_state_dict({name.replace("midlayer.", "layers.0."): value for name, value in state.items()})
+    return drafter.eval()
+
+
+def _write_weights(directory: Path, state: Mapping[str, Tensor]) -> None:
+    tensors = {name: value.detach().to("cpu").contiguous() for name, value in state.items()}
+    save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
+    (directory / WEIGHTS).chmod(0o644)
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    value: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return value

@@ -1,0 +1,167 @@
+"""Training the demo drafter: on text the target wrote and on source, against the target's own distributions.
+
+Each step unrolls the drafter as decoding would (`Drafter.unroll`), so that later draft positions learn from
+the drafter's own outputs.  Half the loss weight of a position can go to the target's first choice, since
+greedy acceptance asks for nothing else.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from backend.lab.demo.drafter_model import Drafter
+from backend.lab.demo.generate import generated_rows
+from backend.lab.demo.model import Target
+from backend.lab.demo.options import DemoOptions, DrafterOptions
+from backend.lab.demo.training import (
+    Optimizers,
+    Pace,
+    Progress,
+    Windows,
+    load_state,
+    rate_factor,
+    resolve_device,
+    save_state,
+)
+
+LOGGER = logging.getLogger(__name__)
+CHECKPOINT = "drafter.pt"
+ROWS = "drafter-rows.npz"
+STEP_WEIGHT = 0.9
+
+
+class Rows:
+    """Fixed rows of token ids `[count, length + 1]`, served in an order that shuffles anew every epoch."""
+
+    def __init__(self, rows: npt.NDArray[np.int32], seed: int) -> None:
+        self.rows, self.seed = rows, seed
+        self.length = rows.shape[1] - 1
+        self._epoch: tuple[int, npt.NDArray[np.int64]] | None = None
+
+    def _order(self, epoch: int) -> npt.NDArray[np.int64]:
+        if self._epoch is None or self._epoch[0] != epoch:
+            self._epoch = (epoch, np.random.default_rng((self.seed, epoch)).permutation(len(self.rows)))
+        return self._epoch[1]
+
+    def batch(self, first: int, count: int) -> Tensor:
+        """Rows number `first` to `first + count` of the endless sequence."""
+        places = [divmod(number, len(self.rows)) for number in range(first, first + count)]
+        return torch.from_numpy(np.stack([self.rows[self._order(epoch)[place]] for epoch, place in places])).long()
+
+
+def drafter_rows(target: Target, stream: npt.NDArray[np.int32], settings: DrafterOptions, seed: int) -> tuple[Rows, Rows]:
+    """The short and the long training rows: text the target wrote at several temperatures, and source beside it."""
+    sets: list[Rows] = []
+    for share, length in ((1.0 - settings.long_share, settings.length), (settings.long_share, settings.long_length)):
+        count = max(1, int(settings.generated_tokens * share / length))
+        began = time.monotonic()
+        written = generated_rows(target, stream, count, length + 1, settings.mixture, seed)
+        LOGGER.info("drafter data: %d rows of %d in %.0f s", *written.shape, time.monotonic() - began)
+        windows = Windows(stream, length, seed + 1)
+        source = windows.batch(0, max(1, int(count * settings.source_share))).numpy().astype(np.int32)
+        sets.append(Rows(np.concatenate((written, source)), seed))
+    return sets[0], sets[1]
+
+
+def unroll_depth(fraction: float, depth: int) -> int:
+    """Steps to unroll after `fraction` of the run: the first step is learned first, since the others build on it."""
+    if fraction < 0.2:
+        return 1
+    return min(depth, 2) if fraction < 0.45 else depth
+
+
+def _kept_rows(path: Path, target: Target, stream: npt.NDArray[np.int32], options: DemoOptions) -> tuple[Rows, Rows]:
+    """The training rows, written once per run directory."""
+    if not path.exists():
+        short, long = drafter_rows(target, stream, options.drafter, options.seed)
+        temporary = path.with_suffix(".writing.npz")
+        np.savez(temporary, short=short.rows, long=long.rows)
+        temporary.replace(path)
+    with np.load(path) as kept:
+        return Rows(kept["short"], options.seed), Rows(kept["long"], options.seed)
+
+
+def unrolled_loss(drafter: Drafter, target: Target, tokens: Tensor, depth: int, first_choice: float) -> tuple[Tensor, Tensor]:
+    """Weighted cross entropy over the draft positions, and how often each one's first choice is the target's.
+
+    `tokens` is `[batch, length]`.  A position's goal is `first_choice` times the target's first choice plus
+    the rest of the weight on the target's distribution at temperature 1.  The second result is `[depth]`.
+    """
+    rows = tokens.shape[1] - depth - 1
+    with torch.no_grad():
+        hidden, features = target(tokens, feature_layers=drafter.shape.feature_layers)
+        scores = target.logits(hidden).float()
+        choice = scores.argmax(-1)
+        goal = scores.softmax(-1) * (1.0 - first_choice)
+        goal.scatter_add_(-1, choice[..., None], torch.full_like(goal[..., :1], first_choice))
+    outputs = drafter.unroll(tokens[:, 1:], features[:, :rows], depth)
+    losses: list[Tensor] = []
+    hits: list[Tensor] = []
+    for step, output in enumerate(outputs):
+        place = slice(step + 1, step + 1 + rows)
+        drafted = drafter.logits(output).float().flatten(0, 1)
+        losses.append(functional.cross_entropy(drafted, goal[:, place].flatten(0, 1)))
+        hits.append((drafted.detach().argmax(-1) == choice[:, place].flatten()).float().mean())
+    weights = torch.tensor([STEP_WEIGHT**step for step in range(depth)], device=tokens.device)
+    return (torch.stack(losses) * weights).sum() / weights.sum(), torch.stack(hits)
+
+
+def train_drafter(
+    options: DemoOptions,
+    target: Target,
+    train: npt.NDArray[np.int32],
+    on_checkpoint: Callable[[Drafter, Progress], None] | None = None,
+) -> tuple[Drafter, Progress]:
+    """Train a drafter for `target` until the budget is spent, resuming from `run_dir`; `train` is a token stream."""
+    settings, device = options.drafter, resolve_device(options.device)
+    torch.manual_seed(options.seed)
+    target = target.to(device).eval().requires_grad_(False)
+    drafter = Drafter.for_target(target)
+    optimizers = Optimizers(drafter.named_parameters(), settings.matrix_rate, settings.embedding_rate, settings.weight_decay)
+    path = Path(options.run_dir) / CHECKPOINT
+    progress = load_state(path, drafter, optimizers)
+    short, long = _kept_rows(Path(options.run_dir) / ROWS, target, train, options)
+    loss_of = torch.compile(unrolled_loss, dynamic=False) if options.compile else unrolled_loss
+    pace = Pace(report_s=20.0, checkpoint_s=options.checkpoint_s)
+    hits = torch.zeros(settings.unroll)
+    while (fraction := progress.fraction(settings.minutes, settings.steps)) < 1.0:
+        began = time.monotonic()
+        rows = long if fraction >= 1.0 - settings.long_share else short
+        count = max(1, settings.tokens_per_step // rows.length)
+        tokens = progress.draw(rows, count)[:, : rows.length].to(device)  # the goals come from the target itself
+        with torch.autocast(device.type, torch.bfloat16):
+            depth = unroll_depth(fraction, settings.unroll)
+            loss, hit = loss_of(drafter, target, tokens, depth, settings.first_choice)
+        torch.autograd.backward(loss)
+        optimizers.step(rate_factor(fraction))
+        hits[:depth] += 0.05 * (hit.cpu() - hits[:depth])
+        progress.step += 1
+        progress.tokens += tokens.numel()
+        if pace.report_due():
+            _report(progress, fraction, loss.item(), hits)
+        if pace.checkpoint_due():
+            save_state(path, drafter, optimizers, progress)
+            if on_checkpoint is not None:
+                on_checkpoint(drafter, progress)
+        progress.elapsed_s += time.monotonic() - began
+    save_state(path, drafter, optimizers, progress)
+    return drafter, progress
+
+
+def _report(progress: Progress, fraction: float, loss: float, hits: Tensor) -> None:
+    LOGGER.info(
+        "drafter %5.1f%%  step %d  %.2fM tokens  %.0f tokens/s  loss %.4f  first choices %s",
+        100 * fraction,
+        progress.step,
+        progress.tokens / 1e6,
+        progress.tokens / max(progress.elapsed_s, 1e-9),
+        loss,
+        " ".join(f"{hit:.3f}" for hit in hits.tolist()),
+    )

@@ -1,0 +1,75 @@
+"""What a demo training run can be told.  Durations are minutes of wall clock; lengths and batches are in tokens."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from backend.models.demo import DRAFTER_DIR, TARGET_DIR
+
+
+@dataclass(frozen=True, slots=True)
+class TargetOptions:
+    """How the target is trained.  `steps`, when set, replaces `minutes` as the length of the run.
+
+    Windows have `length` tokens, and `long_length` in the last `long_share` of the run; `positions` is what the model's
+    configuration allows.
+    """
+
+    minutes: float = 60.0
+    steps: int | None = None
+    layers: int = 5
+    hidden: int = 256
+    tokens_per_step: int = 8192
+    length: int = 512
+    long_length: int = 2048
+    long_share: float = 0.15
+    positions: int = 4096
+    matrix_rate: float = 0.02
+    embedding_rate: float = 3e-3
+    weight_decay: float = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterOptions:
+    """How the drafter is trained.  `steps`, when set, replaces `minutes` as the length of the run.
+
+    `generated_tokens` is how much text the target writes for it to learn from, which takes time on top of
+    `minutes`; `mixture` is the share of that text per temperature; `source_share` is source beside it, as a
+    share of the same number; `first_choice` is the weight of the target's first choice in the goal, the
+    rest is its distribution.
+    """
+
+    minutes: float = 30.0
+    steps: int | None = None
+    unroll: int = 4
+    generated_tokens: int = 450_000
+    mixture: tuple[tuple[float, float], ...] = ((0.0, 0.6), (0.8, 0.25), (1.0, 0.15))
+    source_share: float = 1.0
+    first_choice: float = 0.3
+    tokens_per_step: int = 2048
+    length: int = 256
+    long_length: int = 2048
+    long_share: float = 0.12
+    matrix_rate: float = 0.015
+    embedding_rate: float = 2e-3
+    weight_decay: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class DemoOptions:
+    """A whole run: where it reads, works and writes, and on what.
+
+    `run_dir` keeps checkpoints, so that an interrupted run continues; it may be deleted afterwards.
+    `device` is `auto` (CUDA where there is one), `cpu` or `cuda`.
+    """
+
+    run_dir: Path
+    target_dir: Path = TARGET_DIR
+    drafter_dir: Path = DRAFTER_DIR
+    extra_sources: tuple[Path, ...] = ()
+    vocab_size: int = 2048
+    seed: int = 0
+    device: str = "auto"
+    compile: bool = True
+    checkpoint_s: float = 120.0
+    target: TargetOptions = field(default_factory=TargetOptions)
+    drafter: DrafterOptions = field(default_factory=DrafterOptions)

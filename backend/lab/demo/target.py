@@ -1,0 +1,129 @@
+"""Training the demo target: next-token prediction on Python source within a wall-clock budget.
+
+The learning rate follows the elapsed share of the budget, so the same call works on a slow CPU and on a
+fast GPU: what changes is how many tokens are seen.  The last part of the run uses windows of the full
+context.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from backend.lab.demo.model import Shape, Target
+from backend.lab.demo.options import DemoOptions
+from backend.lab.demo.training import (
+    Optimizers,
+    Pace,
+    Progress,
+    Windows,
+    load_state,
+    rate_factor,
+    resolve_device,
+    save_state,
+)
+
+LOGGER = logging.getLogger(__name__)
+CHECKPOINT = "target.pt"
+
+
+def target_shape(options: DemoOptions) -> Shape:
+    """The sizes the options ask for."""
+    return Shape(
+        vocab_size=options.vocab_size,
+        hidden_size=options.target.hidden,
+        num_hidden_layers=options.target.layers,
+        num_attention_heads=options.target.hidden // 64,
+        num_key_value_heads=max(1, options.target.hidden // 128),
+        intermediate_size=options.target.hidden * 11 // 4,
+        max_position_embeddings=options.target.positions,
+    )
+
+
+def next_token_loss(model: Target, tokens: Tensor) -> Tensor:
+    """Mean cross entropy in nats of `tokens[:, 1:]` given what precedes them; `tokens` is `[batch, length + 1]`."""
+    hidden, _ = model(tokens[:, :-1])
+    return functional.cross_entropy(model.logits(hidden).float().flatten(0, 1), tokens[:, 1:].flatten())
+
+
+@torch.no_grad()
+def validation_loss(
+    model: Target, stream: npt.NDArray[np.int32], length: int, limit: int | None = None, batch: int = 8
+) -> float:
+    """Mean loss per token over consecutive windows of `stream` (the first `limit` windows when given).
+
+    Every window starts afresh behind `<|begin|>`, as in training; float32 throughout.
+    """
+    device = model.model.embed_tokens.weight.device
+    count = (len(stream) - 1) // length
+    order = list(range(count))
+    if limit is not None and limit < count:
+        order = order[:: count // limit][:limit]
+    total = 0.0
+    for first in range(0, len(order), batch):
+        rows = np.stack([stream[number * length : (number + 1) * length] for number in order[first : first + batch]])
+        tokens = functional.pad(torch.from_numpy(rows.astype(np.int64)), (1, 0), value=0).to(device)
+        total += float(next_token_loss(model, tokens)) * len(rows)
+    return total / len(order)
+
+
+def train_target(
+    options: DemoOptions,
+    train: npt.NDArray[np.int32],
+    validation: npt.NDArray[np.int32],
+    on_checkpoint: Callable[[Target, Progress], None] | None = None,
+) -> tuple[Target, Progress]:
+    """Train until the budget is spent, resuming from `run_dir` where a checkpoint is there.
+
+    `train` and `validation` are token streams.  `on_checkpoint` is called after every checkpoint.
+    """
+    settings, device = options.target, resolve_device(options.device)
+    torch.manual_seed(options.seed)
+    model = Target(target_shape(options)).to(device)
+    optimizers = Optimizers(model.named_parameters(), settings.matrix_rate, settings.embedding_rate, settings.weight_decay)
+    path = Path(options.run_dir) / CHECKPOINT
+    progress = load_state(path, model, optimizers)
+    loss_of = torch.compile(next_token_loss, dynamic=False) if options.compile else next_token_loss
+    short = Windows(train, settings.length, options.seed)
+    long = Windows(train, settings.long_length, options.seed)
+    pace = Pace(report_s=20.0, checkpoint_s=options.checkpoint_s)
+    recent: list[float] = []
+    while (fraction := progress.fraction(settings.minutes, settings.steps)) < 1.0:
+        began = time.monotonic()
+        windows = long if fraction >= 1.0 - settings.long_share else short
+        tokens = progress.draw(windows, max(1, settings.tokens_per_step // windows.length)).to(device)
+        with torch.autocast(device.type, torch.bfloat16):
+            loss = loss_of(model, tokens)
+        torch.autograd.backward(loss)
+        optimizers.step(rate_factor(fraction))
+        recent.append(loss.item())
+        progress.step += 1
+        progress.tokens += tokens.shape[0] * (tokens.shape[1] - 1)
+        if pace.report_due():
+            _report(progress, fraction, recent)
+            recent.clear()
+        if pace.checkpoint_due():
+            LOGGER.info("target validation %.4f", validation_loss(model, validation, settings.length, limit=48))
+            save_state(path, model, optimizers, progress)
+            if on_checkpoint is not None:
+                on_checkpoint(model, progress)
+        progress.elapsed_s += time.monotonic() - began
+    save_state(path, model, optimizers, progress)
+    return model, progress
+
+
+def _report(progress: Progress, fraction: float, recent: list[float]) -> None:
+    LOGGER.info(
+        "target %5.1f%%  step %d  %.2fM tokens  %.0f tokens/s  loss %.4f",
+        100 * fraction,
+        progress.step,
+        progress.tokens / 1e6,
+        progress.tokens / max(progress.elapsed_s, 1e-9),
+        sum(recent) / max(len(recent), 1),
+    )

@@ -1,0 +1,182 @@
+"""What both demo trainings share: windows of tokens, the rate schedule, optimizers, and checkpoints that resume.
+
+Everything random is a function of the seed and of counters kept in the checkpoint, so a run that was
+interrupted and resumed makes the same steps as one that was not (as long as it is bounded by steps, not by
+the clock).
+"""
+
+import logging
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from backend.lab.demo.tokenizer import BEGIN_ID
+
+WARMUP = 0.03
+DECAY_FROM = 0.35
+LOGGER = logging.getLogger(__name__)
+
+
+def resolve_device(name: str) -> torch.device:
+    """The device `name` stands for; `auto` is CUDA where there is one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(name)
+
+
+def rate_factor(fraction: float) -> float:
+    """Share of the full learning rate after `fraction` of the run: warm up, hold, then fall linearly to zero."""
+    if fraction < WARMUP:
+        return max(fraction / WARMUP, 0.05)
+    if fraction < DECAY_FROM:
+        return 1.0
+    return max(0.0, (1.0 - fraction) / (1.0 - DECAY_FROM))
+
+
+class RowSource(Protocol):
+    """An endless sequence of rows of token ids, all of one length."""
+
+    @property
+    def length(self) -> int:
+        """Tokens of a row that are read; one more is there to be predicted."""
+
+    def batch(self, first: int, count: int) -> Tensor:
+        """Rows number `first` to `first + count`: `[count, length + 1]` token ids."""
+
+
+class Windows:
+    """Windows of a token stream, each behind a `<|begin|>`, in an order that shuffles anew every epoch."""
+
+    def __init__(self, stream: npt.NDArray[np.int32], length: int, seed: int) -> None:
+        self.stream, self.length, self.seed = stream, length, seed
+        self.per_epoch = (len(stream) - length) // length
+        if self.per_epoch < 1:
+            raise ValueError(f"a stream of {len(stream)} tokens is too short for windows of {length}")
+        self._epoch: tuple[int, npt.NDArray[np.int64]] | None = None
+
+    def _starts(self, epoch: int) -> npt.NDArray[np.int64]:
+        if self._epoch is None or self._epoch[0] != epoch:
+            generator = np.random.default_rng((self.seed, self.length, epoch))
+            phase = int(generator.integers(self.length))
+            self._epoch = (epoch, phase + self.length * generator.permutation(self.per_epoch))
+        return self._epoch[1]
+
+    def batch(self, first: int, count: int) -> Tensor:
+        """Windows number `first` to `first + count` of the endless sequence: `[count, length + 1]` token ids."""
+        rows = np.full((count, self.length + 1), BEGIN_ID, dtype=np.int64)
+        for row, number in enumerate(range(first, first + count)):
+            epoch, place = divmod(number, self.per_epoch)
+            start = int(self._starts(epoch)[place])
+            rows[row, 1:] = self.stream[start : start + self.length]
+        return torch.from_numpy(rows)
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far a run is: steps and tokens done, seconds spent, and windows drawn by window length."""
+
+    step: int = 0
+    tokens: int = 0
+    elapsed_s: float = 0.0
+    drawn: dict[int, int] = field(default_factory=dict)
+
+    def fraction(self, minutes: float, steps: int | None) -> float:
+        """Share of the run that is done, between 0 and 1."""
+        done = self.step / steps if steps is not None else self.elapsed_s / (60.0 * minutes)
+        return min(1.0, done)
+
+    def draw(self, rows: RowSource, count: int) -> Tensor:
+        """The next `count` rows of `rows`."""
+        first = self.drawn.get(rows.length, 0)
+        self.drawn[rows.length] = first + count
+        return rows.batch(first, count)
+
+
+class Optimizers:
+    """Muon for the weight matrices, AdamW for embeddings, output heads and norms; one schedule scales both."""
+
+    def __init__(
+        self,
+        parameters: Iterable[tuple[str, nn.Parameter]],
+        matrix_rate: float,
+        embedding_rate: float,
+        decay: float,
+    ) -> None:
+        matrices: list[nn.Parameter] = []
+        others: list[nn.Parameter] = []
+        for name, parameter in parameters:
+            is_matrix = parameter.ndim == 2 and "embed_tokens" not in name and "lm_head" not in name
+            (matrices if is_matrix else others).append(parameter)
+        self.parts: list[torch.optim.Optimizer] = [
+            torch.optim.Muon(matrices, lr=matrix_rate, weight_decay=decay, momentum=0.95, adjust_lr_fn="original"),
+            torch.optim.AdamW(others, lr=embedding_rate, betas=(0.9, 0.95), weight_decay=0.0),
+        ]
+        self.full_rates = [matrix_rate, embedding_rate]
+
+    def step(self, factor: float) -> None:
+        """Apply the gradients at `factor` of the full rates, and clear them."""
+        for optimizer, rate in zip(self.parts, self.full_rates, strict=True):
+            for group in optimizer.param_groups:
+                group["lr"] = rate * factor
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+
+def save_state(path: Path, model: nn.Module, optimizers: Optimizers, progress: Progress) -> None:
+    """Write a checkpoint in one atomic step."""
+    state = {
+        "model": dict(model.state_dict()),
+        "optimizers": [part.state_dict() for part in optimizers.parts],
+        "progress": {
+            "step": progress.step,
+            "tokens": progress.tokens,
+            "elapsed_s": progress.elapsed_s,
+            "drawn": dict(progress.drawn),
+        },
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".writing")
+    torch.save(state, temporary)
+    temporary.replace(path)
+
+
+def load_state(path: Path, model: nn.Module, optimizers: Optimizers) -> Progress:
+    """Continue from the checkpoint at `path`, or from nothing where there is none."""
+    if not path.exists():
+        return Progress()
+    state: Mapping[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    model.load_state_dict(state["model"])
+    for part, saved in zip(optimizers.parts, state["optimizers"], strict=True):
+        part.load_state_dict(saved)
+    progress = Progress(**state["progress"])
+    LOGGER.info("resuming at step %d, %.1f minutes in", progress.step, progress.elapsed_s / 60)
+    return progress
+
+
+class Pace:
+    """Decides when to report and when to checkpoint, by the clock."""
+
+    def __init__(self, report_s: float, checkpoint_s: float) -> None:
+        self.report_s, self.checkpoint_s = report_s, checkpoint_s
+        self.reported = self.saved = time.monotonic()
+
+    def report_due(self) -> bool:
+        """Whether `report_s` have passed since this last said so."""
+        if time.monotonic() - self.reported < self.report_s:
+            return False
+        self.reported = time.monotonic()
+        return True
+
+    def checkpoint_due(self) -> bool:
+        """Whether `checkpoint_s` have passed since this last said so."""
+        if time.monotonic() - self.saved < self.checkpoint_s:
+            return False
+        self.saved = time.monotonic()
+        return True

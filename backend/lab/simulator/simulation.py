@@ -1,0 +1,339 @@
+"""A fleet of thousands, event by event, under the coordinator's own policy.  Pure: all time is simulated.
+
+Events are steps and drafts of each verifier, reports of each member, arrivals, failures, and a sample of everything once a
+second.  Assignment is `backend.coordinator.policy.Coordinator` itself, told by reports and obeyed through orders, leases and
+all; routing is whatever `route` does, balancing is `backend.routing.balance.plan_moves`.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from backend.coordinator.policy import Coordinator
+from backend.fleet import DraftCounters, DrafterStats, Member, MemberKind, VerifierStats
+from backend.fleet.speed import Speed
+from backend.lab.simulator.members import Drafter, Hardware, Request, Verifier
+from backend.lab.simulator.traces import Arrival, Trouble
+from backend.routing.balance import Limits, Load, Movable, plan_moves
+
+SAMPLE_S = 1.0
+BALANCE_S = 1.0
+
+
+@dataclass
+class Place:
+    """A verifier as routing sees it; kept up to date: making thousands anew for every request takes long."""
+
+    id: str
+    tokens: int = 0
+    requests: int = 0
+    routed: int = 0
+
+
+Route = Callable[[int, Sequence[Place]], str | None]
+"""Prompt tokens and the verifiers that are there; the id of one."""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What is simulated."""
+
+    verifiers: int
+    drafters: int
+    seconds: float
+    arrivals: Sequence[Arrival]
+    troubles: Sequence[Trouble] = ()
+    hardware: Hardware = field(default_factory=Hardware)
+    spread: float = 0.2
+    """Members differ by up to so much in speed, verifiers in acceptance."""
+    length: float = 2.5
+    report_s: float = 0.5
+    skew: float = 0.0
+    """Share of the requests that routing does not choose for: they go to the first tenth of the verifiers."""
+    balance: bool = False
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The fleet at one moment; rates are over the second before."""
+
+    at: float
+    tokens_per_s: float
+    requests: int
+    slowest_tgs: float
+    """Tokens per second and request of the slowest verifier that has any."""
+    mean_tgs: float
+    pairs: int
+    reassignments: int
+    most_drafters: int
+    """Of one verifier."""
+
+
+@dataclass
+class Outcome:
+    """What came of it."""
+
+    samples: list[Sample] = field(default_factory=list)
+    tgs: list[float] = field(default_factory=list)
+    """Of each finished request: tokens over the time from arrival to its last one."""
+    tokens: float = 0.0
+    moved: int = 0
+    failed_over: int = 0
+    finished_at: float = 0.0
+    """When the last request that has ended did so."""
+    counters: dict[str, int] = field(default_factory=dict)
+
+
+class FleetSimulation:
+    """One run."""
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        coordinator: Coordinator,
+        route: Route,
+    ) -> None:
+        self.outcome = Outcome()
+        self._scenario = scenario
+        self._coordinator = coordinator
+        self._route = route
+        self._dice = random.Random(scenario.seed)
+        self._now = 0.0
+        self._count = 0
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._emitted_at_sample: dict[str, int] = {}
+        self.verifiers = {f"v{i}": self._make_verifier(f"v{i}") for i in range(scenario.verifiers)}
+        self.drafters = {f"d{i}": self._make_drafter(f"d{i}") for i in range(scenario.drafters)}
+        self._places = {name: Place(name) for name in self.verifiers}
+        self._open: list[Place] | None = None
+        """The places of those that live and serve."""
+
+    def run(self) -> Outcome:
+        """From the first registration to the end of the scenario."""
+        self._begin()
+        while self._events and self._events[0][0] <= self._scenario.seconds:
+            self._now, _, event = heapq.heappop(self._events)
+            event()
+        outcome = self.outcome
+        outcome.tokens = float(sum(each.stats.tokens for each in self.verifiers.values()))
+        outcome.counters = self._coordinator.snapshot(self._now).counters
+        return outcome
+
+    # Events.
+
+    def _begin(self) -> None:
+        for name in (*self.verifiers, *self.drafters):
+            self._register(name)
+            self._at(self._dice.random() * self._scenario.report_s, partial(self._report, name))
+        for number, arrival in enumerate(self._scenario.arrivals):
+            self._at(arrival.at, partial(self._place, Request(number, arrival)))
+        for trouble in self._scenario.troubles:
+            self._at(trouble.at, partial(self._trouble, trouble))
+        self._at(SAMPLE_S, self._sample)
+        if self._scenario.balance:
+            self._at(BALANCE_S, self._balance)
+
+    def _place(self, request: Request) -> None:
+        """Routing, for new requests and for those whose verifier died."""
+        if self._open is None:
+            self._open = [self._places[name] for name, each in self.verifiers.items() if each.alive]
+        places = self._open
+        if self._dice.random() < self._scenario.skew:
+            places = places[: max(len(places) // 10, 1)]
+        chosen = self._route(request.arrival.prompt, places)
+        if chosen is None:
+            self._at(self._now + 1.0, lambda: self._place(request))
+            return
+        self._places[chosen].routed += 1
+        self._give(request, self.verifiers[chosen])
+
+    def _give(self, request: Request, verifier: Verifier) -> None:
+        request.placed_s = self._now
+        verifier.waiting.append(request)
+        self._count_in(verifier, request, 1)
+        if not verifier.is_stepping:
+            self._step(verifier)
+
+    def _step(self, verifier: Verifier) -> None:
+        """A step begins; it ends after the target's own time."""
+        prompt = verifier.admit()
+        verifier.is_stepping = bool(verifier.running)
+        if not verifier.running:
+            return
+        served = [name for name in verifier.drafters if self.drafters[name].alive]
+        drafted = served if served and verifier.wants_drafts() else []
+        spent = (
+            verifier.step_s(verifier.hardware.k if drafted else 0) + prompt * verifier.hardware.prefill_s * verifier.slowness
+        )
+        incarnation = verifier.incarnation
+        self._at(self._now + spent, lambda: self._verified(verifier, incarnation, drafted, self._now - spent))
+
+    def _verified(self, verifier: Verifier, incarnation: int, drafted: list[str], began: float) -> None:
+        """A step has ended: tokens are out, and the next drafts are asked for."""
+        if not verifier.alive or verifier.incarnation != incarnation:
+            return
+        n = len(verifier.running)
+        if not n:
+            # Balancing has moved the last one meanwhile.
+            self._step(verifier)
+            return
+        share = n / max(len(drafted), 1)
+        tokens, ready = 1.0, self._now
+        for name in drafted:
+            drafter = self.drafters[name]
+            if not drafter.alive:
+                continue
+            accepted = (verifier.length - 1) * drafter.quality / len(drafted)
+            tokens += accepted
+            counters = verifier.stats.drafters.setdefault(name, DraftCounters())
+            counters.drafts += max(round(share), 1)
+            counters.draft_tokens += max(round(share), 1) * verifier.hardware.k
+            counters.accepted_tokens += round(max(share, 1) * accepted * len(drafted) * self._dice.uniform(0.9, 1.1))
+            rows = verifier.held() / len(drafted) if name in verifier.fresh else 0.0
+            verifier.fresh.discard(name)
+            ready = max(ready, drafter.draft(share, rows, self._now))
+        for request in verifier.advance(tokens):
+            self._count_in(verifier, request, -1)
+            self.outcome.finished_at = self._now
+            self.outcome.tgs.append(request.arrival.response / max(self._now - request.arrival.at, 1e-9))
+        if drafted:
+            newest = (ready - began) / n
+            verifier.cycle_s = newest if not verifier.cycle_s else 0.7 * verifier.cycle_s + 0.3 * newest
+        self._at(ready, lambda: self._step(verifier) if verifier.incarnation == incarnation else None)
+
+    def _report(self, name: str) -> None:
+        self._at(self._now + self._scenario.report_s, lambda: self._report(name))
+        verifier, drafter = self.verifiers.get(name), self.drafters.get(name)
+        member = verifier or drafter
+        if member is None or not member.alive:
+            return
+        orders = self._coordinator.report(
+            name,
+            str(member.incarnation),
+            "ready",
+            self._now,
+            verifier.report() if verifier else None,
+            drafter.report() if drafter else None,
+        )
+        if not orders.known:
+            self._register(name)
+        elif verifier is not None:
+            wanted = [ref.id for ref in orders.drafters]
+            verifier.fresh |= set(wanted) - set(verifier.drafters)
+            verifier.drafters = wanted
+
+    def _trouble(self, trouble: Trouble) -> None:
+        member = self.verifiers.get(trouble.member) or self.drafters.get(trouble.member)
+        if member is None:
+            return
+        if trouble.factor is not None:
+            member.slowness *= trouble.factor
+            self._at(self._now + trouble.seconds, lambda: self._recover(trouble))
+            return
+        member.alive = False
+        self._at(self._now + trouble.seconds, lambda: self._recover(trouble))
+        if isinstance(member, Verifier):
+            member.is_stepping, self._open = False, None
+            for request in member.drop_all():
+                self.outcome.failed_over += 1
+                self._count_in(member, request, -1)
+                self._place(request)
+
+    def _recover(self, trouble: Trouble) -> None:
+        member = self.verifiers.get(trouble.member) or self.drafters[trouble.member]
+        if trouble.factor is not None:
+            member.slowness /= trouble.factor
+            return
+        member.alive, member.incarnation = True, member.incarnation + 1
+        member.stats.started_at = self._now
+        self._open = None
+        if isinstance(member, Verifier):
+            member.drafters, member.fresh = [], set()
+        else:
+            member.free_at = self._now
+        self._register(trouble.member)
+
+    def _sample(self) -> None:
+        self._at(self._now + SAMPLE_S, self._sample)
+        rates, total = [], 0.0
+        for name, verifier in self.verifiers.items():
+            emitted = verifier.stats.tokens - self._emitted_at_sample.get(name, 0)
+            self._emitted_at_sample[name] = verifier.stats.tokens
+            total += emitted
+            if verifier.running:
+                rates.append(emitted / SAMPLE_S / len(verifier.running))
+        snapshot = self._coordinator.snapshot(self._now)
+        held: dict[str, int] = {}
+        for pair in snapshot.assignments:
+            held[pair.verifier_id] = held.get(pair.verifier_id, 0) + 1
+        self.outcome.samples.append(
+            Sample(
+                at=self._now,
+                tokens_per_s=total / SAMPLE_S,
+                requests=sum(each.requests for each in self.verifiers.values()),
+                slowest_tgs=min(rates, default=0.0),
+                mean_tgs=sum(rates) / len(rates) if rates else 0.0,
+                pairs=len(snapshot.assignments),
+                reassignments=snapshot.counters["reassignments"],
+                most_drafters=max(held.values(), default=0),
+            )
+        )
+
+    def _balance(self) -> None:
+        self._at(self._now + BALANCE_S, self._balance)
+        live = {name: each for name, each in self.verifiers.items() if each.alive}
+        loads = [self._load(each) for each in live.values()]
+        movables = [
+            Movable(str(number), name, round(each.progress - r.joined_at) + r.arrival.prompt, done - each.progress, r.placed_s)
+            for name, each in live.items()
+            for done, number, r in each.running
+        ]
+        for move in plan_moves(loads, movables, Limits(), self._now):
+            source, target = self.verifiers[move.source], self.verifiers[move.target]
+            request = source.drop(int(move.request_id))
+            if request is not None:
+                self._count_in(source, request, -1)
+                self.outcome.moved += 1
+                self._give(request, target)
+
+    # Details.
+
+    def _count_in(self, verifier: Verifier, request: Request, sign: int) -> None:
+        place = self._places[verifier.id]
+        place.tokens += sign * (request.arrival.prompt + request.arrival.response)
+        place.requests += sign
+
+    def _load(self, verifier: Verifier) -> Load:
+        hardware = verifier.hardware
+        per_request = verifier.slowness * hardware.token_s * (1 + hardware.k)
+        speed = Speed(verifier.slowness * hardware.step_s, per_request, verifier.length)
+        prefill = 1 / (hardware.prefill_s * verifier.slowness)
+        return Load(verifier.id, verifier.requests, speed, prefill, hardware.slots, 1 << 30)
+
+    def _at(self, when: float, event: Callable[[], None]) -> None:
+        self._count += 1
+        heapq.heappush(self._events, (when, self._count, event))
+
+    def _register(self, name: str) -> None:
+        member = self.verifiers.get(name) or self.drafters[name]
+        kind: MemberKind = "verifier" if isinstance(member, Verifier) else "drafter"
+        self._coordinator.register(
+            Member(name, kind, str(member.incarnation), f"sim://{name}", "", "sim", 0, "sim", "ready"), self._now
+        )
+
+    def _differing(self) -> float:
+        return 1 + self._scenario.spread * self._dice.uniform(-1, 1)
+
+    def _make_verifier(self, name: str) -> Verifier:
+        stats = VerifierStats(name, 0.0, "auto", self._scenario.hardware.k)
+        length = 1 + (self._scenario.length - 1) * self._differing()
+        return Verifier(name, self._scenario.hardware, length, stats, slowness=self._differing())
+
+    def _make_drafter(self, name: str) -> Drafter:
+        quality = 1 + 0.2 * (self._differing() - 1)
+        return Drafter(name, self._scenario.hardware, quality, self._differing(), DrafterStats(name, 0.0))

@@ -1,0 +1,122 @@
+"""Says whether an EAGLE head fits a target, in one line per misfit.  Any process; reads headers, never weights.
+
+`errors` keep the pair from working at all; `warnings` let it work with few drafts accepted, which nothing would report later.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from backend.models.head_config import (
+    CheckpointError,
+    HeadConfig,
+    default_aux_layers,
+    load_config,
+    read_config,
+    rope_of,
+    text_config,
+)
+from backend.models.layout import canonical_names, required_tensors
+from backend.models.tensor_files import TensorFiles
+
+EMBEDDING = "embed_tokens.weight"
+LM_HEAD = "lm_head.weight"
+
+
+@dataclass
+class Misfits:
+    """What is wrong with a pair of head and target."""
+
+    errors: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+
+def check(head_dir: str, target_dir: str) -> list[str]:
+    """All misfits, errors first; warnings start with `warning: `.  Empty: the head fits."""
+    found = find_misfits(head_dir, target_dir)
+    return found.errors + [f"warning: {line}" for line in found.warnings]
+
+
+def find_misfits(head_dir: str, target_dir: str) -> Misfits:
+    """The same, told apart."""
+    found = Misfits()
+    try:
+        head = load_config(head_dir, target_dir)
+        target = text_config(read_config(target_dir))
+        head_files, target_files = TensorFiles(head_dir), TensorFiles(target_dir)
+        own_vocab = _own_vocabulary(head_dir)
+    except CheckpointError as error:
+        found.errors.append(str(error))
+        return found
+    found.errors.extend(head.unsupported)
+    _check_sizes(head, target, own_vocab, found)
+    _check_aux_layers(head, target, found)
+    _check_positions(head, target, found)
+    _check_tensors(head, head_files, target_files, found)
+    return found
+
+
+def _own_vocabulary(head_dir: str) -> int | None:
+    config = read_config(head_dir)
+    layer = config.get("transformer_layer_config") or config
+    size = layer.get("vocab_size")
+    return int(size) if size else None
+
+
+def _check_sizes(head: HeadConfig, target: dict[str, Any], own_vocab: int | None, found: Misfits) -> None:
+    width = target.get("hidden_size")
+    if width is not None and head.target_hidden_size != width:
+        found.errors.append(f"hidden size: the head was made for a target of {head.target_hidden_size}, this one has {width}")
+    vocab = target.get("vocab_size")
+    if vocab is not None and own_vocab is not None and own_vocab != vocab:
+        found.errors.append(f"vocabulary: the head was made for {own_vocab} tokens, this target has {vocab}")
+    if head.draft_vocab_size > head.vocab_size:
+        found.errors.append(f"draft vocabulary: {head.draft_vocab_size} tokens are more than the target's {head.vocab_size}")
+
+
+def _check_aux_layers(head: HeadConfig, target: dict[str, Any], found: Misfits) -> None:
+    layers = target.get("num_hidden_layers")
+    if not head.uses_aux or layers is None:
+        return
+    for layer in head.aux_layers:
+        if not 0 <= layer <= layers:
+            found.errors.append(f"feature layers: {layer} is outside this target's 0..{layers}")
+    if head.aux_layers == default_aux_layers(layers) and len(set(head.aux_layers)) < len(head.aux_layers):
+        found.errors.append(f"feature layers: a target of {layers} layers is too shallow for the default three")
+
+
+def _check_positions(head: HeadConfig, target: dict[str, Any], found: Misfits) -> None:
+    longest = target.get("max_position_embeddings")
+    if longest is not None and head.max_position < longest:
+        found.warnings.append(
+            f"max_position_embeddings: the head says {head.max_position}, the target {longest}; "
+            f"beyond {head.max_position} tokens acceptance may drop"
+        )
+    rope = rope_of(target)
+    if rope.theta != head.rope.theta:
+        found.warnings.append(f"rope_theta: the head says {head.rope.theta:g}, the target {rope.theta:g}")
+
+
+def _check_tensors(head: HeadConfig, files: TensorFiles, target_files: TensorFiles, found: Misfits) -> None:
+    names = canonical_names(files)
+    for name, wanted in required_tensors(head).items():
+        shape = files.shape(names[name]) if name in names else None
+        if shape is None:
+            found.errors.append(f"missing tensor: {name}")
+        elif shape != wanted:
+            found.errors.append(f"tensor {name}: shape {list(shape)}, expected {list(wanted)}")
+    for name, tokens in ((EMBEDDING, head.vocab_size), (LM_HEAD, head.draft_vocab_size)):
+        if name in required_tensors(head):
+            continue
+        actual = names.get(name)
+        if actual is not None:
+            shape = files.shape(actual)
+        else:
+            # A target with tied embeddings has no `lm_head` of its own.
+            source = target_files.find(name) or target_files.find(EMBEDDING)
+            shape = target_files.shape(source) if source else None
+        if shape is None:
+            found.errors.append(f"missing tensor: {name}, neither in the head nor in the target")
+        elif shape[-1] != head.hidden_size or shape[0] < tokens:
+            found.errors.append(f"tensor {name}: shape {list(shape)}, expected {[tokens, head.hidden_size]}")

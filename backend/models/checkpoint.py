@@ -1,0 +1,158 @@
+"""Loads an EAGLE head from a directory, in either layout.  Drafter process; `load_fc` and `load_config` also the verifier's.
+
+The head's own embeddings and output matrix are used where it has them, the target's otherwise (just those tensors are read).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from backend.models.check import EMBEDDING, LM_HEAD, check
+from backend.models.head_config import CheckpointError, HeadConfig, load_config, read_config, text_config
+from backend.models.layout import canonical_names, required_tensors
+from backend.models.tensor_files import TensorFiles
+
+__all__ = ["CheckpointError", "FcProjection", "HeadConfig", "HeadWeights", "check", "load_config", "load_fc", "load_head"]
+
+
+@dataclass(frozen=True)
+class HeadWeights:
+    """A head's tensors under canonical names (`layers.0.self_attn.q_proj.weight`, ...), on the CPU, as stored.
+
+    `embedding` is `[vocab, hidden]`, `lm_head` `[draft_vocab, hidden]`; `draft_to_target` maps a draft id to the target's
+    (`[draft_vocab]`, int64), None where both vocabularies are the same.
+    """
+
+    config: HeadConfig
+    tensors: dict[str, Tensor]
+    embedding: Tensor
+    lm_head: Tensor
+    draft_to_target: Tensor | None
+    max_position: int
+    """Positions the target may reach; the head's own limit is often a default nobody meant."""
+
+
+def load_head(head_dir: str, target_dir: str) -> HeadWeights:
+    """Reads a head; raises `CheckpointError` naming the first thing that does not fit."""
+    config = load_config(head_dir, target_dir)
+    if config.unsupported:
+        raise CheckpointError(f"{head_dir}: {config.unsupported[0]}")
+    files, target = TensorFiles(head_dir), TensorFiles(target_dir)
+    names = canonical_names(files)
+    wanted = required_tensors(config)
+    for name, shape in wanted.items():
+        if name not in names:
+            raise CheckpointError(f"{head_dir}: missing tensor: {name}")
+        if files.shape(names[name]) != shape:
+            raise CheckpointError(
+                f"{head_dir}: tensor {name}: shape {list(files.shape(names[name]) or ())}, expected {list(shape)}"
+            )
+    optional = {n for n in names if n.endswith(".bias")} | ({EMBEDDING, LM_HEAD} & names.keys())
+    # The verifier applies EAGLE-3's `fc`; EAGLE-1's joins the embedding and stays here.
+    keep = {n for n in wanted.keys() | optional if config.kind == "eagle" or not n.startswith(("fc.", "fc_norm."))}
+    stored = files.read_many([names[name] for name in sorted(keep)])
+    tensors = {name: stored[names[name]] for name in keep}
+    embedding = tensors.pop(EMBEDDING, None)
+    lm_head = tensors.pop(LM_HEAD, None)
+    offsets = tensors.pop("d2t", None)
+    embedding = _borrow(target, EMBEDDING) if embedding is None else embedding
+    lm_head = _borrow(target, LM_HEAD) if lm_head is None else lm_head
+    _expect(EMBEDDING, embedding, config.vocab_size, config.hidden_size)
+    _expect(LM_HEAD, lm_head, config.draft_vocab_size, config.hidden_size)
+    mapping = _target_ids(offsets, config) if offsets is not None else None
+    longest = int(text_config(read_config(target_dir)).get("max_position_embeddings") or config.max_position)
+    return HeadWeights(config, tensors, embedding, lm_head[: config.draft_vocab_size], mapping, longest)
+
+
+def _borrow(target: TensorFiles, name: str) -> Tensor:
+    """The target's tensor of this name; its embedding where the output matrix is tied to it."""
+    source = target.find(name) or target.find(EMBEDDING)
+    if source is None:
+        raise CheckpointError(f"{target.directory}: missing tensor: {name}")
+    return target.read(source)
+
+
+def _expect(name: str, tensor: Tensor, tokens: int, hidden: int) -> None:
+    # Padded vocabularies have rows to spare.
+    if tensor.dim() != 2 or tensor.shape[0] < tokens or tensor.shape[1] != hidden:
+        raise CheckpointError(f"tensor {name}: shape {list(tensor.shape)}, expected {[tokens, hidden]}")
+
+
+def _target_ids(offsets: Tensor, config: HeadConfig) -> Tensor:
+    """`d2t` holds offsets: draft id i is the target's i + d2t[i]."""
+    ids = offsets.to(torch.int64) + torch.arange(config.draft_vocab_size)
+    if bool(((ids < 0) | (ids >= config.vocab_size)).any()):
+        raise CheckpointError("tensor d2t: points outside the target's vocabulary")
+    return ids
+
+
+@dataclass(frozen=True)
+class FcProjection:
+    """EAGLE-3's first projection, which runs beside the target so that one hidden width crosses the wire and not several.
+
+    `weight` is `[hidden, n * target_hidden]`; `norms` normalise the n features before it: one weight over all of them
+    (`norm_before_fc`) and one per feature (`fc_norm`), each optional.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    input_norm: Tensor | None
+    feature_norms: tuple[Tensor, ...]
+    eps: float
+    aux_layers: tuple[int, ...]
+    """Empty when the head's configuration names none: then the target's default."""
+
+    def to(self, device: torch.device | str, dtype: torch.dtype) -> FcProjection:
+        """The same on another device, in another type."""
+
+        def moved(tensor: Tensor) -> Tensor:
+            return tensor.to(device=device, dtype=dtype)
+
+        return FcProjection(
+            moved(self.weight),
+            None if self.bias is None else moved(self.bias),
+            None if self.input_norm is None else moved(self.input_norm),
+            tuple(moved(norm) for norm in self.feature_norms),
+            self.eps,
+            self.aux_layers,
+        )
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """`[rows, n * target_hidden]` -> `[rows, hidden]`: the target's features as the drafter takes them."""
+        if self.input_norm is not None:
+            hidden = functional.rms_norm(hidden, hidden.shape[-1:], self.input_norm, self.eps)
+        if self.feature_norms:
+            parts = hidden.chunk(len(self.feature_norms), dim=-1)
+            normed = [
+                functional.rms_norm(part, part.shape[-1:], norm, self.eps)
+                for part, norm in zip(parts, self.feature_norms, strict=True)
+            ]
+            hidden = torch.cat(normed, dim=-1)
+        return functional.linear(hidden, self.weight, self.bias)
+
+
+def load_fc(head_dir: str) -> FcProjection:
+    """Reads `fc` alone; raises `CheckpointError`, also for a head that has none to apply (see `HeadConfig.uses_aux`)."""
+    config = load_config(head_dir)
+    if not config.uses_aux:
+        raise CheckpointError(f"{head_dir}: this head takes the target's last hidden state; it has no projection")
+    files = TensorFiles(head_dir)
+    names = canonical_names(files)
+    wanted = [n for n in names if n.startswith(("fc.", "fc_norm.", "input_norm."))]
+    if "fc.weight" not in wanted:
+        raise CheckpointError(f"{head_dir}: missing tensor: fc.weight")
+    stored = files.read_many([names[n] for n in wanted])
+    tensors = {n: stored[names[n]] for n in wanted}
+    count = tensors["fc.weight"].shape[1] // config.target_hidden_size
+    try:
+        feature_norms = tuple(tensors[f"fc_norm.{i}.weight"] for i in range(count)) if config.fc_norm else ()
+        input_norm = tensors["input_norm.weight"] if config.norm_before_fc else None
+    except KeyError as error:
+        raise CheckpointError(f"{head_dir}: missing tensor: {error.args[0]}") from error
+    return FcProjection(
+        tensors["fc.weight"], tensors.get("fc.bias"), input_norm, feature_norms, config.rms_norm_eps, config.aux_layers
+    )

@@ -1,0 +1,65 @@
+"""Which tensors an EAGLE head must hold, and under which names the two layouts keep them.  Pure data, any process."""
+
+from __future__ import annotations
+
+from backend.models.head_config import HeadConfig
+from backend.models.tensor_files import TensorFiles
+
+Shape = tuple[int, ...]
+
+
+def canonical_names(files: TensorFiles) -> dict[str, str]:
+    """Our name of every tensor in a head's files -> its name there (`midlayer.` is `layers.0.` to us)."""
+    return {name.removeprefix("model.").replace("midlayer.", "layers.0."): name for name in files.tensors}
+
+
+def required_tensors(config: HeadConfig) -> dict[str, Shape]:
+    """Shapes of what the head itself must bring, `fc` included; projections are `[out, in]`."""
+    hidden = config.hidden_size
+    shapes: dict[str, Shape] = {}
+    if config.kind == "eagle":
+        shapes["fc.weight"] = (hidden, 2 * hidden)
+    else:
+        shapes["norm.weight"] = (hidden,)
+        shapes["layers.0.hidden_norm.weight"] = (hidden,)
+        shapes["layers.0.input_layernorm.weight"] = (hidden,)
+        shapes |= _fc_tensors(config)
+    for index in range(config.num_layers):
+        shapes |= _layer_tensors(config, index)
+    if config.draft_vocab_size != config.vocab_size:
+        shapes["d2t"] = (config.draft_vocab_size,)
+        shapes["lm_head.weight"] = (config.draft_vocab_size, hidden)
+    return shapes
+
+
+def _fc_tensors(config: HeadConfig) -> dict[str, Shape]:
+    if not config.uses_aux:
+        return {}
+    count, width = len(config.aux_layers) or 3, config.target_hidden_size
+    shapes: dict[str, Shape] = {"fc.weight": (config.hidden_size, count * width)}
+    if config.norm_before_fc:
+        shapes["input_norm.weight"] = (count * width,)
+    if config.fc_norm:
+        shapes |= {f"fc_norm.{i}.weight": (width,) for i in range(count)}
+    return shapes
+
+
+def _layer_tensors(config: HeadConfig, index: int) -> dict[str, Shape]:
+    hidden, inner = config.hidden_size, config.intermediate_size
+    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    width = 2 * hidden if config.kind == "eagle3" and index == 0 else hidden
+    shapes: dict[str, Shape] = {
+        "self_attn.q_proj.weight": (queries, width),
+        "self_attn.k_proj.weight": (keys, width),
+        "self_attn.v_proj.weight": (keys, width),
+        "self_attn.o_proj.weight": (hidden, queries),
+        "post_attention_layernorm.weight": (hidden,),
+        "mlp.gate_proj.weight": (inner, hidden),
+        "mlp.up_proj.weight": (inner, hidden),
+        "mlp.down_proj.weight": (hidden, inner),
+    }
+    if index > 0:
+        shapes["input_layernorm.weight"] = (hidden,)
+    if config.model_type == "qwen3":
+        shapes |= {"self_attn.q_norm.weight": (config.head_dim,), "self_attn.k_norm.weight": (config.head_dim,)}
+    return {f"layers.{index}.{name}": shape for name, shape in shapes.items()}

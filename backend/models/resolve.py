@@ -1,0 +1,209 @@
+"""Which models a fleet runs: names become directories, and what cannot work is refused before anything heavy starts.
+
+Runs in the launcher's process (and in `outrider check-config`); everyone else is handed a `ResolvedModels`.  Only headers and
+JSON files are read here, and neither torch nor vLLM is imported.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from backend.config import REMOTE_MODES, Settings, environment
+
+DrafterKind = Literal["eagle", "ngram", "none"]
+
+DEMO = "demo"
+NGRAM = "ngram"
+MODES_WITH_DRAFTS = REMOTE_MODES | {"native"}
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json", "tiktoken.model")
+DOWNLOADED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken")
+REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+
+Say = Callable[[str], None]
+
+
+class ModelError(Exception):
+    """A model cannot be used; the message is one line that says which and why."""
+
+
+class ResolvedModels(msgspec.Struct, frozen=True):
+    """The models of a fleet, as local directories."""
+
+    target_dir: str
+    drafter_dir: str | None
+    """The EAGLE head's directory; None unless `drafter_kind` is `eagle`."""
+    drafter_kind: DrafterKind
+    name: str = ""
+    """The target's own name, as it was asked for: a Hugging Face id, a directory's name, or `demo`."""
+
+
+def resolve(settings: Settings, say: Say) -> ResolvedModels:
+    """Finds (and downloads, where a name is not a directory) the models and checks that they go together.
+
+    Raises `ModelError`.  `say` gets warnings and the news that a download starts.
+    """
+    if not _is_path(settings.model):
+        # Before anything is downloaded.
+        check_combination(settings)
+    target = find("--model", settings.model, _demo()[0], say)
+    check_target(target)
+    check_ranks(target, settings)
+    check_combination(settings)
+    name = settings.model if not _is_path(settings.model) else target.name
+    if settings.mode not in MODES_WITH_DRAFTS:
+        return ResolvedModels(str(target), None, "none", name)
+    if settings.drafter == NGRAM:
+        return ResolvedModels(str(target), None, "ngram", name)
+    head = find("--drafter", settings.drafter, _demo()[1], say)
+    check_head(head, target, settings, say)
+    return ResolvedModels(str(target), str(head), "eagle", name)
+
+
+def check_combination(settings: Settings) -> None:
+    """Refuses settings that contradict each other."""
+    if settings.mode in REMOTE_MODES and settings.drafters == 0:
+        raise ModelError(f"--mode {settings.mode} needs a drafter: give --drafters 1 or more, or --mode native or off")
+    if settings.drafter == DEMO and settings.model != DEMO and settings.mode in MODES_WITH_DRAFTS:
+        raise ModelError(
+            f"--drafter demo fits only the demo model, not {settings.model}: "
+            "give --drafter an EAGLE head made for it, or --drafter ngram, or --mode off"
+        )
+
+
+def check_without_download(settings: Settings, say: Say) -> None:
+    """As much of `resolve` as needs no network.  Raises `ModelError`."""
+    if all(name in (DEMO, NGRAM) or _is_path(name) for name in (settings.model, settings.drafter)):
+        resolve(settings, say)
+    else:
+        check_combination(settings)
+
+
+def find(option: str, name: str, demo: Path, say: Say) -> Path:
+    """The directory a model name stands for.  Raises `ModelError`."""
+    if name == DEMO:
+        if not (demo / "config.json").is_file():
+            raise ModelError(f"{option} demo: the built-in model is not there; make it with `outrider train-demo`")
+        return demo
+    try:
+        path = Path(name).expanduser()
+    except RuntimeError as error:
+        raise ModelError(f"{option} {name}: {error}") from error
+    if path.is_dir():
+        return path.resolve()
+    if path.is_file():
+        raise ModelError(f"{option} {name}: is a file; give the directory that holds config.json")
+    if _is_path(name):
+        shown = name if str(path) == name else f"{name} (that is {path})"
+        raise ModelError(f"{option} {shown}: no such directory")
+    return _download(option, name, say)
+
+
+def check_target(directory: Path) -> None:
+    """Refuses a directory that vLLM could not load: no configuration, weights or tokenizer."""
+    config = read_json(directory / "config.json", "--model")
+    if not config.get("architectures"):
+        raise ModelError(f"--model {directory}: config.json names no architectures: not a language model's directory")
+    missing = missing_weights(directory)
+    if missing:
+        raise ModelError(f"--model {directory}: {missing}")
+    if not any((directory / file).is_file() for file in TOKENIZER_FILES):
+        raise ModelError(f"--model {directory}: no tokenizer ({', '.join(TOKENIZER_FILES[:2])})")
+
+
+def check_ranks(target: Path, settings: Settings) -> None:
+    """Refuses tensor parallelism that vLLM cannot cut this model for."""
+    config, ranks = read_json(target / "config.json", "--model"), settings.verifier.ranks
+    heads = (config.get("text_config") or config).get("num_attention_heads")
+    if isinstance(heads, int) and heads % ranks:
+        raise ModelError(f"--model {settings.model}: its {heads} attention heads cannot be dealt out to {ranks} ranks evenly")
+
+
+def check_head(head: Path, target: Path, settings: Settings, say: Say) -> None:
+    """Refuses a drafter that does not fit the target; says what would merely cost acceptance."""
+    read_json(head / "config.json", "--drafter")
+    missing = missing_weights(head)
+    if missing:
+        raise ModelError(f"--drafter {head}: {missing}")
+    # Imported here: the drafter's package is not needed to look at a target.
+    from backend.models.check import find_misfits
+
+    found = find_misfits(str(head), str(target))
+    if found.errors:
+        raise ModelError(f"--drafter {settings.drafter} does not fit --model {settings.model}: {found.errors[0]}")
+    for warning in found.warnings:
+        say(f"warning: drafter {settings.drafter}: {warning}")
+
+
+def missing_weights(directory: Path) -> str | None:
+    """What is missing of a checkpoint's weights, in words; None when they are there."""
+    for index in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
+        if not (directory / index).is_file():
+            continue
+        shards = sorted(set(read_json(directory / index, "weights").get("weight_map", {}).values()))
+        absent = [shard for shard in shards if not (directory / shard).is_file()]
+        if absent:
+            return f"{len(absent)} of {len(shards)} weight files are missing ({absent[0]})"
+        return None
+    if not any(any(directory.glob(pattern)) for pattern in ("*.safetensors", "*.bin", "*.pt")):
+        return "no weights (*.safetensors)"
+    return None
+
+
+def read_json(file: Path, option: str) -> dict[str, Any]:
+    """A JSON object from a model's directory.  Raises `ModelError`."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ModelError(f"{option} {file.parent}: no {file.name}: not a model's directory") from error
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{option} {file}: cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{option} {file}: not a JSON object")
+    return content
+
+
+def _demo() -> tuple[Path, Path]:
+    from backend.models.demo import DRAFTER_DIR, TARGET_DIR
+
+    return TARGET_DIR, DRAFTER_DIR
+
+
+def _is_path(name: str) -> bool:
+    return name.startswith(("/", ".", "~")) or name.count("/") > 1 or Path(name).exists()
+
+
+def _download(option: str, name: str, say: Say) -> Path:
+    """The hub's snapshot of a repository, from the local cache where it is there or the hub cannot be reached."""
+    if not REPOSITORY.fullmatch(name):
+        raise ModelError(f"{option} {name}: neither a directory nor a Hugging Face id")
+    # Imported here: it takes a second, and the demo needs none of it.
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    offline = environment.huggingface_offline()
+    if not offline:
+        say(f"{name}: fetching from the Hugging Face hub (what is cached is not fetched again)")
+    try:
+        directory = _snapshot(snapshot_download, name, DOWNLOADED, offline)
+        if missing_weights(directory):
+            directory = _snapshot(snapshot_download, name, (*DOWNLOADED, "*.bin"), offline)
+    except GatedRepoError as error:
+        raise ModelError(f"{option} {name}: the hub asks for permission (accept its terms, then set HF_TOKEN)") from error
+    except RepositoryNotFoundError as error:
+        raise ModelError(f"{option} {name}: no such directory, and no such model on the Hugging Face hub") from error
+    except LocalEntryNotFoundError as error:
+        why = "HF_HUB_OFFLINE is set" if offline else "the Hugging Face hub cannot be reached"
+        raise ModelError(f"{option} {name}: no such directory, not in the local cache, and {why}") from error
+    except Exception as error:  # the hub client raises its HTTP library's errors too
+        raise ModelError(f"{option} {name}: download failed: {' '.join(str(error).split())[:200]}") from error
+    return directory
+
+
+def _snapshot(fetch: Callable[..., Any], name: str, patterns: Sequence[str], offline: bool) -> Path:
+    return Path(fetch(name, allow_patterns=list(patterns), local_files_only=offline))

@@ -1,0 +1,106 @@
+"""The tensors of a checkpoint directory by name: shapes from headers alone, data only of what is asked for.
+
+Any process.  Handles `.safetensors` and `.bin`, whole or sharded.  torch and safetensors are imported only when data (or a
+`.bin`, which has no header) is read, so that checking a checkpoint stays cheap.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from backend.models.head_config import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
+
+MAX_HEADER_BYTES = 100 * 2**20
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Where a tensor lies and its shape."""
+
+    path: Path
+    shape: tuple[int, ...]
+
+
+class TensorFiles:
+    """All tensors of one directory.  Raises `CheckpointError` when there are none or a file is broken."""
+
+    def __init__(self, directory: str) -> None:
+        self.directory = Path(directory)
+        self.tensors: dict[str, TensorInfo] = {}
+        # Directories may also hold the same weights under another vendor's names, or pickles that are no weights.
+        for pattern in ("model*.safetensors", "*.safetensors", "pytorch_model*.bin", "*.bin"):
+            for path in sorted(self.directory.glob(pattern)):
+                read = self._read_safetensors_header if path.suffix == ".safetensors" else self._read_bin_shapes
+                read(path)
+            if self.tensors:
+                return
+        raise CheckpointError(f"{directory}: no .safetensors or .bin weights")
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """A tensor's shape; None when it is absent."""
+        info = self.tensors.get(name)
+        return info.shape if info else None
+
+    def find(self, suffix: str) -> str | None:
+        """The shortest name that is `suffix` or ends with `.suffix`; None when there is none."""
+        names = [name for name in self.tensors if name == suffix or name.endswith(f".{suffix}")]
+        return min(names, key=len, default=None)
+
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor's data, on the CPU."""
+        return self.read_many([name])[name]
+
+    def read_many(self, names: list[str]) -> dict[str, torch.Tensor]:
+        """Several tensors' data, each file opened once."""
+        by_path: dict[Path, list[str]] = {}
+        for name in names:
+            by_path.setdefault(self.tensors[name].path, []).append(name)
+        found: dict[str, torch.Tensor] = {}
+        for path, wanted in by_path.items():
+            if path.suffix == ".safetensors":
+                from safetensors import safe_open
+
+                with safe_open(path, framework="pt") as opened:
+                    found.update({name: opened.get_tensor(name) for name in wanted})
+            else:
+                state = _load_bin(path, "cpu")
+                found.update({name: state[name].clone() for name in wanted})
+        return found
+
+    def _read_safetensors_header(self, path: Path) -> None:
+        try:
+            with path.open("rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+                if length > MAX_HEADER_BYTES:
+                    raise ValueError("its header is too long")
+                header = json.loads(file.read(length))
+            for name, entry in header.items():
+                if name != "__metadata__":
+                    self.tensors[name] = TensorInfo(path, tuple(entry["shape"]))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{path}: not a safetensors file ({error})") from error
+
+    def _read_bin_shapes(self, path: Path) -> None:
+        for name, tensor in _load_bin(path, "meta").items():
+            if hasattr(tensor, "shape"):
+                self.tensors[name] = TensorInfo(path, tuple(tensor.shape))
+
+
+def _load_bin(path: Path, device: str) -> dict[str, Any]:
+    """A pickled state dict, by torch's loader that runs no code from the file."""
+    import torch
+
+    try:
+        state = torch.load(path, map_location=device, weights_only=True, mmap=device == "cpu")
+    except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+        raise CheckpointError(f"{path}: cannot be loaded ({str(error).splitlines()[0]})") from error
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{path}: holds no state dict")
+    return state

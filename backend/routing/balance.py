@@ -1,0 +1,143 @@
+"""Level-two balancing: which running requests to move from the slowest verifier to the fastest.  Pure.
+
+Events and `now` in, decisions out: no clock, socket or logger.  A gateway decides for its own requests
+(`gateway/balancing.py`); a simulator can drive the same code.
+
+All is counted in request-seconds, time that some client waits.  A request that moves gains what it and its old neighbours get
+faster, loses what its new neighbours get slower, and costs the recomputation of its prompt and of what it has emitted: while
+that runs, everybody at the new place waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from backend.fleet.speed import Speed
+
+
+@dataclass(frozen=True)
+class Load:
+    """One verifier as balancing sees it."""
+
+    id: str
+    requests: int
+    """Running and waiting."""
+    speed: Speed
+    prefill_tokens_per_s: float
+    slots: int
+    """Requests in one step at most; more take turns."""
+    free_tokens: int
+    """Room in its KV cache."""
+    takes_requests: bool = True
+
+    def seconds_per_token(self, requests: int) -> float:
+        """How long each of `requests` requests waits for a token."""
+        in_step = min(requests, self.slots)
+        return self.speed.step_s(in_step) * max(1.0, requests / self.slots) / self.speed.tokens
+
+    def seconds(self, requests: int) -> float:
+        """Request-seconds until each of `requests` requests has one more token."""
+        return requests * self.seconds_per_token(requests)
+
+
+@dataclass(frozen=True)
+class Movable:
+    """A request that may be moved."""
+
+    id: str
+    verifier_id: str
+    tokens: int
+    """Prompt and emitted tokens: what another verifier would have to compute again."""
+    remaining: float
+    """Tokens it is expected to emit yet."""
+    placed_at: float
+    """When it came to its verifier, on the clock of `now`."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What keeps balancing calm."""
+
+    moves: int = 4
+    """Requests moved in one decision at most."""
+    dwell_s: float = 10.0
+    """A request stays at least so long where it is."""
+    gap: float = 1.25
+    """A verifier must be slower than the other by this factor."""
+    gain: float = 2.0
+    """A move must promise its cost so many times over."""
+
+
+@dataclass(frozen=True)
+class Move:
+    """One request to move, with the prediction that decided it, in request-seconds."""
+
+    request_id: str
+    source: str
+    target: str
+    gain_s: float
+    cost_s: float
+
+
+def plan_moves(loads: Sequence[Load], movables: Sequence[Movable], limits: Limits, now: float) -> list[Move]:
+    """The moves worth making now, all between the pair with the largest gap; empty when there is none.
+
+    `loads` are as measured, requests of other gateways included.  The order of the arguments does not matter.
+    """
+    at_rest = sorted(
+        (each for each in movables if now - each.placed_at >= limits.dwell_s and each.remaining > 0), key=lambda each: each.id
+    )
+    pair = _widest_gap(loads, {each.verifier_id for each in at_rest})
+    if pair is None:
+        return []
+    slow, fast = pair
+    candidates = [each for each in at_rest if each.verifier_id == slow.id]
+    n, m, room = slow.requests, fast.requests, fast.free_tokens
+    moves: list[Move] = []
+    while candidates and len(moves) < limits.moves and _still_apart(slow, n, fast, m, limits.gap):
+        per_token = slow.seconds(n) - slow.seconds(n - 1) - (fast.seconds(m + 1) - fast.seconds(m))
+        priced = [(_price(each, per_token, m, fast), each) for each in candidates if each.tokens + each.remaining <= room]
+        worth = [(gain - cost, gain, cost, each) for (gain, cost), each in priced if gain > limits.gain * cost]
+        if not worth:
+            break
+        _, gain, cost, best = max(worth, key=lambda each: (each[0], each[3].id))
+        moves.append(Move(best.id, slow.id, fast.id, gain, cost))
+        candidates.remove(best)
+        n, m, room = n - 1, m + 1, room - int(best.tokens + best.remaining)
+    return moves
+
+
+def _widest_gap(loads: Sequence[Load], sources: set[str]) -> tuple[Load, Load] | None:
+    """The slowest verifier that has something to give, and the one that would be fastest with one request more."""
+    slow = max(
+        (each for each in loads if each.id in sources and each.requests > 0),
+        key=lambda each: (each.seconds_per_token(each.requests), each.id),
+        default=None,
+    )
+    if slow is None:
+        return None
+    fast = min(
+        (each for each in loads if each.id != slow.id and each.takes_requests),
+        key=lambda each: (each.seconds_per_token(each.requests + 1), each.id),
+        default=None,
+    )
+    return (slow, fast) if fast is not None else None
+
+
+def _still_apart(slow: Load, n: int, fast: Load, m: int, gap: float) -> bool:
+    """Whether one more move leaves the slow one slower: a gap that is turned round would be moved back."""
+    if n < 1:
+        return False
+    after = fast.seconds_per_token(m + 1)
+    return slow.seconds_per_token(n) > gap * after and (n == 1 or slow.seconds_per_token(n - 1) >= after)
+
+
+def _price(request: Movable, per_token: float, neighbours: int, fast: Load) -> tuple[float, float]:
+    cost = request.tokens / fast.prefill_tokens_per_s * (neighbours + 1)
+    return request.remaining * per_token, cost
+
+
+def expected_remaining(emitted: int, max_tokens: int, typical: float) -> float:
+    """Tokens a request is likely to emit yet: as many again as it has, or as usual here, within its own limit."""
+    return max(0.0, min(max_tokens - emitted, max(float(emitted), typical)))

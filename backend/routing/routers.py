@@ -1,0 +1,221 @@
+"""Which verifier takes a request.  Pure: what is known of the candidates in, an id out; no clock, no socket.
+
+Runs in the gateway's event loop, once per sequence; the simulator drives the same code.  Randomness comes from a seed.  Every
+policy is a `Router`; `WithAffinity` stands in front of another one and prefers the verifier that has seen a session, or the
+beginning of a prompt, before.  `make_router` builds what the settings name.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Literal, Protocol
+
+import msgspec
+
+from backend.fleet.speed import Speed, mean_speed
+from backend.routing.affinity import PrefixMap, RecentMap
+
+Policy = Literal["least-loaded", "power-of-two", "predicted-tgs"]
+Affinity = Literal["none", "session", "prefix", "both"]
+
+SLACK = 8
+"""Requests that a preferred verifier may have more than the least loaded one."""
+ENTRIES = 65536
+"""Sessions, and prompt blocks of 16 tokens, remembered at most."""
+
+
+class Measured(msgspec.Struct, frozen=True, gc=False):
+    """What a verifier has reported of late."""
+
+    running: int
+    waiting: int
+    kv_free: float
+    """Tokens the KV cache still has room for; infinite where its size is unknown."""
+    kv_held: float
+    """Tokens in the KV cache."""
+    speed: Speed
+    response_tokens: float
+    """Mean length of a finished response."""
+
+
+class Candidate(msgspec.Struct, frozen=True, gc=False):
+    """A verifier that may be given work, as this gateway sees it."""
+
+    id: str
+    tokens: int
+    """Tokens of this gateway's requests there: prompts and what they have emitted."""
+    requests: int
+    routed: int
+    """Requests this gateway has ever sent there."""
+    measured: Measured | None = None
+    """None before it has reported any steps."""
+
+    @property
+    def load(self) -> int:
+        """Requests there, as far as anyone knows: this gateway's own, or all that the verifier reported."""
+        if self.measured is None:
+            return self.requests
+        return max(self.requests, self.measured.running + self.measured.waiting)
+
+
+class Ask(msgspec.Struct, frozen=True, gc=False):
+    """What routing may know of a request."""
+
+    tokens: int
+    """Tokens to be computed before the next one is generated: the prompt, and what was emitted elsewhere."""
+    prompt: Sequence[int] = ()
+    scope: str = ""
+    """What else has to agree for a cached prefix to fit: adapter and cache salt."""
+    session: str | None = None
+
+
+class Router(Protocol):
+    """Chooses among the verifiers that take requests."""
+
+    def choose(self, ask: Ask, candidates: Sequence[Candidate]) -> str | None:
+        """The id of one of `candidates`, or None when there is none."""
+        ...
+
+    def forget(self, verifier_id: str) -> None:
+        """The verifier has lost its caches."""
+        ...
+
+
+def _least(candidate: Candidate) -> tuple[int, int, int, str]:
+    """Fewest tokens in flight; ties go to fewer requests, then to the one used least so far."""
+    return candidate.tokens, candidate.requests, candidate.routed, candidate.id
+
+
+class LeastLoaded:
+    """The verifier with the fewest tokens of this gateway in flight."""
+
+    def choose(self, ask: Ask, candidates: Sequence[Candidate]) -> str | None:
+        return min(candidates, key=_least).id if candidates else None
+
+    def forget(self, verifier_id: str) -> None:
+        """Nothing is remembered."""
+
+
+class PowerOfTwo:
+    """The less loaded of two verifiers drawn at random (Mitzenmacher, 2001).
+
+    Several gateways that all see the same least loaded verifier would all send their requests there; these do not.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        self._random = random.Random(seed)
+
+    def choose(self, ask: Ask, candidates: Sequence[Candidate]) -> str | None:
+        if not candidates:
+            return None
+        pair = self._random.sample(candidates, min(2, len(candidates)))
+        return min(pair, key=lambda each: (each.load, *_least(each))).id
+
+    def forget(self, verifier_id: str) -> None:
+        """Nothing is remembered."""
+
+
+class PredictedTgs:
+    """The verifier where this request will probably get the most tokens per second, its wait in the queue included.
+
+    A verifier that has not been measured is taken to be as fast as the others are on average.  `slots` is the largest batch.
+    """
+
+    def __init__(self, slots: int) -> None:
+        self._slots = slots
+
+    def choose(self, ask: Ask, candidates: Sequence[Candidate]) -> str | None:
+        known = [each.measured for each in candidates if each.measured is not None]
+        speed = mean_speed([each.speed for each in known])
+        if speed is None:
+            return min(candidates, key=_least).id if candidates else None
+        typical = Measured(0, 0, float("inf"), 0.0, speed, sum(each.response_tokens for each in known) / len(known))
+        best: Candidate | None = None
+        best_tgs = 0.0
+        for each in candidates:
+            tgs = predicted_tgs(ask.tokens, each, each.measured or typical, self._slots)
+            if best is None or tgs > best_tgs or (tgs == best_tgs and _least(each) < _least(best)):
+                best, best_tgs = each, tgs
+        return best.id if best is not None else None
+
+    def forget(self, verifier_id: str) -> None:
+        """Nothing is remembered."""
+
+
+def predicted_tgs(tokens: int, candidate: Candidate, measured: Measured, slots: int) -> float:
+    """Tokens per second, from arrival to the last one, of one more request of `tokens` tokens there.
+
+    The batch steps in `speed.step_s(batch)` seconds and each sequence gets `speed.tokens` out of a step.
+    Whoever finds the batch full, or too little room in the KV cache, waits for others to finish; a full batch of `b` finishes
+    `b / (response time)` requests per second.
+    """
+    batch = min(candidate.load + 1, slots)
+    if measured.waiting:
+        # It does not admit more than it runs now, whatever the limit says.
+        batch = max(measured.running, 1)
+    response_s = _response_s(measured, batch)
+    queued = max(candidate.load + 1 - batch, 0)
+    wait_s = queued * response_s / batch
+    missing = tokens + measured.response_tokens - measured.kv_free
+    if missing > 0 and measured.running:
+        held_by_each = max(measured.kv_held / measured.running, 1.0)
+        wait_s = max(wait_s, missing / held_by_each * _response_s(measured, measured.running) / measured.running)
+    return measured.response_tokens / (wait_s + response_s)
+
+
+def _response_s(measured: Measured, batch: int) -> float:
+    return measured.response_tokens * measured.speed.step_s(batch) / measured.speed.tokens
+
+
+class WithAffinity:
+    """Sends a session, or a prompt's beginning, where it went before; asks `base` for all others.
+
+    A verifier is preferred only while it has at most `slack` requests more than the least loaded one: a popular prefix must
+    not fill one verifier while others idle.  Memory is bounded by `entries`: the least recently used are forgotten.
+    """
+
+    def __init__(self, base: Router, affinity: Affinity, slack: int = SLACK, entries: int = ENTRIES) -> None:
+        self._base = base
+        self._slack = slack
+        self._sessions = RecentMap[str](entries) if affinity in ("session", "both") else None
+        self._prefixes = PrefixMap(entries) if affinity in ("prefix", "both") else None
+
+    def choose(self, ask: Ask, candidates: Sequence[Candidate]) -> str | None:
+        chosen = self._preferred(ask, candidates) or self._base.choose(ask, candidates)
+        if chosen is not None:
+            if self._sessions is not None and ask.session:
+                self._sessions.put(ask.session, chosen)
+            if self._prefixes is not None:
+                self._prefixes.put(ask.scope, ask.prompt, chosen)
+        return chosen
+
+    def forget(self, verifier_id: str) -> None:
+        """Its prefixes are cached no longer, and sessions have nothing to come back for."""
+        for each in (self._sessions, self._prefixes):
+            if each is not None:
+                each.forget(verifier_id)
+        self._base.forget(verifier_id)
+
+    def _preferred(self, ask: Ask, candidates: Sequence[Candidate]) -> str | None:
+        wanted = self._sessions.get(ask.session) if self._sessions is not None and ask.session else None
+        if wanted is None and self._prefixes is not None:
+            wanted = self._prefixes.longest(ask.scope, ask.prompt)
+        if wanted is None:
+            return None
+        loads = {each.id: each.load for each in candidates}
+        if wanted not in loads or loads[wanted] > min(loads.values()) + self._slack:
+            return None
+        return wanted
+
+
+def make_router(policy: Policy, affinity: Affinity = "none", *, seed: int, slots: int) -> Router:
+    """The router that the settings name; `slots` is `verifier.max_num_seqs`."""
+    base: Router
+    if policy == "power-of-two":
+        base = PowerOfTwo(seed)
+    elif policy == "predicted-tgs":
+        base = PredictedTgs(slots)
+    else:
+        base = LeastLoaded()
+    return base if affinity == "none" else WithAffinity(base, affinity)

@@ -1,0 +1,76 @@
+"""Prompt lookup: drafts from what a request itself already says (Saxena 2023; vLLM's `ngram`).  Pure; any process and thread.
+
+The longest suffix of `shortest..longest` tokens that occurred before is looked up; what followed its latest occurrence is the
+draft.  Where that runs into the request's end it goes on with what it has drafted, so that a period of two repeats for K.
+The n-gram drafter and the verifier's own prompt lookup use the same look-up.
+"""
+
+from __future__ import annotations
+
+from backend.speculation.tokens import UNKNOWN, splice
+
+SHORTEST, LONGEST = 2, 4
+"""Tokens of a suffix that is looked up."""
+
+
+class Lookup:
+    """One request's tokens, and for every n-gram from `first` on the position after its latest occurrence but the last."""
+
+    def __init__(self, tokens: list[int], shortest: int, longest: int, first: int = 0) -> None:
+        self.tokens = tokens
+        self.last_used = 0.0
+        self.found = 0
+        """Length of the suffix that the latest look-up found."""
+        self._sizes = range(shortest, longest + 1)
+        self._after: dict[tuple[int, ...], int] = {}
+        self._first = self._indexed = first
+
+    def update(self, base_len: int, tokens: list[int]) -> None:
+        """The newest tokens; taking some back costs an index over all."""
+        if splice(self.tokens, base_len, tokens) < self._indexed:
+            self._after.clear()
+            self._indexed = self._first
+
+    def draft(self, k: int) -> list[int]:
+        """At most `k` tokens."""
+        return self.draft_after([], k)
+
+    def draft_after(self, assumed: list[int], k: int) -> list[int]:
+        """At most `k` tokens, were `assumed` appended.  What these tokens end is looked up, not what they begin."""
+        self.index()
+        return self.look_up(assumed, k)
+
+    def look_up(self, assumed: list[int], k: int) -> list[int]:
+        """The same among the tokens that `index` has made findable so far."""
+        ending = self.tokens[-self._sizes[-1] :] + assumed
+        for size in reversed(self._sizes):
+            follows = self._after.get(tuple(ending[-size:])) if len(ending) >= size else None
+            if follows is not None:
+                self.found = size
+                return self._continue(follows, k, assumed)
+        return []
+
+    def _continue(self, follows: int, k: int, assumed: list[int]) -> list[int]:
+        drafted = list(assumed)
+        count = len(self.tokens)
+        for at in range(follows, follows + k):
+            token = self.tokens[at] if at < count else drafted[at - count]
+            if token == UNKNOWN:
+                break
+            drafted.append(token)
+        return drafted[len(assumed) :]
+
+    def index(self, most: int | None = None) -> int:
+        """Makes the tokens that came since the last call findable, `most` of them at a time; returns how many."""
+        tokens, after_of, first, begin = self.tokens, self._after, self._first, self._indexed
+        end = len(tokens) if most is None else min(len(tokens), begin + most)
+        if end <= begin:
+            return 0
+        holes = UNKNOWN in tokens[max(begin - self._sizes[-1], 0) : end]
+        for size in self._sizes:
+            for after in range(max(begin, first + size), end):
+                gram = tuple(tokens[after - size : after])
+                if not (holes and UNKNOWN in gram):
+                    after_of[gram] = after
+        self._indexed = end
+        return end - begin

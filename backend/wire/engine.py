@@ -1,0 +1,82 @@
+"""The wire between a gateway and a verifier: frame kinds and the small messages that vLLM does not define.
+
+A gateway's DEALER talks to the verifier's ROUTER.  The first frame says what follows.  Requests and outputs are vLLM's own
+`EngineCoreRequest` and `EngineCoreOutputs`, encoded by vLLM's `MsgpackEncoder` (which may add raw frames for tensors).
+
+gateway -> verifier   HELLO EngineHello | ADD Addition EngineCoreRequest... | ABORT list of request ids | UTILITY (call id,
+                      method, args) | ROWS | PING
+verifier -> gateway   WELCOME EngineWelcome | TAKEN request id | OUTPUTS EngineCoreOutputs... | STATS VerifierStats |
+                      ROWS RowBatch | REFUSED Refusal | PING
+
+ROWS takes what the verifier keeps of its steps (`verifier.kept_rows`); it is answered after everything that came before it.
+
+A gateway pings every second and the verifier echoes it; a verifier aborts the requests of a gateway it has not heard of for
+`gateway_lease_s`, and asks that gateway to greet it again (`Refusal.reason == "unknown"`).
+
+TAKEN says, before anything is computed, that the engine has a request: should the verifier die now, the request may be why.
+
+A message the verifier cannot read costs its own request at most: ADD names the request in a frame of its own, so that even
+one whose body is unreadable is answered by outputs with the finish reason `error`.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+ENGINE_WIRE_VERSION = 3
+
+HELLO, ADD, ABORT, UTILITY, ROWS, PING = b"h", b"a", b"x", b"u", b"q", b"p"
+WELCOME, TAKEN, OUTPUTS, STATS, REFUSED = b"w", b"t", b"o", b"s", b"r"
+
+FIXED_RESPONSE = "outrider_fixed_response"
+"""Key of `SamplingParams.extra_args`: the token ids a request must emit (`backend/engine/fixed.py`)."""
+
+NOISE_SEED = "outrider_noise_seed"
+"""Key of `SamplingParams.extra_args` within a verifier: the seed of a request's noise (`backend/noise`), below 2**64."""
+GREEDY_BELOW = 1e-5
+"""Temperature below which vLLM takes the likeliest token."""
+
+
+class EngineHello(msgspec.Struct, frozen=True):
+    """A gateway introduces itself; answered by `EngineWelcome` or REFUSED."""
+
+    version: int
+    vllm_version: str
+    gateway_id: str
+
+
+class Addition(msgspec.Struct, frozen=True):
+    """Comes before the request itself."""
+
+    request_id: str
+    """The id it runs under at this verifier and that its outputs carry; it replaces the one in the request.  Each time a
+    request is moved it gets another, so that what an earlier place still emits is not taken for what the present one does."""
+    emitted: list[int] = []
+    """Tokens the client already has: output, not prompt.  The verifier goes on after them, as if it had sampled them."""
+    noise_seed: int | None = None
+    """The seed of a request that names none itself, below 2**64; the same at every verifier the request is given to.  None: the
+    verifier draws one."""
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """Why a verifier does not do what a gateway asked."""
+
+    reason: Literal["unknown", "incompatible", "unreadable"]
+    """`unknown`: say hello (again), nothing of yours is here; `incompatible`: another wire or vLLM, in vain for ever;
+    `unreadable`: one message was not understood and nothing else is affected."""
+    message: str
+
+
+class EngineWelcome(msgspec.Struct, frozen=True):
+    """What a gateway needs to know of a verifier to serve its model."""
+
+    version: int
+    verifier_id: str
+    incarnation: str
+    model: str
+    max_model_len: int
+    num_kv_blocks: int
+    block_size: int
+    supported_tasks: list[str]
