@@ -85,11 +85,11 @@ def serve(arguments: list[str]) -> int:
         models = _resolved(settings, progress)
         _check_port(settings)
         _check_tracing(settings)
+        from backend.config.runtime import StateError
         from backend.launch.cluster import ClusterError
         from backend.launch.fleet import Fleet
         from backend.launch.plan import PlanError
         from backend.launch.processes import LaunchError
-        from backend.launch.state import StateError
 
         fleet: Fleet | None = None
         try:
@@ -275,6 +275,7 @@ def _run_gateway(
 @contextmanager
 def _found_fleet(loaded: Loaded, name: str | None) -> Iterator[CoordinatorHandle]:
     """The coordinator of a running fleet: at `--ray-address`, or the one on this host.  Turns failures into exit 1."""
+    from backend.config.runtime import StateError
     from backend.coordinator import CoordinatorUnavailable
     from backend.launch import state
     from backend.launch.cluster import ClusterError, RayCluster
@@ -290,7 +291,7 @@ def _found_fleet(loaded: Loaded, name: str | None) -> Iterator[CoordinatorHandle
 
         with RayCluster.start(address, namespace, {}, state.ray_token() if own else None):
             yield CoordinatorHandle.connect(namespace, FOUND_FLEET_TIMEOUT_S)
-    except (ClusterError, CoordinatorUnavailable, state.StateError) as error:
+    except (ClusterError, CoordinatorUnavailable, StateError) as error:
         sys.exit(fail(str(error), FAILED))
 
 

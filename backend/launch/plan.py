@@ -15,11 +15,9 @@ from itertools import count
 from pathlib import Path
 
 from backend.config import REMOTE_MODES, Settings
-from backend.fleet import MemberKind
+from backend.fleet.members import NODE_HOST, MemberKind
 from backend.models.resolve import ResolvedModels
 
-NODE_HOST = "node"
-"""Host part of a member's tcp address that stands for "the Ray address of the node you run on"."""
 GPU_MEMORY_USABLE = 0.9
 LONGEST_IPC_PATH = 100
 """Linux allows 107 bytes in a socket's path; members may append a few."""

@@ -128,9 +128,10 @@ def stop(members: list[Started]) -> None:
 
 def _actor_class(kind: MemberKind) -> type[Any]:
     # Imported here: a tool that only looks at fleets needs neither.
-    from backend.launch.members import Drafter, Verifier
+    from backend.drafter.actor import DrafterActor
+    from backend.verifier.actor import VerifierActor
 
-    return Verifier if kind == "verifier" else Drafter
+    return VerifierActor if kind == "verifier" else DrafterActor
 
 
 def cause(error: BaseException) -> str:

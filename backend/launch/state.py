@@ -7,24 +7,17 @@ looks next removes them.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import re
 import secrets
 import shutil
-import socket
-import stat
 import tempfile
 import time
 from pathlib import Path
 
 import msgspec
 
-from backend.config import environment
-
-
-class StateError(Exception):
-    """The runtime directory cannot be trusted, or no fleet matches; the message is one line."""
+from backend.config.runtime import StateError, home
 
 
 class FleetFile(msgspec.Struct, frozen=True):
@@ -39,19 +32,6 @@ class FleetFile(msgspec.Struct, frozen=True):
     """What to remove when the process is gone."""
     owns_cluster: bool = True
     """False: it joined a Ray cluster of others, which our token does not admit to."""
-
-
-def home() -> Path:
-    """This user's private runtime directory, made when missing.  Raises `StateError` when it is not ours alone."""
-    directory = environment.runtime_home()
-    try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = directory.lstat()
-    except OSError as error:
-        raise StateError(f"{directory}: {error.strerror}") from error
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
-        raise StateError(f"{directory}: must be a directory of yours that nobody else may enter (mode 0700)")
-    return directory
 
 
 def ray_token() -> str:
@@ -72,18 +52,6 @@ def ray_token() -> str:
 def new_runtime_directory() -> Path:
     """A private directory with a short path, for one fleet's sockets."""
     return Path(tempfile.mkdtemp(prefix="f-", dir=home()))
-
-
-def member_socket() -> str:
-    """The ipc address at which a member of a joined cluster serves processes of its own node.
-
-    Sockets that nobody listens at any more, left by members that were killed, are removed.
-    """
-    for socket_file in home().glob("m-*.sock"):
-        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-            if probe.connect_ex(str(socket_file)) == errno.ECONNREFUSED:
-                socket_file.unlink(missing_ok=True)
-    return f"ipc://{home()}/m-{secrets.token_hex(6)}.sock"
 
 
 def write(fleet: FleetFile) -> Path:

@@ -124,12 +124,12 @@ def _run(
     sampling: Sampling,
     say: Say,
 ) -> None:
+    from backend.config.runtime import StateError
     from backend.coordinator import CoordinatorUnavailable
     from backend.launch.cluster import ClusterError
     from backend.launch.fleet import Fleet
     from backend.launch.plan import PlanError
     from backend.launch.processes import LaunchError
-    from backend.launch.state import StateError
     from backend.rollout.run import RolloutError
 
     fleet: Fleet | None = None

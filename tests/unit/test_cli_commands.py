@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from backend.config import Settings
+from backend.config import runtime as runtime_files
 from backend.config.sources import Loaded
 from backend.fleet import Assignment, DraftCounters, FleetSnapshot, Member, MemberView, VerifierStats
 from backend.launch import state
@@ -133,9 +134,9 @@ def test_fleets_are_found_by_namespace_or_pid(runtime: Path) -> None:
     state.write(fleet_file(os.getppid(), "two"))
     assert state.find("one").pid == os.getpid()
     assert state.find(str(os.getppid())).namespace == "two"
-    with pytest.raises(state.StateError, match="several fleets"):
+    with pytest.raises(runtime_files.StateError, match="several fleets"):
         state.find(None)
-    with pytest.raises(state.StateError, match="no fleet 'three'"):
+    with pytest.raises(runtime_files.StateError, match="no fleet 'three'"):
         state.find("three")
 
 
@@ -171,10 +172,10 @@ def test_a_dead_fleets_files_are_removed_and_nothing_else(runtime: Path, tmp_pat
 
 
 def test_the_runtime_directory_must_be_private(runtime: Path) -> None:
-    assert state.home().stat().st_mode & 0o777 == 0o700
-    assert (state.home() / "ray-token").exists() is False
+    assert runtime_files.home().stat().st_mode & 0o777 == 0o700
+    assert (runtime_files.home() / "ray-token").exists() is False
     assert state.ray_token() == state.ray_token()
-    assert (state.home() / "ray-token").stat().st_mode & 0o777 == 0o600
-    state.home().chmod(0o755)
-    with pytest.raises(state.StateError, match="nobody else may enter"):
-        state.home()
+    assert (runtime_files.home() / "ray-token").stat().st_mode & 0o777 == 0o600
+    runtime_files.home().chmod(0o755)
+    with pytest.raises(runtime_files.StateError, match="nobody else may enter"):
+        runtime_files.home()

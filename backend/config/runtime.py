@@ -1,0 +1,42 @@
+"""This user's private directory for the small files of running programs: sockets, tokens, where fleets are.  Any process."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import socket
+import stat
+from pathlib import Path
+
+from backend.config import environment
+
+
+class StateError(Exception):
+    """The runtime directory cannot be trusted, or no fleet matches; the message is one line."""
+
+
+def home() -> Path:
+    """This user's private runtime directory, made when missing.  Raises `StateError` when it is not ours alone."""
+    directory = environment.runtime_home()
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = directory.lstat()
+    except OSError as error:
+        raise StateError(f"{directory}: {error.strerror}") from error
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise StateError(f"{directory}: must be a directory of yours that nobody else may enter (mode 0700)")
+    return directory
+
+
+def member_socket() -> str:
+    """The ipc address at which a member of a joined cluster serves processes of its own node.
+
+    Sockets that nobody listens at any more, left by members that were killed, are removed.
+    """
+    for socket_file in home().glob("m-*.sock"):
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            if probe.connect_ex(str(socket_file)) == errno.ECONNREFUSED:
+                socket_file.unlink(missing_ok=True)
+    return f"ipc://{home()}/m-{secrets.token_hex(6)}.sock"

@@ -1,0 +1,132 @@
+"""A member of the fleet as a Ray actor: what verifiers and drafters have in common.  Ray restarts it when it dies.
+
+The constructor returns when the member serves: it registers, builds its process, and from then on reports (`membership.py`).
+The launcher cannot know the node it will run on: an address whose host is `node`, and the socket at which processes of its
+own node reach it, are completed here.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+import ray
+
+from backend.config import Settings
+from backend.config.runtime import member_socket
+from backend.coordinator.actor import CoordinatorHandle
+from backend.fleet.departure import Departure
+from backend.fleet.members import NODE_HOST, Member, MemberKind, Orders
+from backend.fleet.membership import Membership, enter
+from backend.fleet.stats import DrafterStats, VerifierStats
+from backend.models.resolve import ResolvedModels
+from backend.transport import ServerKeys, new_server_keys
+
+
+class MemberProcess(Protocol):
+    """What serves, without Ray."""
+
+    address: str
+    """Where it listens; known once it has started."""
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def stats(self) -> VerifierStats | DrafterStats | None: ...
+
+
+class MemberActor:
+    """One member.  `settings` is `Settings.model_dump_json()`; `local`: processes of its node reach it over ipc too.
+
+    `address` is `ipc://...` or `tcp://host:port` (port 0: any).  Raises what goes wrong while it starts: Ray then gives it up.
+    """
+
+    kind: ClassVar[MemberKind]
+
+    def __init__(
+        self,
+        *,
+        member_id: str,
+        settings: str,
+        paths: ResolvedModels,
+        address: str,
+        namespace: str,
+        cores: Sequence[int] = (),
+        local: bool = False,
+    ) -> None:
+        loaded = Settings.model_validate_json(settings)
+        logging.basicConfig(level=loaded.log_level.upper(), format="%(asctime)s %(name)s %(levelname)s %(message)s")
+        check_models(paths)
+        if cores:
+            os.sched_setaffinity(0, cores)
+        server_keys = new_server_keys() if address.startswith("tcp://") else None
+        member = Member(
+            id=member_id,
+            kind=self.kind,
+            incarnation=uuid.uuid4().hex,
+            address=on_this_node(address),
+            server_key=server_keys.public if server_keys else "",
+            node=ray.util.get_node_ip_address(),
+            pid=os.getpid(),
+            model=self._model(loaded, paths),
+            node_id=ray.get_runtime_context().get_node_id(),
+            local_address=member_socket() if local else "",
+            cores=tuple(cores),
+        )
+        coordinator = CoordinatorHandle.connect(namespace)
+        # A tcp socket cannot be bound before the fleet's keys are known, nor its port be told before it is bound.
+        fleet_keys = enter(coordinator, member).fleet_keys
+        self._process: Any = self._build(member, loaded, paths, fleet_keys, server_keys)
+        self._membership = Membership(coordinator, member, self._process.stats, self._obey)
+        self._membership.join_fleet()
+        self._process.start()
+        self._membership.become("ready", self._process.address)
+        Departure(self._membership, self._is_idle, self.stop, loaded.coordinator.drain_deadline_s).on_sigterm()
+
+    def stop(self) -> None:
+        """Leaves the fleet and ends serving; the actor's process is ended by whoever called."""
+        self._membership.leave_fleet()
+        self._process.stop()
+
+    def _build(
+        self,
+        member: Member,
+        settings: Settings,
+        paths: ResolvedModels,
+        fleet_keys: ServerKeys | None,
+        server_keys: ServerKeys | None,
+    ) -> MemberProcess:
+        raise NotImplementedError
+
+    def _model(self, settings: Settings, paths: ResolvedModels) -> str:
+        """What people call its model."""
+        return paths.name
+
+    def _is_idle(self) -> bool:
+        """Whether it may end without loss."""
+        return True
+
+    def _obey(self, orders: Orders) -> None:
+        self._membership.drain(orders.drain)
+
+
+def check_models(paths: ResolvedModels) -> None:
+    """The launcher found the models on its own node.  Raises `FileNotFoundError` when this node has them not."""
+    for directory in (paths.target_dir, paths.drafter_dir):
+        if directory is not None and not Path(directory).is_dir():
+            node = ray.util.get_node_ip_address()
+            raise FileNotFoundError(f"node {node} has no {directory}: every node needs the models at the same path")
+
+
+def on_this_node(address: str) -> str:
+    """`tcp://node:0` with this node's Ray address in place of `node`; any other address as it is."""
+    prefix = f"tcp://{NODE_HOST}:"
+    if not address.startswith(prefix):
+        return address
+    host = str(ray.util.get_node_ip_address())
+    return f"tcp://{f'[{host}]' if ':' in host else host}:{address.removeprefix(prefix)}"
