@@ -16,27 +16,12 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
-from backend.engine.front import VLLM_VERSION, EngineCoreOutputs, EngineCoreRequest, MsgpackDecoder, MsgpackEncoder
+from backend.engine.front import EngineCoreOutputs, EngineCoreRequest
+from backend.engine.speech import EngineSpeech, Taken, UnknownKind
 from backend.fleet import Member, VerifierStats
 from backend.transport.aio import AsyncDealer
 from backend.transport.sockets import Wire
-from backend.wire.engine import (
-    ABORT,
-    ADD,
-    ENGINE_WIRE_VERSION,
-    HELLO,
-    OUTPUTS,
-    PING,
-    REFUSED,
-    STATS,
-    TAKEN,
-    UTILITY,
-    WELCOME,
-    Addition,
-    EngineHello,
-    EngineWelcome,
-    Refusal,
-)
+from backend.wire.engine import ENGINE_WIRE_VERSION, EngineWelcome, Refusal
 
 logger = logging.getLogger(__name__)
 
@@ -102,8 +87,7 @@ class VerifierLink:
         # Another identity per connection: the verifier must not take us for the one before.
         identity = f"{gateway_id}/{uuid.uuid4().hex[:8]}".encode()
         self._dealer = AsyncDealer(wire, wire.route(member), identity, member.server_key)
-        self._encoder = MsgpackEncoder()
-        self._decoder = MsgpackDecoder(EngineCoreOutputs)
+        self._speech = EngineSpeech()
         self._heard_at = self._awake_at = time.monotonic()
         self._excused_until = 0.0
         self._calls: dict[int, asyncio.Future[Any]] = {}
@@ -117,13 +101,12 @@ class VerifierLink:
 
     def add(self, request: EngineCoreRequest, place_id: str, emitted: Sequence[int], noise_seed: int) -> None:
         """Submits a request to be continued after its `emitted` tokens; outputs come to the listener under `place_id`."""
-        addition = msgspec.msgpack.encode(Addition(place_id, list(emitted), noise_seed))
-        self._dealer.send([ADD, addition, *self._encoder.encode(request)])
+        self._dealer.send(self._speech.add(request, place_id, emitted, noise_seed))
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """Ends requests without further outputs.  Never waits."""
         if request_ids:
-            self._dealer.send([ABORT, msgspec.msgpack.encode(list(request_ids))])
+            self._dealer.send(self._speech.abort(request_ids))
 
     async def call(self, method: str, *args: Any) -> Any:
         """Calls a method of the verifier's engine core; raises `UtilityError` when it fails."""
@@ -131,7 +114,7 @@ class VerifierLink:
         call_id = self._next_call
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._calls[call_id] = future
-        self._dealer.send([UTILITY, *self._encoder.encode([call_id, method, list(args)])])
+        self._dealer.send(self._speech.call(call_id, method, args))
         try:
             return await future
         finally:
@@ -161,32 +144,32 @@ class VerifierLink:
 
     async def _receive_loop(self) -> None:
         while self.state != "lost":
-            kind, *frames = await self._dealer.receive()
+            frames = await self._dealer.receive()
             self._heard_at = time.monotonic()
             try:
-                self._handle(bytes(kind), frames)
+                self._handle(frames)
+            except UnknownKind as error:
+                logger.warning("verifier %s sent an unknown frame kind: %s", self.member.id, error)
             except (msgspec.DecodeError, msgspec.ValidationError, IndexError, UnicodeError) as error:
                 logger.warning("verifier %s sent what we cannot read: %s", self.member.id, type(error).__name__)
                 self.close(INCOMPATIBLE)
 
-    def _handle(self, kind: bytes, frames: list[memoryview]) -> None:
-        if kind == OUTPUTS:
-            outputs: EngineCoreOutputs = self._decoder.decode(frames)
-            if outputs.utility_output is not None:
-                self._answer(outputs)
-            if outputs.outputs:
-                self._listener.on_outputs(self, outputs)
-        elif kind == TAKEN:
-            self._listener.on_taken(self, bytes(frames[0]).decode())
-        elif kind == STATS:
-            self.stats = msgspec.msgpack.decode(frames[0], type=VerifierStats)
-            self._listener.on_stats(self, self.stats)
-        elif kind == WELCOME:
-            self._welcomed(msgspec.msgpack.decode(frames[0], type=EngineWelcome))
-        elif kind == REFUSED:
-            self._refused(msgspec.msgpack.decode(frames[0], type=Refusal))
-        elif kind != PING:
-            logger.warning("verifier %s sent an unknown frame kind", self.member.id)
+    def _handle(self, frames: list[memoryview]) -> None:
+        heard = self._speech.hear(frames)
+        if isinstance(heard, EngineCoreOutputs):
+            if heard.utility_output is not None:
+                self._answer(heard)
+            if heard.outputs:
+                self._listener.on_outputs(self, heard)
+        elif isinstance(heard, Taken):
+            self._listener.on_taken(self, heard.request_id)
+        elif isinstance(heard, VerifierStats):
+            self.stats = heard
+            self._listener.on_stats(self, heard)
+        elif isinstance(heard, EngineWelcome):
+            self._welcomed(heard)
+        elif isinstance(heard, Refusal):
+            self._refused(heard)
 
     def _welcomed(self, welcome: EngineWelcome) -> None:
         if welcome.version != ENGINE_WIRE_VERSION or welcome.incarnation != self.member.incarnation:
@@ -221,15 +204,14 @@ class VerifierLink:
             future.set_result(answer.result.result if answer.result is not None else None)
 
     def _greet(self) -> None:
-        hello = EngineHello(ENGINE_WIRE_VERSION, VLLM_VERSION, self._gateway_id)
-        self._dealer.send([HELLO, msgspec.msgpack.encode(hello)])
+        self._dealer.send(self._speech.hello(self._gateway_id))
 
     async def _ping_loop(self) -> None:
         beats = 0
         while self.state != "lost":
             if self.state == "ready":
                 beats = 0
-                self._dealer.send([PING])
+                self._dealer.send(self._speech.ping())
             else:
                 beats += 1
                 if beats & (beats - 1) == 0:

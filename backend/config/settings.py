@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from backend.routing.routers import Affinity, Policy
-
+Routing = Literal["least-loaded", "power-of-two", "predicted-tgs"]
+Affinity = Literal["none", "session", "prefix", "both"]
 Mode = Literal["off", "native", "sync", "ahead", "auto"]
 REMOTE_MODES: frozenset[Mode] = frozenset({"sync", "ahead", "auto"})
 """Modes that draft on drafters of their own."""
@@ -62,7 +62,7 @@ class GatewaySettings(Section):
     )
     tool_call_parser: str | None = Field(None, description="vLLM's tool call parser for this model; none: tools are refused")
     chat_template: str | None = Field(None, description="chat template file or text; default: the model's own")
-    routing: Policy = Field(
+    routing: Routing = Field(
         "least-loaded",
         description="who takes a request. least-loaded: fewest tokens in flight; power-of-two: the less loaded of two drawn at "
         "random, for many verifiers and several gateways; predicted-tgs: most tokens per second by measured step times",

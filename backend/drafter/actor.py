@@ -13,7 +13,7 @@ from typing import ClassVar
 from backend.config import Settings
 from backend.drafter.process import DrafterModel, DrafterProcess, pin_cores
 from backend.fleet import Member, MemberKind
-from backend.fleet.actor import MemberActor, MemberProcess
+from backend.member.actor import MemberActor, MemberProcess
 from backend.models.head_config import CheckpointError
 from backend.models.resolve import ResolvedModels
 from backend.tracing import open_tracing

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from backend.drafter.nexts import Key
-from backend.transport.ring import RingReader
-from backend.wire.drafting import RingRef, Round
+from backend.transport.ring import RingReader, RingRef
+from backend.wire.drafting import Round
 
 logger = logging.getLogger(__name__)
 

@@ -11,32 +11,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
-from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from backend.engine.build import vllm_version
+from backend.engine.speech import EngineSpeech
 from backend.fleet import VerifierStats
 from backend.records.kept import RowBatch
 from backend.transport import Hub, Wire
-from backend.wire.engine import (
-    ABORT,
-    ADD,
-    ENGINE_WIRE_VERSION,
-    FIXED_RESPONSE,
-    HELLO,
-    OUTPUTS,
-    PING,
-    REFUSED,
-    ROWS,
-    STATS,
-    WELCOME,
-    Addition,
-    EngineHello,
-    EngineWelcome,
-    Refusal,
-)
+from backend.wire.engine import FIXED_RESPONSE, EngineWelcome, Refusal
 
 PING_EVERY_S = 1.0
 POLL_S = 0.2
@@ -95,8 +77,7 @@ class EngineClient:
         self.hub = hub or Hub(Wire())
         self._shares_hub = hub is not None
         self.dealer = self.hub.dealer(address, f"{name}-{uuid.uuid4().hex}", server_key)
-        self.encoder = MsgpackEncoder()
-        self.decoder = MsgpackDecoder(EngineCoreOutputs)
+        self._speech = EngineSpeech()
         self.answers: dict[str, Answer] = {}
         self.stats: VerifierStats | None = None
         self.stats_at = 0.0
@@ -109,8 +90,7 @@ class EngineClient:
         self.welcome: EngineWelcome | None = None
         self.refusals: list[str] = []
         self._watch = watch
-        hello = EngineHello(ENGINE_WIRE_VERSION, vllm_version(), name)
-        self.dealer.send(HELLO, msgspec.msgpack.encode(hello))
+        self._send(self._speech.hello(name))
         self.run_until(lambda: self.welcome is not None or bool(self.refusals))
         if self.welcome is None:
             self.close()
@@ -140,21 +120,20 @@ class EngineClient:
         }
         request = EngineCoreRequest(**(values | fields))
         self.answers[request_id] = Answer(sent_at=time.monotonic())
-        addition = msgspec.msgpack.encode(Addition(request_id, list(emitted)))
-        self.dealer.send(ADD, addition, *(bytes(frame) for frame in self.encoder.encode(request)))
+        self._send(self._speech.add(request, request_id, emitted))
         return request_id
 
     def abort(self, request_id: str) -> None:
         """Ends a request early."""
-        self.dealer.send(ABORT, msgspec.msgpack.encode([request_id]))
+        self._send(self._speech.abort([request_id]))
 
     def ping(self) -> None:
         """Tells the verifier that this client lives; `run_until` does it by itself."""
-        self.dealer.send(PING)
+        self._send(self._speech.ping())
 
     def ask_rows(self) -> None:
         """Asks for the rows the verifier keeps (`verifier.kept_rows`); they are added to `rows`."""
-        self.dealer.send(ROWS)
+        self._send(self._speech.ask_rows())
         self.rows_awaited += 1
 
     def fetch_rows(self, timeout_s: float = 120.0) -> RowBatch:
@@ -215,23 +194,24 @@ class EngineClient:
         else:
             self.hub.close()
 
+    def _send(self, frames: Sequence[bytes | bytearray | memoryview]) -> None:
+        self.dealer.send(*(bytes(frame) for frame in frames))
+
     def _take(self, frames: list[bytes]) -> None:
-        kind, payload = frames[0], frames[1:]
         now = self.heard_at = time.monotonic()
-        if kind == OUTPUTS:
-            outputs: EngineCoreOutputs = self.decoder.decode(payload)
-            for output in outputs.outputs:
+        heard = self._speech.hear(frames)
+        if isinstance(heard, EngineCoreOutputs):
+            for output in heard.outputs:
                 self._take_output(output, now)
-        elif kind == STATS:
-            self.stats = msgspec.msgpack.decode(payload[0], type=VerifierStats)
-            self.stats_at = now
-        elif kind == ROWS:
-            self.rows.add(msgspec.msgpack.decode(payload[0], type=RowBatch))
+        elif isinstance(heard, VerifierStats):
+            self.stats, self.stats_at = heard, now
+        elif isinstance(heard, RowBatch):
+            self.rows.add(heard)
             self.rows_awaited -= 1
-        elif kind == WELCOME:
-            self.welcome = msgspec.msgpack.decode(payload[0], type=EngineWelcome)
-        elif kind == REFUSED:
-            self.refusals.append(msgspec.msgpack.decode(payload[0], type=Refusal).message)
+        elif isinstance(heard, EngineWelcome):
+            self.welcome = heard
+        elif isinstance(heard, Refusal):
+            self.refusals.append(heard.message)
 
     def _take_output(self, output: EngineCoreOutput, now: float) -> None:
         answer = self.answers.get(output.request_id)

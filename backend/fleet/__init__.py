@@ -1,4 +1,4 @@
-"""Who is in the fleet, what members tell each other, and how a process becomes one of them."""
+"""Who is in the fleet and what members tell each other.  Pure data and `speed.py`, in any process."""
 
 from backend.fleet.members import (
     Assignment,

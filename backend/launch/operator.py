@@ -11,22 +11,20 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
 
 import ray
 import ray.exceptions
 
 from backend.coordinator import CoordinatorUnavailable
+from backend.coordinator.actor import CoordinatorHandle
 from backend.coordinator.messages import Progress
-from backend.fleet import FleetSnapshot, Operation
+from backend.fleet import FleetSnapshot, MemberKind, Operation
 from backend.launch.emptying import Emptying
-from backend.launch.plan import PlanError
-from backend.launch.processes import LaunchError, cause
+from backend.launch.plan import MemberPlan, PlanError
+from backend.launch.processes import LaunchError, Started, cause
 from backend.launch.standing import Standing
-
-if TYPE_CHECKING:
-    from backend.launch.fleet import Fleet
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -42,10 +40,31 @@ class _Stopped(Exception):
     """The fleet is ending."""
 
 
-class Operator:
-    """Works for one `Fleet` until it is stopped."""
+class Members(Protocol):
+    """What an operator does with the members of its fleet; `Fleet` is one."""
 
-    def __init__(self, fleet: Fleet, say: Callable[[str], None]) -> None:
+    members: dict[str, Started]
+    coordinator: CoordinatorHandle
+
+    def add(self, kind: MemberKind) -> Started: ...
+
+    def start(self, member: MemberPlan) -> Started: ...
+
+    def end(self, member_id: str, keep_room: bool = False) -> None: ...
+
+    def wait_ready(
+        self,
+        say: Callable[[str], None],
+        members: Sequence[Started] | None = None,
+        timeout_s: float = ...,
+        unless: Callable[[], bool] = ...,
+    ) -> None: ...
+
+
+class Operator:
+    """Works for one fleet until it is stopped."""
+
+    def __init__(self, fleet: Members, say: Callable[[str], None]) -> None:
         self._fleet = fleet
         self._coordinator = fleet.coordinator
         self._say = say

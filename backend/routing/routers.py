@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Protocol
 
 import msgspec
 
+from backend.config.settings import Affinity, Routing
 from backend.fleet.speed import Speed, mean_speed
 from backend.routing.affinity import PrefixMap, RecentMap
-
-Policy = Literal["least-loaded", "power-of-two", "predicted-tgs"]
-Affinity = Literal["none", "session", "prefix", "both"]
 
 SLACK = 8
 """Requests that a preferred verifier may have more than the least loaded one."""
@@ -209,7 +207,7 @@ class WithAffinity:
         return wanted
 
 
-def make_router(policy: Policy, affinity: Affinity = "none", *, seed: int, slots: int) -> Router:
+def make_router(policy: Routing, affinity: Affinity = "none", *, seed: int, slots: int) -> Router:
     """The router that the settings name; `slots` is `verifier.max_num_seqs`."""
     base: Router
     if policy == "power-of-two":

@@ -20,11 +20,20 @@ import mmap
 import os
 import secrets
 
-from backend.wire.drafting import RingRef
+import msgspec
 
 HEADER = 64
 TOKEN_BYTES = 16
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+class RingRef(msgspec.Struct, frozen=True, array_like=True):
+    """A segment of shared memory as another process of the host finds it."""
+
+    pid: int
+    fd: int
+    token: bytes
+    capacity: int
 
 
 class RingWriter:

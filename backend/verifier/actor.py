@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from backend.config import Settings
 from backend.fleet import Member, MemberKind, Orders
-from backend.fleet.actor import MemberActor, MemberProcess
+from backend.member.actor import MemberActor, MemberProcess
 from backend.models.resolve import ResolvedModels
 from backend.transport import ServerKeys
 

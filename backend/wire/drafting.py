@@ -27,6 +27,8 @@ from typing import Literal
 
 import msgspec
 
+from backend.transport.ring import RingRef
+
 PROTOCOL_VERSION = 5
 
 HELLO_FIRST = "hello first"
@@ -34,15 +36,6 @@ HELLO_FIRST = "hello first"
 
 FeatureDtype = Literal["float32", "bfloat16", "float16"]
 Role = Literal["features", "drafts"]
-
-
-class RingRef(msgspec.Struct, frozen=True, array_like=True):
-    """A segment of shared memory as another process of the host finds it (`transport/ring.py`)."""
-
-    pid: int
-    fd: int
-    token: bytes
-    capacity: int
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):

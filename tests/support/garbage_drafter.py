@@ -15,7 +15,7 @@ import tempfile
 
 from backend.config import sources
 from backend.fleet import DrafterStats, Member
-from backend.fleet.membership import Membership
+from backend.member.membership import Membership
 from backend.wire.drafting import Draft, Drafts, Next, encode
 from gateway.cli import _found_fleet
 from tests.support.scripted_drafter import SURE, ScriptedDrafter

@@ -7,9 +7,10 @@ import threading
 
 import pytest
 
-from backend.fleet import Member, Orders, departure
-from backend.fleet.departure import Departure
-from backend.fleet.membership import Membership
+from backend.fleet import Member, Orders
+from backend.member import departure
+from backend.member.departure import Departure
+from backend.member.membership import Membership
 
 
 class Coordinator:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from backend.coordinator.messages import CoordinatorUnavailable, Credentials
-from backend.fleet import Member, membership
-from backend.fleet.membership import enter
+from backend.fleet import Member
+from backend.member import membership
+from backend.member.membership import enter
 
 MEMBER = Member("v0", "verifier", "one", "ipc://v0", "", "here", 1, "demo")
 

@@ -135,7 +135,7 @@ def test_a_writer_that_is_killed_leaves_a_readable_ring() -> None:
     )
     child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert child.stdout is not None
-    from backend.wire.drafting import RingRef
+    from backend.transport.ring import RingRef
 
     ref, position = msgspec.json.decode(child.stdout.readline(), type=tuple[RingRef, int])
     reader = RingReader(ref)

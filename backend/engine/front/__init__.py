@@ -24,7 +24,6 @@ from vllm.exceptions import (
 )
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.engine.core_client import EngineCoreClient
-from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 VLLM_VERSION: str = vllm.__version__
 
@@ -40,8 +39,6 @@ __all__ = [
     "ErrorResponse",
     "FinishReason",
     "GracefulHTTPError",
-    "MsgpackDecoder",
-    "MsgpackEncoder",
     "RetryableRequestError",
     "TokenizeChatRequest",
     "TokenizeCompletionRequest",

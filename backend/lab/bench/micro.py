@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any, get_args
 
 from backend.config import DraftingSettings, Settings
+from backend.config.settings import Affinity, Routing
 from backend.fleet.speed import Speed
 from backend.lab.bench.children import ENVIRONMENT, Child, close_all
 from backend.lab.bench.options import OWN, Options
 from backend.lab.bench.plan import CoreSplit
 from backend.models.resolve import Say, resolve
-from backend.routing.routers import Affinity, Ask, Candidate, Measured, Policy, make_router
+from backend.routing.routers import Ask, Candidate, Measured, make_router
 from backend.transport import Buffer, Dealer, Hub, RingReader, RingWriter, Wire
 from backend.wire.drafting import Commit, Draft, Drafts, Round, decode_to_drafter, decode_to_verifier, encode
 
@@ -58,7 +59,7 @@ def run(options: Options, split: CoreSplit, about: Mapping[str, Any], output: Pa
         for row in codec:
             say(f"codec, batch {row['batch']}: encode {row['encode_us']:.0f} us, decode {row['decode_us']:.0f} us")
         transport, rounds = _transport(split, directory, say)
-    routing = [measure_routing(policy, affinity) for affinity in ("none", "both") for policy in get_args(Policy)]
+    routing = [measure_routing(policy, affinity) for affinity in ("none", "both") for policy in get_args(Routing)]
     for row in routing:
         say(f"routing, {VERIFIERS} verifiers, {row['policy']}, affinity {row['affinity']}: {row['choose_us']:.0f} us")
     content = {
@@ -160,7 +161,7 @@ def measure_codec(batch: int, k: int) -> dict[str, float]:
     }
 
 
-def measure_routing(policy: Policy, affinity: Affinity) -> dict[str, Any]:
+def measure_routing(policy: Routing, affinity: Affinity) -> dict[str, Any]:
     """Median time of one choice among `VERIFIERS`, all of them measured, for a prompt seen before."""
     dice = random.Random(0)
     measured = Measured(3, 0, 1e5, 1e3, Speed(0.02, 0.002, 3.0), 100.0)

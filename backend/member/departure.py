@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from backend.fleet.membership import Membership
+from backend.member.membership import Membership
 
 logger = logging.getLogger(__name__)
 

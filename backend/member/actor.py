@@ -19,10 +19,10 @@ import ray
 from backend.config import Settings
 from backend.config.runtime import member_socket
 from backend.coordinator.actor import CoordinatorHandle
-from backend.fleet.departure import Departure
 from backend.fleet.members import NODE_HOST, Member, MemberKind, Orders
-from backend.fleet.membership import Membership, enter
 from backend.fleet.stats import DrafterStats, VerifierStats
+from backend.member.departure import Departure
+from backend.member.membership import Membership, enter
 from backend.models.resolve import ResolvedModels
 from backend.transport import ServerKeys, new_server_keys
 
