@@ -18,8 +18,9 @@ import msgspec
 from backend.config import REMOTE_MODES, Settings
 from backend.engine.build import build_config, build_core, draft_source, vllm_version
 from backend.engine.counting import Counters
+from backend.engine.draft_links import DraftLinks
 from backend.engine.gateways import GatewayPort
-from backend.engine.loop import DraftLinks, EngineLoop
+from backend.engine.loop import EngineLoop
 from backend.engine.ranks import segments_of_ranks
 from backend.engine.recording import Recording
 from backend.engine.traces import RequestTraces

@@ -28,8 +28,9 @@ from backend.drafter.eagle import EagleProposer
 from backend.drafter.proposer import Ask, Until
 from backend.engine.build import build_config
 from backend.engine.counting import Counters
+from backend.engine.draft_links import DraftLinks
 from backend.engine.features import FeatureShipper
-from backend.engine.loop import DraftLinks, EngineLoop
+from backend.engine.loop import EngineLoop
 from backend.engine.runner import RemoteDrafting
 from backend.engine.scheduler import DraftingScheduler
 from backend.fleet import LOOKUP, DrafterRef, VerifierStats
@@ -315,7 +316,7 @@ def simulated(world: World, network: Network) -> Iterator[None]:
         return SimulatedDealer(network, address, identity)
 
     with ExitStack() as stack:
-        for module in ("loop", "scheduler", "feature_link", "counting"):
+        for module in ("loop", "draft_links", "scheduler", "feature_link", "counting"):
             stack.enter_context(mock.patch(f"backend.engine.{module}.time", world))
         stack.enter_context(mock.patch("backend.engine.feature_link.connect_dealer", connect))
         stack.enter_context(mock.patch("backend.engine.feature_link.Dealer", lambda socket: socket))

@@ -87,9 +87,10 @@ def watch_verifier() -> Stopwatch:
     """Wraps the verifier's classes; call before one is built.  A lap is an engine step that verified without prefill."""
     from backend.engine import build
     from backend.engine.counting import CountingScheduler
+    from backend.engine.draft_links import DraftLinks
     from backend.engine.features import FeatureShipper
     from backend.engine.gateways import GatewayPort
-    from backend.engine.loop import DraftLinks, EngineLoop
+    from backend.engine.loop import EngineLoop
     from backend.engine.runner import RemoteDrafting
     from backend.engine.scheduler import DraftingScheduler
     from backend.speculation.speculator import Speculator

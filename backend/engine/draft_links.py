@@ -1,0 +1,130 @@
+"""A verifier's receiving sockets towards its drafters, and the assignment itself.  Engine process, engine thread."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+
+import msgspec
+from vllm.v1.engine.core import EngineCore
+
+from backend.engine.counting import Counters
+from backend.engine.feature_link import GREET_EVERY_S
+from backend.engine.scheduler import DraftingScheduler
+from backend.fleet import DrafterRef, VerifierStats
+from backend.transport import Dealer, Hub
+from backend.wire.drafting import HELLO_FIRST, PROTOCOL_VERSION, Ahead, Drafts, Hello, Refused, decode_to_verifier, encode
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _Link:
+    """The receiving socket towards one drafter."""
+
+    ref: DrafterRef
+    dealer: Dealer
+    hello: bytes
+    greeted_at: float = float("-inf")
+
+    def greet(self, now: float) -> None:
+        """Says who we are, unless that was said a moment ago."""
+        if now - self.greeted_at >= GREET_EVERY_S:
+            self.greeted_at = now
+            self.dealer.send(self.hello)
+
+
+class DraftLinks:
+    """The receiving sockets towards the assigned drafters, and the assignment itself."""
+
+    def __init__(self, hub: Hub, core: EngineCore, verifier_id: str, counters: Counters) -> None:
+        self._hub = hub
+        self._core = core
+        self._scheduler: DraftingScheduler = core.scheduler
+        self._verifier_id = verifier_id
+        self._counters = counters
+        self._links: dict[str, _Link] = {}
+        # Answers carry the epoch they were asked in: a process that restarts must not accept its predecessor's.
+        self._epoch = time.time_ns() & 0xFFFF_FFFF_FFFF
+        self._weights = 0
+
+    def set_drafters(self, refs: list[DrafterRef]) -> None:
+        """Applies a new assignment between two steps, on the scheduler's side and on every worker."""
+        wanted = {ref.id: ref for ref in refs}
+        if wanted != {drafter_id: link.ref for drafter_id, link in self._links.items()}:
+            self._connect(refs, wanted)
+
+    def renew(self) -> None:
+        """The target has other weights: drafters forget what they have of its features, and all requests are opened anew."""
+        refs = [link.ref for link in self._links.values()]
+        self._weights += 1
+        for link in self._links.values():
+            self._hub.drop(link.dealer)
+            self._scheduler.speculator.questions.reset_drafter(link.ref.id)
+        self._links.clear()
+        self._connect(refs, {ref.id: ref for ref in refs})
+
+    def _connect(self, refs: list[DrafterRef], wanted: dict[str, DrafterRef]) -> None:
+        self._epoch += 1
+        for drafter_id, link in list(self._links.items()):
+            if wanted.get(drafter_id) != link.ref:
+                self._hub.drop(link.dealer)
+                del self._links[drafter_id]
+        for ref in refs:
+            if ref.id not in self._links:
+                identity = f"{self._verifier_id}/drafts/{self._epoch}"
+                dealer = self._hub.dealer(ref.address, identity, ref.server_key)
+                hello = encode(Hello(PROTOCOL_VERSION, self._verifier_id, "drafts", self._epoch, weights=self._weights))
+                self._links[ref.id] = _Link(ref, dealer, hello)
+                self._links[ref.id].greet(time.monotonic())
+        self._core.collective_rpc("set_drafters", args=(refs, self._epoch, self._hub.wire.fleet_keys, self._weights))
+        self._scheduler.set_drafters(refs)
+        logger.info("drafters: %s", ", ".join(sorted(wanted)) or "none")
+
+    def receive(self, now: float) -> None:
+        """Takes every answer that has arrived."""
+        for drafter_id, link in self._links.items():
+            while (frames := link.dealer.receive()) is not None:
+                try:
+                    message = decode_to_verifier(frames[0])
+                except msgspec.DecodeError:
+                    self._counters.dropped(drafter_id, "invalid")
+                    continue
+                if isinstance(message, Drafts):
+                    self._scheduler.take_drafts(drafter_id, message, now)
+                elif isinstance(message, Ahead):
+                    self._scheduler.take_ahead(drafter_id, message)
+                elif isinstance(message, Refused) and message.reason == HELLO_FIRST:
+                    link.greet(now)
+                elif isinstance(message, Refused):
+                    logger.warning("drafter %s refuses: %s", drafter_id, message.reason)
+                    self._counters.dropped(drafter_id, "invalid")
+
+    def ask(self, now: float) -> None:
+        """Drafters are told what to draft next for the requests whose step has ended."""
+        for drafter_id, items in self._scheduler.ask(now).items():
+            link = self._links.get(drafter_id)
+            if link is not None:
+                link.dealer.send(encode(self._scheduler.next_message(self._epoch, drafter_id, items)))
+
+    def read_counters(self, stats: VerifierStats) -> None:
+        """Adds what the sending worker counted since the last call.
+
+        A drafter that the worker had to greet again knows us no more: it is greeted here too, or its answers would go nowhere.
+        So is one that does not answer; to a drafter that knows us a greeting is nothing new.
+        """
+        for shipped in self._core.collective_rpc("take_drafting_counters"):
+            for drafter_id, n in shipped.bytes_sent.items():
+                self._counters.drafter(drafter_id).bytes_sent += n
+            for drafter_id, handed in shipped.handovers.items():
+                counters = self._counters.drafter(drafter_id)
+                counters.handovers += handed.requests
+                counters.handover_rows += handed.rows
+                counters.handover_bytes += handed.bytes_sent
+            for drafter_id, n in shipped.overflows.items():
+                self._counters.dropped(drafter_id, "overflow", n)
+            for drafter_id in (*shipped.greeted, *self._scheduler.speculator.questions.down()):
+                if drafter_id in self._links:
+                    self._links[drafter_id].greet(time.monotonic())
+        self._scheduler.read_plan(stats)
