@@ -15,8 +15,8 @@ from gateway.balancing import Balancer
 from gateway.errors import translate
 from gateway.middleware import Admission, Envelope
 from gateway.routes import admin, generate, models, operations, page, weights
+from gateway.spans import RequestSpans
 from gateway.state import Gateway
-from gateway.traces import RequestSpans
 
 
 def build_app(gateway: Gateway) -> FastAPI:

@@ -31,8 +31,8 @@ from gateway.fleet_core import FleetCore
 from gateway.fleet_feed import FleetFeed
 from gateway.fleet_metrics import FleetCollector
 from gateway.metrics import GatewayMetrics
+from gateway.spans import SequenceSpans
 from gateway.state import Gateway
-from gateway.traces import SequenceSpans
 
 logger = logging.getLogger(__name__)
 

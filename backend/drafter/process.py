@@ -20,7 +20,7 @@ from backend.drafter.loop import DrafterLoop
 from backend.drafter.ngram import NgramProposer
 from backend.drafter.proposer import Proposer
 from backend.drafter.service import DrafterService
-from backend.drafter.traces import DraftTraces
+from backend.drafter.spans import DraftSpans
 from backend.fleet import DrafterStats
 from backend.models.checkpoint import load_head
 from backend.models.head_config import CheckpointError, load_config, read_config, text_config
@@ -89,8 +89,8 @@ class DrafterProcess:
         self._tracing = tracing
         self._on_crash = on_crash
         proposer = build_proposer(model, settings)
-        traces = DraftTraces(tracing, drafter_id) if tracing is not None else None
-        self._service = DrafterService(drafter_id, proposer, IDLE_TTL_S, traces=traces)
+        spans = DraftSpans(tracing, drafter_id) if tracing is not None else None
+        self._service = DrafterService(drafter_id, proposer, IDLE_TTL_S, spans=spans)
         self._hub = Hub(wire or Wire())
         try:
             router = self._hub.router(address, server_keys, local_address)

@@ -22,7 +22,7 @@ from backend.drafter.intake import Limits, Malformed, check_next, features_of
 from backend.drafter.nexts import Key, Nexts, Wanted
 from backend.drafter.proposer import NOTHING, Ask, Drafted, Premise, Proposer, Sampling
 from backend.drafter.sessions import Session, Waiting
-from backend.drafter.traces import DraftTraces
+from backend.drafter.spans import DraftSpans
 from backend.fleet import DrafterStats
 from backend.fleet.speed import Line
 from backend.wire.drafting import (
@@ -60,9 +60,9 @@ class DrafterService:
         proposer: Proposer,
         idle_ttl_s: float,
         clock: Callable[[], float] = time.monotonic,
-        traces: DraftTraces | None = None,
+        spans: DraftSpans | None = None,
     ) -> None:
-        self._traces = traces
+        self._spans = spans
         self._drafter_id = drafter_id
         self._proposer = proposer
         self._idle_ttl_s = idle_ttl_s
@@ -127,9 +127,9 @@ class DrafterService:
         drafts = self._proposer.draft(asks) if asks else []
         finished = self._clock()
         self._count(rounds, asks, drafts, finished - started)
-        if self._traces is not None:
+        if self._spans is not None:
             for ask, drafted in zip(asks, drafts, strict=True):
-                self._traces.drafted(ask.key, len(drafted.tokens), finished - started, finished)
+                self._spans.drafted(ask.key, len(drafted.tokens), finished - started, finished)
         return self._answer(fresh, drafts, started, finished) + unknown
 
     def replace(self, proposer: Proposer) -> None:
@@ -149,8 +149,8 @@ class DrafterService:
         for session in self._sessions.values():
             if session.last_heard < before:
                 session.close_ring()
-        if self._traces is not None:
-            self._traces.expire(before)
+        if self._spans is not None:
+            self._spans.expire(before)
 
     def stats(self, started_at: float) -> DrafterStats:
         """A copy of the counters, with the present load; `started_at` is the process's, Unix seconds."""
@@ -198,8 +198,8 @@ class DrafterService:
             del self._peers[identity]
         self._waiting = deque(w for w in self._waiting if w.session is not session)
         self._nexts.end(session.verifier_id, session.epoch)
-        if self._traces is not None:
-            self._traces.end(session.verifier_id, session.epoch)
+        if self._spans is not None:
+            self._spans.end(session.verifier_id, session.epoch)
         for key in self._proposer.requests():
             if isinstance(key, tuple) and key[:2] == (session.verifier_id, session.epoch):
                 self._proposer.close(key)
@@ -271,9 +271,9 @@ class DrafterService:
         found = self._proposer.imagine(premises)
         spent_s = self._clock() - started
         self._counters.busy_s += spent_s
-        if self._traces is not None:
+        if self._spans is not None:
             for wanted, outcomes in zip(batch, found, strict=True):
-                self._traces.imagined(wanted.key, len(outcomes), spent_s)
+                self._spans.imagined(wanted.key, len(outcomes), spent_s)
         blocks = [Block(w.item.request_id, w.item.base_len, w.item.verifying, o) for w, o in zip(batch, found, strict=True)]
         replies: list[Reply] = []
         for listener, epoch, places in self._by_peer(batch):
@@ -298,8 +298,8 @@ class DrafterService:
             if isinstance(item, Close):
                 proposer.close(key)
                 self._nexts.forget(key)
-                if self._traces is not None:
-                    self._traces.closed(key, item.reason)
+                if self._spans is not None:
+                    self._spans.closed(key, item.reason)
                 continue
             features = None if waiting.features is None else waiting.features[at : at + item.rows]
             at += item.rows
@@ -307,8 +307,8 @@ class DrafterService:
                 known = False
             elif isinstance(item, Open):
                 proposer.open(key, list(item.tokens), item.rows, now, Sampling.of(item.seed, item.temperature))
-                if self._traces is not None:
-                    self._traces.opened(key, item.trace, now)
+                if self._spans is not None:
+                    self._spans.opened(key, item.trace, now)
                 known = True
             else:
                 known = proposer.commit(key, item.base_len, item.tokens, item.rows, now)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from backend.engine.fixed import fixed_response
 from backend.engine.recording import Recording
-from backend.engine.traces import RequestTraces
+from backend.engine.spans import EngineSpans
 from backend.fleet import DraftCounters, VerifierStats
 from backend.fleet.speed import Line
 from backend.records.recorder import name_for_records
@@ -88,7 +88,7 @@ class CountingScheduler:
 
     counters: Counters | None = None
     records: Recording | None = None
-    traces: RequestTraces | None = None
+    spans: EngineSpans | None = None
     source_name: str = "native"
     _scheduled_at: float = 0.0
     _verify_s: float = 0.0
@@ -117,8 +117,8 @@ class CountingScheduler:
         }
         output.outrider = StepOrders(resumed, self.hurried)
         self._resumed = len(resumed)
-        if self.traces is not None:
-            self.traces.scheduled(output.num_scheduled_tokens)
+        if self.spans is not None:
+            self.spans.scheduled(output.num_scheduled_tokens)
         self._requests_in_step = len(output.num_scheduled_tokens)
         drafts = output.scheduled_spec_decode_tokens
         self._prefill_tokens = sum(
@@ -157,8 +157,8 @@ class CountingScheduler:
                 brought_tokens=request.num_output_tokens,
                 teacher_forced=fixed_response(params) is not None,
             )
-        if self.traces is not None:
-            self.traces.began(request)
+        if self.spans is not None:
+            self.spans.began(request)
         super().add_request(request)  # type: ignore[misc]
 
     def finish_requests(self, request_ids: Any, finished_status: Any) -> Any:
@@ -230,8 +230,8 @@ class CountingScheduler:
             stats.verifications += 1
             drafted = sum(token >= 0 for token in drafts)
             by = self.note_verification(counters, request_id, drafted, len(tokens) - 1)
-            if self.traces is not None:
-                self.traces.verified(request_id, drafted, len(tokens) - 1, by.drafter_id if by is not None else "")
+            if self.spans is not None:
+                self.spans.verified(request_id, drafted, len(tokens) - 1, by.drafter_id if by is not None else "")
             if records is None:
                 continue
             if by is None:
@@ -248,8 +248,8 @@ class CountingScheduler:
                 stats.tokens += len(output.new_token_ids)
                 if self.records is not None and output.new_token_ids:
                     self.records.emitted(output.request_id, len(output.new_token_ids))
-                if self.traces is not None and output.new_token_ids:
-                    self.traces.emitted(output.request_id, len(output.new_token_ids))
+                if self.spans is not None and output.new_token_ids:
+                    self.spans.emitted(output.request_id, len(output.new_token_ids))
                 if output.prefill_stats is not None:
                     stats.prompt_tokens += output.prefill_stats.num_prompt_tokens
                 if output.finish_reason is not None:
@@ -259,8 +259,8 @@ class CountingScheduler:
         stats.requests_finished[reason] = stats.requests_finished.get(reason, 0) + 1
         if self.records is not None:
             self.records.ended(request_id, reason)
-        if self.traces is not None:
-            self.traces.ended(request_id, reason)
+        if self.spans is not None:
+            self.spans.ended(request_id, reason)
 
     def read_load(self, stats: VerifierStats) -> None:
         """Puts the present load and speed into `stats`."""

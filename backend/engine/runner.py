@@ -22,7 +22,7 @@ from backend.engine.counting import StepOrders
 from backend.engine.features import FeatureShipper, Identity
 from backend.engine.fixed import fixed_response
 from backend.engine.postponed import Span
-from backend.engine.traces import TRACE_ARGUMENT
+from backend.engine.spans import TRACE_ARGUMENT
 from backend.wire.engine import GREEDY_BELOW, NOISE_SEED
 
 

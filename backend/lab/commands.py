@@ -15,7 +15,8 @@ from backend.config.sources import CommandError, ConfigError
 from backend.routing.routers import Ask, Candidate, LeastLoaded
 
 if TYPE_CHECKING:
-    from backend.lab.simulator.simulation import Place, Route
+    from backend.lab.simulator.simulation import Candidate as SimulatedCandidate
+    from backend.lab.simulator.simulation import Route
 
 Say = Callable[[str], None]
 
@@ -32,8 +33,8 @@ def bench(arguments: list[str], say: Say) -> None:
 
 def simulate(arguments: list[str], say: Say) -> None:
     """Simulates a large fleet under the coordinator's policy."""
+    from backend.lab.simulator.arrivals import TraceError
     from backend.lab.simulator.main import main
-    from backend.lab.simulator.traces import TraceError
 
     try:
         main(arguments, say, least_loaded)
@@ -55,8 +56,8 @@ def least_loaded() -> Route:
     """Routing as a gateway does it unless told otherwise, with nothing routed yet."""
     router = LeastLoaded()
 
-    def route(tokens: int, places: Sequence[Place]) -> str | None:
-        # A place has all that a candidate has; making thousands of candidates for every request would take most of the time.
-        return router.choose(Ask(tokens), cast("Sequence[Candidate]", places))
+    def route(tokens: int, candidates: Sequence[SimulatedCandidate]) -> str | None:
+        # They have all that routing looks at; making thousands of its own for every request would take most of the time.
+        return router.choose(Ask(tokens), cast("Sequence[Candidate]", candidates))
 
     return route

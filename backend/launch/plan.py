@@ -83,8 +83,8 @@ def plan(settings: Settings, models: ResolvedModels, hardware: Hardware, runtime
     if hardware.local:
         _note_cores(names, shares, counts, hardware, notes)
     tcp = _uses_tcp(settings, hardware)
-    place = _Place(filled, models, hardware, runtime_dir, tcp)
-    members = [_member(place, member_id, kind, cores) for (member_id, kind), cores in zip(names, shares, strict=True)]
+    around = _Surroundings(filled, models, hardware, runtime_dir, tcp)
+    members = [_member(around, member_id, kind, cores) for (member_id, kind), cores in zip(names, shares, strict=True)]
     return FleetPlan(filled, members, tcp, notes)
 
 
@@ -110,11 +110,11 @@ def plan_further(
     wanted = _cores_wanted(decided.settings, models, kind) if hardware.local else 0
     used = Counter(core for other in others for core in other.cores)
     cores = sorted(sorted(hardware.cores, key=lambda core: (used[core], core))[:wanted])
-    return _member(_Place(decided.settings, models, hardware, runtime_dir, decided.encrypted), member_id, kind, cores)
+    return _member(_Surroundings(decided.settings, models, hardware, runtime_dir, decided.encrypted), member_id, kind, cores)
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Surroundings:
     """Where members are put."""
 
     settings: Settings
@@ -131,12 +131,12 @@ def _cores_wanted(settings: Settings, models: ResolvedModels, kind: MemberKind) 
     return 0 if settings.drafting.gpus or models.drafter_kind == "ngram" else settings.drafting.cores
 
 
-def _member(place: _Place, member_id: str, kind: MemberKind, cores: list[int]) -> MemberPlan:
-    settings, hardware = place.settings, place.hardware
+def _member(around: _Surroundings, member_id: str, kind: MemberKind, cores: list[int]) -> MemberPlan:
+    settings, hardware = around.settings, around.hardware
     gpus = float((settings.verifier.gpus if kind == "verifier" else settings.drafting.gpus) or 0)
     if kind == "verifier" and gpus:
         gpus = min(gpus, _gpu_share(settings, hardware))
-    cpus = len(cores) or _cores_wanted(settings, place.models, kind)
+    cpus = len(cores) or _cores_wanted(settings, around.models, kind)
     threads = max(cpus // settings.verifier.ranks, 1) if kind == "verifier" and cpus else cpus
     return MemberPlan(
         member_id=member_id,
@@ -144,10 +144,10 @@ def _member(place: _Place, member_id: str, kind: MemberKind, cores: list[int]) -
         cores=cores,
         num_cpus=0 if hardware.local else cpus,
         num_gpus=gpus,
-        address=_address(settings, hardware, place.runtime_dir, member_id, place.tcp),
+        address=_address(settings, hardware, around.runtime_dir, member_id, around.tcp),
         env={"OMP_NUM_THREADS": str(threads)} if threads else {},
         resources=(settings.verifier if kind == "verifier" else settings.drafting).ray_resources,
-        local=place.tcp and settings.transport.kind == "auto" and not hardware.local,
+        local=around.tcp and settings.transport.kind == "auto" and not hardware.local,
     )
 
 

@@ -73,7 +73,7 @@ class Membership:
         self._interval_s = interval_s
         self._read_stats = read_stats
         self._obey = obey
-        self._registered = _place(member)
+        self._registered = _route(member)
         self._away = False
         self._retiring = False
         self._leave = threading.Event()
@@ -126,13 +126,13 @@ class Membership:
     def _report(self) -> None:
         member = self._member
         orders = self._coordinator.report(member.id, member.incarnation, self._read_stats(), member.state)
-        if orders.known and self._registered == _place(member):
+        if orders.known and self._registered == _route(member):
             self._obey(orders)
             return
         self._coordinator.register(member)
-        self._registered = _place(member)
+        self._registered = _route(member)
 
 
-def _place(member: Member) -> tuple[str, str]:
+def _route(member: Member) -> tuple[str, str]:
     """What the fleet must be told anew when it changes."""
     return member.address, member.head

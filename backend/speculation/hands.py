@@ -59,9 +59,9 @@ class Request:
     greedy: bool
     hand: Hand | None = None
     """Of a drafter."""
-    own: Hand | None = None
-    """Of the text itself, looked up at the length `own_at`."""
-    own_at: int = 0
+    looked_up: Hand | None = None
+    """Of the text itself, looked up at the length `looked_up_at`."""
+    looked_up_at: int = 0
     verified: Hand | None = None
     """What the running step verifies; it may have been cut."""
     block: tuple[str, Block, float] | None = None
@@ -109,7 +109,7 @@ class Hands:
     def release(self, request_id: str) -> None:
         """Nothing of the request is verified for a while."""
         if (request := self.requests.get(request_id)) is not None:
-            request.hand = request.own = request.block = None
+            request.hand = request.looked_up = request.block = None
 
     def forget(self, request_id: str) -> None:
         """The request is over."""
@@ -172,8 +172,8 @@ class Hands:
 
     def best(self, request_id: str, request: Request) -> Hand | None:
         """The best draft there is for the present length: a drafter's, or the request's own text."""
-        hand, own = request.hand, self._own(request_id, request)
-        return own if own is not None and (hand is None or own.worth > hand.worth) else hand
+        hand, looked_up = request.hand, self._look_up(request_id, request)
+        return looked_up if looked_up is not None and (hand is None or looked_up.worth > hand.worth) else hand
 
     # -- what came of them ---------------------------------------------------------------------------------------------
 
@@ -201,17 +201,17 @@ class Hands:
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
-    def _own(self, request_id: str, request: Request) -> Hand | None:
-        if self._lookups is None or request.own_at == len(request.text):
-            return request.own
-        request.own, request.own_at = None, len(request.text)
+    def _look_up(self, request_id: str, request: Request) -> Hand | None:
+        if self._lookups is None or request.looked_up_at == len(request.text):
+            return request.looked_up
+        request.looked_up, request.looked_up_at = None, len(request.text)
         tokens, signs = self._lookups.propose(request_id, request.text, self._longest)
         if tokens:
-            request.own = self._hand(request_id, Source(LOOKUP, request.greedy), tokens, signs, 0.0)
-            self._note(request_id, request, request.own, request.own_at)
+            request.looked_up = self._hand(request_id, Source(LOOKUP, request.greedy), tokens, signs, 0.0)
+            self._note(request_id, request, request.looked_up, request.looked_up_at)
         if self._is_sampled():
-            self.alone.note(request.own.survivals if request.own is not None else [], self.steps)
-        return request.own
+            self.alone.note(request.looked_up.survivals if request.looked_up is not None else [], self.steps)
+        return request.looked_up
 
     def _go_on(self, request_id: str, request: Request, hand: Hand, said: list[int]) -> bool:
         """The request has said this since the draft: if they agree, what is left is a draft, unless a better one is at hand."""
@@ -233,9 +233,9 @@ class Hands:
 
     def _compare(self, request_id: str, request: Request, drafted: list[float]) -> None:
         """Survivals of a drafter's answer: with drafters, the request has the better of it and its own text."""
-        own = self._own(request_id, request)
+        looked_up = self._look_up(request_id, request)
         if self._is_sampled():
-            self.drafted.note(max(drafted, own.survivals if own is not None else [], key=sum), self.steps)
+            self.drafted.note(max(drafted, looked_up.survivals if looked_up is not None else [], key=sum), self.steps)
 
     def _is_sampled(self) -> bool:
         """By turns, which no number of requests can keep in step with."""

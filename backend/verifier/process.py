@@ -23,7 +23,7 @@ from backend.engine.gateways import GatewayPort
 from backend.engine.loop import EngineLoop
 from backend.engine.ranks import segments_of_ranks
 from backend.engine.recording import Recording
-from backend.engine.traces import RequestTraces
+from backend.engine.spans import EngineSpans
 from backend.engine.warm_up import warm_up
 from backend.engine.weights import WeightControl
 from backend.fleet import DrafterRef, VerifierStats
@@ -121,7 +121,7 @@ class VerifierProcess:
         try:
             self._loop = self._make_loop(config, core, hub, stats, files)
             if tracing is not None:
-                core.scheduler.traces = RequestTraces(tracing, self.verifier_id)
+                core.scheduler.spans = EngineSpans(tracing, self.verifier_id)
             self._built.set()
             self._loop.run()
         finally:

@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 
 from backend.coordinator.policy import Coordinator
+from backend.lab.simulator.arrivals import Arrival, TraceError, Trouble, poisson, read, trouble
 from backend.lab.simulator.members import Hardware
-from backend.lab.simulator.simulation import FleetSimulation, Outcome, Place, Scenario
-from backend.lab.simulator.traces import Arrival, TraceError, Trouble, poisson, read, trouble
+from backend.lab.simulator.simulation import Candidate, FleetSimulation, Outcome, Scenario
 from gateway.cli import main
 
 SLOW_DRAFTS = Hardware(draft_s=0.01, draft_request_s=0.002)
 
 
-def least_loaded(tokens: int, places: Sequence[Place]) -> str | None:
+def least_loaded(tokens: int, places: Sequence[Candidate]) -> str | None:
     return min(places, key=lambda each: (each.tokens, each.id)).id if places else None
 
 

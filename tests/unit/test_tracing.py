@@ -16,8 +16,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from backend import tracing
 from backend.config import Settings, sources
 from backend.config.settings import TracingSettings
-from backend.drafter.traces import DraftTraces
-from backend.engine.traces import TRACE_ARGUMENT, RequestTraces
+from backend.drafter.spans import DraftSpans
+from backend.engine.spans import TRACE_ARGUMENT, EngineSpans
 from backend.tracing import Tracing, TracingError, open_tracing
 from backend.wire.drafting import Open, Round, decode_to_drafter, encode
 from gateway.cli import main
@@ -130,7 +130,7 @@ def request(headers: dict[str, str] | None) -> Any:
 
 
 def test_a_verifiers_spans_tell_where_the_time_went(kept: Kept) -> None:
-    traces = RequestTraces(kept.tracing, "verifier-0")
+    traces = EngineSpans(kept.tracing, "verifier-0")
     asked = request({"traceparent": PARENT})
     traces.began(asked)
     traces.scheduled(["r", "stranger"])
@@ -163,7 +163,7 @@ def test_a_verifiers_spans_tell_where_the_time_went(kept: Kept) -> None:
 
 @pytest.mark.parametrize("headers", [None, {}, {"traceparent": NOT_KEPT}])
 def test_an_untraced_request_leaves_nothing_behind(kept: Kept, headers: dict[str, str] | None) -> None:
-    traces = RequestTraces(kept.tracing, "verifier-0")
+    traces = EngineSpans(kept.tracing, "verifier-0")
     asked = request(headers)
     traces.began(asked)
     traces.emitted("r", 1)
@@ -173,14 +173,14 @@ def test_an_untraced_request_leaves_nothing_behind(kept: Kept, headers: dict[str
 
 
 def test_a_request_that_never_ran_has_only_waited(kept: Kept) -> None:
-    traces = RequestTraces(kept.tracing, "verifier-0")
+    traces = EngineSpans(kept.tracing, "verifier-0")
     traces.began(request({"traceparent": PARENT}))
     traces.ended("r", "abort")
     assert {span.name for span in kept.spans()} == {"verifier", "queue"}
 
 
 def test_a_drafters_span_sums_its_rounds(kept: Kept) -> None:
-    traces = DraftTraces(kept.tracing, "drafter-0")
+    traces = DraftSpans(kept.tracing, "drafter-0")
     key = ("verifier-0", 1, "r")
     traces.opened(key, PARENT, 1.0)
     traces.drafted(key, 4, 0.002, 2.0)
@@ -197,7 +197,7 @@ def test_a_drafters_span_sums_its_rounds(kept: Kept) -> None:
 
 
 def test_drafts_that_nobody_closes_are_closed(kept: Kept) -> None:
-    traces = DraftTraces(kept.tracing, "drafter-0")
+    traces = DraftSpans(kept.tracing, "drafter-0")
     traces.opened(("a", 1, "old"), PARENT, 1.0)
     traces.opened(("a", 1, "new"), PARENT, 9.0)
     traces.opened(("b", 1, "other"), PARENT, 9.0)

@@ -12,10 +12,10 @@ from typing import Any
 
 from backend.coordinator.policy import Coordinator
 from backend.coordinator.water_filling import WaterFilling
-from backend.lab.simulator import figures, traces
+from backend.lab.simulator import arrivals, figures
+from backend.lab.simulator.arrivals import TraceError
 from backend.lab.simulator.members import Hardware
 from backend.lab.simulator.simulation import FleetSimulation, Route, Scenario
-from backend.lab.simulator.traces import TraceError
 from backend.models.resolve import Say
 
 LEASE_S = 2.0
@@ -56,16 +56,16 @@ def parse(arguments: Sequence[str]) -> Options:
     if given.trace is not None:
         try:
             with given.trace.open(newline="") as lines:
-                arrivals = traces.read(lines)
+                coming = arrivals.read(lines)
         except OSError as error:
             raise TraceError(f"{given.trace}: {error.strerror}") from error
-        seconds = given.seconds or arrivals[-1].at + 30
+        seconds = given.seconds or coming[-1].at + 30
     else:
         seconds = given.seconds or 60.0
-        arrivals = traces.poisson(
+        coming = arrivals.poisson(
             given.rate or 2.0 * given.verifiers, seconds, given.prompt_tokens, given.response_tokens, given.seed
         )
-    troubles = [traces.trouble(each, False) for each in given.fail] + [traces.trouble(each, True) for each in given.slow]
+    troubles = [arrivals.trouble(each, False) for each in given.fail] + [arrivals.trouble(each, True) for each in given.slow]
     members = {f"v{i}" for i in range(given.verifiers)} | {f"d{i}" for i in range(given.drafters)}
     for each in troubles:
         if each.member not in members:
@@ -78,7 +78,7 @@ def parse(arguments: Sequence[str]) -> Options:
         given.verifiers,
         given.drafters,
         seconds,
-        arrivals,
+        coming,
         troubles,
         hardware,
         given.spread,
@@ -100,7 +100,9 @@ def _parser() -> argparse.ArgumentParser:
     say("--verifiers", type=_count, metavar="N", default=1000)
     say("--drafters", type=_count, metavar="N", default=4000)
     say("--seconds", type=_positive, metavar="S", help="simulated time (default: 60, or the trace's)")
-    say("--trace", type=Path, metavar="FILE", help=f"CSV of arrivals: {', '.join(traces.COLUMNS)} (default: Poisson arrivals)")
+    say(
+        "--trace", type=Path, metavar="FILE", help=f"CSV of arrivals: {', '.join(arrivals.COLUMNS)} (default: Poisson arrivals)"
+    )
     say("--rate", type=_positive, metavar="R", help="Poisson arrivals per second (default: 2 per verifier)")
     say("--prompt-tokens", type=_count, metavar="N", default=256, help="mean (default: 256)")
     say("--response-tokens", type=_count, metavar="N", default=256, help="mean (default: 256)")

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from backend.fleet import DraftCounters, DrafterStats, VerifierStats
 from backend.fleet.speed import Line
-from backend.lab.simulator.traces import Arrival
+from backend.lab.simulator.arrivals import Arrival
 
 PROBE_STEPS = 48
 """Steps without drafts after which drafting is tried again, as in mode `auto`."""

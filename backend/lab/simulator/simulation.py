@@ -16,8 +16,8 @@ from functools import partial
 from backend.coordinator.policy import Coordinator
 from backend.fleet import DraftCounters, DrafterStats, Member, MemberKind, VerifierStats
 from backend.fleet.speed import Speed
+from backend.lab.simulator.arrivals import Arrival, Trouble
 from backend.lab.simulator.members import Drafter, Hardware, Request, Verifier
-from backend.lab.simulator.traces import Arrival, Trouble
 from backend.routing.balance import Limits, Load, Movable, plan_moves
 
 SAMPLE_S = 1.0
@@ -25,7 +25,7 @@ BALANCE_S = 1.0
 
 
 @dataclass
-class Place:
+class Candidate:
     """A verifier as routing sees it; kept up to date: making thousands anew for every request takes long."""
 
     id: str
@@ -34,7 +34,7 @@ class Place:
     routed: int = 0
 
 
-Route = Callable[[int, Sequence[Place]], str | None]
+Route = Callable[[int, Sequence[Candidate]], str | None]
 """Prompt tokens and the verifiers that are there; the id of one."""
 
 
@@ -109,8 +109,8 @@ class FleetSimulation:
         self._emitted_at_sample: dict[str, int] = {}
         self.verifiers = {f"v{i}": self._make_verifier(f"v{i}") for i in range(scenario.verifiers)}
         self.drafters = {f"d{i}": self._make_drafter(f"d{i}") for i in range(scenario.drafters)}
-        self._places = {name: Place(name) for name in self.verifiers}
-        self._open: list[Place] | None = None
+        self._places = {name: Candidate(name) for name in self.verifiers}
+        self._open: list[Candidate] | None = None
         """The places of those that live and serve."""
 
     def run(self) -> Outcome:

@@ -30,7 +30,7 @@ class _Request:
     drafters: set[str] = field(default_factory=set)
 
 
-class RequestTraces:
+class EngineSpans:
     """Follows the traced requests of one verifier."""
 
     def __init__(self, tracing: Tracing, verifier_id: str) -> None:

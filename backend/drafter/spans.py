@@ -23,7 +23,7 @@ class _Request:
     imagining_s: float = 0.0
 
 
-class DraftTraces:
+class DraftSpans:
     """Follows the traced requests of one drafter.  `now` is the service's clock."""
 
     def __init__(self, tracing: Tracing, drafter_id: str) -> None:
