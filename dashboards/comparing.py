@@ -1,4 +1,4 @@
-"""The same quantities from a Prometheus and from the records, over one period.  Reads files and asks; starts nothing.
+"""Compares quantities of a Prometheus with those of the records, over one period.  Reads files and asks; starts nothing.
 
 The period begins and ends where nothing runs, so that both see the same steps and requests.  Prometheus' side is made of
 differences of raw samples at its two ends: `increase` would extrapolate.  Both sides divide sums; where a figure is one of

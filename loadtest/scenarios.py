@@ -22,7 +22,7 @@ Stages = Callable[[int, float], list[Stage]]
 
 
 def constant(users: int, duration_s: float) -> list[Stage]:
-    """The same number of users throughout."""
+    """One number of users throughout."""
     return [Stage(duration_s, users)]
 
 

@@ -25,7 +25,7 @@ class VerifierLoad:
     plain_s: float | None = None
     """A step over the present requests without drafts."""
     drafted_s: float | None = None
-    """The same with as many draft tokens each as it has asked for of late."""
+    """A step over the present requests with as many draft tokens each as it has asked for of late."""
     length: float | None = None
     """Acceptance length with so many draft tokens."""
     overlap: float = 0.0

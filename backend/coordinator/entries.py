@@ -11,7 +11,7 @@ from backend.fleet import DrafterStats, Draining, Member, MemberState, MemberVie
 
 @dataclass
 class Counters:
-    """As `FleetSnapshot.counters`."""
+    """What the registry has counted; `FleetSnapshot.counters` says what each means."""
 
     registrations: int = 0
     restarts: int = 0

@@ -145,7 +145,7 @@ class GatewayPort:
         return taken
 
     def connections_refused(self) -> int:
-        """As `Router.connections_refused`."""
+        """How many were turned away for want of the fleet's keys."""
         return self._router.connections_refused()
 
     def expire(self, now: float) -> None:

@@ -59,7 +59,7 @@ class DrafterRef(msgspec.Struct, frozen=True):
     generation: int
     """The assignment's generation; grows with every change of this pair."""
     head: str = ""
-    """As in `Member`: the verifier applies the projection that belongs to it."""
+    """The directory of the head it was given while it ran (`Member.head`): the verifier applies that head's projection."""
 
 
 class Orders(msgspec.Struct, frozen=True):

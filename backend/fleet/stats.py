@@ -188,5 +188,5 @@ class DrafterStats(msgspec.Struct):
     ahead_dropped: int = 0
     """Items of `Next` given up because the request moved on or a newer one came."""
     connections_refused: int = 0
-    """As in `VerifierStats`."""
+    """To its tcp socket, for want of the fleet's keys."""
     verifiers: list[str] = msgspec.field(default_factory=list)

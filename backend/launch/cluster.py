@@ -60,7 +60,7 @@ class RayCluster:
 
     @classmethod
     def open(cls, address: str | None, namespace: str, env: Mapping[str, str], token: str | None = None) -> RayCluster:
-        """As `start`, without a block: call `close`.
+        """Joins or starts a cluster without a block: call `close`.
 
         `token` admits to a cluster that we started: it is required to start one, and to join one of ours.
         """

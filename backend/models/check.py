@@ -39,7 +39,7 @@ def check(head_dir: str, target_dir: str) -> list[str]:
 
 
 def find_misfits(head_dir: str, target_dir: str) -> Misfits:
-    """The same, told apart."""
+    """All misfits, errors and warnings apart."""
     found = Misfits()
     try:
         head = load_config(head_dir, target_dir)

@@ -107,7 +107,7 @@ class FcProjection:
     """Empty when the head's configuration names none: then the target's default."""
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> FcProjection:
-        """The same on another device, in another type."""
+        """A copy on another device, in another type."""
 
         def moved(tensor: Tensor) -> Tensor:
             return tensor.to(device=device, dtype=dtype)

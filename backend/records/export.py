@@ -109,7 +109,7 @@ def _sink(schema: pa.Schema, file: IO[bytes], kind: Format) -> _Sink:
 
 
 def write_file(tables: Iterator[pa.Table], path: Path, kind: Format) -> int:
-    """The same to a path, which appears when it is whole; no file where there are no rows."""
+    """Writes the tables to a path, which appears when it is whole; no file where there are no rows."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:

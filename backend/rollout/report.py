@@ -56,7 +56,7 @@ def round_report(finished: Round, about: dict[str, Any]) -> dict[str, Any]:
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """The same for people."""
+    """The report as a page for people."""
     kind = report["acceptance_is"]
     length = report[f"{kind}_acceptance_length"]
     straggler = report["straggler"]

@@ -41,7 +41,7 @@ class Lookup:
         return self.look_up(assumed, k)
 
     def look_up(self, assumed: list[int], k: int) -> list[int]:
-        """The same among the tokens that `index` has made findable so far."""
+        """At most `k` tokens, from what `index` has made findable so far."""
         ending = self.tokens[-self._sizes[-1] :] + assumed
         for size in reversed(self._sizes):
             follows = self._after.get(tuple(ending[-size:])) if len(ending) >= size else None

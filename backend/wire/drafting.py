@@ -160,7 +160,7 @@ class Outcome(msgspec.Struct, frozen=True, array_like=True):
     tokens: list[int]
     """The draft to use at `base_len + accepted + 1`."""
     signs: list[float] = []
-    """As in `Draft`."""
+    """Value and lead of each token (`Draft.signs`)."""
 
 
 class Block(msgspec.Struct, frozen=True):

@@ -48,7 +48,7 @@ class Options:
     requests: int
     """Requests of one measurement at least; never fewer than are in flight."""
     waves: int
-    """The same, times the requests in flight: at the end of a load there are ever fewer, which is another load."""
+    """Requests of one measurement, times those in flight: at the end of a load fewer are in flight, which is another load."""
     warm_ups: int
     """Loads of each kind before the first that is measured."""
     ramp: bool
