@@ -207,7 +207,7 @@ class Head:
         return attended[0] if len(attended) == 1 else torch.cat(attended)
 
     def _attend_padded(self, index: int, queries: Tensor, rows: Rows) -> Tensor:
-        """All sequences in one call, over gathered rows `[sequences, longest]`; `queries` `[sequences, kv_heads, group, dim]`."""
+        """All sequences in one call over gathered rows `[sequences, longest]`; queries: `[sequences, kv_heads, group, dim]`."""
         starts, lengths = torch.tensor([rows.starts, rows.lengths], device=self.device).unsqueeze(-1)
         longest = torch.arange(max(rows.lengths), device=self.device)
         visible = longest < lengths
