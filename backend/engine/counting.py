@@ -204,7 +204,6 @@ class CountingScheduler:
         else:
             stats.decode_steps += 1
             stats.decode_s += seconds
-            stats.decode_requests += self._requests_in_step
             self.counters.line.note(self._requests_in_step, seconds + self._waited_s, emitted)
 
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:

@@ -15,7 +15,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -78,22 +77,6 @@ class EngineLoop:
             links = self._drafters
             self._orders.put(lambda: links.set_drafters(refs))
             self._hub.wake()
-
-    def run_soon(self, function: Callable[[], object]) -> Future[None]:
-        """Has the engine thread run `function` between two steps (idle time of cause `swap`); the future has what it raises."""
-        future: Future[None] = Future()
-
-        def work() -> None:
-            try:
-                function()
-                future.set_result(None)
-            except Exception as error:
-                # The caller gets it; the engine goes on.
-                future.set_exception(error)
-
-        self._orders.put(work)
-        self._hub.wake()
-        return future
 
     # -- the engine thread ---------------------------------------------------------------------------------------------
 

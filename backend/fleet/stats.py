@@ -99,11 +99,9 @@ class VerifierStats(msgspec.Struct):
     verify_s: float = 0.0
     """Target forward and sampling, summed over steps."""
     decode_steps: int = 0
-    """Steps without prefill; the two below belong to them."""
+    """Steps without prefill; the one below belongs to them."""
     decode_s: float = 0.0
     """Whole steps, bookkeeping and sending included."""
-    decode_requests: int = 0
-    """Requests in them, summed over steps."""
     prefill_tokens: int = 0
     """Tokens computed beyond one per request and its drafts: prompts, and what moved requests bring along."""
     prefill_s: float = 0.0

@@ -84,10 +84,6 @@ class Questions:
         self._health[drafter_id] = DrafterHealth()
         self.pending = {r: p for r, p in self.pending.items() if p.drafter_id != drafter_id}
 
-    def knows(self, drafter_id: str) -> bool:
-        """Whether it is assigned."""
-        return drafter_id in self._health
-
     def asked(self, request_id: str, base_len: int, drafter_id: str, now: float) -> None:
         """A draft was asked for.  It is waited for unless the drafter is down; an answer closes the breaker."""
         health = self._health[drafter_id]
