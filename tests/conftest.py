@@ -15,6 +15,15 @@ hypothesis.settings.register_profile("search", deadline=None)
 hypothesis.settings.load_profile("outrider")
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """While tests are collected, the process that engines are forked from imports vLLM on the other core."""
+    options = item.config.option
+    if item.get_closest_marker("engine") and "not engine" not in options.markexpr and not options.collectonly:
+        from tests.support.processes import start_fork_server
+
+        start_fork_server()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def no_settings_from_outside() -> None:
     """`OUTRIDER_*` variables of the person who runs the tests must not change them."""

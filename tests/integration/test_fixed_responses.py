@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,8 @@ from vllm.sampling_params import SamplingParams
 
 from backend.engine.client import Answer
 from backend.fleet import VerifierStats
-from backend.wire.engine import FIXED_RESPONSE
-from tests.support.processes import Drafter, Verifier, demo_models
+from backend.verifier.client import Answer
+from tests.support.processes import Drafter, Verifier, demo_models, together
 from tests.support.scripted_drafter import ScriptedDrafter
 
 pytestmark = pytest.mark.engine
@@ -61,9 +61,8 @@ def start(directory: Path, mode: str) -> Verifier:
 
 @pytest.fixture(scope="module")
 def engines(directory: Path) -> Iterator[dict[str, Verifier]]:
-    """A verifier of each mode; two load at a time."""
-    with ThreadPoolExecutor(2) as pool:
-        started = dict(zip(ENGINES, pool.map(lambda mode: start(directory, mode), ENGINES), strict=True))
+    """A verifier of each mode."""
+    started = dict(zip(ENGINES, together(*(partial(start, directory, mode) for mode in ENGINES)), strict=True))
     yield started
     for verifier in started.values():
         verifier.close()

@@ -5,14 +5,14 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
+from collections.abc import Iterator
 
 import httpx
 import pytest
 
 from backend.fleet import Member
 from tests.support.fake_verifier import eventually
-from tests.support.processes import ENGINE_ENV, ROOT, Child, demo_models
+from tests.support.processes import ENGINE_ENV, ROOT, Verifier
 from tests.support.running_gateway import CHAT, COMPLETION, MODEL_DIR, running_gateway
 
 SCRIPT = """
@@ -20,6 +20,7 @@ from backend.config import Settings
 from gateway.directory import StaticDirectory
 from gateway.server import GatewayServer
 import sys
+from collections.abc import Iterator
 settings = Settings.model_validate({"gateway": {"port": 0}})
 GatewayServer(settings, StaticDirectory(), sys.argv[1], on_listening=lambda url: print("URL", url, flush=True)).run()
 print("CLEAN", flush=True)
@@ -49,15 +50,10 @@ def test_signals_end_a_process_cleanly(how):
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory):
-    folder: Path = tmp_path_factory.mktemp("engine")
-    settings = {"mode": "off", "verifier": {"max_model_len": 512}}
-    address = f"ipc://{folder}/verifier.sock"
-    paths = demo_models()
-    job = {"settings": settings, "address": address, "paths": {f: getattr(paths, f) for f in paths.__struct_fields__}}
-    child = Child("tests.support.run_verifier", job, folder)
-    yield Member("verifier-0", "verifier", "incarnation", child.address, "", "node", child.process.pid, "demo", "ready")
-    child.close()
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Member]:
+    verifier = Verifier(tmp_path_factory.mktemp("engine"), {"mode": "off", "verifier": {"max_model_len": 512}})
+    yield Member(verifier.name, "verifier", "incarnation", verifier.address, "", "node", verifier.pid, "demo", "ready")
+    verifier.close()
 
 
 @pytest.mark.engine

@@ -15,7 +15,7 @@ from vllm.sampling_params import SamplingParams
 
 from backend.fleet import VerifierStats
 from backend.records.recorder import REQUEST_ID_KEY
-from tests.support.processes import Verifier
+from tests.support.processes import Verifier, together
 from tests.support.scripted_drafter import ScriptedDrafter
 
 pytestmark = pytest.mark.engine
@@ -60,17 +60,25 @@ class Run:
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    run = Run(tmp_path_factory.mktemp("r"), "off")
-    try:
-        run.ask()
-    finally:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Run]]:
+    directory = tmp_path_factory.mktemp("r")
+    runs = together(lambda: Run(directory, "off"), lambda: Run(directory, "sync"))
+    yield runs
+    for run in runs:
         run.verifier.close()
+
+
+@pytest.fixture(scope="module")
+def plain(runs: list[Run]) -> Run:
+    """Its verifier has ended: files are whole then."""
+    run = runs[0]
+    run.ask()
+    run.verifier.close()
     return run
 
 
 @pytest.fixture(scope="module")
-def remote(plain: Run, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+def remote(runs: list[Run], plain: Run, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Drafts of four tokens of which the third is wrong; one request stops inside a draft."""
     directory = tmp_path_factory.mktemp("r")
     texts = [prompt + plain.answers[f"case-{i}"] for i, prompt in enumerate(PROMPTS)]
@@ -81,7 +89,7 @@ def remote(plain: Run, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run
         return [(token + (i == 2)) % 900 for i, token in enumerate(draft)]
 
     drafter = ScriptedDrafter(f"ipc://{directory}/d{os.urandom(3).hex()}.sock", oracle)
-    run = Run(directory, "sync")
+    run = runs[1]
     try:
         run.verifier.set_drafters(drafter.ref)
         run.verifier.client.run_until(lambda: bool(drafter._listeners))

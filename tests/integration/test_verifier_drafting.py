@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
-from tests.support.processes import Verifier
+from tests.support.processes import Verifier, together
 from tests.support.scripted_drafter import ScriptedDrafter
 
 pytestmark = pytest.mark.engine
@@ -26,14 +26,8 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def plain(directory: Path) -> Iterator[Verifier]:
-    verifier = Verifier(directory, {"mode": "off"})
-    yield verifier
-    verifier.close()
-
-
-@pytest.fixture(scope="module")
-def remote(directory: Path) -> Iterator[Verifier]:
+def pair(directory: Path) -> Iterator[list[Verifier]]:
+    """An engine that decodes plainly, and one that is drafted for."""
     settings = {
         "mode": "sync",
         "num_speculative_tokens": K,
@@ -43,9 +37,20 @@ def remote(directory: Path) -> Iterator[Verifier]:
             "engine_args": {"scheduling_policy": "priority", "max_num_batched_tokens": 64},
         },
     }
-    verifier = Verifier(directory, settings)
-    yield verifier
-    verifier.close()
+    pair = together(lambda: Verifier(directory, {"mode": "off"}), lambda: Verifier(directory, settings))
+    yield pair
+    for verifier in pair:
+        verifier.close()
+
+
+@pytest.fixture(scope="module")
+def plain(pair: list[Verifier]) -> Verifier:
+    return pair[0]
+
+
+@pytest.fixture(scope="module")
+def remote(pair: list[Verifier]) -> Verifier:
+    return pair[1]
 
 
 @pytest.fixture(scope="module")

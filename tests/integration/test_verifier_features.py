@@ -11,7 +11,7 @@ from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 
 from tests.support.lora import write_adapter
-from tests.support.processes import Drafter, Verifier
+from tests.support.processes import Drafter, Verifier, generate_on, together
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
@@ -40,8 +40,10 @@ def pair(directory: Path) -> Iterator[tuple[Verifier, Verifier]]:
         "draft_deadline_ms": 2000,
         "engine_args": engine_args,
     }
-    plain = Verifier(directory, {"mode": "off", "verifier": verifier})
-    remote = Verifier(directory, {"mode": "sync", "verifier": verifier})
+    plain, remote = together(
+        lambda: Verifier(directory, {"mode": "off", "verifier": verifier}),
+        lambda: Verifier(directory, {"mode": "sync", "verifier": verifier}),
+    )
     drafter = Drafter(directory)
     remote.set_drafters(drafter.ref)
     yield plain, remote
@@ -52,12 +54,10 @@ def pair(directory: Path) -> Iterator[tuple[Verifier, Verifier]]:
 
 def compare(pair: tuple[Verifier, Verifier], prompts: list[list[int]], params: SamplingParams, **fields: Any) -> None:
     """Tokens are the same with and without drafts, and drafts were used."""
-    plain, remote = pair
-    wanted = plain.client.generate(prompts, params, **fields)
-    before = accepted(remote)
-    got = remote.client.generate(prompts, params, **fields)
+    before = accepted(pair[1])
+    wanted, got = generate_on(pair, prompts, params, **fields)
     assert [g.tokens for g in got] == [w.tokens for w in wanted]
-    assert accepted(remote) > before
+    assert accepted(pair[1]) > before
 
 
 def accepted(verifier: Verifier) -> int:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
-from backend.models.demo import TARGET_DIR
-from backend.wire.engine import ADD, Addition
-from tests.support.processes import Drafter, Verifier
+from backend.demo import TARGET_DIR
+from backend.engine_wire import ADD, Addition
+from tests.support.processes import Drafter, Verifier, together
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
@@ -42,26 +43,32 @@ def params(**fields: Any) -> SamplingParams:
     return SamplingParams(**({"temperature": 0, "max_tokens": 36, "ignore_eos": True} | fields))
 
 
-@pytest.fixture(scope="module", params=["off", "auto"])
-def verifier(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Verifier]:
-    directory = tmp_path_factory.mktemp("r")
-    mode = request.param
+def start(directory: Path, mode: str) -> Verifier:
     # Prompt and emitted tokens take several prefill chunks.
-    section = {"max_num_seqs": 16, "draft_deadline_ms": 2000}
+    section: dict[str, Any] = {"max_num_seqs": 16, "draft_deadline_ms": 2000}
     # Without this the model may well emit white space for ever.
     section["engine_args"] = {
         "max_num_batched_tokens": 64,
         "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
     }
-    settings = {"mode": mode, "verifier": section}
-    verifier = Verifier(directory, settings)
-    drafter = Drafter(directory) if mode not in ("off", "native") else None
-    if drafter is not None:
-        verifier.set_drafters(drafter.ref)
-    yield verifier
-    verifier.close()
-    if drafter is not None:
-        drafter.close()
+    return Verifier(directory, {"mode": mode, "verifier": section})
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Verifier]]:
+    """One that decodes plainly, and one with a drafter."""
+    directory = tmp_path_factory.mktemp("r")
+    off, auto = together(lambda: start(directory, "off"), lambda: start(directory, "auto"))
+    drafter = Drafter(directory)
+    auto.set_drafters(drafter.ref)
+    yield {"off": off, "auto": auto}
+    for child in (off, auto, drafter):
+        child.close()
+
+
+@pytest.fixture(params=["off", "auto"])
+def verifier(request: pytest.FixtureRequest, engines: dict[str, Verifier]) -> Verifier:
+    return engines[request.param]
 
 
 KINDS = {

@@ -6,6 +6,9 @@ import json
 import math
 import sysconfig
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +17,11 @@ import torch
 from transformers import AutoTokenizer
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
-from backend.models.demo import TARGET_DIR
+from backend.config import REMOTE_MODES
+from backend.demo import TARGET_DIR
 from backend.noise import gumbel
-from tests.support.processes import Drafter, Verifier
+from backend.verifier.client import Answer
+from tests.support.processes import Drafter, Verifier, together
 from tests.support.statistics import chi_square, chi_square_tail
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
@@ -25,7 +30,7 @@ K = 4
 PROMPTS, TOKENS = 64, 128
 FEW_PROMPTS, FEW_TOKENS = 8, 48
 TEMPERATURES = (0.0, 0.7, 1.0)
-SAMPLES, FEWER_SAMPLES, BATCH = 20_000, 5_000, 500
+SAMPLES, FEWER_SAMPLES, MANY_SAMPLES, BATCH = 10_000, 2_500, 60_000, 500
 TIE_NATS = 1e-3
 SIGNIFICANT = 0.01
 """The draws are fixed by the requests' seeds: the outcome is the same every time."""
@@ -41,41 +46,67 @@ SCHEMA = {
 }
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("l")
+BIASED = "biased"
+MODES = ("off", BIASED, "sync", "ahead", "auto", "native")
 
 
-@pytest.fixture(scope="module")
-def drafter(directory: Path) -> Iterator[Drafter]:
-    drafter = Drafter(directory)
-    yield drafter
-    drafter.close()
-
-
-def run(directory: Path, mode: str, drafter: Drafter | None = None, worker: str | None = None) -> Verifier:
-    """A verifier in `mode`, its drafter (if any) answering."""
+def start(directory: Path, mode: str) -> Verifier:
+    """A verifier in `mode`; a biased one decodes plainly with too little noise."""
     engine_args: dict[str, Any] = {
         "max_logprobs": -1,
         "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
         "logits_processors": ["tests.support.biased:NoRepeat"] if mode != "native" else [],
     }
-    if worker:
-        engine_args["worker_cls"] = worker
-    verifier = Verifier(
+    if mode == BIASED:
+        mode, engine_args["worker_cls"] = "off", "tests.support.biased.BiasedWorker"
+    return Verifier(
         directory,
         {"mode": mode, "num_speculative_tokens": K, "verifier": {"draft_deadline_ms": 2000, "engine_args": engine_args}},
     )
-    if drafter is not None:
-        verifier.set_drafters(drafter.ref)
-    return verifier
 
 
 @pytest.fixture(scope="module")
-def plain(directory: Path) -> Iterator[Verifier]:
-    verifier = run(directory, "off")
-    yield verifier
-    verifier.close()
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Verifier]]:
+    """A verifier of each mode, two loading at a time; one drafter answers those that draft remotely."""
+    directory = tmp_path_factory.mktemp("l")
+    drafter = Drafter(directory)
+    started = dict(zip(MODES, together(*(partial(start, directory, mode) for mode in MODES)), strict=True))
+    for mode in REMOTE_MODES:
+        started[mode].set_drafters(drafter.ref)
+    yield started
+    for child in (*started.values(), drafter):
+        child.close()
+
+
+@dataclass
+class Said:
+    """What one engine answered."""
+
+    texts: dict[str, list[Answer]] = field(default_factory=dict)
+    draws: list[tuple[int, int]] = field(default_factory=list)
+
+
+def ask(verifier: Verifier, mode: str) -> Said:
+    """Everything a mode is asked: texts, and draws from where noise is to be judged."""
+    if mode == BIASED:
+        return Said(draws=samples(verifier, FEWER_SAMPLES))
+    if mode == "native":
+        return Said({"T = 0.0": texts(verifier, python_prompts(), temperature=0.0)})
+    return Said(all_texts(verifier), samples(verifier, SAMPLES) if mode == "off" else [])
+
+
+@pytest.fixture(scope="module")
+def said(engines: dict[str, Verifier]) -> Iterator[dict[str, Future[Said]]]:
+    """What each mode says; two engines work at a time."""
+    with ThreadPoolExecutor(2) as pool:
+        yield {mode: pool.submit(ask, verifier, mode) for mode, verifier in engines.items()}
+
+
+@pytest.fixture(scope="module")
+def plain(engines: dict[str, Verifier], said: dict[str, Future[Said]]) -> Verifier:
+    """Plain decoding, when it has answered: one thread at a time talks to an engine."""
+    said["off"].result()
+    return engines["off"]
 
 
 def python_prompts(count: int = PROMPTS) -> list[list[int]]:
@@ -99,6 +130,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "min_tokens, bad words": {"min_tokens": 20, "ignore_eos": False, "stop_token_ids": [5, 6, 200], "_bad_words": True},
     "schema": {"ignore_eos": False, "max_tokens": 60, "_schema": True},
     "custom processor": {"extra_args": {"no_repeat": 1}},
+    "logprobs": {"logprobs": 3},
 }
 """What `vLLM` applies to the logits, at temperature 1."""
 
@@ -114,12 +146,12 @@ def request(seed: int, **fields: Any) -> SamplingParams:
     return params
 
 
-def texts(verifier: Verifier, prompts: list[list[int]], **fields: Any) -> list[list[int]]:
+def texts(verifier: Verifier, prompts: list[list[int]], **fields: Any) -> list[Answer]:
     params = [request(1000 + i, **fields) for i in range(len(prompts))]
-    return [answer.tokens for answer in verifier.client.generate(prompts, params)]
+    return verifier.client.generate(prompts, params)
 
 
-def all_texts(verifier: Verifier) -> dict[str, list[list[int]]]:
+def all_texts(verifier: Verifier) -> dict[str, list[Answer]]:
     found = {f"T = {t}": texts(verifier, python_prompts(), temperature=t) for t in TEMPERATURES}
     for name, fields in VARIANTS.items():
         few = {"temperature": 1.0, "max_tokens": FEW_TOKENS} | fields
@@ -128,11 +160,12 @@ def all_texts(verifier: Verifier) -> dict[str, list[list[int]]]:
 
 
 @pytest.fixture(scope="module")
-def expected(plain: Verifier) -> dict[str, list[list[int]]]:
+def expected(said: dict[str, Future[Said]]) -> dict[str, list[Answer]]:
     """What plain decoding says."""
-    found = all_texts(plain)
-    assert {len(text) for t in TEMPERATURES for text in found[f"T = {t}"]} == {TOKENS}
-    assert found["T = 1.0"] != found["T = 0.7"] != found["T = 0.0"]
+    found = said["off"].result().texts
+    tokens = {name: [answer.tokens for answer in answers] for name, answers in found.items()}
+    assert {len(text) for t in TEMPERATURES for text in tokens[f"T = {t}"]} == {TOKENS}
+    assert tokens["T = 1.0"] != tokens["T = 0.7"] != tokens["T = 0.0"]
     return found
 
 
@@ -148,10 +181,11 @@ def lead(plain: Verifier, prompt: list[int], seed: int, temperature: float, pair
     return float((scores[0] - scores[1]).abs())
 
 
-def assert_same(plain: Verifier, name: str, expected: list[list[int]], found: list[list[int]]) -> None:
+def assert_same(plain: Verifier, name: str, expected: list[Answer], found: list[Answer]) -> None:
     """Equal, but for tokens whose scores float arithmetic cannot tell apart; those are printed."""
     prompts = python_prompts(len(expected))
-    for i, (prompt, mine, theirs) in enumerate(zip(prompts, expected, found, strict=True)):
+    for i, (prompt, plainly, otherwise) in enumerate(zip(prompts, expected, found, strict=True)):
+        mine, theirs = plainly.tokens, otherwise.tokens
         if mine == theirs:
             continue
         at = next(i for i, (x, y) in enumerate(zip(mine, theirs, strict=False)) if x != y)
@@ -165,43 +199,35 @@ def accepted(verifier: Verifier) -> int:
     return sum(drafter.accepted_tokens for drafter in verifier.client.fresh_stats().drafters.values())
 
 
-@pytest.mark.parametrize("mode", ["sync", "ahead", "auto"])
+@pytest.mark.parametrize("mode", sorted(REMOTE_MODES))
 def test_every_mode_says_what_plain_decoding_says(
-    directory: Path, drafter: Drafter, plain: Verifier, expected: dict[str, list[list[int]]], mode: str
+    engines: dict[str, Verifier], plain: Verifier, said: dict[str, Future[Said]], expected: dict[str, list[Answer]], mode: str
 ) -> None:
-    verifier = run(directory, mode, drafter)
-    try:
-        for name, found in all_texts(verifier).items():
-            assert_same(plain, name, expected[name], found)
-        assert accepted(verifier) > PROMPTS * TOKENS / 4, "it really speculated"
-    finally:
-        verifier.close()
+    for name, found in said[mode].result().texts.items():
+        assert_same(plain, name, expected[name], found)
+    assert accepted(engines[mode]) > PROMPTS * TOKENS / 4, "it really speculated"
 
 
-def test_native_greedy_text_is_the_same(directory: Path, plain: Verifier, expected: dict[str, list[list[int]]]) -> None:
-    verifier = run(directory, "native")
-    try:
-        assert_same(plain, "T = 0.0", expected["T = 0.0"], texts(verifier, python_prompts(), temperature=0.0))
-        assert accepted(verifier) > PROMPTS
-    finally:
-        verifier.close()
+def test_native_greedy_text_is_the_same(
+    engines: dict[str, Verifier], plain: Verifier, said: dict[str, Future[Said]], expected: dict[str, list[Answer]]
+) -> None:
+    assert_same(plain, "T = 0.0", expected["T = 0.0"], said["native"].result().texts["T = 0.0"])
+    assert accepted(engines["native"]) > PROMPTS
 
 
-def test_logprobs_are_the_same_with_and_without_speculation(directory: Path, drafter: Drafter, plain: Verifier) -> None:
-    verifier = run(directory, "sync", drafter)
-    params = [request(1000 + i, temperature=1.0, logprobs=3, max_tokens=FEW_TOKENS) for i in range(FEW_PROMPTS)]
-    try:
-        one, other = (each.client.generate(python_prompts(FEW_PROMPTS), params) for each in (plain, verifier))
-        for mine, theirs in zip(one, other, strict=True):
-            assert mine.tokens == theirs.tokens
-            pairs = zip(_logprobs(mine), _logprobs(theirs), strict=True)
-            assert max(abs(a - b) for pair in pairs for a, b in zip(*pair, strict=True)) < 1e-4
-    finally:
-        verifier.close()
+@pytest.mark.parametrize("mode", sorted(REMOTE_MODES))
+def test_logprobs_are_the_same_with_and_without_speculation(
+    said: dict[str, Future[Said]], expected: dict[str, list[Answer]], mode: str
+) -> None:
+    for mine, theirs in zip(expected["logprobs"], said[mode].result().texts["logprobs"], strict=True):
+        assert mine.tokens == theirs.tokens
+        pairs = list(zip(_logprobs(mine), _logprobs(theirs), strict=True))
+        assert len(pairs) == FEW_TOKENS
+        assert max(abs(a - b) for pair in pairs for a, b in zip(*pair, strict=True)) < 1e-4
 
 
-def _logprobs(answer: Any) -> list[list[float]]:
-    return [row.tolist() for output in answer.outputs for row in output.new_logprobs.logprobs]
+def _logprobs(answer: Answer) -> list[list[float]]:
+    return [row.tolist() for output in answer.outputs if output.new_logprobs for row in output.new_logprobs.logprobs]
 
 
 # -- plain decoding draws from p ---------------------------------------------------------------------------------------
@@ -239,18 +265,21 @@ def p_values(plain: Verifier, drawn: list[tuple[int, int]]) -> dict[str, float]:
     }
 
 
-def test_plain_decoding_draws_from_the_targets_distribution(plain: Verifier) -> None:
-    found = p_values(plain, samples(plain, SAMPLES))
+def test_plain_decoding_draws_from_the_targets_distribution(plain: Verifier, said: dict[str, Future[Said]]) -> None:
+    found = p_values(plain, said["off"].result().draws)
     print(found)
     assert min(found.values()) * len(found) > SIGNIFICANT, found
 
 
-def test_the_same_test_finds_a_biased_noise(directory: Path, plain: Verifier) -> None:
-    biased = run(directory, "off", worker="tests.support.biased.BiasedWorker")
-    try:
-        found = p_values(plain, samples(biased, FEWER_SAMPLES))
-    finally:
-        biased.close()
+@pytest.mark.campaign
+def test_many_more_draws_are_from_the_targets_distribution(plain: Verifier) -> None:
+    found = p_values(plain, samples(plain, MANY_SAMPLES))
+    print(found)
+    assert min(found.values()) * len(found) > SIGNIFICANT, found
+
+
+def test_the_same_test_finds_a_biased_noise(plain: Verifier, said: dict[str, Future[Said]]) -> None:
+    found = p_values(plain, said[BIASED].result().draws)
     print(found)
     assert min(found.values()) < SIGNIFICANT / 1000, found
 

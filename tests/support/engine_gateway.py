@@ -79,7 +79,7 @@ async def engine_fleet(
             if helpers:
                 one.set_drafters(msgspec.structs.replace(helpers[i % len(helpers)].ref, id=f"drafter-{i % len(helpers)}"))
         members = {
-            each.name: Member(each.name, "verifier", "incarnation", each.address, "", "n", each.process.pid, "demo", "ready")
+            each.name: Member(each.name, "verifier", "incarnation", each.address, "", "n", each.pid, "demo", "ready")
             for each in real
         }
         directory = StaticDirectory(list(members.values()))

@@ -1,21 +1,27 @@
-"""Verifiers in processes of their own, as fixtures use them.  Tests only."""
+"""Verifiers and drafters in processes of their own, as fixtures use them.  Tests only.
+
+They are forked from one process that has imported what they need: an engine is up in a few seconds.
+"""
 
 from __future__ import annotations
 
-import json
+import atexit
+import multiprocessing
 import os
 import signal
-import subprocess
-import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
-
-import msgspec
+from unittest import mock
 
 from backend.engine.client import EngineClient
 from backend.fleet import DrafterRef
-from backend.models.demo import DRAFTER_DIR, TARGET_DIR
-from backend.models.resolve import ResolvedModels
+from backend.models import ResolvedModels
+from backend.verifier.client import Answer, EngineClient
+from tests.support import run_drafter, run_verifier
 
 ROOT = Path(__file__).resolve().parents[2]
 ENGINE_ENV = {
@@ -34,47 +40,65 @@ def demo_models(kind: str = "eagle") -> ResolvedModels:
     return ResolvedModels(str(TARGET_DIR), str(DRAFTER_DIR) if kind == "eagle" else None, kind, "demo")  # type: ignore[arg-type]
 
 
-class Child:
-    """A helper module running in a process of its own; the first JSON line it prints says that it is ready."""
+Main = Callable[[dict[str, Any], Connection], None]
+"""What a child does with its job: it sends its address when it is ready, takes messages, and ends when there are no more."""
 
-    def __init__(self, module: str, job: dict[str, Any], directory: Path) -> None:
-        self._log = open(directory / f"{module.rpartition('.')[2]}-{os.urandom(3).hex()}.log", "w+")  # noqa: SIM115
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", module, json.dumps(job)],
-            cwd=ROOT,
-            env=os.environ | ENGINE_ENV,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-        )
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if line.startswith("{"):
-                self.address: str = json.loads(line)["address"]
-                return
-        self._log.seek(0)
-        raise RuntimeError(f"{module} did not start:\n{self._log.read()[-3000:]}")
+_forks = multiprocessing.get_context("forkserver")
+_forks.set_forkserver_preload(["tests.support.preload"])
+
+
+def start_fork_server() -> None:
+    """Starts the process that all children are forked from, unless it runs; it begins to import what engines import."""
+    with mock.patch.dict(os.environ, ENGINE_ENV):
+        forkserver.ensure_running()
+
+
+class Child:
+    """A function of a helper module in a process of its own, which says when it is ready."""
+
+    def __init__(self, main: Main, job: dict[str, Any], directory: Path) -> None:
+        name = main.__module__.rpartition(".")[2]
+        self._log = directory / f"{name}-{os.urandom(3).hex()}.log"
+        self._pipe, theirs = _forks.Pipe()
+        # At the end of the tests `multiprocessing` waits for children that a fixture forgot.
+        atexit.register(self._pipe.close)
+        start_fork_server()
+        self.process = _forks.Process(target=_run, args=(main, job, theirs, self._log), name=name)
+        self.process.start()
+        theirs.close()
+        try:
+            self.address: str = self._pipe.recv()
+        except EOFError:
+            self.process.join()
+            raise RuntimeError(f"{name} did not start:\n{self._log.read_text()[-3000:]}") from None
+
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None
+        return self.process.pid
 
     def tell(self, message: Any) -> None:
-        """One JSON line on its stdin."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(msgspec.to_builtins(message)) + "\n")
-        self.process.stdin.flush()
+        """One message to the child."""
+        self._pipe.send(message)
 
     def close(self) -> None:
         """Ends its input and waits for it to stop."""
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        try:
-            self.process.wait(30)
-        finally:
+        self._pipe.close()
+        self.process.join(30)
+        if self.process.exitcode is None:
             self.process.kill()
-            if self.process.returncode not in (0, -signal.SIGKILL):
-                # Shown with the test that fails for it.
-                self._log.seek(0)
-                print(f"{self.process.args[2]} ended with {self.process.returncode}:\n{self._log.read()[-6000:]}")
-            self._log.close()
+            self.process.join()
+        if self.process.exitcode not in (0, -signal.SIGKILL):
+            # Shown with the test that fails for it.
+            print(f"{self.process.name} ended with {self.process.exitcode}:\n{self._log.read_text()[-6000:]}")
+
+
+def _run(main: Main, job: dict[str, Any], pipe: Connection, log: Path) -> None:
+    """In the child: what it prints goes to its log."""
+    with log.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    main(job, pipe)
 
 
 class Verifier(Child):
@@ -86,21 +110,31 @@ class Verifier(Child):
         address = f"ipc://{directory}/v{os.urandom(3).hex()}.sock"
         # Drafters know a verifier by its name: two of one name would take each other's place.
         self.name = f"verifier-{os.urandom(3).hex()}"
-        job = {
-            "verifier_id": self.name,
-            "settings": settings,
-            "paths": msgspec.to_builtins(paths or demo_models()),
-            "address": address,
-        }
-        super().__init__("tests.support.run_verifier", job, directory)
+        job = {"verifier_id": self.name, "settings": settings, "paths": paths or demo_models(), "address": address}
+        super().__init__(run_verifier.main, job, directory)
         self.client = EngineClient(self.address)
 
     def set_drafters(self, *refs: DrafterRef) -> None:
         self.tell(list(refs))
 
     def close(self) -> None:
-        self.client.close()
-        super().close()
+        if not self._pipe.closed:
+            self.client.close()
+            super().close()
+
+
+def together(*starts: Callable[[], Any]) -> list[Any]:
+    """What the given functions return; two of them, as there are cores, start something at a time."""
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(lambda start: start(), starts))
+
+
+def generate_on(verifiers: Sequence[Verifier], prompts: Sequence[list[int]], params: Any, **fields: Any) -> list[list[Answer]]:
+    """The prompts' answers by each of the verifiers, which work at the same time; `params` are `SamplingParams`."""
+    asked = [[verifier.client.add(prompt, params, **fields) for prompt in prompts] for verifier in verifiers]
+    for verifier in verifiers:
+        verifier.client.finish_all()
+    return [[verifier.client.answers.pop(i) for i in ids] for verifier, ids in zip(verifiers, asked, strict=True)]
 
 
 class Drafter(Child):
@@ -108,6 +142,6 @@ class Drafter(Child):
 
     def __init__(self, directory: Path, paths: ResolvedModels | None = None, **settings: Any) -> None:
         address = f"ipc://{directory}/d{os.urandom(3).hex()}.sock"
-        job = {"paths": msgspec.to_builtins(paths or demo_models()), "address": address, "settings": settings}
-        super().__init__("tests.support.run_drafter", job, directory)
+        job = {"paths": paths or demo_models(), "address": address, "settings": settings}
+        super().__init__(run_drafter.main, job, directory)
         self.ref = DrafterRef("drafter-0", os.urandom(4).hex(), self.address, "", 1)

@@ -1,42 +1,27 @@
-"""Runs one `VerifierProcess` in a process of its own, told what to do over stdin.  Tests only.
-
-    python -m tests.support.run_verifier '{"settings": {...}, "paths": {...}, "address": "ipc://..."}'
-
-Prints one JSON line when ready.  Then each stdin line is a JSON list of `DrafterRef`s to assign; end of input stops it.
-"""
+"""What a test's verifier does, in a process of its own.  Tests only."""
 
 from __future__ import annotations
 
-import json
 import logging
-import sys
+from multiprocessing.connection import Connection
+from typing import Any
 
-import msgspec
 
-
-def main() -> None:
+def main(job: dict[str, Any], pipe: Connection) -> None:
+    """Runs one `VerifierProcess`; each message is a list of `DrafterRef`s to assign."""
     import vllm  # noqa: F401  (must be the first of vLLM's modules)
 
     from backend.config import Settings
-    from backend.fleet import DrafterRef
-    from backend.models.resolve import ResolvedModels
     from backend.verifier.process import VerifierProcess
 
     logging.basicConfig(level="INFO")
-    job = json.loads(sys.argv[1])
-    process = VerifierProcess(
-        job.get("verifier_id", "verifier-0"),
-        "incarnation",
-        Settings.model_validate(job["settings"]),
-        msgspec.convert(job["paths"], ResolvedModels),
-        job["address"],
-    )
+    settings = Settings.model_validate(job["settings"])
+    process = VerifierProcess(job["verifier_id"], "incarnation", settings, job["paths"], job["address"])
     process.start()
-    print(json.dumps({"address": process.address}), flush=True)
-    for line in sys.stdin:
-        process.set_drafters(msgspec.convert(json.loads(line), list[DrafterRef]))
+    pipe.send(process.address)
+    while True:
+        try:
+            process.set_drafters(pipe.recv())
+        except EOFError:
+            break
     process.stop()
-
-
-if __name__ == "__main__":
-    main()
