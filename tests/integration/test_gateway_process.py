@@ -3,50 +3,31 @@
 import asyncio
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
 
 from backend.fleet import Member
+from tests.support import run_gateway
 from tests.support.fake_verifier import eventually
-from tests.support.processes import ENGINE_ENV, ROOT, Verifier
+from tests.support.processes import Child, Verifier
 from tests.support.running_gateway import CHAT, COMPLETION, MODEL_DIR, running_gateway
 
-SCRIPT = """
-from backend.config import Settings
-from gateway.directory import StaticDirectory
-from gateway.server import GatewayServer
-import sys
-from collections.abc import Iterator
-settings = Settings.model_validate({"gateway": {"port": 0}})
-GatewayServer(settings, StaticDirectory(), sys.argv[1], on_listening=lambda url: print("URL", url, flush=True)).run()
-print("CLEAN", flush=True)
-"""
+pytestmark = pytest.mark.engine
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
-def test_signals_end_a_process_cleanly(how):
-    process = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, MODEL_DIR],
-        cwd=ROOT,
-        env=os.environ | ENGINE_ENV | {"PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
+def test_signals_end_a_process_cleanly(how: signal.Signals, tmp_path: Path) -> None:
+    gateway = Child(run_gateway.main, {"model": MODEL_DIR}, tmp_path)
     try:
-        assert process.stdout is not None
-        url = next(line for line in process.stdout if line.startswith("URL")).split()[1]
-        assert httpx.get(f"{url}/livez").status_code == 200
-        process.send_signal(how)
-        assert "CLEAN" in process.stdout.read()
-        assert process.wait(10) == 0
+        assert httpx.get(f"{gateway.address}/livez").status_code == 200
+        os.kill(gateway.pid, how)
+        gateway.process.join(10)
+        assert gateway.process.exitcode == 0
     finally:
-        process.kill()
-        process.wait()
+        gateway.close()
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +37,6 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Member]:
     verifier.close()
 
 
-@pytest.mark.engine
 async def test_a_real_engine_behind_the_gateway(engine):
     async with running_gateway(verifiers=0, mode="off") as running:
         running.directory.set_members([engine])

@@ -1,9 +1,10 @@
+# ruff: noqa: F401, I001
 """What an engine imports, loaded once in the process that all test engines are forked from.  Tests only.
 
 A module of vLLM's that is gone under another version is loaded when it is needed, as if it did not stand here.
 """
 
-import vllm  # noqa: I001  (must be the first of vLLM's modules)
+import vllm  # must be the first of vLLM's modules
 
 import backend.drafter.process
 import backend.verifier.process

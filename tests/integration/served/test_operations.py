@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +20,6 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 MODELS = Path(backend.models.demo.__file__).parent
 PROMPT = "def read_lines(path, encoding):\n    with open(path) as file:\n        "
 TOKENS = 150
-
-
-@pytest.fixture(scope="module")
-def fleet() -> Iterator[ServedFleet]:
-    fleet = ServedFleet("--mode", "sync", "--ray-namespace", f"admin-{os.getpid()}")
-    yield fleet
-    fleet.stop()
 
 
 @pytest.fixture(scope="module")

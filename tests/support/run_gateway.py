@@ -1,0 +1,16 @@
+"""What a test's gateway does, in a process of its own.  Tests only."""
+
+from __future__ import annotations
+
+from multiprocessing.connection import Connection
+from typing import Any
+
+from backend.config import Settings
+from gateway.directory import StaticDirectory
+from gateway.server import GatewayServer
+
+
+def main(job: dict[str, Any], pipe: Connection) -> None:
+    """Serves no verifier until a signal comes."""
+    settings = Settings.model_validate({"gateway": {"port": 0}})
+    GatewayServer(settings, StaticDirectory(), job["model"], on_listening=pipe.send).run()
