@@ -7,7 +7,7 @@ ARGS ?=
 MAKEFLAGS += --no-print-directory
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev setup-load serve status test campaign lint bench bench-fleet load chaos dashboards dashboards-check
+.PHONY: help setup setup-dev setup-load serve status test test-fast campaign lint bench bench-fleet load chaos dashboards dashboards-check
 .PHONY: monitoring-check records-cost rollout-demo format clean
 
 help: ## list these tasks
@@ -29,11 +29,14 @@ serve: setup ## start a fleet with the built-in demo model and its gateway
 status: setup ## show the running fleet
 	@exec $(BIN)/outrider status $(ARGS)
 
-test: setup-dev ## run all tests
+test: setup-dev ## run all tests (under eight minutes on two cores)
 	@$(BIN)/python -m pytest $(ARGS)
 
-campaign: setup-dev ## run the long campaigns that `make test` leaves out
-	@$(BIN)/python -m pytest -m campaign tests/campaign $(ARGS)
+test-fast: setup-dev ## run the tests that start no engine, no Ray and no fleet (under two minutes)
+	@$(BIN)/python -m pytest -m "not engine and not campaign" $(ARGS)
+
+campaign: setup-dev ## run what `make test` leaves out, and property tests on new and ten times as many examples
+	@$(BIN)/python -m pytest -m "campaign or hypothesis" --hypothesis-profile campaign --timeout 1800 $(ARGS)
 
 lint: setup-dev ## ruff, mypy and the import contracts
 	@$(BIN)/ruff check .

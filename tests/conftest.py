@@ -9,9 +9,9 @@ import pytest
 
 # Tensors of tests are tiny: more threads only wait for each other, and for a core where others work, too.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# The same examples everywhere: a change is judged by what it did.  `--hypothesis-profile search` looks for new ones.
+# The same examples everywhere: a change is judged by what it did.  The campaign looks for new ones, and for ten times as many.
 hypothesis.settings.register_profile("outrider", deadline=None, derandomize=True)
-hypothesis.settings.register_profile("search", deadline=None)
+hypothesis.settings.register_profile("campaign", deadline=None, derandomize=False, max_examples=1000, print_blob=True)
 hypothesis.settings.load_profile("outrider")
 
 

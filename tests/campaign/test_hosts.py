@@ -161,7 +161,7 @@ def test_wrong_keys_get_nothing_and_change_nothing(hosts: Hosts, expected: dict[
         ]
         for keys, server_key in strangers:
             before = refused()
-            assert knock(member.address, hello, keys, server_key, lambda before=before: refused() > before) is None  # type: ignore[misc]
+            assert knock(member.address, hello, keys, server_key, lambda before=before: refused() > before) is None
     assert {prompt: completed(hosts.fleet, prompt) for prompt in PROMPTS} == expected
     shown = hosts.fleet.fleet()
     assert [each["verifiers"] for each in shown["drafters"]] == [["verifier-0"]]

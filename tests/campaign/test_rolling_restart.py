@@ -61,7 +61,7 @@ def test_restarts_cost_no_request_and_no_token() -> None:
 
         def client(number: int) -> list[str]:
             """Prompts that were answered otherwise than undisturbed, and "" for each that was answered right."""
-            wrong = []
+            wrong: list[str] = []
             while not over.is_set():
                 prompt = PROMPTS[(number + len(wrong)) % len(PROMPTS)]
                 wrong.append("" if stream(fleet, prompt) == expected[prompt] else prompt)

@@ -12,7 +12,7 @@ import ray
 
 from backend.coordinator import CoordinatorUnavailable, FleetInfo
 from backend.coordinator.actor import NAME, CoordinatorHandle
-from backend.fleet import DrafterStats, Member, VerifierStats
+from backend.fleet import DrafterStats, Member, MemberKind, VerifierStats
 from backend.launch.cluster import RayCluster
 from backend.launch.fleet import member_environment
 from backend.launch.placement import Group, arrange
@@ -48,7 +48,7 @@ def coordinator(cluster: RayCluster) -> Iterator[CoordinatorHandle]:
         time.sleep(0.05)
 
 
-def member(member_id: str, kind: str, incarnation: str = "i0") -> Member:
+def member(member_id: str, kind: MemberKind, incarnation: str = "i0") -> Member:
     return Member(member_id, kind, incarnation, "ipc:///x", "", "node", 1, "demo", "ready")
 
 
@@ -117,7 +117,6 @@ def _answers(handle: CoordinatorHandle) -> bool:
     return True
 
 
-@ray.remote
 class Lodger:
     """A member that says in which group it is."""
 
@@ -127,19 +126,21 @@ class Lodger:
 
 def test_rooms_are_rays_placement_groups(cluster: RayCluster) -> None:
     half = cluster.cpus / 2
-    members = [MemberPlan(f"{kind}-0", kind, [], half, 0, "") for kind in ("verifier", "drafter")]  # type: ignore[arg-type]
+    remote = ray.remote(Lodger)
+    kinds: list[MemberKind] = ["verifier", "drafter"]
+    members = [MemberPlan(f"{kind}-0", kind, [], half, 0, "") for kind in kinds]
     further = MemberPlan("drafter-1", "drafter", [], half, 0, "")
     rooms = Rooms()
     rooms.reserve(arrange(members, "near"))
     try:
-        lodgers = [Lodger.options(num_cpus=half, scheduling_strategy=rooms.place(each)).remote() for each in members]
+        lodgers = [remote.options(num_cpus=half, scheduling_strategy=rooms.place(each)).remote() for each in members]
         one, other = ray.get([lodger.group.remote() for lodger in lodgers], timeout=30)
         assert one == other != "None"
         with pytest.raises(LaunchError, match=rf"no room for drafter-1 \({half:g} CPU\): 127.0.0.1 has nothing free"):
             rooms.reserve([Group("PACK", (further,))], timeout_s=0.5)
         ray.kill(lodgers[1])
         rooms.vacate("drafter-0")
-        guest = Lodger.options(num_cpus=half, scheduling_strategy=rooms.place(further)).remote()
+        guest = remote.options(num_cpus=half, scheduling_strategy=rooms.place(further)).remote()
         assert ray.get(guest.group.remote(), timeout=30) == one
     finally:
         rooms.close()

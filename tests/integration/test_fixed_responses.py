@@ -125,11 +125,11 @@ def test_with_a_real_drafter_in_mode_auto(directory: Path, engines: dict[str, Ve
 @pytest.mark.parametrize("wrong_from", [0, 2, K])
 def test_drafts_are_accepted_exactly_as_far_as_they_agree(directory: Path, sync: Verifier, wrong_from: int) -> None:
     """A drafter that knows the response up to `wrong_from` tokens ahead: arithmetic to the token."""
-    prompt, tokens = PROMPTS[2], response(2, 61)
-    text = prompt + tokens
+    prompt, told = PROMPTS[2], response(2, 61)
+    text = prompt + told
 
-    def script(request_id: str, known: list[int], k: int) -> list[int]:
-        right = text[len(known) : len(known) + k]
+    def script(request_id: str, tokens: list[int], k: int) -> list[int]:
+        right = text[len(tokens) : len(tokens) + k]
         return [t if i < wrong_from else (t + 1) % 900 for i, t in enumerate(right)]
 
     scripted = ScriptedDrafter(f"ipc://{directory}/s{os.urandom(3).hex()}.sock", script, f"drafter-{wrong_from}")
@@ -137,12 +137,12 @@ def test_drafts_are_accepted_exactly_as_far_as_they_agree(directory: Path, sync:
         sync.set_drafters(scripted.ref)
         sync.client.run_until(lambda: bool(scripted._listeners))
         before = sync.client.fresh_stats()
-        (answer,) = sync.client.generate([prompt], forced(tokens))
+        (answer,) = sync.client.generate([prompt], forced(told))
         after = sync.client.fresh_stats()
     finally:
         sync.set_drafters()
         scripted.close()
-    assert answer.tokens == tokens
+    assert answer.tokens == told
     drafts = after.teacher_forced.drafts - before.teacher_forced.drafts
     accepted = after.teacher_forced.accepted_tokens - before.teacher_forced.accepted_tokens
     emitted = [len(output.new_token_ids) for output in answer.outputs]

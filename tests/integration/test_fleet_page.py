@@ -5,12 +5,14 @@ import json
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
+from typing import cast
 
 import httpx
 import pytest
 
 from gateway import fleet_feed
 from gateway.errors import TooManyRequests
+from gateway.fleet_core import FleetCore
 from gateway.fleet_feed import FleetFeed
 from gateway.metrics import GatewayMetrics
 from gateway.page import FILES
@@ -143,7 +145,13 @@ async def test_one_encoding_serves_all_and_none_is_made_for_nobody(monkeypatch):
     story = Story()
     feed = feed_of(story)
     made = []
-    monkeypatch.setattr(feed._history, "view", lambda view=feed._history.view: made.append(1) or view())
+    view = feed._history.view
+
+    def counted():
+        made.append(1)
+        return view()
+
+    monkeypatch.setattr(feed._history, "view", counted)
     for _ in range(3):
         feed.look()
     assert not made
@@ -160,7 +168,7 @@ async def test_a_view_that_fails_is_not_the_end_of_the_feed(monkeypatch, caplog)
             seen.append(1)
             raise ValueError("no such thing")
 
-    feed = Broken(Story(), {}, GatewayMetrics())
+    feed = Broken(cast(FleetCore, Story()), {}, GatewayMetrics())
     feed.start()
     while len(seen) < 3:
         await asyncio.sleep(0.001)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import msgspec
 import pytest
 
 from backend.coordinator import CoordinatorUnavailable
+from backend.coordinator.actor import CoordinatorHandle
 from backend.coordinator.commands import Answer, AnyCommand, Assign, Done, Drain, Refused
 from backend.fleet import Draining, FleetSnapshot, Operation
 from gateway.directory import CoordinatorDirectory
@@ -25,7 +26,7 @@ class Commands:
     def __init__(self, running: Running, answer: Answer | None = None) -> None:
         self.taken: list[AnyCommand] = []
         self.answer: Answer = answer or Done(8, ["done"])
-        running.directory.submit = self.submit
+        running.directory.submit = self.submit  # type: ignore[method-assign]
 
     async def submit(self, command: AnyCommand) -> Answer:
         self.taken.append(command)
@@ -112,7 +113,7 @@ async def test_operations_are_shown():
         async def look() -> FleetSnapshot:
             return FleetSnapshot(5, [], [], {}, operations=[operation])
 
-        running.directory.look = look
+        running.directory.look = look  # type: ignore[method-assign]
         listed = (await running.http.get("/admin/operations")).json()
         assert listed == {"version": 5, "operations": [msgspec.to_builtins(operation)]}
         assert (await running.http.get("/admin/operations/4")).json()["note"] == "draining v0"
@@ -125,7 +126,7 @@ async def test_a_coordinator_that_is_away_is_said_to_be():
             raise CoordinatorUnavailable("gone")
 
     with pytest.raises(NoCoordinator):
-        await CoordinatorDirectory(Away()).submit(Drain(member="v"))
+        await CoordinatorDirectory(cast(CoordinatorHandle, Away())).submit(Drain(member="v"))
 
 
 async def test_a_draining_verifier_gets_no_new_requests_and_its_own_finish_or_move():
@@ -152,14 +153,14 @@ async def test_a_draining_verifier_gets_no_new_requests_and_its_own_finish_or_mo
             return snapshot
 
         ordinary = running.directory.snapshot
-        running.directory.snapshot = drained(migrate=False)
+        running.directory.snapshot = drained(migrate=False)  # type: ignore[method-assign]
         await eventually(lambda: [link.member.id for link in running.core.routable()] == ["verifier-1"])
         second.behaviour = count_up
         for _ in range(3):
             assert (await running.http.post("/v1/completions", json=COMPLETION)).status_code == 200
         assert len(first.sequences) == 1
         assert not first.sequences[0].aborted.is_set()
-        running.directory.snapshot = drained(migrate=True)
+        running.directory.snapshot = drained(migrate=True)  # type: ignore[method-assign]
         await asyncio.wait_for(first.sequences[0].aborted.wait(), 5)
         moved = await next(done for done in asyncio.as_completed(requests))
         assert events(moved.content)[-1]["choices"][0]["finish_reason"] == "length"

@@ -2,10 +2,13 @@
 
 import asyncio
 import gc
+from functools import partial
+from typing import cast
 
 import msgspec
 import pytest
 
+from backend.coordinator.actor import CoordinatorHandle
 from backend.fleet import FleetSnapshot, Member
 from backend.transport.sockets import Wire
 from gateway.directory import CoordinatorDirectory, StaticDirectory
@@ -75,10 +78,10 @@ async def test_serving_goes_on_while_the_directory_fails():
             polls += 1
             raise OSError("gone")
 
-        running.directory.snapshot = fail
+        running.directory.snapshot = fail  # type: ignore[method-assign]
         await eventually(lambda: polls >= 2)
         assert (await running.http.post("/v1/completions", json=COMPLETION)).status_code == 200
-        running.directory.snapshot = StaticDirectory([]).snapshot
+        running.directory.snapshot = StaticDirectory([]).snapshot  # type: ignore[method-assign]
         await eventually(lambda: running.core.snapshot.members == [])
         # A coordinator that has just restarted knows nobody; who still answers still serves.
         assert (await running.http.post("/v1/completions", json=COMPLETION)).status_code == 200
@@ -93,7 +96,7 @@ async def test_a_lost_connection_comes_back_while_the_directory_hangs():
             await asyncio.Event().wait()
             raise AssertionError
 
-        running.directory.snapshot = hang
+        running.directory.snapshot = hang  # type: ignore[method-assign]
         await asyncio.wait_for(asked.wait(), 5)
         (link,) = running.core.ready_links
         link.close()
@@ -132,6 +135,10 @@ async def test_a_verifier_of_another_version_is_left_alone():
         await eventually(lambda: link.state == "lost")
 
 
+def is_ready(link: VerifierLink) -> bool:
+    return link.state == "ready"
+
+
 async def test_connections_come_and_go_without_harming_each_other(tmp_path):
     class Listener:
         def on_ready(self, link):
@@ -160,7 +167,7 @@ async def test_connections_come_and_go_without_harming_each_other(tmp_path):
     for _ in range(40):
         link = VerifierLink(verifier.member, wire_context, "passing", Listener(), 10)
         link.start()
-        await eventually(lambda link=link: link.state == "ready")
+        await eventually(partial(is_ready, link))
         link.close()
         del link
     gc.collect()
@@ -227,7 +234,7 @@ async def test_the_coordinator_directory_keeps_its_own_membership():
 
     handle = Handle()
     member = Member("gateway-0", "gateway", "i", "", "", "node", 1, "demo", "ready")
-    directory = CoordinatorDirectory(handle, member)
+    directory = CoordinatorDirectory(cast(CoordinatorHandle, handle), member)
     for _ in range(2):
         assert (await directory.snapshot()).version == 1
     report = ("report", "gateway-0", "i", None, "ready")

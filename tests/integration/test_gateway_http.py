@@ -97,6 +97,7 @@ async def test_unexpected_exceptions_say_nothing():
 
 async def test_a_gateway_that_can_serve_no_more_asks_to_be_restarted():
     async with running_gateway() as running:
+        assert running.server.gateway.client.output_handler is not None
         running.server.gateway.client.output_handler.cancel()
         await eventually(lambda: running.server.gateway.client.errored)
         assert (await running.http.get("/livez")).status_code == 500

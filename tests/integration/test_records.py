@@ -142,7 +142,7 @@ def test_rows_add_up_to_the_counters(run: Run) -> None:
     assert len(drafted) == (counters.drafts if counters else 0) == sum(row["drafted"] for row in steps)
     assert sum(row["accepted"] for row in drafted) == (counters.accepted_tokens if counters else 0)
     assert sum(row["verifications"] for row in requests) == len(verifications)
-    by_step = Counter()
+    by_step: Counter[int] = Counter()
     for row in verifications:
         by_step[row["step"]] += row["tokens"]
     assert {row["step"]: row["tokens"] for row in steps if row["tokens"]} == by_step

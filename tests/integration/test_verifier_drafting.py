@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
+from backend.protocol import Close
 from tests.support.processes import Verifier, together
 from tests.support.scripted_drafter import ScriptedDrafter
 
@@ -122,7 +123,7 @@ def test_features_cover_every_position_once(remote: Verifier, drafter: ScriptedD
     (answer,) = remote.client.generate([prompt], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
     assert len(answer.tokens) == 12
     next_row = 0
-    items = [item for message in drafter.rounds for item in message.items if item.__struct_config__.tag != "close"]
+    items = [item for message in drafter.rounds for item in message.items if not isinstance(item, Close)]
     for item in items:
         # The last rows of the request before may come late.
         if item.request_id == items[-1].request_id:

@@ -8,8 +8,7 @@ import torch
 from vllm.sampling_params import SamplingParams
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
-from backend.engine import sampling
-from backend.engine.worker import OutriderCpuWorker
+from backend import noise
 from backend.noise import Choice
 
 TOO_LITTLE = 0.9
@@ -21,12 +20,12 @@ class BiasedWorker(OutriderCpuWorker):
 
     def init_device(self) -> None:
         super().init_device()
-        choose = sampling.choose
+        choose = noise.choose
 
         def choose_biased(logits: Any, seeds: Any, positions: Any, inverse_temperatures: Any, scales: Any) -> Choice:
             return choose(logits, seeds, positions, inverse_temperatures, TOO_LITTLE * scales)
 
-        sampling.choose = choose_biased  # type: ignore[assignment]
+        vars(sampling)["choose"] = choose_biased
 
 
 class NoRepeat(AdapterLogitsProcessor):

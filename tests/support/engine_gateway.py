@@ -68,13 +68,12 @@ async def engine_fleet(
     remote = mode not in ("off", "native")
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        # They start side by side: most of that time is importing.
-        start_v = [asyncio.to_thread(Verifier, folder, sections) for _ in range(verifiers)]
-        start_d = [asyncio.to_thread(Drafter, folder) for _ in range(drafters if remote else 0)]
-        children = await asyncio.gather(*start_v, *start_d)
-        for child in children:
+        # They start side by side.
+        start_v = asyncio.gather(*(asyncio.to_thread(Verifier, folder, sections) for _ in range(verifiers)))
+        start_d = asyncio.gather(*(asyncio.to_thread(Drafter, folder) for _ in range(drafters if remote else 0)))
+        real, helpers = await start_v, await start_d
+        for child in (*real, *helpers):
             stack.callback(child.close)
-        real, helpers = children[:verifiers], children[verifiers:]
         for i, one in enumerate(real):
             if helpers:
                 one.set_drafters(msgspec.structs.replace(helpers[i % len(helpers)].ref, id=f"drafter-{i % len(helpers)}"))

@@ -36,7 +36,7 @@ class ServedFleet:
         self.process = subprocess.Popen(
             [*prefix, sys.executable, "-m", "gateway.cli", command, "--port", "0", *arguments],
             cwd=ROOT,
-            env=os.environ | {"PYTHONUNBUFFERED": "1"} | (env or {}),
+            env=os.environ | {"PYTHONUNBUFFERED": "1"} | dict(env or {}),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

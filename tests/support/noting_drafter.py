@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from backend.config import DraftingSettings
+from backend.drafter.eagle import EagleProposer
 from backend.drafter.intake import TORCH_DTYPES
 from backend.drafter.process import DrafterModel, build_proposer
 from backend.drafter.proposer import Sampling
@@ -19,10 +19,11 @@ from backend.transport import Hub, Wire
 from backend.wire.drafting import Close, Drafts, Open, Round, decode_to_drafter, decode_to_verifier
 
 
-def eagle(paths: ResolvedModels) -> Any:
+def eagle(paths: ResolvedModels) -> EagleProposer:
     """A proposer with the head of `paths` and room for everything; it never learns to add more of the noise, or less."""
     proposer = build_proposer(DrafterModel(paths.target_dir, paths.drafter_dir), DraftingSettings(cache_tokens=65536))
-    proposer._taus.learn = lambda trial, token: None
+    assert isinstance(proposer, EagleProposer)
+    proposer._taus.learn = lambda trial, token: None  # type: ignore[method-assign]
     return proposer
 
 

@@ -139,7 +139,7 @@ class SimulatedCore:
                 self.first_tokens.append(draft.tokens[0] == text.tokens[draft.base_len])
             return arrived(drafter_id, draft, draft_s, now)
 
-        self.scheduler.speculator.arrived = noted
+        self.scheduler.speculator.arrived = noted  # type: ignore[method-assign]
         self.runner = _Runner()
         self.runner.requests = self.scheduler.requests
         self.runner.set_up_drafting(FeatureShipper("v", lambda head: None), (), True)

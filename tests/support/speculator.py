@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from backend.speculation.budget import Spent, spend
 from backend.speculation.speculator import Speculator
@@ -15,7 +16,7 @@ def spent_on(rows: Sequence[Sequence[float]], step_s: Callable[[int], float], ba
 
 def assert_nothing_is_left(speculator: Speculator) -> None:
     """No table has an entry for any request, known or not: all have been forgotten."""
-    tables = {
+    tables: dict[str, Any] = {
         "requests": speculator.hands.requests,
         "ended": speculator._ended,
         "not learned from": speculator._unlearned,

@@ -82,7 +82,7 @@ def test_local_modes_count_their_cores_and_no_drafter() -> None:
 
 
 def test_a_row_holds_medians_and_ratios_are_by_round() -> None:
-    def rounds(configuration: Configuration, speeds: list[float]):  # type: ignore[no-untyped-def]
+    def rounds(configuration: Configuration, speeds: list[float]):
         each = [msgspec.structs.replace(measured(configuration, i), tokens_per_s=s) for i, s in enumerate(speeds)]
         return row("demo", configuration, POINT, each)
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
-from backend.lab.bench import stopwatch
-from backend.lab.bench.profile import medians_us, per_request_us, rows_of
-from backend.lab.bench.stopwatch import COMPUTE, THEIRS, Stopwatch
+from backend.bench.profile import medians_us, per_request_us, rows_of
+from backend.bench.stopwatch import COMPUTE, THEIRS, Stopwatch
 
 
 class Layers:
@@ -30,7 +31,7 @@ class Layers:
 
 def test_time_counts_for_the_innermost_label(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
-    monkeypatch.setattr(stopwatch.time, "thread_time", lambda: clock[0])
+    monkeypatch.setattr(time, "thread_time", lambda: clock[0])
     wrapped = type("Wrapped", (Layers,), {"outer": Layers.outer, "inner": Layers.inner})
     watch = Stopwatch()
     watch.wrap(wrapped, "outer", "ours")

@@ -51,7 +51,7 @@ def test_every_kind_of_request_is_there() -> None:
         (lambda o: o.told.clear(), "indices are missing"),
     ],
 )
-def test_what_is_wrong_is_seen(change, reason) -> None:  # type: ignore[no-untyped-def]
+def test_what_is_wrong_is_seen(change, reason) -> None:
     reference = outcome()
     assert what_is_wrong(copy.deepcopy(reference), reference) is None
     bad = copy.deepcopy(reference)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from backend.coordinator.administration import KEPT, Administration
@@ -22,6 +22,7 @@ from backend.coordinator.commands import (
     names,
 )
 from backend.coordinator.policy import Coordinator
+from tests.support.properties import examples
 from tests.unit.test_coordinator_policy import fleet, member
 
 
@@ -139,7 +140,7 @@ commands = st.one_of(
 )
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(st.lists(commands, max_size=4), commands)
 def test_a_dry_run_says_what_would_happen_and_changes_nothing(history: list[AnyCommand], command: AnyCommand) -> None:
     admin, _ = administration()
@@ -153,7 +154,7 @@ def test_a_dry_run_says_what_would_happen_and_changes_nothing(history: list[AnyC
         assert dry.effects == real.effects
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(st.lists(commands, min_size=1, max_size=5))
 def test_of_two_who_decided_on_the_same_version_only_one_changes_the_fleet(history: list[AnyCommand]) -> None:
     admin, policy = administration()

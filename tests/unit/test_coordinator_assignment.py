@@ -8,16 +8,17 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from backend.coordinator.assignment import Action, Bind, DrafterSpeed, Pair, Situation, Unbind, VerifierLoad
 from backend.coordinator.policy import Coordinator
 from backend.coordinator.water_filling import WaterFilling, predicted
-from backend.fleet import DraftCounters, DrafterStats, Member, VerifierStats
-from backend.fleet.speed import Line
+from backend.fleet import DraftCounters, DrafterStats, Member, MemberKind, VerifierStats
+from backend.speed import Line
+from tests.support.properties import examples
 
-FEW = settings(max_examples=30, deadline=None)
+FEW = examples(30)
 
 
 @st.composite
@@ -186,7 +187,7 @@ class Fleet:
         self.accepted: dict[Pair, DraftCounters] = {}
         self.names = [*(f"v{i}" for i in range(len(loads))), *(f"d{i}" for i in range(drafters))]
         for name in self.names:
-            kind = "verifier" if name.startswith("v") else "drafter"
+            kind: MemberKind = "verifier" if name.startswith("v") else "drafter"
             self.policy.register(Member(name, kind, "i", "ipc:///x", "", "n", 1, "demo", "ready"), 0.0)
         self.drafted = [Line() for _ in range(drafters)]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import hypothesis.strategies as st
-from hypothesis import settings as hypothesis_settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from backend.coordinator.policy import DECIDE_EVERY_S, FORGET_LOST_S, START_LEASE_S, Coordinator
 from backend.fleet import DrafterStats, Member, MemberKind, MemberState, VerifierStats
+from tests.support.properties import examples
 
 LEASE_S = 2.0
 
@@ -311,5 +311,5 @@ class PolicyMachine(RuleBasedStateMachine):
         assert self.policy.snapshot(self.now) == self.policy.snapshot(self.now)
 
 
-PolicyMachine.TestCase.settings = hypothesis_settings(max_examples=60, stateful_step_count=40, deadline=None)
+PolicyMachine.TestCase.settings = examples(60, stateful_step_count=40)
 TestPolicy = PolicyMachine.TestCase

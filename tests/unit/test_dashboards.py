@@ -45,7 +45,8 @@ def test_every_panel_explains_itself(file, panel):
 
 def test_panels_do_not_overlap_and_have_numbers_of_their_own():
     for path in FILES:
-        taken, numbers = set(), set()
+        taken: set[tuple[int, int]] = set()
+        numbers: set[int] = set()
         for panel in json.loads(path.read_text())["panels"]:
             assert panel["id"] not in numbers
             numbers.add(panel["id"])

@@ -12,7 +12,7 @@ import pytest
 from dashboards.comparing import Quantity, compare, quantile, table
 from dashboards.expressions import Expression, may_be_empty
 from dashboards.scraping import PROGRAM_VARIABLE, PrometheusError, Series, find_program
-from tests.support.recorded import START, record, request, step, verification
+from tests.support.recorded import START, Rows, record, request, step, verification
 
 Scrape = dict[str, Series]
 V0 = {"verifier": "verifier-0"}
@@ -64,7 +64,7 @@ def scrape(scale: Callable[[str], float] = lambda name: 1.0) -> Scrape:
 @pytest.fixture
 def records(tmp_path: Path) -> Path:
     """Two steps at 5 s, idle before and behind them; the step behind the period tells of the latter."""
-    rows = [
+    rows: Rows = [
         step(0, 5.0, no_work=5000.0),
         verification(0, "a", 0, 0),
         verification(0, "b", 4, 4),

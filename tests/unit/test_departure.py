@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import signal
 import threading
+from typing import cast
 
 import pytest
 
+from backend import departure
+from backend import membership as membership_module
+from backend.departure import Departure
 from backend.fleet import Member, Orders
 from backend.member import departure
 from backend.member.departure import Departure
@@ -37,7 +41,13 @@ def member(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(departure, "SETTLED_S", 0.05)
     coordinator = Coordinator()
     identity = Member("v0", "verifier", "i", "ipc:///x", "", "n", 1, "m", "ready")
-    membership = Membership(coordinator, identity, lambda: None, lambda orders: membership.drain(orders.drain), 0.005)
+    membership = Membership(
+        cast(membership_module.Coordinator, coordinator),
+        identity,
+        lambda: None,
+        lambda orders: membership.drain(orders.drain),
+        0.005,
+    )
     membership.join_fleet()
     yield coordinator, membership
     membership.leave_fleet()

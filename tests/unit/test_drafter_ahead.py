@@ -75,7 +75,8 @@ def test_a_wish_is_granted_whichever_socket_is_first(service: DrafterService, pr
     draft, block = drafts_of(messages)[0], blocks_of(messages)[0]
     assert (draft.request_id, draft.base_len, len(draft.tokens)) == ("a", 6, 4)
     assert (block.request_id, block.base_len, block.verifying, len(block.outcomes)) == ("a", 6, draft.tokens, 8)
-    assert all(len(o.signs) == 2 * len(o.tokens) for o in (draft, *block.outcomes))
+    assert len(draft.signs) == 2 * len(draft.tokens)
+    assert all(len(outcome.signs) == 2 * len(outcome.tokens) for outcome in block.outcomes)
     commit = Commit("a", 7, [block.outcomes[0].token], 1)
     verifying = NextItem("a", 7, 3, [9, 8], 5)
     if first == "round":

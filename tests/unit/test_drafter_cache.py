@@ -6,12 +6,13 @@ import itertools
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from backend.drafter.cache import BLOCK, RowCache, Sequence
 from backend.drafter.extents import UNIT, Extents
-from backend.speculation.tokens import UNKNOWN, common_prefix, splice
+from backend.tokens import UNKNOWN, common_prefix, splice
+from tests.support.properties import examples
 
 Row = tuple[int, ...]
 DRAFTED: Row = (-7,)
@@ -123,7 +124,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert self.cache.usage * self.cache.capacity == pytest.approx(sum(room for _, room in held))
 
 
-CacheMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+CacheMachine.TestCase.settings = examples(60, stateful_step_count=25)
 TestCacheMachine = CacheMachine.TestCase
 
 
@@ -187,7 +188,7 @@ def test_rows_cannot_be_counted_over_others() -> None:
         cache.append(sequence, 5, 1)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(st.integers(1, 40), st.lists(st.tuples(st.booleans(), st.integers(1, 900)), max_size=60))
 def test_stretches_never_overlap_and_all_come_back(units: int, steps: list[tuple[bool, int]]) -> None:
     extents, held = Extents(units * UNIT + 5), dict[int, int]()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -15,6 +15,7 @@ from backend.drafter.proposer import MAX_DRAFT, Ask, Until
 from backend.models.checkpoint import load_head
 from backend.models.demo import DRAFTER_DIR, TARGET_DIR
 from tests.support.drafter_heads import Reference, TinyHead, make_proposer
+from tests.support.properties import examples
 
 HEADS = {
     "plain": TinyHead(),
@@ -169,7 +170,7 @@ def test_a_known_prefix_is_reused(tmp_path: Path, closed: bool) -> None:
         assert_drafts(reference, first, drafts_of(proposer, [first.commit([1, 2], 4)])[0], 4)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(st.data())
 def test_any_interleaving_of_requests_drafts_by_the_book(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     head = TinyHead(hidden=16, heads=2, kv_heads=1, layers=data.draw(st.integers(1, 2)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import msgspec
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from backend.drafter.nexts import Nexts, Wanted
@@ -11,6 +11,7 @@ from backend.drafter.ngram import NgramProposer
 from backend.drafter.service import DrafterService
 from backend.wire.drafting import Draft, NextItem, Open, Round, encode
 from tests.support.ahead_verifier import AheadVerifier, drafts_of
+from tests.support.properties import examples
 
 junk = st.recursive(
     st.none() | st.integers(-(2**63), 2**63) | st.text(max_size=5) | st.just("next"),
@@ -19,7 +20,7 @@ junk = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(
     junk
     | st.builds(
@@ -35,7 +36,7 @@ def test_garbage_costs_nothing(value: object) -> None:
     assert drafts_of(verifier.next(NextItem("z", 4, 2, [], 0))) == [Draft("z", 4, [1, 2])]
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(
     st.lists(st.tuples(st.sampled_from(["want", "fresh", "round", "lost", "close", "take"]), st.integers(1, 6)), max_size=40)
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -146,7 +147,12 @@ def test_nobody_computes_what_no_draft_needs(tmp_path: Path, monkeypatch: pytest
     requests = [Request(proposer, head, key, 10 + key) for key in range(3)]
     passes: list[int] = []
     forward = proposer._head.forward
-    monkeypatch.setattr(proposer._head, "forward", lambda *given: (passes.append(1), forward(*given))[1])
+
+    def counted(*given: Any) -> Any:
+        passes.append(1)
+        return forward(*given)
+
+    monkeypatch.setattr(proposer._head, "forward", counted)
     hopeless = [[0.0, 0.0, 2.0, -20.0]] * 2
 
     def cost(*untils: Until) -> tuple[list[int], int]:

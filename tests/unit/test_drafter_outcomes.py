@@ -30,7 +30,8 @@ CLOSE_CALL = 1e-3
 def likeliest(book: Book, request: Request, verifying: list[int]) -> dict[tuple[int, int], float]:
     """The log-probability of every outcome, from the formula."""
     book.follow(request.tokens, request.known, verifying, 1)
-    found, before = {}, 0.0
+    found: dict[tuple[int, int], float] = {}
+    before = 0.0
     for stop, log_probs in enumerate(book.values):
         refused = verifying[stop] if stop < len(verifying) else None
         found |= {(stop, token): before + value for token, value in log_probs.items() if token != refused}

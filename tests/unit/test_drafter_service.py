@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from backend.drafter.eagle import EagleProposer
@@ -35,6 +35,7 @@ from backend.wire.drafting import (
     encode,
 )
 from tests.support.drafter_heads import TinyHead, make_proposer
+from tests.support.properties import examples
 
 HEAD = TinyHead(hidden=16, heads=2, kv_heads=1)
 
@@ -294,7 +295,7 @@ def test_bad_frames_are_refused(service: DrafterService) -> None:
     assert service.stats(0.0).sequences == 0
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(
     frames=st.lists(st.binary(max_size=80), max_size=4)
     | st.recursive(

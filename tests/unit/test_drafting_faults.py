@@ -12,12 +12,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, given
 from hypothesis import strategies as st
 
 from backend.drafter.service import DrafterService
 from backend.fleet import DrafterRef
 from tests.support.drafter_heads import TinyHead, make_proposer
+from tests.support.properties import examples
 from tests.support.simulated_link import Faults, Network, SimulatedDrafter, World
 from tests.support.simulated_verifier import SimulatedVerifier, Text, simulated, write_text
 from tests.support.speculator import assert_nothing_is_left
@@ -115,10 +116,8 @@ events = st.lists(st.tuples(st.floats(0.01, 0.6), st.sampled_from(["restart", "h
 
 
 @pytest.mark.parametrize("mode", MODES)
-@settings(
-    max_examples=8,
-    deadline=None,
-    derandomize=True,
+@examples(
+    8,
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )

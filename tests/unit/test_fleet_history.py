@@ -101,10 +101,11 @@ def test_totals_are_ratios_of_sums():
     assert view.totals.acceptance_length == 3.0
     assert view.totals.running == sum(watched.story.load.values())
     assert view.totals.in_flight == 7
-    assert view.totals.tokens_per_s == pytest.approx(sum(row.tokens_per_s for row in view.verifiers), abs=0.1)
+    assert view.totals.tokens_per_s == pytest.approx(sum(row.tokens_per_s or 0.0 for row in view.verifiers), abs=0.1)
     # Of the sequence-seconds of the window, the first half second with none of them running.
     busy_s = 3.5 * view.totals.running
     assert view.totals.tgs == pytest.approx(4 * view.totals.tokens_per_s / busy_s, abs=0.1)
+    assert view.totals.busy is not None
     assert view.totals.busy + sum(view.totals.idle.values()) == pytest.approx(1)
     assert view.totals.members == {"verifier": {"ready": 2}, "drafter": {"ready": 1}}
 

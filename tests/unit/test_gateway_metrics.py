@@ -1,11 +1,13 @@
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from backend.fleet import DraftCounters, FleetSnapshot, Member, MemberView, VerifierStats
+from gateway.fleet_core import FleetCore
 from gateway.fleet_metrics import FleetCollector, FleetTotals, fleet_document
 from gateway.in_flight import Cut, InFlight
 from gateway.metrics import DEFINITIONS, GatewayMetrics, metrics_table
@@ -30,7 +32,7 @@ class Core:
         self.reports = list(reports)
         self.ready_links = [None]
         self.waiting = 0
-        self.links = {}
+        self.links: dict[str, Any] = {}
         member = Member("v0", "verifier", "i", "ipc://x", "", "node", 7, "m", "ready")
         drafter = Member("d0", "drafter", "i", "ipc://y", "", "node", 8, "m", "lost")
         self.snapshot = FleetSnapshot(3, [MemberView(member, 0.1), MemberView(drafter, 9.0)], [], {"restarts": 1})
@@ -51,7 +53,7 @@ def sequence(arrived: float, tokens: int) -> InFlight:
 @pytest.fixture
 def metrics() -> GatewayMetrics:
     made = GatewayMetrics()
-    made.registry.register(FleetCollector(Core(stats())))
+    made.registry.register(FleetCollector(cast(FleetCore, Core(stats()))))
     return made
 
 
@@ -93,7 +95,7 @@ def test_acceptance_length_is_a_ratio_of_sums(metrics):
 
 def test_no_acceptance_length_before_the_first_draft():
     metrics = GatewayMetrics()
-    metrics.registry.register(FleetCollector(Core(stats(drafts=0, accepted=5))))
+    metrics.registry.register(FleetCollector(cast(FleetCore, Core(stats(drafts=0, accepted=5)))))
     assert exposed(metrics)["outrider_acceptance_length"].samples == []
 
 
@@ -155,7 +157,7 @@ def test_aborted_sequences_have_no_speed():
 
 
 def test_the_fleet_document():
-    document = fleet_document(Core(stats()))
+    document = fleet_document(cast(FleetCore, Core(stats())))
     assert document["version"] == 3
     (verifier,) = document["verifiers"]
     assert verifier["id"] == "v0"

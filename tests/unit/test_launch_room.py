@@ -10,8 +10,9 @@ import pytest
 
 from backend.config import Settings
 from backend.launch import fleet
-from backend.launch.fleet import LaunchError, _plan_when_there_is_room
-from backend.models.resolve import ResolvedModels
+from backend.launch.fleet import _plan_when_there_is_room
+from backend.launch.processes import LaunchError
+from backend.models import ResolvedModels
 
 MODELS = ResolvedModels("/t", "/d", "eagle", "demo")
 

@@ -11,12 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from backend import noise
 from backend.noise import cpu
+from tests.support.properties import examples
 from tests.support.true_noise import philox, true_gumbel, true_noise
 
 CHANCE_OF_FALSE_ALARM = 1e-4
@@ -100,7 +101,7 @@ def expected_choice(
     return best, scores[best], scores[best] - max(rest, default=-math.inf) if scores[best] > -math.inf else 0.0
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(st.data(), st.integers(1, 700), st.integers(1, 4), st.booleans())
 def test_the_choice_is_that_of_the_definition(data: st.DataObject, size: int, rows: int, own_ids: bool) -> None:
     random = np.random.default_rng(data.draw(st.integers(0, 2**32)))
@@ -132,7 +133,7 @@ def test_the_choice_is_that_of_the_definition(data: st.DataObject, size: int, ro
         assert float(chosen.leads[row]) == pytest.approx(lead, rel=1e-4, abs=1e-4 * max(1.0, abs(score)))
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(st.data(), st.integers(1, 900), st.integers(1, 20))
 def test_the_ranking_is_that_of_all_scores(data: st.DataObject, size: int, count: int) -> None:
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**32)))

@@ -114,7 +114,7 @@ def test_readers_never_see_half_a_file(tmp_path: Path, monkeypatch: pytest.Monke
         write(table, where, **options)
         seen.append(files(tmp_path))
 
-    monkeypatch.setattr(store_module.pq, "write_table", watched)
+    monkeypatch.setattr(pq, "write_table", watched)
     store.add("step", [STEP], 0.0)
     store.close()
     assert seen == [[]]
@@ -133,7 +133,7 @@ def test_a_full_disk_costs_records_and_is_said_once(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(store_module.pq, "write_table", full)
+        patch.setattr(pq, "write_table", full)
         for step in range(3):
             store.add("verification", [verification(step)], 0.0)
             store.rotate(0.0)

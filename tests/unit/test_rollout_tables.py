@@ -137,8 +137,8 @@ def test_tables_add_up(made: tuple[RowBatch, dict[str, int]]) -> None:
 
     assert len(perf) == len(batch.steps)
     tokens_by_step: dict[int, int] = defaultdict(int)
-    for row in batch.verifications:
-        tokens_by_step[row.step] += row.tokens
+    for verification in batch.verifications:
+        tokens_by_step[verification.step] += verification.tokens
     for place, (row, source) in enumerate(zip(perf, batch.steps, strict=True)):
         assert int(row["step_tokens"]) == tokens_by_step[source.step]
         wall_s = (float(row["step_interval"]) if place else source.busy_ms) / 1e3

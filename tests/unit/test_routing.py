@@ -1,4 +1,5 @@
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -23,7 +24,7 @@ AFFINITIES = ("none", "session", "prefix", "both")
 
 
 def measured(**changes):
-    values = {
+    values: dict[str, Any] = {
         "running": 0,
         "waiting": 0,
         "kv_free": 4096.0,
@@ -104,7 +105,7 @@ def test_power_of_two_keeps_loads_far_more_even_than_one_random_choice():
         return max(loads.values()) - min(loads.values())
 
     router, dice = PowerOfTwo(7), random.Random(7)
-    two = spread(lambda loads: int(router.choose(Ask(1), [Candidate(str(i), n, n, 0) for i, n in loads.items()])))
+    two = spread(lambda loads: int(router.choose(Ask(1), [Candidate(str(i), n, n, 0) for i, n in loads.items()]) or ""))
     one = spread(lambda loads: dice.randrange(len(loads)))
     assert two <= 6 < one
 
@@ -187,8 +188,8 @@ def test_a_verifier_that_lost_its_cache_is_no_longer_preferred():
 
 @given(st.integers(1, 5), st.lists(st.tuples(st.integers(0, 9), st.sampled_from("ab"), st.booleans()), max_size=60))
 def test_recent_map_remembers_the_latest_keys_within_its_bound(entries, uses):
-    memory = RecentMap(entries)
-    model = {}
+    memory: RecentMap[int] = RecentMap(entries)
+    model: dict[int, str | None] = {}
     for key, verifier_id, forget in uses:
         if forget:
             memory.forget(verifier_id)

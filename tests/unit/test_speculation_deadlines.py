@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from backend.speculation.deadlines import BREAKER_MISSES, FLOOR_S, REMEMBERED, Questions, RoundTrip
 from backend.speculation.pairing import drafter_for
+from tests.support.properties import examples
 
 LONGEST_S = 0.25
 DRAFTERS = ["d0", "d1"]
@@ -160,7 +161,7 @@ class QuestionsMachine(RuleBasedStateMachine):
 
 
 TestQuestions = QuestionsMachine.TestCase
-TestQuestions.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestQuestions.settings = examples(100, stateful_step_count=40)
 
 
 def silent(questions: Questions, drafter_id: str = "d0") -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -12,6 +11,7 @@ from backend.fleet import LOOKUP
 from backend.speculation.speculator import Speculator
 from backend.wire.drafting import Block, Draft, NextItem, Outcome
 from tests.support.driven_speculator import LONGEST_WAIT_S, OUTCOMES, K
+from tests.support.properties import examples
 from tests.support.speculator import assert_nothing_is_left
 
 FAULTS = ("sender", "length", "token", "signs", "long", "empty")
@@ -136,8 +136,8 @@ class SpeculatorMachine(RuleBasedStateMachine):
         if waited_s is None:
             # Nobody asked, or so long ago that it was forgotten.
             assert verdict == "stale"
-            gone = text is None or drafter_id not in self.drafters
-            assert gone or question not in self.open or draft.base_len < len(text)
+            gone = text is None or drafter_id not in self.drafters or draft.base_len < len(text)
+            assert gone or question not in self.open
             return
         assert question in self.open, "nobody asked"
         self.open.discard(question)
@@ -237,4 +237,4 @@ class SpeculatorMachine(RuleBasedStateMachine):
 
 
 TestSpeculator = SpeculatorMachine.TestCase
-TestSpeculator.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestSpeculator.settings = examples(120, stateful_step_count=40)

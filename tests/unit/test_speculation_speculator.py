@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -95,7 +97,9 @@ def test_a_draft_that_is_longer_than_was_asked_for_is_cut() -> None:
 def test_a_drafter_may_have_nothing_to_say() -> None:
     made, _ = one()
     expected = made._expected().gains[K]
-    assert made.arrived("d0", Draft("r", 6, []), 1e-3, 100.01) == ("ready", pytest.approx(0.01))
+    verdict, waited_s = made.arrived("d0", Draft("r", 6, []), 1e-3, 100.01)
+    assert verdict == "ready"
+    assert waited_s == pytest.approx(0.01)
     assert made.hold(["r"], 0, 100.01) is None
     assert made.attach(["r"], 0, 100.01).tokens == {}
     made._prospect = None
@@ -113,7 +117,7 @@ def test_a_drafter_is_not_as_slow_as_the_step_during_which_it_answers() -> None:
     assert waited._miss_times.at(1, K) == pytest.approx(0.02), "so long it did not come"
 
 
-def settled(drafter: Drafter, steps: int = 200, **options: int) -> tuple[Driven, list[Turn]]:
+def settled(drafter: Drafter, steps: int = 200, **options: Any) -> tuple[Driven, list[Turn]]:
     """Mode `auto`, after it has seen enough."""
     driven = Driven(speculator("auto"), drafter, **options)
     driven.run(steps)

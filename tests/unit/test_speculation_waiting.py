@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from backend.speculation.budget import survivals
@@ -24,6 +24,7 @@ from backend.speculation.waiting import (
     goodputs,
     waiting_pays,
 )
+from tests.support.properties import examples
 from tests.support.simulated_drafting import Machine, Verifier
 from tests.support.speculator import spent_on
 
@@ -240,7 +241,7 @@ def test_goodput_is_near_that_of_the_best_fixed_way_while_the_load_changes(name:
     assert min(shares) > 0.9
 
 
-@settings(max_examples=5, deadline=None)
+@examples(5)
 @given(st.sampled_from(sorted(MACHINES)), st.integers(0, 1000))
 def test_the_first_steps_lose_little(name: str, seed: int) -> None:
     machine = MACHINES[name]

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from backend.drafter.service import DrafterService
@@ -37,6 +37,7 @@ from backend.wire.drafting import (
     encode,
 )
 from tests.support.drafter_heads import TinyHead, make_proposer
+from tests.support.properties import examples
 
 HEAD = TinyHead(hidden=16, heads=2, kv_heads=1)
 
@@ -45,7 +46,7 @@ def content(number: int, size: int) -> bytes:
     return bytes((number * 31 + i) % 251 for i in range(size))
 
 
-@settings(deadline=None, max_examples=200)
+@examples(200)
 @given(st.lists(st.one_of(st.integers(0, 120), st.sampled_from(["read", "lost"])), max_size=60))
 def test_unread_data_is_never_overwritten(events: list[int | str]) -> None:
     writer = RingWriter(100)
@@ -59,9 +60,9 @@ def test_unread_data_is_never_overwritten(events: list[int | str]) -> None:
             unread.popleft()  # Its message was dropped: it is never read.
         elif isinstance(event, int):
             data = content(number, event)
-            position = writer.write(data)
-            if position is not None:
-                unread.append((position, data))
+            written = writer.write(data)
+            if written is not None:
+                unread.append((written, data))
             else:
                 assert unread or event > 100 or "lost" in events, "an empty ring has room for all that it can hold"
     for position, data in unread:

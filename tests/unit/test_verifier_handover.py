@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from backend.drafter.service import DrafterService
@@ -34,9 +35,14 @@ from backend.wire.drafting import (
     encode,
 )
 from tests.support.drafter_heads import TinyHead, make_proposer
+from tests.support.properties import examples
 
 HEAD = TinyHead(hidden=16, heads=2, kv_heads=1)
 K = 4
+
+
+def _part(tokens: list[int], begin: int, end: int) -> list[int]:
+    return tokens[begin:end]
 
 
 @dataclass
@@ -106,7 +112,7 @@ class Bench:
         for i, count in advance.items():
             start = self.lengths[i]
             tokens = self.tokens[i]
-            spans.append(Span(f"r{i}", start, offset, count, lambda a, b, tokens=tokens: tokens[a:b]))
+            spans.append(Span(f"r{i}", start, offset, count, partial(_part, tokens)))
             rows.append(self.rows[i, start : start + count])
             self.lengths[i] += count
             offset += count
@@ -209,7 +215,7 @@ def test_rows_computed_while_there_was_no_drafter_are_handed_over_too(tmp_path: 
     assert bench.shipper._store.held == 0
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(
     st.integers(0, 60),
     st.lists(

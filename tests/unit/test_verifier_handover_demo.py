@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import inspect
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -26,6 +27,10 @@ from backend.transport import Wire
 from tests.unit.test_verifier_handover import K, Line
 
 REQUESTS, PROMPT, TOKENS, CHANGE_AT = 6, 200, 120, 40
+
+
+def _part(tokens: list[int], begin: int, end: int) -> list[int]:
+    return tokens[begin:end]
 
 
 @dataclass
@@ -76,7 +81,7 @@ def serve(
         spans, rows, offset = [], [], 0
         for i in live:
             count, tokens = lengths[i] - 1 - shipped[i], texts.tokens[i]
-            spans.append(Span(f"r{i}", shipped[i], offset, count, lambda a, b, tokens=tokens: tokens[a:b]))
+            spans.append(Span(f"r{i}", shipped[i], offset, count, partial(_part, tokens)))
             rows.append(texts.rows[i, shipped[i] : shipped[i] + count])
             shipped[i] += count
             offset += count

@@ -90,6 +90,7 @@ def test_a_request_aborted_before_its_first_token() -> None:
     recording.ended("r", "abort")
     recording.ended("unknown", "abort")
     (row,) = kept.rows
+    assert isinstance(row, RequestRow)
     assert (row.tokens, row.first_token_at, row.finish_reason) == (0, 0.0, "abort")
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import vllm  # noqa: F401  (must be the first of vLLM's modules)
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from vllm.sampling_params import SamplingParams
 from vllm.v1.outputs import SamplerOutput
@@ -22,11 +22,13 @@ from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessors
 from vllm.v1.sample.logits_processor.builtin import LogitBiasLogitsProcessor, MinPLogitsProcessor, MinTokensLogitsProcessor
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
+from vllm.v1.worker import gpu_model_runner
 
 from backend.engine import sampling
 from backend.engine.sampling import Rows, SharedNoise, _accepted
 from backend.wire.engine import NOISE_SEED
 from tests.support.biased import NoRepeat
+from tests.support.properties import examples
 
 VOCAB, DEEPEST = 24, 4
 CPU = torch.device("cpu")
@@ -105,7 +107,7 @@ class Runner(SharedNoise):
     def __init__(self, requests: list[Request], logprobs: int | None, mode: str) -> None:
         names = [f"r{i}" for i in range(len(requests))]
         self.requests = {name: SimpleNamespace(sampling_params=each.params) for name, each in zip(names, requests, strict=True)}
-        self.sampler = Sampler(mode)  # type: ignore[arg-type]
+        self.sampler = Sampler(mode)
         self.input_batch = SimpleNamespace(
             update_async_output_token_ids=lambda: None,
             sampling_metadata=metadata_of(requests, logprobs),
@@ -243,7 +245,7 @@ def test_seeds_and_positions_decide_and_greedy_requests_have_no_noise() -> None:
     assert one(2**64 - 1, 3, 1.0) == one(2**64 - 1, 3, 1.0)
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(st.lists(st.lists(st.integers(0, 2), max_size=4), min_size=1, max_size=6), st.integers(0, 2**32))
 def test_what_agrees_is_accepted_and_one_token_more(drafts: list[list[int]], seed: int) -> None:
     dice = random.Random(seed)
@@ -263,12 +265,12 @@ def test_what_agrees_is_accepted_and_one_token_more(drafts: list[list[int]], see
 
 def test_processors_are_all_built_where_speculation_is_configured(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr(sampling.gpu_model_runner, "build_logitsprocs", lambda config, *rest: seen.append((config, rest)))
+    monkeypatch.setattr(gpu_model_runner, "build_logitsprocs", lambda config, *rest: seen.append((config, rest)))
     config = SimpleNamespace(speculative_config="drafts", model="m")
-    original = sampling.gpu_model_runner.build_logitsprocs
+    original = gpu_model_runner.build_logitsprocs
     with sampling.all_logits_processors():
-        sampling.gpu_model_runner.build_logitsprocs(config, 1, 2)  # type: ignore[arg-type, call-arg]
+        gpu_model_runner.build_logitsprocs(config, 1, 2)
     ((built, rest),) = seen
     assert (built.speculative_config, built.model, rest) == (None, "m", (1, 2))
     assert config.speculative_config == "drafts"
-    assert sampling.gpu_model_runner.build_logitsprocs is original
+    assert gpu_model_runner.build_logitsprocs is original

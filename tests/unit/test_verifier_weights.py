@@ -88,7 +88,7 @@ def core() -> Core:
 
 @pytest.fixture
 def control(core: Core, tmp_path: Path) -> WeightControl:
-    control = WeightControl(core, checkpoint(tmp_path / "old", a=(2, 3), b=(4,)), can_sleep=False)  # type: ignore[arg-type]
+    control = WeightControl(core, checkpoint(tmp_path / "old", a=(2, 3), b=(4,)), can_sleep=False)
     control.on_begin = lambda: core.log.append("begin")
     control.on_renewed = lambda: core.log.append("renewed")
     return control
@@ -154,7 +154,7 @@ def test_sleep_needs_an_engine_that_can(core: Core, control: WeightControl) -> N
     with pytest.raises(ValueError, match="tags"):
         control.wake_up(["everything"])
     assert core.log == []
-    able = WeightControl(core, "", can_sleep=True)  # type: ignore[arg-type]
+    able = WeightControl(core, "", can_sleep=True)
     able.sleep(2)
     assert core.log[-1] == "sleep 2"
     core.is_sleeping_deep = True

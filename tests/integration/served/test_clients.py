@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 from openai import OpenAI
+from openai.types.chat import ChatCompletionMessageParam
 
 from tests.support.collector import Collector
 from tests.support.fleet_process import ROOT, ServedFleet, wait_for
@@ -98,9 +99,9 @@ def test_a_traced_request_is_one_tree_of_spans(fleet: ServedFleet, collector: Co
 
 
 def test_official_client_streams_chat_and_completions(client: OpenAI) -> None:
-    messages = [{"role": "user", "content": "def add(a, b):\n"}]
-    whole = client.chat.completions.create(model="demo", messages=messages, temperature=0, max_tokens=40)  # type: ignore[call-overload]
-    stream = client.chat.completions.create(  # type: ignore[call-overload]
+    messages: list[ChatCompletionMessageParam] = [{"role": "user", "content": "def add(a, b):\n"}]
+    whole = client.chat.completions.create(model="demo", messages=messages, temperature=0, max_tokens=40)
+    stream = client.chat.completions.create(
         model="demo", messages=messages, temperature=0, max_tokens=40, stream=True, stream_options={"include_usage": True}
     )
     text, usage = "", None
@@ -109,6 +110,7 @@ def test_official_client_streams_chat_and_completions(client: OpenAI) -> None:
         usage = chunk.usage or usage
     assert text == whole.choices[0].message.content
     assert usage == whole.usage
+    assert usage is not None
     assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
 
     parts = client.completions.create(
