@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from backend.bench.children import ENVIRONMENT
-from backend.bench.fleet import Bench, TargetFleet
-from backend.bench.measure import Snapshot, drafting_between, sample
-from backend.bench.options import PROBABILISTIC
-from backend.bench.pace import parse_pace
-from backend.bench.plan import Configuration, CoreSplit
 from backend.config import environment
+from backend.lab.bench.children import ENVIRONMENT
+from backend.lab.bench.engines import Bench, TargetFleet
+from backend.lab.bench.measure import Snapshot, drafting_between, sample
+from backend.lab.bench.options import PROBABILISTIC
+from backend.lab.bench.pace import parse_pace
+from backend.lab.bench.plan import Configuration, CoreSplit
 from tests.support.processes import demo_models
 
 pytestmark = [pytest.mark.engine, pytest.mark.campaign, pytest.mark.timeout(300)]

@@ -13,7 +13,7 @@ from vllm.sampling_params import SamplingParams
 
 from backend.engine.client import Answer
 from backend.fleet import VerifierStats
-from backend.verifier.client import Answer
+from backend.wire.engine import FIXED_RESPONSE
 from tests.support.processes import Drafter, Verifier, demo_models, together
 from tests.support.scripted_drafter import ScriptedDrafter
 

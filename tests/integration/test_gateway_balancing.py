@@ -2,11 +2,13 @@
 
 import asyncio
 from contextlib import asynccontextmanager
+from unittest import mock
 
 import pytest
 
 from backend.fleet import VerifierStats
 from backend.fleet.speed import Speed
+from backend.routing.balance import Limits
 from tests.integration.test_gateway_streams import stall
 from tests.support.fake_verifier import FakeVerifier, eventually
 from tests.support.running_gateway import COMPLETION, running_gateway
@@ -23,24 +25,26 @@ def report(verifier: FakeVerifier, running: int, looks: int) -> None:
 
 
 @asynccontextmanager
-async def crowded(tmp_path, **gateway):
+async def crowded(tmp_path, interval_s, dwell_s=0.0):
     """One verifier with all the requests, and one that has just come."""
     body = {**COMPLETION, "stream": True, "max_tokens": 200}
-    async with running_gateway(**{"balance_dwell_s": 0, "balance_moves": 2, **gateway}) as running:
-        running.verifier.behaviour = stall
-        streams = [asyncio.ensure_future(running.http.post("/v1/completions", json=body)) for _ in range(REQUESTS)]
-        await eventually(lambda: sum(bool(record.emitted) for record in running.core.sequences) == REQUESTS)
-        idle = FakeVerifier(tmp_path, "idle").start()
-        idle.behaviour = stall
-        running.directory.set_members([running.verifier.member, idle.member])
-        await eventually(lambda: len(running.core.ready_links) == 2)
-        try:
-            yield running, idle
-        finally:
-            for stream in streams:
-                stream.cancel()
-            await asyncio.gather(*streams, return_exceptions=True)
-            idle.close()
+    limits = Limits(moves=2, dwell_s=dwell_s)
+    with mock.patch("gateway.balancing.Limits", return_value=limits):
+        async with running_gateway(balance_interval_s=interval_s) as running:
+            running.verifier.behaviour = stall
+            streams = [asyncio.ensure_future(running.http.post("/v1/completions", json=body)) for _ in range(REQUESTS)]
+            await eventually(lambda: sum(bool(record.emitted) for record in running.core.sequences) == REQUESTS)
+            idle = FakeVerifier(tmp_path, "idle").start()
+            idle.behaviour = stall
+            running.directory.set_members([running.verifier.member, idle.member])
+            await eventually(lambda: len(running.core.ready_links) == 2)
+            try:
+                yield running, idle
+            finally:
+                for stream in streams:
+                    stream.cancel()
+                await asyncio.gather(*streams, return_exceptions=True)
+                idle.close()
 
 
 async def reports(running, idle, looks: int) -> None:
@@ -54,7 +58,7 @@ async def reports(running, idle, looks: int) -> None:
 
 
 async def test_requests_move_until_there_is_no_gap(tmp_path):
-    async with crowded(tmp_path, balance_interval_s=0.02) as (running, idle):
+    async with crowded(tmp_path, 0.02) as (running, idle):
         for looks in range(1, 30):
             await reports(running, idle, looks)
             await asyncio.sleep(0.02)
@@ -65,9 +69,9 @@ async def test_requests_move_until_there_is_no_gap(tmp_path):
         assert f'outrider_migrations_total{{cause="balance"}} {at_idle}.0' in metrics
 
 
-@pytest.mark.parametrize("gateway", [{"balance_interval_s": 0}, {"balance_interval_s": 0.02, "balance_dwell_s": 1000}])
-async def test_nothing_moves_when_switched_off_or_just_placed(tmp_path, gateway):
-    async with crowded(tmp_path, **gateway) as (running, idle):
+@pytest.mark.parametrize(("interval_s", "dwell_s"), [(0, 0), (0.02, 1000)])
+async def test_nothing_moves_when_switched_off_or_just_placed(tmp_path, interval_s, dwell_s):
+    async with crowded(tmp_path, interval_s, dwell_s) as (running, idle):
         for looks in range(1, 10):
             await reports(running, idle, looks)
             await asyncio.sleep(0.02)

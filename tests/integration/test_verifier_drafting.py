@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
-from backend.protocol import Close
+from backend.wire.drafting import Close
 from tests.support.processes import Verifier, together
 from tests.support.scripted_drafter import ScriptedDrafter
 

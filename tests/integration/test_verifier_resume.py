@@ -11,8 +11,8 @@ import msgspec
 import pytest
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
-from backend.demo import TARGET_DIR
-from backend.engine_wire import ADD, Addition
+from backend.models.demo import TARGET_DIR
+from backend.wire.engine import ADD, Addition
 from tests.support.processes import Drafter, Verifier, together
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]

@@ -18,9 +18,9 @@ from transformers import AutoTokenizer
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 from backend.config import REMOTE_MODES
-from backend.demo import TARGET_DIR
+from backend.engine.client import Answer
+from backend.models.demo import TARGET_DIR
 from backend.noise import gumbel
-from backend.verifier.client import Answer
 from tests.support.processes import Drafter, Verifier, together
 from tests.support.statistics import chi_square, chi_square_tail
 

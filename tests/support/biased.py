@@ -9,6 +9,8 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
 from backend import noise
+from backend.engine import sampling
+from backend.engine.worker import OutriderCpuWorker
 from backend.noise import Choice
 
 TOO_LITTLE = 0.9

@@ -8,7 +8,7 @@ import vllm  # must be the first of vLLM's modules
 
 import backend.drafter.process
 import backend.verifier.process
-import backend.verifier.worker
+import backend.engine.worker
 import torch._dynamo.convert_frame
 import torch._inductor.compile_fx
 import vllm.lora.lora_model

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from backend.engine.client import EngineClient
+from backend.engine.client import Answer, EngineClient
 from backend.fleet import DrafterRef
-from backend.models import ResolvedModels
-from backend.verifier.client import Answer, EngineClient
+from backend.models.demo import DRAFTER_DIR, TARGET_DIR
+from backend.models.resolve import ResolvedModels
 from tests.support import run_drafter, run_verifier
 
 ROOT = Path(__file__).resolve().parents[2]

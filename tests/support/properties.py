@@ -12,4 +12,4 @@ ORDINARY = 100
 
 def examples(count: int, **others: Any) -> settings:
     """`count` examples in `make test`, and as many times more as the profile in use draws more (`tests/conftest.py`)."""
-    return settings(max_examples=count * settings.default.max_examples // ORDINARY, **others)
+    return settings(max_examples=count * settings().max_examples // ORDINARY, **others)

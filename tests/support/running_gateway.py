@@ -18,7 +18,7 @@ from gateway.directory import StaticDirectory
 from gateway.server import GatewayServer
 from tests.support.fake_verifier import FakeVerifier, eventually
 
-MODEL_DIR = str(Path(backend.demo.__file__).parent / "models" / "target")
+MODEL_DIR = str(Path(backend.models.demo.__file__).parent / "target")
 CHAT: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 6}
 COMPLETION: dict[str, Any] = {"model": "demo", "prompt": "def f(", "max_tokens": 6}
 

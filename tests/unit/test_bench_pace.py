@@ -11,12 +11,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from backend.bench import options as options_module
-from backend.bench.fleet import Bench, verifier_settings
-from backend.bench.options import PROBABILISTIC
-from backend.bench.pace import PROFILES, Cost, Pace, Paced, parse_pace
-from backend.bench.pacing import Pacer, pace_drafter
-from backend.bench.plan import Configuration, CoreSplit
+from backend.lab.bench import options as options_module
+from backend.lab.bench.engines import Bench, verifier_settings
+from backend.lab.bench.options import PROBABILISTIC
+from backend.lab.bench.pace import PROFILES, Cost, Pace, Paced, parse_pace
+from backend.lab.bench.pacing import Pacer, pace_drafter
+from backend.lab.bench.plan import Configuration, CoreSplit
 from tests.support.processes import demo_models
 
 

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from backend.bench.profile import medians_us, per_request_us, rows_of
-from backend.bench.stopwatch import COMPUTE, THEIRS, Stopwatch
+from backend.lab.bench.profile import medians_us, per_request_us, rows_of
+from backend.lab.bench.stopwatch import COMPUTE, THEIRS, Stopwatch
 
 
 class Layers:

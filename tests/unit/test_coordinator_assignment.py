@@ -15,7 +15,7 @@ from backend.coordinator.assignment import Action, Bind, DrafterSpeed, Pair, Sit
 from backend.coordinator.policy import Coordinator
 from backend.coordinator.water_filling import WaterFilling, predicted
 from backend.fleet import DraftCounters, DrafterStats, Member, MemberKind, VerifierStats
-from backend.speed import Line
+from backend.fleet.speed import Line
 from tests.support.properties import examples
 
 FEW = examples(30)

@@ -8,11 +8,9 @@ from typing import cast
 
 import pytest
 
-from backend import departure
-from backend import membership as membership_module
-from backend.departure import Departure
 from backend.fleet import Member, Orders
 from backend.member import departure
+from backend.member import membership as membership_module
 from backend.member.departure import Departure
 from backend.member.membership import Membership
 

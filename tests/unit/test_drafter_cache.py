@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from backend.drafter.cache import BLOCK, RowCache, Sequence
 from backend.drafter.extents import UNIT, Extents
-from backend.tokens import UNKNOWN, common_prefix, splice
+from backend.speculation.tokens import UNKNOWN, common_prefix, splice
 from tests.support.properties import examples
 
 Row = tuple[int, ...]

@@ -12,7 +12,7 @@ from backend.config import Settings
 from backend.launch import fleet
 from backend.launch.fleet import _plan_when_there_is_room
 from backend.launch.processes import LaunchError
-from backend.models import ResolvedModels
+from backend.models.resolve import ResolvedModels
 
 MODELS = ResolvedModels("/t", "/d", "eagle", "demo")
 
