@@ -4,6 +4,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 ARGS ?=
+# Two test processes; files in order, those with engines first.
+TWO := -n 2 --dist loadgroup --no-loadscope-reorder
 MAKEFLAGS += --no-print-directory
 
 .DEFAULT_GOAL := help
@@ -30,10 +32,10 @@ status: setup ## show the running fleet
 	@exec $(BIN)/outrider status $(ARGS)
 
 test: setup-dev ## run all tests (under eight minutes on two cores)
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest $(TWO) $(ARGS)
 
 test-fast: setup-dev ## run the tests that start no engine, no Ray and no fleet (under two minutes)
-	@$(BIN)/python -m pytest -m "not engine and not campaign" $(ARGS)
+	@$(BIN)/python -m pytest $(TWO) -m "not engine and not campaign" $(ARGS)
 
 campaign: setup-dev ## run what `make test` leaves out, and property tests on new and ten times as many examples
 	@$(BIN)/python -m pytest -m "campaign or hypothesis" --hypothesis-profile campaign --timeout 1800 $(ARGS)

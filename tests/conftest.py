@@ -24,6 +24,13 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         start_fork_server()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of a file share engines, those of `served` a fleet: one process of `-n 2` runs them all."""
+    for item in items:
+        place = item.path.parent if item.path.parent.name == "served" else item.path
+        item.add_marker(pytest.mark.xdist_group(f"{place.parent.name}/{place.stem}"))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def no_settings_from_outside() -> None:
     """`OUTRIDER_*` variables of the person who runs the tests must not change them."""
