@@ -5,7 +5,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 ARGS ?=
 # Two test processes; files in order, those with engines first.
-TWO := -n 2 --dist loadgroup --no-loadscope-reorder
+TWO := -n 2 --no-loadscope-reorder
 MAKEFLAGS += --no-print-directory
 
 .DEFAULT_GOAL := help

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import hypothesis
 import pytest
@@ -24,11 +25,18 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         start_fork_server()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of a file share engines, those of `served` a fleet: one process of `-n 2` runs them all."""
-    for item in items:
-        place = item.path.parent if item.path.parent.name == "served" else item.path
-        item.add_marker(pytest.mark.xdist_group(f"{place.parent.name}/{place.stem}"))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Which of two processes (`-n 2`) runs what: a file's tests share engines, those of `served` a fleet."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Places(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            folder = file.rpartition("/")[0]
+            return folder if folder.endswith("/served") else file
+
+    return Places(config, log)
 
 
 @pytest.fixture(scope="session", autouse=True)

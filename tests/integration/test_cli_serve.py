@@ -79,7 +79,7 @@ def command_line(pid: int) -> str:
 def shared_memory(pid: int) -> set[str]:
     """The files in shared memory that a process has mapped."""
     try:
-        return set(re.findall(r" (/dev/shm/\S+)$", Path(f"/proc/{pid}/maps").read_text(), re.MULTILINE))
+        return set(re.findall(r" (/dev/shm/\S+)", Path(f"/proc/{pid}/maps").read_text()))
     except OSError:
         return set()
 
