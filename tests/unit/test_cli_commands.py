@@ -48,7 +48,6 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["serve", "--drafters", "0"], "--mode auto needs a drafter"),
         (["serve", "--model", "/nowhere", "--mode", "off"], "--model /nowhere: no such directory"),
         (["check-config", "--verifiers", "0"], "--verifiers: input should be greater than or equal to 1"),
-        (["check-config", "--drafting-ngram-min", "9"], "--drafting-ngram-min"),
         (["status", "--gateway-prot", "1"], "unknown flag"),
     ],
 )
