@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 from gateway.balancing import Balancer
 from gateway.errors import translate
 from gateway.middleware import Admission, Envelope
-from gateway.routes import admin, generate, models, operations, page, weights
+from gateway.routes import admin, conversations, generate, messages, models, operations, page, responses, weights
 from gateway.spans import RequestSpans
 from gateway.state import Gateway
 
@@ -29,11 +29,13 @@ def build_app(gateway: Gateway) -> FastAPI:
         gateway.feed.start()
         balancer.start()
         await gateway.services.models.init_static_loras()
+        await gateway.responses.start()
         try:
             yield
         finally:
             gateway.feed.close()
             balancer.stop()
+            await gateway.responses.close()
             gateway.client.shutdown()
             if gateway.tracing is not None:
                 await asyncio.to_thread(gateway.tracing.close)
@@ -41,7 +43,7 @@ def build_app(gateway: Gateway) -> FastAPI:
     app = FastAPI(title="Outrider", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
     app.router.redirect_slashes = False
     app.state.gateway = gateway
-    for routes in (weights, admin, generate, models, operations, page):
+    for routes in (weights, admin, generate, messages, responses, conversations, models, operations, page):
         app.include_router(routes.router)
     app.add_exception_handler(HTTPException, _http_error)
     settings = gateway.settings.gateway
@@ -63,4 +65,4 @@ async def _http_error(request: Request, error: Exception) -> Response:
     """Starlette's own 404 and 405; everything else reaches `Envelope`."""
     known = translate(error)
     allowed = getattr(error, "headers", None) or {}
-    return JSONResponse(known.body(), status_code=known.status, headers={**allowed, **known.headers()})
+    return JSONResponse(known.body_for(request.url.path), status_code=known.status, headers={**allowed, **known.headers()})

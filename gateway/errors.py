@@ -29,7 +29,6 @@ Messages carry no paths, addresses, tracebacks or values of the request beyond f
 
 from __future__ import annotations
 
-import json
 import re
 from http import HTTPStatus
 from typing import Any, ClassVar
@@ -40,6 +39,7 @@ import starlette.exceptions
 from backend.engine.front import (
     GracefulHTTPError,
     RetryableRequestError,
+    StreamFailed,
     VLLMClientError,
     VLLMNotFoundError,
     VLLMServerError,
@@ -53,6 +53,20 @@ _CONTEXT = re.compile(
     r"maximum context length|longer than the maximum model length|cannot be greater than max_(?:model_len|total_tokens)"
 )
 _MAX_MESSAGE = 1000
+
+
+_ANTHROPIC = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    413: "request_too_large",
+    415: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+"""Anthropic's words for what went wrong (docs.anthropic.com, "Errors"); for any other status, `api_error`."""
 
 
 class ApiError(Exception):
@@ -79,9 +93,13 @@ class ApiError(Exception):
         """Response headers that belong to this error."""
         return {} if self.retry_after_s is None else {"retry-after": str(self.retry_after_s)}
 
-    def event(self) -> bytes:
-        """The stream's error event."""
-        return b"data: " + json.dumps(self.body(), separators=(",", ":")).encode() + b"\n\n"
+    def anthropic_body(self) -> dict[str, object]:
+        """The same as Anthropic's API has it."""
+        return {"type": "error", "error": {"type": _ANTHROPIC.get(self.status, "api_error"), "message": self.message}}
+
+    def body_for(self, path: str) -> dict[str, Any]:
+        """As the API at this URL has it."""
+        return self.anthropic_body() if path.startswith("/v1/messages") else self.body()
 
 
 class BadRequest(ApiError):
@@ -235,6 +253,8 @@ def translate(error: BaseException) -> ApiError:
         return _from_http(error)
     if isinstance(error, pydantic.ValidationError):
         return _from_pydantic(error)
+    if isinstance(error, StreamFailed):
+        return from_vllm(error.error)
     if isinstance(error, GracefulHTTPError | RetryableRequestError):
         return Unavailable()
     if isinstance(error, VLLMServerError):

@@ -29,17 +29,19 @@ OPEN_PATHS = frozenset({"/livez", "/readyz", "/health", "/metrics", *FILES})
 
 ADMIN_PATH = "/admin"
 """Here and below the fleet is changed."""
+ADMIN_PATHS = frozenset({ADMIN_PATH, "/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
+"""Also for administrators only."""
 
-LIMITED_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})
+LIMITED_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"})
 """The paths whose requests count against `max_in_flight`."""
 
 _HOST = re.compile(r"(?P<name>\[[^\]]*\]|[^:]*)(?::\d+)?")
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
-async def send_error(error: ApiError, send: Send) -> None:
+async def send_error(error: ApiError, path: str, send: Send) -> None:
     """An error as a whole response."""
-    body = json.dumps(error.body()).encode()
+    body = json.dumps(error.body_for(path)).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     headers += [(name.encode(), value.encode()) for name, value in error.headers().items()]
     await send({"type": "http.response.start", "status": error.status, "headers": headers})
@@ -79,7 +81,7 @@ class Envelope:
                 logger.exception("request %s failed", request_id)
             if status:
                 raise
-            await send_error(known, named_send)
+            await send_error(known, scope["path"], named_send)
         finally:
             route = getattr(scope.get("route"), "path", "unmatched")
             self._metrics.request_done(route, status or 499)
@@ -103,7 +105,7 @@ class Admission:
             await self._app(scope, receive, send)
             return
         path = scope["path"]
-        if path == ADMIN_PATH or path.startswith(f"{ADMIN_PATH}/"):
+        if path in ADMIN_PATHS or path.startswith(f"{ADMIN_PATH}/"):
             self._check_administrator(scope)
         elif path not in OPEN_PATHS and not _shows(self._api_key, scope):
             raise Unauthorized("Missing or wrong API key. Send it as `Authorization: Bearer <key>`.")

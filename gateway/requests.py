@@ -9,7 +9,8 @@ import difflib
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import pydantic
@@ -17,38 +18,10 @@ from starlette.requests import Request
 
 from backend.wire.engine import FIXED_RESPONSE
 from gateway.errors import BadRequest, PayloadTooLarge, UnsupportedMedia
+from gateway.fields import NO_EFFECT, REFUSED, Fits, without_nulls
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 ModelT = TypeVar("ModelT", bound=pydantic.BaseModel)
-
-_GUIDED = "use `structured_outputs` or `response_format`"
-REMOVED: Mapping[str, str] = {
-    "functions": "use `tools`",
-    "function_call": "use `tool_choice`",
-    "best_of": "use `n`",
-    "guided_json": _GUIDED,
-    "guided_regex": _GUIDED,
-    "guided_choice": _GUIDED,
-    "guided_grammar": _GUIDED,
-    "guided_decoding_backend": _GUIDED,
-    "guided_whitespace_pattern": _GUIDED,
-}
-"""Fields that once had a meaning, and what to use instead."""
-
-INERT: Mapping[str, Callable[[Any], bool]] = {
-    "metadata": lambda value: True,
-    "prompt_cache_key": lambda value: True,
-    "safety_identifier": lambda value: True,
-    "service_tier": lambda value: value in (None, "auto", "default"),
-    "store": lambda value: not value,
-    "modalities": lambda value: value in (None, ["text"]),
-    "best_of": lambda value: value is None,
-    "functions": lambda value: value is None,
-    "function_call": lambda value: value is None,
-    "audio": lambda value: value is None,
-    "prediction": lambda value: value is None,
-}
-"""OpenAI's fields that change nothing here, with the values for which that is true."""
 
 
 async def read_json(request: Request, max_bytes: int) -> dict[str, Any]:
@@ -85,9 +58,9 @@ def _finite(number: str) -> float:
     return value
 
 
-def parse(model: type[ModelT], data: dict[str, Any]) -> ModelT:
-    """`data` as `model`, without fields it does not know.  Raises `BadRequest` or pydantic's ValidationError."""
-    kept = check_fields(model, data)
+def parse(model: type[ModelT], data: dict[str, Any], no_effect: Mapping[str, Fits] = NO_EFFECT) -> ModelT:
+    """`data` as `model`, without nulls and fields that have no effect.  Raises `BadRequest` or pydantic's ValidationError."""
+    kept = check_fields(model, without_nulls(data), no_effect)
     try:
         return model.model_validate(kept)
     except (TypeError, AttributeError, KeyError):
@@ -95,18 +68,16 @@ def parse(model: type[ModelT], data: dict[str, Any]) -> ModelT:
         raise BadRequest("A field of the request has the wrong type.") from None
 
 
-def check_fields(model: type[pydantic.BaseModel], data: dict[str, Any]) -> dict[str, Any]:
-    """`data` without its inert fields.  Raises `BadRequest` naming an unknown field and the nearest valid one."""
+def check_fields(model: type[pydantic.BaseModel], data: dict[str, Any], no_effect: Mapping[str, Fits]) -> dict[str, Any]:
+    """`data` without fields that have no effect.  Raises `BadRequest` naming an unknown field and the nearest valid one."""
     known = set(model.model_fields)
     known.update(field.alias for field in model.model_fields.values() if field.alias)
     kept = {}
     for name, value in data.items():
-        if name in known:
+        if name in known and name not in REFUSED:
             kept[name] = value
-        elif name in INERT and INERT[name](value):
-            continue
-        else:
-            raise BadRequest(_unknown(name, known), param=name[:64], code="unknown_parameter")
+        elif name not in no_effect or not no_effect[name](value):
+            raise BadRequest(_unknown(name, known, no_effect), param=name[:64], code="unknown_parameter")
     options = kept.get("stream_options")
     if isinstance(options, dict):
         for name in options.keys() - {"include_usage", "continuous_usage_stats", "include_obfuscation"}:
@@ -115,11 +86,11 @@ def check_fields(model: type[pydantic.BaseModel], data: dict[str, Any]) -> dict[
     return kept
 
 
-def _unknown(name: str, known: set[str]) -> str:
+def _unknown(name: str, known: set[str], no_effect: Mapping[str, Fits] = MappingProxyType({})) -> str:
     shown = name[:64]
-    if name in REMOVED:
-        return f"The parameter `{shown}` is not supported; {REMOVED[name]}."
-    if name in INERT:
+    if name in REFUSED:
+        return f"The parameter `{shown}` is not supported; {REFUSED[name]}."
+    if name in no_effect:
         return f"This value of `{shown}` is not supported."
     nearest = difflib.get_close_matches(shown, sorted(known), n=1)
     hint = f" Did you mean `{nearest[0]}`?" if nearest else ""
@@ -127,13 +98,13 @@ def _unknown(name: str, known: set[str]) -> str:
 
 
 def check_generation(request: Any, *, max_n: int, vllm_speculates: bool) -> None:
-    """What we refuse although vLLM's request model takes it.  Raises `BadRequest` naming the parameter."""
-    n = request.n if request.n is not None else 1
-    if not 1 <= n <= max_n:
+    """What we refuse although vLLM's request models take it.  Raises `BadRequest` naming the parameter."""
+    n = getattr(request, "n", 1)
+    if n is not None and not 1 <= n <= max_n:
         raise BadRequest(f"`n` must be between 1 and {max_n}.", param="n")
     if FIXED_RESPONSE in (request.vllm_xargs or {}):
         raise BadRequest(f"`{FIXED_RESPONSE}` belongs to rollouts.", param="vllm_xargs")
     if vllm_speculates:
-        unsupported = [name for name, set_ in (("min_p", request.min_p), ("logit_bias", request.logit_bias)) if set_]
+        unsupported = [name for name in ("min_p", "logit_bias") if getattr(request, name, None)]
         if unsupported:
             raise BadRequest(f"`{unsupported[0]}` is not supported in mode native.", param=unsupported[0])

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import uvicorn
 
-from backend.config import Settings
+from backend.config import Settings, environment
 from backend.engine.front.client import FleetClient
 from backend.engine.front.config import build_vllm_config
 from backend.engine.front.serving import build_services
@@ -31,6 +31,8 @@ from gateway.fleet_core import FleetCore
 from gateway.fleet_feed import FleetFeed
 from gateway.fleet_metrics import FleetCollector
 from gateway.metrics import GatewayMetrics
+from gateway.responses.serving import Responses
+from gateway.responses.store import Store
 from gateway.spans import SequenceSpans
 from gateway.state import Gateway
 
@@ -76,7 +78,17 @@ def build_gateway(
     metrics.registry.register(FleetCollector(core))
     about = {"model": served_name, "mode": settings.mode, "num_speculative_tokens": settings.num_speculative_tokens}
     feed = FleetFeed(core, about, metrics)
-    return Gateway(settings, client, services, metrics, feed, tracing)
+    responses = Responses(_store(settings))
+    return Gateway(settings, client, services, metrics, feed, responses, tracing)
+
+
+def _store(settings: Settings) -> Store | None:
+    """Where responses are kept; raises `OSError` for a folder that cannot be used."""
+    asked = settings.gateway.state_dir
+    if asked == "none":
+        return None
+    folder = environment.state_dir() if asked == "auto" else Path(asked).expanduser()
+    return Store(folder / "responses.sqlite", settings.gateway.state_mib << 20)
 
 
 class GatewayServer:

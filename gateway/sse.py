@@ -1,8 +1,8 @@
-"""Server-sent events as OpenAI clients expect them, from the strings vLLM's serving layer yields.
+"""Server-sent events as clients expect them, from what vLLM's serving layer yields.
 
-Framing: `data: {json}\\n\\n`, last `data: [DONE]\\n\\n`; nothing else but comments, which keep idle connections open.
-The response is held back until the first chunk, so that a request that cannot be served gets its HTTP status; when the
-first chunk takes longer than the keep-alive interval the stream begins with a comment instead.
+A `Dialect` says how an API writes errors and ends its streams.  Between events there are only comments, which keep idle
+connections open.  The response is held back until the first event, so that a request that cannot be served gets its HTTP
+status; when that takes longer than the keep-alive interval the stream begins with a comment instead.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
 from typing import TypeVar
 
 from sse_starlette import EventSourceResponse, ServerSentEvent
@@ -26,6 +27,27 @@ _ERROR_PREFIX = 'data: {"error"'
 logger = logging.getLogger(__name__)
 # It logs every chunk at debug level, and chunks are outputs.
 logging.getLogger("sse_starlette").setLevel(logging.INFO)
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """An API's way to stream: `failed` makes all that ends a stream with an error, `ends` begins its last event."""
+
+    failed: Callable[[ApiError], bytes]
+    ends: tuple[bytes, ...]
+
+
+CHAT = Dialect(lambda error: event(error.body()) + DONE, (DONE,))
+"""Chat completions and completions: `data: {json}`, last `data: [DONE]`."""
+
+MESSAGES = Dialect(lambda error: event(error.anthropic_body(), "error"), (b"event: message_stop", b"event: error"))
+"""Anthropic's messages: every event is named."""
+
+
+def event(body: object, name: str | None = None) -> bytes:
+    """One event with `body` as JSON."""
+    head = b"" if name is None else b"event: " + name.encode() + b"\n"
+    return head + b"data: " + json.dumps(body, separators=(",", ":")).encode() + b"\n\n"
 
 
 class ClientGone(Exception):
@@ -56,10 +78,11 @@ async def _disconnect(request: Request) -> None:
 async def stream_response(
     request: Request,
     chunks: AsyncGenerator[str, None],
+    dialect: Dialect,
     keep_alive_s: float,
     on_disconnect: Callable[[], None],
 ) -> EventSourceResponse:
-    """The streaming response for vLLM's `chunks`; raises `ApiError` when the very first of them is an error."""
+    """The streaming response for `chunks`; raises `ApiError` when the very first of them is an error."""
     events = _events(chunks)
     first = asyncio.ensure_future(anext(events))
     try:
@@ -71,7 +94,7 @@ async def stream_response(
         await asyncio.gather(first, return_exceptions=True)
         await events.aclose()
         raise
-    silence = _Silence()
+    silence = _Silence(dialect.ends)
 
     async def left(message: object) -> None:
         # The server reports a disconnect after a complete answer too.
@@ -79,7 +102,7 @@ async def stream_response(
             on_disconnect()
 
     return EventSourceResponse(
-        silence.watch(_after(first, events)),
+        silence.watch(_after(first, events, dialect)),
         sep="\n",
         ping=keep_alive_s,
         ping_message_factory=silence.comment,
@@ -90,7 +113,8 @@ async def stream_response(
 class _Silence:
     """Whether anything was sent since the last ping was due."""
 
-    def __init__(self) -> None:
+    def __init__(self, ends: tuple[bytes, ...]) -> None:
+        self._ends = ends
         self._sent = False
         self.finished = False
 
@@ -98,7 +122,7 @@ class _Silence:
         try:
             async for event in events:
                 self._sent = True
-                self.finished = event == DONE
+                self.finished = event.startswith(self._ends) or event.endswith(self._ends)
                 yield event
         finally:
             await events.aclose()
@@ -116,7 +140,9 @@ class _NoEvent(ServerSentEvent):
         return b""
 
 
-async def _after(first: asyncio.Future[bytes], events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+async def _after(
+    first: asyncio.Future[bytes], events: AsyncGenerator[bytes, None], dialect: Dialect
+) -> AsyncGenerator[bytes, None]:
     """`first` and then the rest; an error that comes now can only be an event."""
     try:
         if not first.done():
@@ -125,8 +151,7 @@ async def _after(first: asyncio.Future[bytes], events: AsyncGenerator[bytes, Non
         async for event in events:
             yield event
     except ApiError as error:
-        yield error.event()
-        yield DONE
+        yield dialect.failed(error)
     finally:
         if not first.done():
             first.cancel()

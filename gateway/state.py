@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 
 from starlette.requests import Request
 
@@ -13,6 +14,7 @@ from backend.tracing import Tracing
 from gateway.fleet_core import FleetCore
 from gateway.fleet_feed import FleetFeed
 from gateway.metrics import GatewayMetrics
+from gateway.responses.serving import Responses
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,10 @@ class Gateway:
     services: Services
     metrics: GatewayMetrics
     feed: FleetFeed
+    responses: Responses
     tracing: Tracing | None = None
+    started: float = field(default_factory=time.time)
+    """Unix seconds; also when its models were "created"."""
 
     @property
     def vllm_speculates(self) -> bool:
@@ -40,3 +45,8 @@ def gateway_of(request: Request) -> Gateway:
     """The gateway serving this request."""
     gateway: Gateway = request.app.state.gateway
     return gateway
+
+
+def owner_of(request: Request) -> str:
+    """Whose responses this request may see: those of its key, or of everybody where there are no keys."""
+    return str(getattr(request.state, "owner", ""))

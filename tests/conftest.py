@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from typing import Any
 
 import hypothesis
@@ -10,6 +11,8 @@ import pytest
 
 # Tensors of tests are tiny: more threads only wait for each other, and for a core where others work, too.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# What gateways keep is nothing to the person who runs the tests.
+os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="outrider-tests-")
 # The same examples everywhere: a change is judged by what it did.  The campaign looks for new ones, and for ten times as many.
 hypothesis.settings.register_profile("outrider", deadline=None, derandomize=True)
 hypothesis.settings.register_profile("campaign", deadline=None, derandomize=False, max_examples=1000, print_blob=True)

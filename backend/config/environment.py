@@ -34,6 +34,11 @@ def runtime_home() -> Path:
     return Path(tempfile.gettempdir()) / f"outrider-{os.getuid()}"
 
 
+def state_dir() -> Path:
+    """Where this user's programs keep what outlives them (XDG's base directories)."""
+    return Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "outrider"
+
+
 def export(variables: Mapping[str, str], *, override: bool = True) -> None:
     """Sets variables for this process and those it starts; without `override` only where the user set none."""
     for name, value in variables.items():

@@ -60,7 +60,14 @@ class GatewaySettings(Section):
     balance_interval_s: float = Field(
         2.0, ge=0, description="seconds between two looks at which requests to move to a faster verifier; 0: none are moved"
     )
-    tool_call_parser: str | None = Field(None, description="vLLM's tool call parser for this model; none: tools are refused")
+    state_dir: str = Field(
+        "auto",
+        description="folder of what is kept (responses, conversations); auto: the user's state folder; none: nothing is kept",
+    )
+    state_mib: int = Field(256, ge=1, description="MiB of responses and conversations kept; the oldest go first")
+    tool_call_parser: str = Field(
+        "auto", description="vLLM's tool call parser; auto: by the model's family; none: tools are refused"
+    )
     chat_template: str | None = Field(None, description="chat template file or text; default: the model's own")
     routing: Routing = Field(
         "least-loaded",
@@ -110,6 +117,15 @@ class VerifierSettings(Section):
     )
     fixed_responses: bool = Field(
         False, description="take requests that bring the response they must emit; rollouts from traces set it"
+    )
+    reasoning_parser: str = Field(
+        "auto", description="vLLM's reasoning parser; auto: by the model's family; none: reasoning stays text"
+    )
+    adapters: dict[str, str] = Field(
+        default_factory=dict, description="LoRA adapters: the names clients use, and their directories"
+    )
+    adapters_loadable: bool = Field(
+        False, description="further adapters may be loaded and unloaded over HTTP (/v1/load_lora_adapter), by administrators"
     )
     engine_args: dict[str, Any] = Field(
         default_factory=dict, description="further vLLM engine arguments, by their names; of speculative_config what differs"

@@ -18,6 +18,8 @@ from vllm.v1.executor.abstract import Executor
 
 from backend.config import REMOTE_MODES, Settings, environment
 from backend.config.settings import MAX_NUM_BATCHED_TOKENS
+from backend.engine.adapters import adapter_arguments
+from backend.engine.parsers import reasoning_parser
 from backend.models.head_config import load_config, read_config, text_config
 from backend.models.resolve import ResolvedModels
 from backend.speculation.lookup import LONGEST, SHORTEST
@@ -56,10 +58,12 @@ def engine_arguments(settings: Settings, paths: ResolvedModels, verifier_id: str
         "kv_cache_memory_bytes": kv_mib * 2**20 if kv_mib else None,
         "tensor_parallel_size": verifier.ranks,
         "distributed_executor_backend": "mp" if verifier.ranks > 1 else "uni",
+        "reasoning_parser": reasoning_parser(verifier.reasoning_parser, paths.target_dir, settings.gateway.chat_template) or "",
         "speculative_config": _speculative_config(settings, paths),
         "worker_cls": f"backend.engine.worker.Outrider{'Cpu' if on_cpu else 'Gpu'}Worker",
         "additional_config": {"outrider": _worker_options(settings, paths, verifier_id)},
     }
+    arguments |= adapter_arguments(verifier)
     if settings.mode in REMOTE_MODES:
         arguments["async_scheduling"] = False
         arguments["scheduler_cls"] = "backend.engine.scheduler.DraftingScheduler"

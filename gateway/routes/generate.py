@@ -10,10 +10,11 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from backend.engine.front import ChatCompletionRequest, CompletionRequest, ErrorResponse, VLLMValidationError
+from gateway import answers
 from gateway.errors import ContextTooLong, NoVerifier, from_vllm
 from gateway.requests import check_generation, parse, read_json
 from gateway.session import enter_session
-from gateway.sse import stream_response, unless_disconnected
+from gateway.sse import CHAT, Dialect, stream_response, unless_disconnected
 from gateway.state import Gateway, gateway_of
 
 router = APIRouter()
@@ -24,18 +25,36 @@ Create = Callable[[Any, Request], Awaitable[Any]]
 async def chat_completions(request: Request) -> Response:
     """OpenAI's chat completions."""
     gateway = gateway_of(request)
-    return await _generate(gateway, request, ChatCompletionRequest, gateway.services.chat.create_chat_completion)
+    asked = parse(ChatCompletionRequest, await read_json(request, gateway.max_body_bytes))
+    return await respond(gateway, request, asked, gateway.services.chat.create_chat_completion, CHAT)
 
 
 @router.post("/v1/completions")
 async def completions(request: Request) -> Response:
     """OpenAI's (legacy) completions."""
     gateway = gateway_of(request)
-    return await _generate(gateway, request, CompletionRequest, gateway.services.completion.create_completion)
+    asked = parse(CompletionRequest, await read_json(request, gateway.max_body_bytes))
+    return await respond(gateway, request, asked, gateway.services.completion.create_completion, CHAT)
 
 
-async def _generate(gateway: Gateway, request: Request, model: type[pydantic.BaseModel], create: Create) -> Response:
-    asked = parse(model, await read_json(request, gateway.max_body_bytes))
+async def respond(
+    gateway: Gateway,
+    request: Request,
+    asked: pydantic.BaseModel,
+    create: Create,
+    dialect: Dialect,
+    shown: Callable[[Any], dict[str, Any]] = answers.body,
+) -> Response:
+    """The answer to `asked`, streamed where it says so, else as `shown` makes it."""
+    answer = await generate(gateway, request, asked, create)
+    if isinstance(answer, AsyncGenerator):
+        keep_alive_s = gateway.settings.gateway.keep_alive_s
+        return await stream_response(request, answer, dialect, keep_alive_s, gateway.metrics.client_left)
+    return JSONResponse(shown(answer))
+
+
+async def generate(gateway: Gateway, request: Request, asked: pydantic.BaseModel, create: Create) -> Any:
+    """vLLM's answer, or its stream; cancelled when the client leaves.  Raises `ApiError`."""
     check_generation(asked, max_n=gateway.settings.gateway.max_n, vllm_speculates=gateway.vllm_speculates)
     if not gateway.client.ready:
         raise NoVerifier
@@ -50,11 +69,8 @@ async def _generate(gateway: Gateway, request: Request, model: type[pydantic.Bas
         raise
     if isinstance(answer, ErrorResponse):
         raise from_vllm(answer.error.model_dump())
-    if isinstance(answer, AsyncGenerator):
-        keep_alive_s = gateway.settings.gateway.keep_alive_s
-        return await stream_response(request, answer, keep_alive_s, gateway.metrics.client_left)
-    return JSONResponse(answer.model_dump(mode="json"))
+    return answer
 
 
 def _asked_for_nothing(asked: Any) -> bool:
-    return 0 in (asked.max_tokens, getattr(asked, "max_completion_tokens", None))
+    return any(getattr(asked, name, None) == 0 for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"))

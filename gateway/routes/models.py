@@ -1,39 +1,95 @@
-"""GET /v1/models, /v1/models/{id}; POST /tokenize and /detokenize, with and without the /v1 prefix."""
+"""Models and their adapters; /tokenize and /detokenize, with and without the /v1 prefix."""
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any
 
 import pydantic
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
-from backend.engine.front import DetokenizeRequest, ErrorResponse, TokenizeChatRequest, TokenizeCompletionRequest
-from gateway.errors import ModelNotFound, from_vllm
-from gateway.requests import parse, read_json
-from gateway.state import gateway_of
+from backend.engine.front import (
+    DetokenizeRequest,
+    ErrorResponse,
+    LoadLoRAAdapterRequest,
+    TokenizeChatRequest,
+    TokenizeCompletionRequest,
+    UnloadLoRAAdapterRequest,
+)
+from gateway import answers
+from gateway.errors import Forbidden, ModelNotFound, from_vllm
+from gateway.requests import ModelT, parse, read_json
+from gateway.state import Gateway, gateway_of
 
 router = APIRouter()
 
 
-async def _cards(request: Request) -> list[dict[str, Any]]:
-    listed = await gateway_of(request).services.models.show_available_models()
-    return [card.model_dump(mode="json") for card in listed.data]
-
-
 @router.get("/v1/models")
 async def list_models(request: Request) -> Response:
-    """The base model and its adapters."""
-    return JSONResponse({"object": "list", "data": await _cards(request)})
+    """The base model and its adapters, as OpenAI's and as Anthropic's clients read them."""
+    cards = _cards(request)
+    names = [card["id"] for card in cards]
+    return JSONResponse({"object": "list", "data": cards, "first_id": names[0], "last_id": names[-1], "has_more": False})
 
 
 @router.get("/v1/models/{model_id:path}")
 async def get_model(request: Request, model_id: str) -> Response:
     """One of them."""
-    for card in await _cards(request):
+    for card in _cards(request):
         if card["id"] == model_id:
             return JSONResponse(card)
     raise ModelNotFound("The model does not exist.", param="model")
+
+
+def _cards(request: Request) -> list[dict[str, Any]]:
+    gateway = gateway_of(request)
+    models = gateway.services.models
+    base = models.model_name()
+    return [_card(gateway, base, None), *(_card(gateway, name, base) for name in models.lora_requests)]
+
+
+def _card(gateway: Gateway, name: str, parent: str | None) -> dict[str, Any]:
+    """`root` is the name too: the directory a model was found in is nobody's business."""
+    return {
+        "id": name,
+        "object": "model",
+        "created": int(gateway.started),
+        "owned_by": "outrider",
+        "root": parent or name,
+        "parent": parent,
+        "max_model_len": gateway.client.model_config.max_model_len,
+        "type": "model",
+        "display_name": name,
+        "created_at": datetime.fromtimestamp(int(gateway.started), UTC).isoformat().replace("+00:00", "Z"),
+    }
+
+
+@router.post("/v1/load_lora_adapter")
+async def load_adapter(request: Request) -> Response:
+    """Makes a LoRA adapter known under a name, from a directory that the verifiers can read.  For administrators."""
+    asked = await _adapter(request, LoadLoRAAdapterRequest)
+    return _said(await gateway_of(request).services.models.load_lora_adapter(asked))
+
+
+@router.post("/v1/unload_lora_adapter")
+async def unload_adapter(request: Request) -> Response:
+    """Forgets one.  For administrators."""
+    asked = await _adapter(request, UnloadLoRAAdapterRequest)
+    return _said(await gateway_of(request).services.models.unload_lora_adapter(asked))
+
+
+async def _adapter(request: Request, model: type[ModelT]) -> ModelT:
+    gateway = gateway_of(request)
+    if not gateway.settings.verifier.adapters_loadable:
+        raise Forbidden("Adapters are loaded over HTTP only with `verifier.adapters_loadable`.")
+    return parse(model, await read_json(request, gateway.max_body_bytes))
+
+
+def _said(result: Any) -> Response:
+    if isinstance(result, ErrorResponse):
+        raise from_vllm(result.error.model_dump())
+    return JSONResponse({"message": result})
 
 
 @router.post("/tokenize")
@@ -58,4 +114,4 @@ async def detokenize(request: Request) -> Response:
 def _answer(result: Any) -> Response:
     if isinstance(result, ErrorResponse):
         raise from_vllm(result.error.model_dump())
-    return JSONResponse(result.model_dump(mode="json"))
+    return JSONResponse(answers.body(result))

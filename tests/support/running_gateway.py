@@ -53,7 +53,8 @@ async def running_gateway(
     with tempfile.TemporaryDirectory() as folder:
         fakes = [FakeVerifier(Path(folder), f"verifier-{index}").start() for index in range(verifiers)]
         directory = StaticDirectory([fake.member for fake in fakes])
-        settings = Settings.model_validate({"mode": mode, "gateway": {"port": 0, **gateway}, "tracing": tracing or {}})
+        gateway = {"port": 0, "state_dir": folder, **gateway}
+        settings = Settings.model_validate({"mode": mode, "gateway": gateway, "tracing": tracing or {}})
         server = GatewayServer(settings, directory, MODEL_DIR, model_name="demo")
         task = asyncio.create_task(server.serve())
         try:

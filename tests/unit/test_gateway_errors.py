@@ -8,6 +8,7 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from gateway import errors
 from gateway.errors import ApiError, BadRequest, ContextTooLong, InternalError, ModelNotFound, Unavailable, VerifierLost
+from gateway.sse import CHAT
 
 VLLM_ERRORS = {
     "VLLMError": InternalError,
@@ -80,8 +81,9 @@ def test_bodies_have_the_four_fields_and_no_integer_code(error):
     assert list(body) == ["message", "type", "param", "code"]
     assert body["message"]
     assert body["code"] is None or isinstance(body["code"], str)
-    assert error.event().startswith(b'data: {"error":')
-    assert error.event().endswith(b"\n\n")
+    assert CHAT.failed(error).startswith(b'data: {"error":')
+    assert CHAT.failed(error).endswith(b"\n\n")
+    assert list(error.anthropic_body()) == ["type", "error"]
     if error.status in (429, 503):
         assert int(error.headers()["retry-after"]) >= 1
 

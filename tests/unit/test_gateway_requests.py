@@ -3,7 +3,8 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
 from gateway.errors import BadRequest
-from gateway.requests import INERT, REMOVED, check_fields, check_generation, parse
+from gateway.fields import NO_EFFECT, REFUSED
+from gateway.requests import check_fields, check_generation, parse
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 
@@ -19,21 +20,21 @@ CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 )
 def test_unknown_fields_are_named_with_the_nearest_valid_one(field, hint):
     with pytest.raises(BadRequest) as caught:
-        check_fields(ChatCompletionRequest, {**CHAT, field: 1})
+        check_fields(ChatCompletionRequest, {**CHAT, field: 1}, NO_EFFECT)
     assert caught.value.param == field
     assert field in caught.value.message
     assert hint in caught.value.message
 
 
 def test_fields_without_effect_are_dropped_not_refused():
-    data = {**CHAT, "store": False, "metadata": {"a": "b"}, "service_tier": "auto", "best_of": None}
-    assert check_fields(ChatCompletionRequest, data) == CHAT
+    data = {**CHAT, "store": True, "metadata": {"a": "b"}, "service_tier": "flex", "verbosity": "low", "best_of": 1}
+    assert check_fields(ChatCompletionRequest, data, NO_EFFECT) == CHAT
 
 
-@pytest.mark.parametrize(("field", "value"), [("store", True), ("service_tier", "flex"), ("best_of", 3)])
+@pytest.mark.parametrize(("field", "value"), [("store", 1.5), ("service_tier", "gold"), ("best_of", 3), ("audio", {})])
 def test_values_that_would_have_an_effect_are_refused(field, value):
     with pytest.raises(BadRequest) as caught:
-        check_fields(CompletionRequest, {"prompt": "x", field: value})
+        check_fields(CompletionRequest, {"prompt": "x", field: value}, NO_EFFECT)
     assert caught.value.param == field
 
 
@@ -44,14 +45,15 @@ def test_vllm_extensions_pass():
 
 def test_nested_stream_options_are_checked():
     with pytest.raises(BadRequest) as caught:
-        check_fields(ChatCompletionRequest, {**CHAT, "stream": True, "stream_options": {"include_usages": True}})
+        check_fields(ChatCompletionRequest, {**CHAT, "stream": True, "stream_options": {"include_usages": True}}, NO_EFFECT)
     assert caught.value.param == "stream_options"
     assert "include_usage" in caught.value.message
 
 
-def test_known_fields_are_never_listed_as_removed_or_inert():
+def test_what_vllm_understands_is_never_without_effect():
     for model in (ChatCompletionRequest, CompletionRequest):
-        assert not model.model_fields.keys() & (REMOVED.keys() | INERT.keys())
+        assert not model.model_fields.keys() & NO_EFFECT.keys()
+    assert not NO_EFFECT.keys() & REFUSED.keys()
 
 
 @pytest.mark.parametrize(

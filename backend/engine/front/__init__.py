@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import vllm  # first: its submodules do not import alone
 from vllm.config import VllmConfig
+from vllm.entrypoints.anthropic.protocol import AnthropicCountTokensRequest, AnthropicMessagesRequest
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.exception_handling.utils import sanitize_message
+from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest, UnloadLoRAAdapterRequest
 from vllm.entrypoints.serve.tokenize.protocol import DetokenizeRequest, TokenizeChatRequest, TokenizeCompletionRequest
 from vllm.exceptions import (
     GracefulHTTPError,
@@ -25,10 +27,15 @@ from vllm.exceptions import (
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.engine.core_client import EngineCoreClient
 
+from backend.engine.front.messages import StreamFailed
+from backend.engine.front.responses import ResponseRequest
+
 VLLM_VERSION: str = vllm.__version__
 
 __all__ = [
     "VLLM_VERSION",
+    "AnthropicCountTokensRequest",
+    "AnthropicMessagesRequest",
     "ChatCompletionRequest",
     "CompletionRequest",
     "DetokenizeRequest",
@@ -39,9 +46,13 @@ __all__ = [
     "ErrorResponse",
     "FinishReason",
     "GracefulHTTPError",
+    "LoadLoRAAdapterRequest",
+    "ResponseRequest",
     "RetryableRequestError",
+    "StreamFailed",
     "TokenizeChatRequest",
     "TokenizeCompletionRequest",
+    "UnloadLoRAAdapterRequest",
     "VLLMClientError",
     "VLLMNotFoundError",
     "VLLMServerError",

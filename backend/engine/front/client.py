@@ -13,12 +13,14 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import vllm  # noqa: F401  (first: its submodules do not import alone)
 from vllm.config import VllmConfig
+from vllm.lora.request import LoRARequest
 from vllm.renderers import renderer_from_config
 from vllm.utils.async_utils import cancel_task_threadsafe
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor
 
+from backend.engine.adapters import adapter_number
 from backend.wire.engine import EngineWelcome
 
 
@@ -110,6 +112,11 @@ class FleetClient(AsyncLLM, Generic[CoreT]):
     def ready(self) -> bool:
         """Whether a request could be served now."""
         return bool(self.core.routable()) and not self.errored
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Adapters have the same number at every gateway: verifiers tell them apart by it alone."""
+        lora_request.lora_int_id = adapter_number(lora_request.lora_name, lora_request.lora_path)
+        return bool(await super().add_lora(lora_request))
 
     async def _add_request(self, request: Any, prompt: Any, parent_req: Any, index: int, queue: Any) -> None:
         try:

@@ -14,6 +14,8 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 
 from backend.config import Settings
 from backend.config.settings import MAX_NUM_BATCHED_TOKENS
+from backend.engine.adapters import adapter_arguments
+from backend.engine.parsers import reasoning_parser
 
 ENGINE_ONLY = frozenset(
     {
@@ -24,7 +26,6 @@ ENGINE_ONLY = frozenset(
         "gpu_memory_utilization",
         "kv_cache_memory_bytes",
         "kv_transfer_config",
-        "lora_modules",
         "model",
         "pipeline_parallel_size",
         "quantization",
@@ -35,9 +36,6 @@ ENGINE_ONLY = frozenset(
     }
 )
 """Engine arguments that mean nothing, or harm, where there is no engine."""
-
-FRONT_END = frozenset({"lora_modules"})
-"""Arguments of vLLM's server that its engine does not know."""
 
 
 class NativeDrafts:
@@ -50,16 +48,18 @@ def build_vllm_config(settings: Settings, model_dir: str) -> VllmConfig:
     Raises `ValueError` for engine arguments that vLLM does not have.
     """
     known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
-    extra = settings.verifier.engine_args
-    unknown = sorted(extra.keys() - known - FRONT_END)
+    verifier = settings.verifier
+    extra = verifier.engine_args
+    unknown = sorted(extra.keys() - known)
     if unknown:
         raise ValueError(f"verifier.engine_args: vLLM has no argument {unknown[0]!r}")
     arguments: dict[str, Any] = {
         "model": model_dir,
-        "max_model_len": settings.verifier.max_model_len,
-        "max_num_seqs": settings.verifier.max_num_seqs,
+        "max_model_len": verifier.max_model_len,
+        "max_num_seqs": verifier.max_num_seqs,
         "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS,
         "seed": settings.seed,
+        "reasoning_parser": reasoning_parser(verifier.reasoning_parser, model_dir, settings.gateway.chat_template) or "",
         "speculative_config": _speculation(settings),
         # No engine: keep vLLM from compiling, or measuring memory for a cache, while it checks the configuration.
         "enforce_eager": True,
@@ -68,6 +68,7 @@ def build_vllm_config(settings: Settings, model_dir: str) -> VllmConfig:
         "disable_log_stats": True,
         # That it is set makes vLLM's serving layer pass trace contexts on; the spans are ours.
         "otlp_traces_endpoint": settings.tracing.endpoint,
+        **adapter_arguments(verifier),
     }
     arguments.update({name: value for name, value in extra.items() if name not in ENGINE_ONLY})
     return AsyncEngineArgs(**arguments).create_engine_config()

@@ -14,13 +14,17 @@ from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.openai.models.protocol import BaseModelPath, LoRAModulePath
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 from vllm.entrypoints.serve.tokenize.serving import ServingTokenization
 from vllm.exceptions import VLLMClientError
 from vllm.renderers.chat_utils import load_chat_template
 from vllm.renderers.online_renderer import OnlineRenderer
 
 from backend.config import Settings
+from backend.engine.front import any_model  # noqa: F401  (registers itself)
 from backend.engine.front.client import FleetClient
+from backend.engine.front.messages import Messages, StreamFailed
+from backend.engine.parsers import tool_parser
 
 
 class _NoTracebackForTheExpected(logging.Filter):
@@ -28,7 +32,7 @@ class _NoTracebackForTheExpected(logging.Filter):
 
     def __init__(self, expected: type[Exception]) -> None:
         super().__init__()
-        self._expected = (expected, VLLMClientError)
+        self._expected = (expected, StreamFailed, VLLMClientError)
 
     def filter(self, record: logging.LogRecord) -> bool:
         return not (record.exc_info and isinstance(record.exc_info[1], self._expected))
@@ -41,6 +45,8 @@ class Services:
     models: OpenAIServingModels
     chat: OpenAIServingChat
     completion: OpenAIServingCompletion
+    responses: OpenAIServingResponses
+    messages: Messages
     tokenization: ServingTokenization
     renderer: OnlineRenderer
 
@@ -48,45 +54,36 @@ class Services:
 def build_services(client: FleetClient[Any], settings: Settings, served_name: str, expected: type[Exception]) -> Services:
     """The serving objects for one base model under `served_name`.
 
-    `verifier.engine_args["lora_modules"]` lists adapters, each with `name` and `path`.  `expected` are errors that
-    need no traceback in the log.
+    `expected` are errors that need no traceback in the log.  Raises `TypeError` for a parser that does not fit the tokenizer.
     """
-    for module in (OpenAIServingChat, OpenAIServingCompletion):
-        vllm_logger = logging.getLogger(module.__module__)
+    for serving in (OpenAIServingChat, OpenAIServingCompletion, OpenAIServingResponses, Messages.__base__):
+        vllm_logger = logging.getLogger(serving.__module__)
         if not any(isinstance(each, _NoTracebackForTheExpected) for each in vllm_logger.filters):
             vllm_logger.addFilter(_NoTracebackForTheExpected(expected))
-    gateway = settings.gateway
-    template = load_chat_template(gateway.chat_template)
-    tools = gateway.tool_call_parser
-    reasoning = client.vllm_config.structured_outputs_config.reasoning_parser
-    adapters = [LoRAModulePath(**each) for each in settings.verifier.engine_args.get("lora_modules", [])]
+    template = load_chat_template(settings.gateway.chat_template)
+    model_dir = client.model_config.model
+    tools = tool_parser(settings.gateway.tool_call_parser, model_dir, settings.gateway.chat_template)
+    adapters = [LoRAModulePath(name, path) for name, path in settings.verifier.adapters.items()]
     # `root` is what the model was asked for: the directory it was found in is nobody's business.
-    models = OpenAIServingModels(
-        client, [BaseModelPath(name=served_name, model_path=served_name)], lora_modules=adapters or None
-    )
-    shared: dict[str, Any] = {
+    models = OpenAIServingModels(client, [BaseModelPath(name=served_name, model_path=served_name)], lora_modules=adapters)
+    common: dict[str, Any] = {
         "request_logger": None,
         "chat_template": template,
         "chat_template_content_format": "auto",
     }
-    renderer = OnlineRenderer(
-        model_config=client.model_config,
-        renderer=client.renderer,
-        enable_auto_tools=tools is not None,
-        tool_parser=tools,
-        reasoning_parser=reasoning,
-        **shared,
+    parsing: dict[str, Any] = {
+        "enable_auto_tools": tools is not None,
+        "tool_parser": tools,
+        "reasoning_parser": client.vllm_config.structured_outputs_config.reasoning_parser,
+    }
+    renderer = OnlineRenderer(model_config=client.model_config, renderer=client.renderer, **parsing, **common)
+    chatting: dict[str, Any] = {"online_renderer": renderer, **parsing, **common}
+    return Services(
+        models=models,
+        chat=OpenAIServingChat(client, models, "assistant", **chatting),
+        completion=OpenAIServingCompletion(client, models, online_renderer=renderer, request_logger=None),
+        responses=OpenAIServingResponses(client, models, **chatting),
+        messages=Messages(client, models, "assistant", **chatting),
+        tokenization=ServingTokenization(models, renderer, **common),
+        renderer=renderer,
     )
-    chat = OpenAIServingChat(
-        client,
-        models,
-        "assistant",
-        online_renderer=renderer,
-        enable_auto_tools=tools is not None,
-        tool_parser=tools,
-        reasoning_parser=reasoning,
-        **shared,
-    )
-    completion = OpenAIServingCompletion(client, models, online_renderer=renderer, request_logger=None)
-    tokenization = ServingTokenization(models, renderer, **shared)
-    return Services(models, chat, completion, tokenization, renderer)

@@ -1,0 +1,35 @@
+"""LoRA adapters: what vLLM must be told so that a target model can serve them.  Reads files; no engine."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from backend.config.settings import VerifierSettings
+
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The values that vLLM takes for the largest rank."""
+DEFAULT_RANK = 16
+"""The largest rank where adapters may only come later; vLLM's own default."""
+
+
+def adapter_arguments(verifier: VerifierSettings) -> dict[str, Any]:
+    """vLLM's engine arguments for these adapters; none without any.  Raises `ValueError` for one that cannot be read."""
+    if not verifier.adapters and not verifier.adapters_loadable:
+        return {}
+    largest = max([DEFAULT_RANK * verifier.adapters_loadable, *(_rank(*each) for each in verifier.adapters.items())])
+    return {"enable_lora": True, "max_lora_rank": next((rank for rank in RANKS if rank >= largest), RANKS[-1])}
+
+
+def adapter_number(name: str, path: str) -> int:
+    """vLLM's number of an adapter: the same at every gateway, since verifiers tell adapters apart by it alone."""
+    return int.from_bytes(hashlib.sha256(f"{name}\0{path}".encode()).digest()[:4], "big") >> 1 or 1
+
+
+def _rank(name: str, path: str) -> int:
+    try:
+        return int(json.loads((Path(path) / "adapter_config.json").read_text())["r"])
+    except (OSError, ValueError, KeyError, TypeError):
+        raise ValueError(f"verifier.adapters: {name!r} has no adapter_config.json with a rank") from None

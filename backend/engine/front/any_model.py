@@ -1,0 +1,38 @@
+"""The tool call parser for models of which no family is known.
+
+Calls that a request requires, or names, come as JSON by grammar; vLLM's base classes build the grammar and read the JSON.  With
+`auto` such a model's text stays text: nothing says how it would write a call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import vllm  # noqa: F401  (first: its submodules do not import alone)
+from vllm.entrypoints.generate.base.protocol import DeltaMessage, ExtractedToolCallInformation
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.tool_parsers import ToolParser, ToolParserManager
+
+from backend.engine.parsers import ANY_MODEL
+
+
+class AnyModelToolParser(ToolParser):
+    """Finds no call in text of its own accord."""
+
+    def extract_tool_calls(self, model_output: str, request: ChatCompletionRequest) -> ExtractedToolCallInformation:
+        return ExtractedToolCallInformation(tools_called=False, tool_calls=[], content=model_output)
+
+    def extract_tool_calls_streaming(
+        self,
+        previous_text: str,
+        current_text: str,
+        delta_text: str,
+        previous_token_ids: Sequence[int],
+        current_token_ids: Sequence[int],
+        delta_token_ids: Sequence[int],
+        request: ChatCompletionRequest,
+    ) -> DeltaMessage | None:
+        return DeltaMessage(content=delta_text)
+
+
+ToolParserManager.register_module(name=ANY_MODEL, module=AnyModelToolParser)

@@ -1,0 +1,133 @@
+# ruff: noqa: RUF001  (models write such characters)
+"""Which of vLLM's parsers reads a model's tool calls and its reasoning, from the model's family.  Reads files; no vLLM engine.
+
+A family is told by `model_type` of config.json and by what the chat template writes.  The tables follow vLLM 0.32's pages
+"Tool Calling" and "Reasoning Outputs" (docs.vllm.ai), which name a parser for each model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from backend.models.head_config import read_config, text_config
+
+ANY_MODEL = "outrider_json"
+"""Our parser for models of no known family (`backend.engine.front.any_model`): calls that are required or named, by grammar."""
+
+NO_PARSER = "none"
+AUTO = "auto"
+
+Row = tuple[str, str, str]
+"""Model types (`*` at the end: any ending), what the chat template must contain, and the parser.  The first that fits wins."""
+
+TOOLS: tuple[Row, ...] = (
+    ("gpt_oss", "", "openai"),
+    ("deepseek_v4*", "", "deepseek_v4"),
+    ("deepseek_v32", "", "deepseek_v32"),
+    ("deepseek_v3", "```json", "deepseek_v3"),
+    ("deepseek_v3", "<｜tool▁sep｜>", "deepseek_v31"),
+    ("*", "<｜tool▁calls▁begin｜>", "deepseek_v3"),
+    ("qwen3*", "<function=", "qwen3_coder"),
+    ("nemotron*", "<function=", "qwen3_coder"),
+    ("llama4*", "", "llama4_pythonic"),
+    ("llama|mllama", "<|python_tag|>", "llama3_json"),
+    ("llama|mllama", "ipython", "llama3_json"),
+    ("mistral*|mixtral|ministral*", "[TOOL_CALLS]", "mistral"),
+    ("granitemoehybrid", "", "granite4"),
+    ("granite*", "<|tool_call|>", "granite"),
+    ("glm4_moe_lite|glm5*|glm_moe_dsa", "", "glm47"),
+    ("glm4_moe*", "", "glm45"),
+    ("kimi_k3*", "", "kimi_k3"),
+    ("kimi_k2*", "", "kimi_k2"),
+    ("*", "<|tool_calls_section_begin|>", "kimi_k2"),
+    ("minimax_m3*", "", "minimax_m3"),
+    ("minimax_m2*", "", "minimax_m2"),
+    ("ernie4_5*", "<tool_call>", "ernie45"),
+    ("hunyuan*", "", "hunyuan_a13b"),
+    ("seed_oss", "", "seed_oss"),
+    ("step3p5*", "", "step3p5"),
+    ("step3*", "", "step3"),
+    ("internlm*", "<|plugin|>", "internlm"),
+    ("jamba", "<tool_calls>", "jamba"),
+    ("phi*", "<|tool|>", "phi4_mini_json"),
+    ("gemma4*", "", "gemma4"),
+    ("gemma*", "<start_function_call>", "functiongemma"),
+    ("olmo3", "<function_calls>", "olmo3"),
+    ("apertus", "", "apertus"),
+    ("lfm2*", "<|tool_call_start|>", "lfm2"),
+    ("longcat*", "", "longcat"),
+    ("mimo*", "<tool_call>", "mimo"),
+    ("*", "<tool_call>", "hermes"),
+)
+
+REASONING: tuple[Row, ...] = (
+    ("gpt_oss", "", "openai_gptoss"),
+    ("deepseek_v4*", "", "deepseek_v4"),
+    ("deepseek_v32", "", "deepseek_v3"),
+    ("deepseek_v3", "thinking", "deepseek_v3"),
+    ("qwen3*", "enable_thinking", "qwen3"),
+    ("nemotron*", "<think>", "nemotron_v3"),
+    ("mistral*|ministral*", "[THINK]", "mistral"),
+    ("granite*", "thinking", "granite"),
+    ("glm4_moe_lite|glm5*|glm_moe_dsa", "", "glm47"),
+    ("glm4_moe*", "", "glm45"),
+    ("kimi_k3*", "", "kimi_k3"),
+    ("kimi_k2*", "<think>", "kimi_k2"),
+    ("minimax_m3*", "", "minimax_m3"),
+    ("minimax_m2*", "", "minimax_m2"),
+    ("ernie4_5*", "<think>", "ernie45"),
+    ("hunyuan*", "<think>", "hunyuan_a13b"),
+    ("seed_oss", "", "seed_oss"),
+    ("step3p5*", "", "step3p5"),
+    ("step3*", "<think>", "step3"),
+    ("gemma4*", "", "gemma4"),
+    ("olmo3", "<think>", "olmo3"),
+    ("mimo*", "<think>", "mimo"),
+    ("deepseek_v3|qwen2|qwen3*|llama", "<think>\\n", "deepseek_r1"),
+)
+
+
+def tool_parser(asked: str, model_dir: str, chat_template: str | None = None) -> str | None:
+    """The name of the tool call parser; `asked` is a name, `auto` or `none`."""
+    if asked != AUTO:
+        return None if asked == NO_PARSER else asked
+    return _first(TOOLS, model_dir, chat_template) or ANY_MODEL
+
+
+def reasoning_parser(asked: str, model_dir: str, chat_template: str | None = None) -> str | None:
+    """The name of the reasoning parser, likewise; None for a model that does not reason aloud."""
+    if asked != AUTO:
+        return None if asked == NO_PARSER else asked
+    return _first(REASONING, model_dir, chat_template)
+
+
+def _first(rows: Iterable[Row], model_dir: str, chat_template: str | None) -> str | None:
+    model_type = str(text_config(read_config(model_dir)).get("model_type", ""))
+    template = _given(chat_template) if chat_template else template_of(model_dir)
+    return next((name for types, mark, name in rows if _fits(types, model_type) and mark in template), None)
+
+
+def _fits(types: str, model_type: str) -> bool:
+    return any(
+        model_type.startswith(each.removesuffix("*")) if each.endswith("*") else model_type == each for each in types.split("|")
+    )
+
+
+def _given(chat_template: str) -> str:
+    """A template that a setting names by its file, or is."""
+    path = Path(chat_template)
+    return path.read_text() if len(chat_template) < 4096 and path.is_file() else chat_template
+
+
+def template_of(model_dir: str) -> str:
+    """The model's chat templates as one text; empty where it has none."""
+    folder = Path(model_dir)
+    texts = [path.read_text() for path in sorted(folder.glob("*.jinja"))]
+    config = folder / "tokenizer_config.json"
+    if config.is_file():
+        written = json.loads(config.read_text()).get("chat_template") or ""
+        # Some have several: a list of names and templates.
+        texts += [written] if isinstance(written, str) else [str(each.get("template", "")) for each in written]
+    return "\n".join(texts)

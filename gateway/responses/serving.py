@@ -1,0 +1,212 @@
+"""Creates responses: looks up what came before, has vLLM answer, keeps what is to be kept; at once or in the background."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any
+
+from backend.engine.front import ResponseRequest
+from gateway.errors import BadRequest, TooManyRequests, translate
+from gateway.fields import RESPONSES_NO_EFFECT
+from gateway.requests import parse
+from gateway.responses.events import Event, complete, failed
+from gateway.responses.store import Item, Store
+from gateway.responses.turn import Turn, as_items
+
+logger = logging.getLogger(__name__)
+
+BACKGROUND_AT_ONCE = 16
+"""Responses made in the background at a time; others are `queued`."""
+BACKGROUND_QUEUED = 1000
+FLUSH_S = 0.2
+"""Events of a stream in the background are written together, so often."""
+
+Generate = Callable[[ResponseRequest], Awaitable[Any]]
+"""Has vLLM answer: a response, or a stream of events."""
+INTERRUPTED = {"code": "server_error", "message": "The server was stopped while it made this response."}
+
+
+class Responses:
+    """`store` is None where nothing is kept: then there is no history and no background."""
+
+    def __init__(self, store: Store | None) -> None:
+        self._store = store
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._turns = asyncio.Semaphore(BACKGROUND_AT_ONCE)
+        self._news: dict[str, asyncio.Event] = {}
+
+    @property
+    def store(self) -> Store:
+        """Raises `BadRequest` where nothing is kept."""
+        if self._store is None:
+            raise BadRequest("This server keeps no responses (`gateway.state_dir` is `none`).", code="not_stored")
+        return self._store
+
+    async def start(self) -> None:
+        """Says of what an earlier gateway left unfinished that it failed."""
+        if self._store is not None:
+            failed = await self._store.fail_interrupted(INTERRUPTED)
+            if failed:
+                logger.warning("%d responses were interrupted by the end of an earlier gateway", failed)
+
+    async def close(self) -> None:
+        """Ends what runs in the background, and says so of it."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._store is not None:
+            await self._store.fail_interrupted(INTERRUPTED)
+            await asyncio.to_thread(self._store.close)
+
+    async def turn(self, data: dict[str, Any], owner: str) -> Turn:
+        """The request in `data`, with all that came before it.  Raises `ApiError`."""
+        previous, conversation = _text(data, "previous_response_id"), _conversation_id(data)
+        if previous and conversation:
+            raise BadRequest("Give `previous_response_id` or `conversation`, not both.", param="conversation")
+        for name in ("background", "store", "stream"):
+            if not isinstance(data.get(name), bool | None):
+                raise BadRequest(f"`{name}` must be true or false.", param=name)
+        background = data.get("background") is True
+        stored = data.get("store") is not False and self._store is not None
+        if background and not stored:
+            raise BadRequest("`background` needs a response that is stored.", param="background")
+        own = as_items(data.get("input"))
+        if self._store is not None:
+            own = await self._store.resolve(own, owner)
+        history: list[Item] = []
+        if previous is not None:
+            history = await self.store.history(previous, owner)
+        elif conversation is not None:
+            history = await self.store.items(conversation, owner)
+        theirs = {name: value for name, value in data.items() if name not in ("conversation", "previous_response_id")}
+        asked = parse(
+            ResponseRequest,
+            {
+                **theirs,
+                "input": [*history, *own],
+                "store": False,
+                "background": False,
+                "stream": background or data.get("stream"),
+                "request_id": f"resp_{uuid.uuid4().hex}",
+            },
+            RESPONSES_NO_EFFECT,
+        )
+        return Turn(asked, owner, own, stored, background, data.get("stream") is True, previous, conversation)
+
+    async def answer(self, turn: Turn, made: Any) -> dict[str, Any]:
+        """The response object, of vLLM's whole answer."""
+        body = turn.shown(made.model_dump(mode="json", by_alias=True))
+        await self._keep(turn, body)
+        return body
+
+    async def stream(self, turn: Turn, made: AsyncGenerator[Any, None]) -> AsyncGenerator[Event, None]:
+        """The response's events, of vLLM's; the last one comes when the response is kept."""
+        async for each in complete(made, turn.shown):
+            if each["type"] in ("response.completed", "response.incomplete", "response.failed"):
+                await self._keep(turn, each["response"])
+            yield each
+
+    async def _keep(self, turn: Turn, body: dict[str, Any]) -> None:
+        if turn.store:
+            await self.store.put(turn.kept(body))
+        if turn.conversation is not None and body["status"] in ("completed", "incomplete"):
+            await self.store.add_items(turn.conversation, turn.owner, [*turn.input, *body["output"]])
+
+    # In the background
+
+    async def begin(self, turn: Turn, made: AsyncGenerator[Any, None], model: str, created: int) -> dict[str, Any]:
+        """Starts to make a response; returns it as it is now.  Raises `TooManyRequests`."""
+        if len(self._tasks) >= BACKGROUND_QUEUED:
+            await made.aclose()
+            raise TooManyRequests(f"{BACKGROUND_QUEUED} responses are being made in the background. Try again.")
+        body = turn.shown({"status": "queued", "output": [], "model": model, "created_at": created})
+        await self.store.put(turn.kept(body))
+        self._news[turn.id] = asyncio.Event()
+        task = asyncio.create_task(self._make(turn, made, body), name=turn.id)
+        self._tasks[turn.id] = task
+        task.add_done_callback(lambda done: self._done(turn.id))
+        return body
+
+    async def _make(self, turn: Turn, made: AsyncGenerator[Any, None], queued: dict[str, Any]) -> None:
+        waiting: list[tuple[int, str]] = []
+        written = asyncio.get_running_loop().time()
+        try:
+            async with self._turns:
+                await self.store.put(turn.kept({**queued, "status": "in_progress"}))
+                async for each in self.stream(turn, made):
+                    waiting.append((each.get("sequence_number", 0), json.dumps(each)))
+                    now = asyncio.get_running_loop().time()
+                    if now - written > FLUSH_S or "response" in each:
+                        await self._write(turn.id, waiting)
+                        written = now
+        except Exception as error:
+            await self.store.put(turn.kept(failed(queued, translate(error))))
+        finally:
+            await made.aclose()
+
+    async def _write(self, response_id: str, waiting: list[tuple[int, str]]) -> None:
+        await self.store.add_events(response_id, waiting)
+        waiting.clear()
+        news, self._news[response_id] = self._news[response_id], asyncio.Event()
+        news.set()
+
+    def _done(self, response_id: str) -> None:
+        self._tasks.pop(response_id, None)
+        self._news.pop(response_id).set()
+
+    async def cancel(self, response_id: str, owner: str) -> dict[str, Any]:
+        """Ends one in the background; one that has ended stays as it is.  Raises `ApiError`."""
+        kept = await self.store.get(response_id, owner)
+        if not kept.body["background"]:
+            raise BadRequest("Only a response made in the background can be cancelled.", param="response_id")
+        task = self._tasks.get(response_id)
+        if task is None:
+            return kept.body
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        kept = await self.store.get(response_id, owner)
+        if kept.body["status"] in ("queued", "in_progress"):
+            kept.body["status"] = "cancelled"
+            await self.store.put(kept)
+        return kept.body
+
+    async def delete(self, response_id: str, owner: str) -> None:
+        """Forgets one, and ends it first if it is being made.  Raises `NotFound`."""
+        await self.store.get(response_id, owner)
+        task = self._tasks.get(response_id)
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        await self.store.delete(response_id, owner)
+
+    async def follow(self, response_id: str, after: int) -> AsyncGenerator[str, None]:
+        """The events of one made in the background with a greater number than `after`, as JSON, until it has ended."""
+        while True:
+            news = self._news.get(response_id)
+            for number, each in await self.store.events(response_id, after):
+                after = number
+                yield each
+            if news is None:
+                return
+            await news.wait()
+
+
+def _text(data: dict[str, Any], name: str) -> str | None:
+    value = data.get(name)
+    if value is not None and not isinstance(value, str):
+        raise BadRequest(f"`{name}` must be a string.", param=name)
+    return value
+
+
+def _conversation_id(data: dict[str, Any]) -> str | None:
+    value = data.get("conversation")
+    if isinstance(value, dict):
+        value = value.get("id")
+    if value is not None and not isinstance(value, str):
+        raise BadRequest("`conversation` must be an id, or an object with one.", param="conversation")
+    return value

@@ -1,0 +1,285 @@
+"""What is kept of responses and conversations: one SQLite file, bounded in bytes and in age.
+
+A response keeps its own input items and a link to what came before it.  Deleting one deletes its texts; what was built upon it
+cannot be continued then.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gateway.errors import NotFound
+from gateway.sqlite import Database
+
+Item = dict[str, Any]
+
+LIFETIME_S = 30 * 86400
+"""As long as OpenAI keeps a response."""
+LONGEST_CHAIN = 1000
+"""Responses that one may be built upon."""
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS responses (
+    id TEXT PRIMARY KEY, owner TEXT, created REAL, previous TEXT, conversation TEXT, input TEXT, body TEXT, maker INTEGER);
+CREATE INDEX IF NOT EXISTS responses_created ON responses (created);
+CREATE TABLE IF NOT EXISTS outputs (id TEXT PRIMARY KEY, response TEXT, owner TEXT, item TEXT);
+CREATE INDEX IF NOT EXISTS outputs_response ON outputs (response);
+CREATE TABLE IF NOT EXISTS events (response TEXT, number INTEGER, event TEXT, PRIMARY KEY (response, number));
+CREATE TABLE IF NOT EXISTS conversations (id TEXT PRIMARY KEY, owner TEXT, created REAL, metadata TEXT);
+CREATE INDEX IF NOT EXISTS conversations_created ON conversations (created);
+CREATE TABLE IF NOT EXISTS items (
+    number INTEGER PRIMARY KEY, conversation TEXT, id TEXT, item TEXT, UNIQUE (conversation, id));
+"""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A response as it is kept: `body` is what clients get, `input` the items that came with it."""
+
+    id: str
+    owner: str
+    previous: str | None
+    conversation: str | None
+    input: list[Item]
+    body: dict[str, Any]
+
+
+class Store:
+    """Every method is one transaction.  `owner` is whose response it is: nobody else finds it."""
+
+    def __init__(self, path: Path, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._database = Database(path, _SCHEMA)
+
+    def close(self) -> None:
+        self._database.close()
+
+    # Responses
+
+    async def put(self, kept: Kept) -> None:
+        """Keeps a response, or its new state; what is too old, or too much, goes."""
+
+        def work(db: sqlite3.Connection) -> None:
+            now = time.time()
+            db.execute(
+                "INSERT INTO responses VALUES (?,?,?,?,?,?,?,?) ON CONFLICT (id) DO UPDATE SET body = excluded.body",
+                (
+                    kept.id,
+                    kept.owner,
+                    now,
+                    kept.previous,
+                    kept.conversation,
+                    json.dumps(kept.input),
+                    json.dumps(kept.body),
+                    os.getpid(),
+                ),
+            )
+            outputs = [(item["id"], kept.id, kept.owner, json.dumps(item)) for item in kept.body["output"]]
+            db.executemany("INSERT OR REPLACE INTO outputs VALUES (?,?,?,?)", outputs)
+            self._make_room(db, now)
+
+        await self._database.run(work)
+
+    async def get(self, response_id: str, owner: str) -> Kept:
+        """Raises `NotFound`."""
+        return await self._database.run(lambda db: _response(db, response_id, owner))
+
+    async def delete(self, response_id: str, owner: str) -> None:
+        """Raises `NotFound`."""
+
+        def work(db: sqlite3.Connection) -> None:
+            _response(db, response_id, owner)
+            _forget_responses(db, [response_id])
+
+        await self._database.run(work)
+
+    async def history(self, response_id: str, owner: str) -> list[Item]:
+        """All items up to and with this response: inputs and outputs, oldest first.  Raises `NotFound`."""
+
+        def work(db: sqlite3.Connection) -> list[Item]:
+            turns: list[list[Item]] = []
+            at: str | None = response_id
+            while at is not None:
+                if len(turns) == LONGEST_CHAIN:
+                    raise NotFound(f"More than {LONGEST_CHAIN} responses lie before this one.", param="previous_response_id")
+                kept = _response(db, at, owner, "previous_response_id")
+                turns.append([*kept.input, *kept.body["output"]])
+                at = kept.previous
+            return [item for turn in reversed(turns) for item in turn]
+
+        return await self._database.run(work)
+
+    async def resolve(self, items: list[Item], owner: str) -> list[Item]:
+        """`items` with what their references refer to: outputs of responses that are kept.  Raises `NotFound`."""
+
+        def work(db: sqlite3.Connection) -> list[Item]:
+            return [_output(db, item, owner) if item.get("type") == "item_reference" else item for item in items]
+
+        return await self._database.run(work)
+
+    async def fail_interrupted(self, error: dict[str, Any]) -> int:
+        """Responses that a gateway was making when it ended become `failed` with this error; returns how many.
+
+        Call it before this process makes any: an earlier one may have had its pid.
+        """
+
+        def work(db: sqlite3.Connection) -> int:
+            query = "SELECT id, body, maker FROM responses WHERE json_extract(body, '$.status') IN ('queued', 'in_progress')"
+            dead = [(each, json.loads(body)) for each, body, maker in db.execute(query) if _is_over(maker)]
+            changes = [(json.dumps(body | {"status": "failed", "error": error}), each) for each, body in dead]
+            db.executemany("UPDATE responses SET body = ? WHERE id = ?", changes)
+            return len(changes)
+
+        return await self._database.run(work)
+
+    # Events of streams in the background
+
+    async def add_events(self, response_id: str, events: list[tuple[int, str]]) -> None:
+        rows = [(response_id, number, event) for number, event in events]
+        await self._database.run(lambda db: db.executemany("INSERT OR REPLACE INTO events VALUES (?,?,?)", rows))
+
+    async def events(self, response_id: str, after: int) -> list[tuple[int, str]]:
+        """Those with a greater number than `after`."""
+        query = "SELECT number, event FROM events WHERE response = ? AND number > ? ORDER BY number"
+        return await self._database.run(lambda db: db.execute(query, (response_id, after)).fetchall())
+
+    # Conversations
+
+    async def create_conversation(self, conversation_id: str, owner: str, metadata: dict[str, Any], items: list[Item]) -> Item:
+        def work(db: sqlite3.Connection) -> Item:
+            now = time.time()
+            db.execute("INSERT INTO conversations VALUES (?,?,?,?)", (conversation_id, owner, now, json.dumps(metadata)))
+            _add(db, conversation_id, items)
+            self._make_room(db, now)
+            return _conversation(db, conversation_id, owner)
+
+        return await self._database.run(work)
+
+    async def conversation(self, conversation_id: str, owner: str) -> Item:
+        """Raises `NotFound`."""
+        return await self._database.run(lambda db: _conversation(db, conversation_id, owner))
+
+    async def update_conversation(self, conversation_id: str, owner: str, metadata: dict[str, Any]) -> Item:
+        """Raises `NotFound`."""
+
+        def work(db: sqlite3.Connection) -> Item:
+            _conversation(db, conversation_id, owner)
+            db.execute("UPDATE conversations SET metadata = ? WHERE id = ?", (json.dumps(metadata), conversation_id))
+            return _conversation(db, conversation_id, owner)
+
+        return await self._database.run(work)
+
+    async def delete_conversation(self, conversation_id: str, owner: str) -> None:
+        """Raises `NotFound`."""
+
+        def work(db: sqlite3.Connection) -> None:
+            _conversation(db, conversation_id, owner)
+            _forget_conversation(db, conversation_id)
+
+        await self._database.run(work)
+
+    async def items(self, conversation_id: str, owner: str) -> list[Item]:
+        """Oldest first.  Raises `NotFound`."""
+
+        def work(db: sqlite3.Connection) -> list[Item]:
+            _conversation(db, conversation_id, owner)
+            rows = db.execute("SELECT item FROM items WHERE conversation = ? ORDER BY number", (conversation_id,))
+            return [json.loads(item) for (item,) in rows]
+
+        return await self._database.run(work)
+
+    async def add_items(self, conversation_id: str, owner: str, items: list[Item]) -> None:
+        """Raises `NotFound`."""
+
+        def work(db: sqlite3.Connection) -> None:
+            _conversation(db, conversation_id, owner)
+            _add(db, conversation_id, items)
+            self._make_room(db, time.time())
+
+        await self._database.run(work)
+
+    async def delete_item(self, conversation_id: str, owner: str, item_id: str) -> None:
+        """Raises `NotFound`."""
+
+        def work(db: sqlite3.Connection) -> None:
+            _conversation(db, conversation_id, owner)
+            gone = db.execute("DELETE FROM items WHERE conversation = ? AND id = ?", (conversation_id, item_id))
+            if not gone.rowcount:
+                raise NotFound("There is no such item in this conversation.", param="item_id")
+
+        await self._database.run(work)
+
+    def _make_room(self, db: sqlite3.Connection, now: float) -> None:
+        """Drops what is too old; then the oldest tenth, while the file's pages in use are more than it may have."""
+        _drop(db, "created < ?", now - LIFETIME_S)
+        for _ in range(10):
+            pages, free = db.execute("PRAGMA page_count").fetchone()[0], db.execute("PRAGMA freelist_count").fetchone()[0]
+            if (pages - free) * db.execute("PRAGMA page_size").fetchone()[0] <= self._max_bytes:
+                return
+            ages = "SELECT created FROM responses UNION ALL SELECT created FROM conversations ORDER BY created"
+            times = [created for (created,) in db.execute(ages)]
+            _drop(db, "created <= ?", times[len(times) // 10])
+
+
+def _is_over(maker: int) -> bool:
+    """Whether the process of this pid, which was a gateway, has ended."""
+    try:
+        os.kill(maker, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    return maker == os.getpid()
+
+
+def _drop(db: sqlite3.Connection, which: str, value: float) -> None:
+    old = [each for (each,) in db.execute(f"SELECT id FROM responses WHERE {which}", (value,))]
+    _forget_responses(db, old)
+    for (conversation,) in db.execute(f"SELECT id FROM conversations WHERE {which}", (value,)).fetchall():
+        _forget_conversation(db, conversation)
+
+
+def _forget_responses(db: sqlite3.Connection, ids: list[str]) -> None:
+    for table, column in (("events", "response"), ("outputs", "response"), ("responses", "id")):
+        db.executemany(f"DELETE FROM {table} WHERE {column} = ?", [(each,) for each in ids])
+
+
+def _forget_conversation(db: sqlite3.Connection, conversation_id: str) -> None:
+    db.execute("DELETE FROM items WHERE conversation = ?", (conversation_id,))
+    db.execute("DELETE FROM conversations WHERE id = ?", (conversation_id,))
+
+
+def _response(db: sqlite3.Connection, response_id: str, owner: str, param: str = "response_id") -> Kept:
+    query = "SELECT previous, conversation, input, body FROM responses WHERE id = ? AND owner = ?"
+    row = db.execute(query, (response_id, owner)).fetchone()
+    if row is None:
+        raise NotFound("There is no such response, or it is not kept any more.", param=param)
+    return Kept(response_id, owner, row[0], row[1], json.loads(row[2]), json.loads(row[3]))
+
+
+def _output(db: sqlite3.Connection, reference: Item, owner: str) -> Item:
+    row = db.execute("SELECT item FROM outputs WHERE id = ? AND owner = ?", (reference.get("id"), owner)).fetchone()
+    if row is None:
+        raise NotFound("An item reference leads to no item that is kept.", param="input")
+    item: Item = json.loads(row[0])
+    return item
+
+
+def _conversation(db: sqlite3.Connection, conversation_id: str, owner: str) -> Item:
+    query = "SELECT created, metadata FROM conversations WHERE id = ? AND owner = ?"
+    row = db.execute(query, (conversation_id, owner)).fetchone()
+    if row is None:
+        raise NotFound("There is no such conversation, or it is not kept any more.", param="conversation")
+    return {"id": conversation_id, "object": "conversation", "created_at": int(row[0]), "metadata": json.loads(row[1])}
+
+
+def _add(db: sqlite3.Connection, conversation_id: str, items: list[Item]) -> None:
+    rows: Iterator[tuple[str, str, str]] = ((conversation_id, item["id"], json.dumps(item)) for item in items)
+    db.executemany("INSERT OR REPLACE INTO items (conversation, id, item) VALUES (?,?,?)", rows)

@@ -1,0 +1,91 @@
+"""One request for a response: its place in a conversation, and the response object that clients get.  Pure but for ids."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+from backend.engine.front import ResponseRequest
+from gateway.errors import BadRequest
+from gateway.responses.store import Item, Kept
+
+_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+_FROM_VLLM = ("status", "output", "usage", "incomplete_details", "temperature", "top_p", "created_at", "model")
+"""Of vLLM's response object, what it alone knows."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """`input` is what this request adds; `asked` is vLLM's request over that and all that came before."""
+
+    asked: ResponseRequest
+    owner: str
+    input: list[Item]
+    store: bool
+    background: bool
+    streamed: bool
+    """Whether the client wants a stream."""
+    previous: str | None
+    conversation: str | None
+
+    @property
+    def id(self) -> str:
+        return str(self.asked.request_id)
+
+    def shown(self, made: dict[str, Any]) -> dict[str, Any]:
+        """The response as clients get it, from vLLM's response object (or the little that is known before there is one)."""
+        asked = self.asked.model_dump(mode="json", by_alias=True)
+        usage = made.get("usage")
+        if usage is not None:
+            usage = {
+                **usage,
+                "input_tokens_details": _only(usage["input_tokens_details"], "cached_tokens"),
+                "output_tokens_details": _only(usage["output_tokens_details"], "reasoning_tokens"),
+            }
+        return {
+            "id": self.id,
+            "object": "response",
+            "background": self.background,
+            "conversation": None if self.conversation is None else {"id": self.conversation},
+            "error": None,
+            "instructions": asked["instructions"],
+            "max_output_tokens": asked["max_output_tokens"],
+            "max_tool_calls": asked["max_tool_calls"],
+            "metadata": asked["metadata"] or {},
+            "parallel_tool_calls": asked["parallel_tool_calls"],
+            "previous_response_id": self.previous,
+            "prompt_cache_key": asked["prompt_cache_key"],
+            "reasoning": asked["reasoning"] or {"effort": None, "summary": None},
+            "service_tier": "default",
+            "store": self.store,
+            "text": asked["text"] or {"format": {"type": "text"}},
+            "tool_choice": asked["tool_choice"] if asked["tools"] else "auto",
+            "tools": asked["tools"],
+            "top_logprobs": asked["top_logprobs"],
+            "truncation": asked["truncation"],
+            "user": asked["user"],
+            **{name: made.get(name) for name in _FROM_VLLM},
+            "usage": usage,
+        }
+
+    def kept(self, body: dict[str, Any]) -> Kept:
+        """What the store keeps of it."""
+        return Kept(self.id, self.owner, self.previous, self.conversation, self.input, body)
+
+
+def as_items(value: Any) -> list[Item]:
+    """A request's `input` as a list of items, each with an id.  Raises `BadRequest`."""
+    if isinstance(value, str):
+        value = [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": value}]}]
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+        raise BadRequest("`input` must be a string or a list of items.", param="input")
+    return [item if item.get("id") else {**item, "id": _new_id(item)} for item in value]
+
+
+def _new_id(item: Item) -> str:
+    return f"{_PREFIXES.get(str(item.get('type', 'message')), 'item')}_{uuid.uuid4().hex}"
+
+
+def _only(details: dict[str, Any], name: str) -> dict[str, Any]:
+    return {name: details.get(name) or 0}

@@ -1,0 +1,42 @@
+"""Anthropic's POST /v1/messages and /v1/messages/count_tokens, on the same models; errors in Anthropic's shape."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pydantic
+from fastapi import APIRouter, Request
+from starlette.responses import JSONResponse, Response
+
+from backend.engine.front import AnthropicCountTokensRequest, AnthropicMessagesRequest, ErrorResponse
+from gateway.errors import from_vllm
+from gateway.fields import MESSAGES_NO_EFFECT
+from gateway.requests import parse, read_json
+from gateway.routes.generate import respond
+from gateway.sse import MESSAGES
+from gateway.state import gateway_of
+
+router = APIRouter()
+
+
+@router.post("/v1/messages")
+async def messages(request: Request) -> Response:
+    """Anthropic's messages."""
+    gateway = gateway_of(request)
+    asked = parse(AnthropicMessagesRequest, await read_json(request, gateway.max_body_bytes), MESSAGES_NO_EFFECT)
+    return await respond(gateway, request, asked, gateway.services.messages.create_messages, MESSAGES, _shown)
+
+
+@router.post("/v1/messages/count_tokens")
+async def count_tokens(request: Request) -> Response:
+    """How many tokens the messages would be."""
+    gateway = gateway_of(request)
+    asked = parse(AnthropicCountTokensRequest, await read_json(request, gateway.max_body_bytes), MESSAGES_NO_EFFECT)
+    counted = await gateway.services.messages.count_tokens(asked, request)
+    if isinstance(counted, ErrorResponse):
+        raise from_vllm(counted.error.model_dump())
+    return JSONResponse({"input_tokens": counted.input_tokens})
+
+
+def _shown(answer: pydantic.BaseModel) -> dict[str, Any]:
+    return {"stop_sequence": None} | answer.model_dump(mode="json", exclude_none=True)

@@ -1,0 +1,104 @@
+"""OpenAI's /v1/responses: create, stream, get, cancel, delete, list what went in, count."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from functools import partial
+
+from fastapi import APIRouter, Query, Request
+from starlette.responses import JSONResponse, Response
+
+from backend.engine.front import ErrorResponse
+from gateway.errors import BadRequest, from_vllm
+from gateway.requests import read_json
+from gateway.responses.events import DIALECT, Event
+from gateway.routes.generate import generate
+from gateway.routes.lists import page_of
+from gateway.sse import stream_response
+from gateway.state import Gateway, gateway_of, owner_of
+
+router = APIRouter()
+
+
+@router.post("/v1/responses")
+async def create_response(request: Request) -> Response:
+    """OpenAI's responses."""
+    gateway = gateway_of(request)
+    responses = gateway.responses
+    turn = await responses.turn(await read_json(request, gateway.max_body_bytes), owner_of(request))
+    made = await generate(gateway, request, turn.asked, gateway.services.responses.create_responses)
+    if turn.background:
+        model = turn.asked.model or gateway.services.models.model_name()
+        body = await responses.begin(turn, made, model, int(time.time()))
+        return await _follow(gateway, request, turn.id, -1) if turn.streamed else JSONResponse(body)
+    if isinstance(made, AsyncGenerator):
+        return await _stream(gateway, request, _written(responses.stream(turn, made)))
+    return JSONResponse(await responses.answer(turn, made))
+
+
+@router.post("/v1/responses/input_tokens")
+async def count_input(request: Request) -> Response:
+    """How many tokens the input would be."""
+    gateway = gateway_of(request)
+    turn = await gateway.responses.turn(await read_json(request, gateway.max_body_bytes), owner_of(request))
+    rendered = await gateway.services.renderer.render_responses(turn.asked)
+    if isinstance(rendered, ErrorResponse):
+        raise from_vllm(rendered.error.model_dump())
+    count = len(rendered.engine_input["prompt_token_ids"])
+    return JSONResponse({"object": "response.input_tokens", "input_tokens": count})
+
+
+@router.get("/v1/responses/{response_id}")
+async def get_response(request: Request, response_id: str, stream: bool = False, starting_after: int = -1) -> Response:
+    """A response that is kept; as a stream, the events of one that is or was streamed in the background."""
+    gateway = gateway_of(request)
+    kept = await gateway.responses.store.get(response_id, owner_of(request))
+    if not stream:
+        return JSONResponse(kept.body)
+    if not kept.body["background"]:
+        raise BadRequest("Only a response made in the background can be streamed again.", param="stream")
+    return await _follow(gateway, request, response_id, starting_after)
+
+
+@router.post("/v1/responses/{response_id}/cancel")
+async def cancel_response(request: Request, response_id: str) -> Response:
+    """Ends one that is made in the background."""
+    return JSONResponse(await gateway_of(request).responses.cancel(response_id, owner_of(request)))
+
+
+@router.delete("/v1/responses/{response_id}")
+async def delete_response(request: Request, response_id: str) -> Response:
+    """Forgets one."""
+    await gateway_of(request).responses.delete(response_id, owner_of(request))
+    return JSONResponse({"id": response_id, "object": "response", "deleted": True})
+
+
+@router.get("/v1/responses/{response_id}/input_items")
+async def input_items(
+    request: Request, response_id: str, limit: int = Query(20, ge=1, le=100), order: str = "desc", after: str | None = None
+) -> Response:
+    """What it was made from: all items before it, and its own."""
+    store, owner = gateway_of(request).responses.store, owner_of(request)
+    kept = await store.get(response_id, owner)
+    before = [] if kept.previous is None else await store.history(kept.previous, owner)
+    return JSONResponse(page_of([*before, *kept.input], limit, order, after))
+
+
+async def _follow(gateway: Gateway, request: Request, response_id: str, after: int) -> Response:
+    events = gateway.responses.follow(response_id, after)
+    return await _stream(gateway, request, _written(json.loads(each) async for each in events))
+
+
+async def _stream(gateway: Gateway, request: Request, chunks: AsyncGenerator[str, None]) -> Response:
+    settings = gateway.settings.gateway
+    return await stream_response(request, chunks, DIALECT, settings.keep_alive_s, gateway.metrics.client_left)
+
+
+_dumps = partial(json.dumps, separators=(",", ":"))
+
+
+async def _written(events: AsyncIterator[Event]) -> AsyncGenerator[str, None]:
+    async for each in events:
+        yield f"event: {each['type']}\ndata: {_dumps(each)}\n\n"

@@ -1,0 +1,39 @@
+"""A SQLite file of the gateway's own, used from one thread beside the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
+
+BUSY_S = 5.0
+"""How long one gateway waits while another writes."""
+
+
+class Database:
+    """`path` is made, with its folder, for this user only.  Raises `OSError` or `sqlite3.Error` when it cannot be used."""
+
+    def __init__(self, path: Path, schema: str) -> None:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.touch(mode=0o600)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=path.stem)
+        self._connection = sqlite3.connect(path, timeout=BUSY_S, check_same_thread=False)
+        self._connection.executescript(f"PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL; {schema}")
+
+    async def run(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        """`work` in one transaction, on the database's thread; it is undone when `work` raises."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._transact, work)
+
+    def _transact(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        with self._connection:
+            return work(self._connection)
+
+    def close(self) -> None:
+        """Waits for what is being written."""
+        self._thread.shutdown()
+        self._connection.close()

@@ -1,0 +1,258 @@
+"""OpenAI's responses and conversations over HTTP, in front of a fake verifier."""
+
+import asyncio
+import json
+
+import openai
+import pytest
+
+from tests.support.fake_verifier import eventually
+from tests.support.running_gateway import running_gateway
+from tests.support.saying import saying
+
+
+@pytest.fixture
+async def running():
+    async with running_gateway() as gateway:
+        gateway.verifier.behaviour = saying("def f(x):")
+        yield gateway
+
+
+def client(running):
+    return openai.AsyncOpenAI(base_url=f"{running.server.url}/v1", api_key="none", max_retries=0)
+
+
+def prompt_of(running):
+    """The text of the last prompt that the verifier got."""
+    tokenizer = running.server.gateway.client.renderer.tokenizer
+    return tokenizer.decode(running.verifier.sequences[-1].request.prompt_token_ids)
+
+
+async def ended(responses, response):
+    while response.status in ("queued", "in_progress"):
+        await asyncio.sleep(0.01)
+        response = await responses.retrieve(response.id)
+    return response
+
+
+async def test_a_response_is_made_and_kept(running):
+    responses = client(running).responses
+    made = await responses.create(model="demo", input="hi", instructions="be brief", metadata={"a": "b"})
+    assert (made.output_text, made.status, made.error) == ("def f(x):", "completed", None)
+    assert made.usage.total_tokens == made.usage.input_tokens + made.usage.output_tokens
+    assert (await responses.retrieve(made.id)).model_dump() == made.model_dump()
+    (item,) = (await responses.input_items.list(made.id)).data
+    assert (item.role, item.content[0].text) == ("user", "hi")
+    await responses.delete(made.id)
+    with pytest.raises(openai.NotFoundError):
+        await responses.retrieve(made.id)
+    assert running.idle
+
+
+async def test_what_came_before_is_part_of_the_prompt(running):
+    responses = client(running).responses
+    first = await responses.create(model="demo", input="one", instructions="quiet")
+    running.verifier.behaviour = saying("return 2")
+    second = await responses.create(model="demo", input="two", previous_response_id=first.id)
+    third = await responses.create(model="demo", input="three", previous_response_id=second.id)
+    prompt = prompt_of(running)
+    assert [prompt.index(part) for part in ("one", "def f(x):", "two", "return 2", "three")] == sorted(
+        prompt.index(part) for part in ("one", "def f(x):", "two", "return 2", "three")
+    )
+    assert "quiet" not in prompt
+    assert prompt.count("<|begin|>") == 1
+    listed = (await responses.input_items.list(third.id, order="asc")).data
+    assert [item.role for item in listed] == ["user", "assistant", "user", "assistant", "user"]
+    await responses.delete(second.id)
+    with pytest.raises(openai.NotFoundError):
+        await responses.create(model="demo", input="four", previous_response_id=third.id)
+
+
+async def test_references_lead_to_outputs_that_are_kept(running):
+    responses = client(running).responses
+    first = await responses.create(model="demo", input="one")
+    items = [
+        {"role": "user", "content": "one"},
+        {"type": "item_reference", "id": first.output[0].id},
+        {"role": "user", "content": "2"},
+    ]
+    await responses.create(model="demo", input=items)
+    assert "def f(x):" in prompt_of(running)
+    with pytest.raises(openai.NotFoundError):
+        await responses.create(model="demo", input=[{"type": "item_reference", "id": "msg_nowhere"}])
+
+
+async def test_events_come_in_order_and_end(running):
+    async with client(running).responses.stream(model="demo", input="hi") as stream:
+        events = [event async for event in stream]
+        final = await stream.get_final_response()
+    kinds = [event.type for event in events]
+    assert kinds[:4] == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+    ]
+    assert kinds[-1] == "response.completed"
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == "def f(x):"
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert (await client(running).responses.retrieve(final.id)).output_text == "def f(x):"
+
+
+async def test_a_cut_answer_is_incomplete(running):
+    async def count_up(verifier, sequence):
+        from tests.support.fake_verifier import count_up
+
+        await count_up(verifier, sequence)
+
+    running.verifier.behaviour = count_up
+    async for event in await client(running).responses.create(model="demo", input="hi", max_output_tokens=6, stream=True):
+        last = event
+    assert last.type == "response.incomplete"
+    assert last.response.incomplete_details.reason == "max_output_tokens"
+
+
+async def test_nothing_is_kept_that_is_not_to_be(running):
+    made = await client(running).responses.create(model="demo", input="hi", store=False)
+    with pytest.raises(openai.NotFoundError):
+        await client(running).responses.retrieve(made.id)
+
+
+async def test_in_the_background(running):
+    responses = client(running).responses
+    begun = await responses.create(model="demo", input="hi", background=True)
+    assert begun.status == "queued"
+    made = await ended(responses, begun)
+    assert (made.status, made.output_text, made.background) == ("completed", "def f(x):", True)
+    assert (await responses.cancel(made.id)).status == "completed"
+    waiting = await responses.create(model="demo", input="and then", previous_response_id=made.id, background=True)
+    assert (await ended(responses, waiting)).status == "completed"
+
+
+async def test_a_stream_in_the_background_can_be_taken_up_again(running):
+    responses = client(running).responses
+    events = [event async for event in await responses.create(model="demo", input="hi", background=True, stream=True)]
+    again = [event async for event in await responses.retrieve(events[0].response.id, stream=True, starting_after=3)]
+    assert [event.sequence_number for event in again] == [event.sequence_number for event in events[4:]]
+    assert again[-1].response.output_text == "def f(x):"
+
+
+async def test_cancelling_aborts_at_the_verifier(running):
+    async def silent(verifier, sequence):
+        await sequence.aborted.wait()
+
+    running.verifier.behaviour = silent
+    responses = client(running).responses
+    begun = await responses.create(model="demo", input="hi", background=True)
+    await eventually(lambda: bool(running.verifier.sequences))
+    assert (await responses.cancel(begun.id)).status == "cancelled"
+    await asyncio.wait_for(running.verifier.sequences[0].aborted.wait(), 5)
+    assert (await responses.retrieve(begun.id)).status == "cancelled"
+    assert running.idle
+
+
+async def test_what_a_gateway_left_unfinished_has_failed(tmp_path):
+    async def silent(verifier, sequence):
+        await sequence.aborted.wait()
+
+    async with running_gateway(state_dir=str(tmp_path)) as running:
+        running.verifier.behaviour = silent
+        begun = await client(running).responses.create(model="demo", input="hi", background=True)
+        await eventually(lambda: bool(running.verifier.sequences))
+    async with running_gateway(state_dir=str(tmp_path)) as running:
+        left = await client(running).responses.retrieve(begun.id)
+        assert (left.status, left.error.code) == ("failed", "server_error")
+
+
+async def test_the_oldest_go_when_there_is_too_much(running, tmp_path):
+    async with running_gateway(state_dir=str(tmp_path), state_mib=1) as running:
+        running.verifier.behaviour = saying("ok")
+        responses = client(running).responses
+        metadata = {str(number): "x" * 60_000 for number in range(4)}
+        made = [await responses.create(model="demo", input="hi", metadata=metadata) for _ in range(8)]
+        with pytest.raises(openai.NotFoundError):
+            await responses.retrieve(made[0].id)
+        assert (await responses.retrieve(made[-1].id)).id == made[-1].id
+
+
+async def test_conversations(running):
+    ours = client(running)
+    made = await ours.conversations.create(
+        metadata={"topic": "x"}, items=[{"type": "message", "role": "user", "content": "one"}]
+    )
+    await ours.responses.create(model="demo", input="two", conversation=made.id)
+    prompt = prompt_of(running)
+    assert prompt.index("one") < prompt.index("two")
+    items = (await ours.conversations.items.list(made.id, order="asc")).data
+    assert [item.role for item in items] == ["user", "user", "assistant"]
+    assert (await ours.conversations.items.retrieve(items[0].id, conversation_id=made.id)).id == items[0].id
+    await ours.conversations.items.delete(items[0].id, conversation_id=made.id)
+    assert len((await ours.conversations.items.list(made.id)).data) == 2
+    assert (await ours.conversations.update(made.id, metadata={"topic": "y"})).metadata == {"topic": "y"}
+    await ours.conversations.delete(made.id)
+    with pytest.raises(openai.NotFoundError):
+        await ours.conversations.retrieve(made.id)
+
+
+async def test_structured_answers_parse(running):
+    from pydantic import BaseModel
+
+    class City(BaseModel):
+        name: str
+
+    running.verifier.behaviour = saying('{"name": "Rome"}')
+    parsed = await client(running).responses.parse(model="demo", input="a city", text_format=City)
+    assert parsed.output_parsed == City(name="Rome")
+    assert running.verifier.sequences[0].request.sampling_params.structured_outputs.json["required"] == ["name"]
+
+
+BAD = [
+    ({"input": 5}, 400, "input"),
+    ({"input": [3]}, 400, "input"),
+    ({"input": "x", "temprature": 1}, 400, "temprature"),
+    ({"input": "x", "model": "nope"}, 404, "model"),
+    ({"input": "x", "previous_response_id": "resp_no"}, 404, "previous_response_id"),
+    ({"input": "x", "previous_response_id": 7}, 400, "previous_response_id"),
+    ({"input": "x", "conversation": "conv_no"}, 404, "conversation"),
+    ({"input": "x", "conversation": "conv_no", "previous_response_id": "resp_no"}, 400, "conversation"),
+    ({"input": "x", "background": True, "store": False}, 400, "background"),
+    ({"input": "x", "background": "yes"}, 400, "background"),
+    ({"input": "x", "moderation": {}}, 400, "moderation"),
+]
+
+
+@pytest.mark.parametrize(("fields", "status", "param"), BAD)
+async def test_bad_requests_name_the_field(running, fields, status, param):
+    answer = await running.http.post("/v1/responses", json={"model": "demo", **fields})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (status, param), answer.text
+
+
+async def test_without_a_folder_nothing_is_kept():
+    async with running_gateway(state_dir="none") as running:
+        running.verifier.behaviour = saying("ok")
+        made = await client(running).responses.create(model="demo", input="hi")
+        assert (made.output_text, made.to_dict()["store"]) == ("ok", False)
+        answer = await running.http.get(f"/v1/responses/{made.id}")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "not_stored")
+        answer = await running.http.post("/v1/responses", json={"model": "demo", "input": "x", "background": True})
+        assert answer.status_code == 400
+
+
+async def test_a_stream_that_fails_says_so_and_is_kept_as_failed(running):
+    async def half(verifier, sequence):
+        sequence.emit([300, 301])
+        verifier.kill()
+
+    async with running_gateway(failover_wait_s=0.05) as running:
+        running.verifier.behaviour = half
+        async with running.http.stream("POST", "/v1/responses", json={"model": "demo", "input": "x", "stream": True}) as answer:
+            lines = [line async for line in answer.aiter_lines() if line.startswith("data:")]
+        last = json.loads(lines[-1].removeprefix("data: "))
+        assert (last["type"], last["response"]["error"]["code"]) == ("response.failed", "server_error")
+        assert (await client(running).responses.retrieve(last["response"]["id"])).status == "failed"
+
+
+async def test_counting(running):
+    answer = await running.http.post("/v1/responses/input_tokens", json={"model": "demo", "input": "hi"})
+    assert answer.json()["object"] == "response.input_tokens"
+    assert answer.json()["input_tokens"] > 1

@@ -1,0 +1,109 @@
+"""Tool calls without any flag: the demo model is of no known family.  A fake verifier says what a grammar would let through."""
+
+import json
+from typing import Any
+
+import openai
+import pytest
+
+from tests.support.running_gateway import running_gateway
+from tests.support.saying import saying
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather in a city.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+ASKED = {"model": "demo", "messages": [{"role": "user", "content": "Rome?"}], "tools": [WEATHER], "max_tokens": 60}
+NAMED = {"type": "function", "function": {"name": "weather"}}
+TWO = '[{"name": "weather", "parameters": {"city": "Rome"}}, {"name": "weather", "parameters": {"city": "Oslo"}}]'
+
+
+@pytest.fixture
+async def running():
+    async with running_gateway() as gateway:
+        yield gateway
+
+
+def client(running):
+    return openai.AsyncOpenAI(base_url=f"{running.server.url}/v1", api_key="none", max_retries=0)
+
+
+async def test_a_named_tool_is_called_by_grammar(running):
+    running.verifier.behaviour = saying('{"city": "Rome"}')
+    answer = await client(running).chat.completions.create(**ASKED, tool_choice=NAMED)
+    (call,) = answer.choices[0].message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"city": "Rome"})
+    grammar = running.verifier.sequences[0].request.sampling_params.structured_outputs
+    assert grammar.json["required"] == ["city"]
+
+
+async def test_required_means_one_call_or_several(running):
+    running.verifier.behaviour = saying(TWO)
+    answer = await client(running).chat.completions.create(**ASKED, tool_choice="required")
+    calls = answer.choices[0].message.tool_calls
+    assert [json.loads(call.function.arguments)["city"] for call in calls] == ["Rome", "Oslo"]
+    assert len({call.id for call in calls}) == 2
+    assert answer.choices[0].finish_reason == "tool_calls"
+    assert running.verifier.sequences[0].request.sampling_params.structured_outputs.json["type"] == "array"
+
+
+async def test_streamed_calls_add_up(running):
+    running.verifier.behaviour = saying(TWO)
+    async with client(running).chat.completions.stream(**ASKED, tool_choice="required") as stream:
+        answer = await stream.get_final_completion()
+    calls = answer.choices[0].message.tool_calls
+    assert [json.loads(call.function.arguments)["city"] for call in calls] == ["Rome", "Oslo"]
+
+
+async def test_auto_is_taken_and_text_stays_text(running):
+    running.verifier.behaviour = saying("It rains.")
+    for stream in (False, True):
+        async with client(running).chat.completions.stream(**ASKED) as streamed:
+            answer = await streamed.get_final_completion()
+        if not stream:
+            answer = await client(running).chat.completions.create(**ASKED)
+        assert answer.choices[0].message.content == "It rains."
+        assert not answer.choices[0].message.tool_calls
+    assert running.verifier.sequences[0].request.sampling_params.structured_outputs is None
+
+
+async def test_results_go_back_to_the_model(running):
+    running.verifier.behaviour = saying("Rain.")
+    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
+    messages = [
+        {"role": "user", "content": "Rome?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "rain"},
+    ]
+    answer = await client(running).chat.completions.create(**{**ASKED, "messages": messages})
+    assert answer.choices[0].message.content == "Rain."
+
+
+async def test_tools_can_be_switched_off():
+    async with running_gateway(tool_call_parser="none") as running:
+        with pytest.raises(openai.BadRequestError):
+            await client(running).chat.completions.create(**ASKED, tool_choice="required")
+
+
+async def test_responses_call_tools(running):
+    running.verifier.behaviour = saying('{"city": "Rome"}')
+    tool = {"type": "function", **WEATHER["function"]}
+    asked: dict[str, Any] = {
+        "model": "demo",
+        "input": "Rome?",
+        "tools": [tool],
+        "tool_choice": {"type": "function", "name": "weather"},
+    }
+    answer = await client(running).responses.create(**asked)
+    (call,) = answer.output
+    assert (call.type, call.name, json.loads(call.arguments)) == ("function_call", "weather", {"city": "Rome"})
+    running.verifier.behaviour = saying("Rain.")
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
+    answer = await client(running).responses.create(model="demo", input=[result], previous_response_id=answer.id, tools=[tool])
+    assert answer.output_text == "Rain."
+    async with client(running).responses.stream(**{**asked, "tools": []} | {"tool_choice": "auto"}) as stream:
+        assert (await stream.get_final_response()).output_text == "Rain."
