@@ -105,5 +105,5 @@ async def test_responses_call_tools(running):
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
     answer = await client(running).responses.create(model="demo", input=[result], previous_response_id=answer.id, tools=[tool])
     assert answer.output_text == "Rain."
-    async with client(running).responses.stream(**{**asked, "tools": []} | {"tool_choice": "auto"}) as stream:
+    async with client(running).responses.stream(model="demo", input="Rome?") as stream:
         assert (await stream.get_final_response()).output_text == "Rain."
