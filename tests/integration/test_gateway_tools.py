@@ -9,7 +9,7 @@ import pytest
 from tests.support.running_gateway import running_gateway
 from tests.support.saying import saying
 
-WEATHER = {
+WEATHER: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "weather",
