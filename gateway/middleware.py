@@ -24,8 +24,8 @@ from gateway.sse import ClientGone
 
 logger = logging.getLogger(__name__)
 
-OPEN_PATHS = frozenset({"/livez", "/readyz", "/health", "/metrics", *FILES})
-"""Reached without a key: probes and scrapers have none, and the page's files say nothing of the fleet."""
+OPEN_PATHS = frozenset({"/livez", "/readyz", "/health", "/metrics", "/openapi.json", *FILES})
+"""Reached without a key: probes and scrapers have none, and pages and the API's document say nothing of the fleet."""
 
 ADMIN_PATH = "/admin"
 """Here and below the fleet is changed."""

@@ -1,4 +1,4 @@
-"""The fleet page's files, as they are served.  Read once, at import."""
+"""The files of the fleet page and of the API's, as they are served.  Read once, at import."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ _MEDIA_TYPES = {
     "js": "text/javascript; charset=utf-8",
     "svg": "image/svg+xml",
 }
+
+
+_PAGES = {"index.html": "/", "docs.html": "/docs"}
 
 
 class PageFile(NamedTuple):
@@ -28,7 +31,7 @@ def _read() -> dict[str, PageFile]:
         media_type = _MEDIA_TYPES.get(each.name.rpartition(".")[2])
         if media_type is not None:
             content = each.read_bytes()
-            path = "/" if each.name == "index.html" else f"/page/{each.name}"
+            path = _PAGES.get(each.name, f"/page/{each.name}")
             found[path] = PageFile(media_type, content, f'"{hashlib.sha256(content).hexdigest()[:20]}"')
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
 
 from fastapi import APIRouter, Request
@@ -11,6 +12,7 @@ from starlette.responses import JSONResponse, Response
 from backend.engine.front import VLLM_VERSION
 from gateway.errors import InternalError, NoVerifier
 from gateway.fleet_metrics import fleet_document
+from gateway.openapi import document
 from gateway.state import gateway_of
 
 router = APIRouter()
@@ -49,6 +51,15 @@ async def fleet(request: Request) -> Response:
 async def version() -> Response:
     """Ours and vLLM's."""
     return JSONResponse({"version": _own_version(), "vllm": VLLM_VERSION})
+
+
+@router.get("/openapi.json", include_in_schema=False)
+async def openapi(request: Request) -> Response:
+    """The API's document; `/docs` shows it."""
+    app = request.app
+    if app.openapi_schema is None:
+        app.openapi_schema = await asyncio.to_thread(document, app, _own_version())
+    return JSONResponse(app.openapi_schema)
 
 
 def _own_version() -> str:

@@ -1,6 +1,6 @@
-"""The fleet page at `/`, its files, and the events that feed it.
+"""The fleet page at `/`, its files, and the events that feed it; the API's page at `/docs`.
 
-The page and its files are the same for everyone and say nothing of the fleet, so they need no key; the events do, like
+The pages and their files are the same for everyone and say nothing of the fleet, so they need no key; the events do, like
 `/fleet`.  The page asks for the key and sends it in a header, which is why it reads the events with `fetch`.
 """
 
@@ -39,7 +39,7 @@ def _serve(path: str, file: PageFile) -> None:
             return Response(status_code=304, headers=headers)
         return Response(file.content, media_type=file.media_type, headers=headers)
 
-    router.add_api_route(path, answer, methods=["GET", "HEAD"])
+    router.add_api_route(path, answer, methods=["GET", "HEAD"], include_in_schema=False)
 
 
 for _path, _file in FILES.items():

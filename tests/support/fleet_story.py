@@ -140,7 +140,7 @@ def feed_of(story: Story, model: str = "demo") -> FleetFeed:
 
 def page_app(feed: FleetFeed, api_key: str | None = None) -> FastAPI:
     """The page, its files and its events behind the gateway's own middleware."""
-    app = FastAPI()
+    app = FastAPI(docs_url=None)
     app.state.gateway = SimpleNamespace(feed=feed)
     app.include_router(page.router)
     metrics = GatewayMetrics()

@@ -1,0 +1,39 @@
+"""vLLM's models of requests and answers, for the API's document."""
+
+from __future__ import annotations
+
+import vllm  # noqa: F401  (first: its submodules do not import alone)
+from vllm.entrypoints.anthropic.protocol import (
+    AnthropicCountTokensRequest,
+    AnthropicMessagesRequest,
+    AnthropicMessagesResponse,
+)
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest, CompletionResponse
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest, UnloadLoRAAdapterRequest
+from vllm.entrypoints.serve.tokenize.protocol import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    TokenizeChatRequest,
+    TokenizeCompletionRequest,
+    TokenizeResponse,
+)
+
+__all__ = [
+    "AnthropicCountTokensRequest",
+    "AnthropicMessagesRequest",
+    "AnthropicMessagesResponse",
+    "ChatCompletionRequest",
+    "ChatCompletionResponse",
+    "CompletionRequest",
+    "CompletionResponse",
+    "DetokenizeRequest",
+    "DetokenizeResponse",
+    "LoadLoRAAdapterRequest",
+    "ResponsesRequest",
+    "TokenizeChatRequest",
+    "TokenizeCompletionRequest",
+    "TokenizeResponse",
+    "UnloadLoRAAdapterRequest",
+]

@@ -1,0 +1,235 @@
+"""/openapi.json: every route, what it takes and what it gives; made from the models that the routes use."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, get_args
+
+import msgspec
+import pydantic
+from fastapi import FastAPI
+from fastapi.routing import APIRoute
+from pydantic.json_schema import models_json_schema
+
+from backend.coordinator.commands import AnyCommand
+from backend.engine.front import schemas as vllm
+from gateway.fields import MESSAGES_NO_EFFECT, NO_EFFECT, REFUSED, RESPONSES_NO_EFFECT
+from gateway.routes import weights
+
+_REF = "#/components/schemas/{model}"
+_STRING: dict[str, Any] = {"type": "string"}
+_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": _STRING,
+                "type": _STRING,
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+_ANTHROPIC_ERROR = {
+    "type": "object",
+    "required": ["type", "error"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {"type": "object", "required": ["type", "message"], "properties": {"type": _STRING, "message": _STRING}},
+    },
+}
+
+Schema = dict[str, Any]
+
+
+def _object(*required: str, **properties: Schema) -> Schema:
+    return {"type": "object", "required": list(required), "properties": properties}
+
+
+_LIST = _object("object", "data", object={"const": "list"}, data={"type": "array", "items": {"type": "object"}})
+_RESPONSE = _object("id", "object", "status", "output", "created_at", object={"const": "response"})
+_DELETED = _object("id", "object", "deleted", id=_STRING, deleted={"const": True})
+_CONVERSATION = _object("id", "object", "created_at", "metadata", object={"const": "conversation"})
+_ITEM = _object("id", id=_STRING)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """`takes`: the body, as a model or a schema; `gives`: the answer's JSON; `streams`: also as server-sent events."""
+
+    takes: type[pydantic.BaseModel] | tuple[type[Any], ...] | Schema | None = None
+    gives: type[pydantic.BaseModel] | Schema | None = None
+    streams: bool = False
+    text: str | None = None
+    """The answer's media type where it is no JSON."""
+
+
+_TOKENIZE = Operation((vllm.TokenizeCompletionRequest, vllm.TokenizeChatRequest), vllm.TokenizeResponse)
+_DETOKENIZE = Operation(vllm.DetokenizeRequest, vllm.DetokenizeResponse)
+_ITEMS = _object("items", items={"type": "array", "items": {"type": "object"}, "maxItems": 20})
+
+OPERATIONS: dict[tuple[str, str], Operation] = {
+    ("POST", "/v1/chat/completions"): Operation(vllm.ChatCompletionRequest, vllm.ChatCompletionResponse, streams=True),
+    ("POST", "/v1/completions"): Operation(vllm.CompletionRequest, vllm.CompletionResponse, streams=True),
+    ("POST", "/v1/responses"): Operation(vllm.ResponsesRequest, _RESPONSE, streams=True),
+    ("POST", "/v1/responses/input_tokens"): Operation(vllm.ResponsesRequest, _object("object", "input_tokens")),
+    ("GET", "/v1/responses/{response_id}"): Operation(gives=_RESPONSE, streams=True),
+    ("DELETE", "/v1/responses/{response_id}"): Operation(gives=_DELETED),
+    ("POST", "/v1/responses/{response_id}/cancel"): Operation(gives=_RESPONSE),
+    ("GET", "/v1/responses/{response_id}/input_items"): Operation(gives=_LIST),
+    ("POST", "/v1/conversations"): Operation({**_ITEMS, "required": []}, _CONVERSATION),
+    ("GET", "/v1/conversations/{conversation_id}"): Operation(gives=_CONVERSATION),
+    ("POST", "/v1/conversations/{conversation_id}"): Operation(_object("metadata", metadata={"type": "object"}), _CONVERSATION),
+    ("DELETE", "/v1/conversations/{conversation_id}"): Operation(gives=_DELETED),
+    ("GET", "/v1/conversations/{conversation_id}/items"): Operation(gives=_LIST),
+    ("POST", "/v1/conversations/{conversation_id}/items"): Operation(_ITEMS, _LIST),
+    ("GET", "/v1/conversations/{conversation_id}/items/{item_id}"): Operation(gives=_ITEM),
+    ("DELETE", "/v1/conversations/{conversation_id}/items/{item_id}"): Operation(gives=_CONVERSATION),
+    ("POST", "/v1/messages"): Operation(vllm.AnthropicMessagesRequest, vllm.AnthropicMessagesResponse, streams=True),
+    ("POST", "/v1/messages/count_tokens"): Operation(vllm.AnthropicCountTokensRequest, _object("input_tokens")),
+    ("GET", "/v1/models"): Operation(gives=_LIST),
+    ("GET", "/v1/models/{model_id}"): Operation(gives=_object("id", "object", "created", "owned_by")),
+    ("POST", "/v1/load_lora_adapter"): Operation(vllm.LoadLoRAAdapterRequest, _object("message")),
+    ("POST", "/v1/unload_lora_adapter"): Operation(vllm.UnloadLoRAAdapterRequest, _object("message")),
+    ("POST", "/tokenize"): _TOKENIZE,
+    ("POST", "/v1/tokenize"): _TOKENIZE,
+    ("POST", "/detokenize"): _DETOKENIZE,
+    ("POST", "/v1/detokenize"): _DETOKENIZE,
+    ("GET", "/livez"): Operation(gives=_object("status")),
+    ("GET", "/readyz"): Operation(gives=_object("status")),
+    ("GET", "/health"): Operation(gives=_object("status")),
+    ("GET", "/metrics"): Operation(text="text/plain"),
+    ("GET", "/version"): Operation(gives=_object("version", "vllm")),
+    ("GET", "/fleet"): Operation(gives={"type": "object"}),
+    ("GET", "/fleet/events"): Operation(text="text/event-stream"),
+    ("GET", "/admin/operations"): Operation(gives=_object("version", "operations")),
+    ("GET", "/admin/operations/{operation_id}"): Operation(gives=_object("id")),
+    ("POST", "/admin/{command}"): Operation(get_args(AnyCommand), _object("version", "dry_run", "effects", "operation")),
+    ("POST", "/admin/sleep"): Operation((weights.Sleep,), _object("verifiers")),
+    ("POST", "/admin/wake-up"): Operation((weights.WakeUp,), _object("verifiers")),
+    ("POST", "/admin/reload-weights"): Operation((weights.ReloadWeights,), _object("verifiers")),
+}
+
+_NO_EFFECT = {
+    vllm.ResponsesRequest: RESPONSES_NO_EFFECT,
+    vllm.AnthropicMessagesRequest: MESSAGES_NO_EFFECT,
+    vllm.AnthropicCountTokensRequest: MESSAGES_NO_EFFECT,
+}
+
+
+def document(app: FastAPI, version: str) -> dict[str, Any]:
+    """The document of all routes but those of pages.  Raises `KeyError` for a route that has no entry here."""
+    schemas = _schemas()
+    paths: dict[str, dict[str, Any]] = {}
+    for method, path, route in routes(app):
+        shown = _operation(OPERATIONS[method, path], path, schemas)
+        shown |= {
+            "summary": (route.description or "").partition("\n")[0],
+            "operationId": route.name,
+            "tags": [path.split("/")[1]],
+        }
+        parameters = [_parameter(each, "path") for each in route.dependant.path_params]
+        parameters += [_parameter(name, "path") for name in re.findall(r"{(\w+)}", path) if not parameters]
+        parameters += [_parameter(each, "query") for each in route.dependant.query_params]
+        paths.setdefault(path, {})[method.lower()] = shown | ({"parameters": parameters} if parameters else {})
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Outrider", "version": version},
+        "paths": paths,
+        "components": {
+            "schemas": schemas,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{"key": []}, {}],
+    }
+
+
+def routes(app: FastAPI) -> Iterable[tuple[str, str, APIRoute]]:
+    """Method, path without converters, and route."""
+    for route in app.routes:
+        if isinstance(route, APIRoute) and route.include_in_schema:
+            for method in sorted(route.methods - {"HEAD"}):
+                yield method, re.sub(r":\w+}", "}", route.path), route
+
+
+def _schemas() -> dict[str, Schema]:
+    taken = {each for operation in OPERATIONS.values() for each in _models(operation.takes)}
+    given = {each for operation in OPERATIONS.values() for each in _models(operation.gives)}
+    pydantics = [each for each in taken | given if issubclass(each, pydantic.BaseModel)]
+    _, made = models_json_schema([(each, "validation") for each in sorted(pydantics, key=str)], ref_template=_REF)
+    schemas: dict[str, Schema] = made["$defs"]
+    for model in taken & set(pydantics):
+        _as_taken(schemas[model.__name__], _NO_EFFECT.get(model, NO_EFFECT).keys())
+    structs = sorted(taken - set(pydantics), key=str)
+    _, components = msgspec.json.schema_components(structs, ref_template="#/components/schemas/{name}")
+    for struct in structs:
+        # It is told by the path.
+        components[struct.__name__]["properties"].pop("command", None)
+        components[struct.__name__]["required"] = [
+            each for each in components[struct.__name__]["required"] if each != "command"
+        ]
+    return {**schemas, **components, "Error": _ERROR, "AnthropicError": _ANTHROPIC_ERROR}
+
+
+def _as_taken(schema: Schema, no_effect: Iterable[str]) -> None:
+    """What `gateway.requests.parse` takes: every field may be null, and no unknown one."""
+    properties = schema["properties"]
+    for name in REFUSED:
+        properties.pop(name, None)
+    properties.update({name: {"description": "without effect"} for name in no_effect})
+    required = schema.get("required", [])
+    schema["properties"] = {
+        name: each if name in required else {"anyOf": [each, {"type": "null"}]} for name, each in properties.items()
+    }
+    schema["additionalProperties"] = False
+
+
+def _models(value: Any) -> list[type[Any]]:
+    if value is None or isinstance(value, dict):
+        return []
+    return list(value) if isinstance(value, tuple) else [value]
+
+
+def _ref(value: Any) -> Schema:
+    if isinstance(value, dict):
+        return value
+    refs = [{"$ref": _REF.format(model=each.__name__)} for each in _models(value)]
+    return refs[0] if len(refs) == 1 else {"anyOf": refs}
+
+
+def _operation(operation: Operation, path: str, schemas: dict[str, Schema]) -> dict[str, Any]:
+    content: dict[str, Any] = {}
+    if operation.gives is not None:
+        content["application/json"] = {"schema": _ref(operation.gives)}
+    if operation.streams:
+        content["text/event-stream"] = {"schema": _STRING}
+    if operation.text is not None:
+        content[operation.text] = {"schema": _STRING}
+    error = "AnthropicError" if path.startswith("/v1/messages") else "Error"
+    shown: dict[str, Any] = {
+        "responses": {
+            "200": {"description": "Done.", "content": content},
+            "default": {
+                "description": "An error.",
+                "content": {"application/json": {"schema": {"$ref": _REF.format(model=error)}}},
+            },
+        }
+    }
+    if path == "/admin/{command}":
+        shown["responses"]["202"] = {"description": "An operation will do it.", "content": content}
+    if operation.takes is not None:
+        shown["requestBody"] = {"required": True, "content": {"application/json": {"schema": _ref(operation.takes)}}}
+    return shown
+
+
+def _parameter(field: Any, place: str) -> dict[str, Any]:
+    if isinstance(field, str):
+        return {"name": field, "in": place, "required": True, "schema": _STRING}
+    schema = pydantic.TypeAdapter(field.field_info.annotation).json_schema()
+    return {"name": field.alias, "in": place, "required": place == "path", "schema": schema}

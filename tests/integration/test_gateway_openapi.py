@@ -1,0 +1,70 @@
+"""The API's document: every route is in it, and answers are as it says."""
+
+from typing import Any
+
+import pytest
+from jsonschema import Draft202012Validator
+
+from gateway.openapi import OPERATIONS, routes
+from tests.support.running_gateway import CHAT, COMPLETION, running_gateway
+
+CALLS: list[tuple[str, str, str, dict[str, Any] | None]] = [
+    ("POST", "/v1/chat/completions", "/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": None}),
+    ("POST", "/v1/completions", "/v1/completions", COMPLETION),
+    ("POST", "/v1/completions", "/v1/completions", {**COMPLETION, "max_tokens": "many"}),
+    ("POST", "/v1/responses", "/v1/responses", {"model": "demo", "input": "hi", "max_output_tokens": 6}),
+    ("POST", "/v1/responses/input_tokens", "/v1/responses/input_tokens", {"model": "demo", "input": "hi"}),
+    ("GET", "/v1/responses/{response_id}", "/v1/responses/none", None),
+    ("POST", "/v1/conversations", "/v1/conversations", {}),
+    ("POST", "/v1/messages", "/v1/messages", CHAT),
+    ("POST", "/v1/messages", "/v1/messages", {**CHAT, "model": "nope"}),
+    ("POST", "/v1/messages/count_tokens", "/v1/messages/count_tokens", {"model": "demo", "messages": CHAT["messages"]}),
+    ("POST", "/tokenize", "/tokenize", {"model": "demo", "prompt": "hi"}),
+    ("POST", "/detokenize", "/detokenize", {"model": "demo", "tokens": [300]}),
+    ("GET", "/v1/models", "/v1/models", None),
+    ("GET", "/v1/models/{model_id}", "/v1/models/demo", None),
+    ("GET", "/v1/models/{model_id}", "/v1/models/nope", None),
+    ("GET", "/version", "/version", None),
+    ("GET", "/readyz", "/readyz", None),
+    ("POST", "/v1/load_lora_adapter", "/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "/a"}),
+]
+
+
+@pytest.fixture
+async def running():
+    async with running_gateway() as gateway:
+        yield gateway
+
+
+async def test_every_route_is_documented_and_nothing_else(running):
+    app = running.server._server.config.app
+    while not hasattr(app, "routes"):
+        app = app.app
+    assert {(method, path) for method, path, _ in routes(app)} == OPERATIONS.keys()
+    document = (await running.http.get("/openapi.json")).json()
+    shown = {(method.upper(), path) for path, methods in document["paths"].items() for method in methods}
+    assert shown == OPERATIONS.keys()
+
+
+async def test_answers_are_as_documented(running):
+    document = (await running.http.get("/openapi.json")).json()
+    for method, path, url, body in CALLS:
+        answer = await running.http.request(method, url, json=body)
+        responses = document["paths"][path][method.lower()]["responses"]
+        content = responses.get(str(answer.status_code), responses["default"])["content"]
+        schema = content[answer.headers["content-type"]]["schema"]
+        check(document, schema, answer.json())
+        if answer.is_success and body is not None:
+            taken = document["paths"][path][method.lower()]["requestBody"]["content"]["application/json"]["schema"]
+            check(document, taken, body)
+
+
+def check(document, schema, value):
+    Draft202012Validator({**schema, "components": document["components"]}).validate(value)
+
+
+async def test_the_page_shows_it(running):
+    page = await running.http.get("/docs")
+    assert page.headers["content-type"].startswith("text/html")
+    assert "script-src 'self'" in page.headers["content-security-policy"]
+    assert (await running.http.get("/page/docs.js")).status_code == 200
