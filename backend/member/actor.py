@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -40,7 +41,7 @@ class MemberProcess(Protocol):
     def stats(self) -> VerifierStats | DrafterStats | None: ...
 
 
-class MemberActor:
+class MemberActor(ABC):
     """One member.  `settings` is `Settings.model_dump_json()`; `local`: processes of its node reach it over ipc too.
 
     `address` is `ipc://...` or `tcp://host:port` (port 0: any).  Raises what goes wrong while it starts: Ray then gives it up.
@@ -93,6 +94,7 @@ class MemberActor:
         self._membership.leave_fleet()
         self._process.stop()
 
+    @abstractmethod
     def _build(
         self,
         member: Member,
@@ -101,7 +103,7 @@ class MemberActor:
         fleet_keys: ServerKeys | None,
         server_keys: ServerKeys | None,
     ) -> MemberProcess:
-        raise NotImplementedError
+        """What serves; it is started once the member has joined the fleet."""
 
     def _model(self, settings: Settings, paths: ResolvedModels) -> str:
         """What people call its model."""
