@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
 from backend.coordinator import CoordinatorUnavailable
-from backend.coordinator.commands import Answer, AnyCommand, Refused
-from backend.fleet import FleetSnapshot, Member, MemberView
+from backend.coordinator.commands import Answer, AnyCommand
+from backend.fleet import FleetSnapshot, Member
 from gateway.errors import NoCoordinator
 
 if TYPE_CHECKING:
@@ -63,30 +63,6 @@ async def follow(directory: Directory, look: Callable[[FleetSnapshot], None]) ->
     finally:
         if asking is not None:
             asking.cancel()
-
-
-class StaticDirectory:
-    """A directory that is told its members: tests, and fleets without a coordinator."""
-
-    def __init__(self, members: Sequence[Member] = ()) -> None:
-        self._version = 0
-        self._members: list[Member] = []
-        self.set_members(members)
-
-    def set_members(self, members: Sequence[Member]) -> None:
-        """Replaces the membership."""
-        self._version += 1
-        self._members = list(members)
-
-    async def snapshot(self) -> FleetSnapshot:
-        views = [MemberView(member, 0.0) for member in self._members]
-        return FleetSnapshot(self._version, views, [], {})
-
-    async def look(self) -> FleetSnapshot:
-        return await self.snapshot()
-
-    async def submit(self, command: AnyCommand) -> Answer:
-        return Refused("invalid", "this fleet has no coordinator", self._version)
 
 
 class CoordinatorDirectory:

@@ -161,15 +161,6 @@ _LATENCY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0
 _TGS_BUCKETS = (1, 2, 5, 10, 20, 35, 50, 75, 100, 150, 200, 300, 500, 1000, 2000)
 
 
-def metrics_table() -> str:
-    """`DEFINITIONS` as a Markdown table, for the documentation."""
-    rows = ["| metric | kind | labels | meaning |", "|---|---|---|---|"]
-    for name, each in DEFINITIONS.items():
-        labels = ", ".join(f"`{label}`" for label in each.labels)
-        rows.append(f"| `{name}` | {each.kind} | {labels} | {each.help} |")
-    return "\n".join(rows) + "\n"
-
-
 class GatewayMetrics:
     """What this gateway saw itself; also the observer of `FleetCore`."""
 

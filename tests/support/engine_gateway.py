@@ -16,11 +16,11 @@ import msgspec
 from backend.config import Settings
 from backend.fleet import Member
 from backend.models.demo import TARGET_DIR
-from gateway.directory import StaticDirectory
 from gateway.fleet_core import FleetCore
 from gateway.server import GatewayServer
 from tests.support.fake_verifier import eventually
 from tests.support.processes import Drafter, Verifier
+from tests.support.static_directory import StaticDirectory
 
 
 @dataclass

@@ -6,8 +6,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from backend.config import Settings
-from gateway.directory import StaticDirectory
 from gateway.server import GatewayServer
+from tests.support.static_directory import StaticDirectory
 
 
 def main(job: dict[str, Any], pipe: Connection) -> None:

@@ -14,9 +14,9 @@ import httpx
 
 import backend.models.demo
 from backend.config import Settings
-from gateway.directory import StaticDirectory
 from gateway.server import GatewayServer
 from tests.support.fake_verifier import FakeVerifier, eventually
+from tests.support.static_directory import StaticDirectory
 
 MODEL_DIR = str(Path(backend.models.demo.__file__).parent / "target")
 CHAT: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 6}

@@ -16,14 +16,7 @@ pytest.importorskip("safetensors")
 
 import torch
 
-from backend.lab.demo.checkpoints import (
-    load_drafter,
-    load_target,
-    replacing,
-    save_drafter,
-    save_drafter_midlayer,
-    save_target,
-)
+from backend.lab.demo.checkpoints import replacing, save_drafter, save_target
 from backend.lab.demo.drafter import train_drafter
 from backend.lab.demo.drafter_model import Drafter, chain
 from backend.lab.demo.evaluate import accept, matching_prefix, sample
@@ -33,6 +26,7 @@ from backend.lab.demo.options import DemoOptions, DrafterOptions, TargetOptions
 from backend.lab.demo.target import train_target, validation_loss
 from backend.lab.demo.training import Progress, Windows, rate_factor
 from backend.models.demo import DRAFTER_DIR, TARGET_DIR
+from tests.support.demo_checkpoints import load_drafter, load_target
 
 TINY = Shape(
     vocab_size=97,
@@ -127,18 +121,14 @@ def test_target_equals_transformers_on_its_own_files(pair: tuple[Target, Drafter
         torch.testing.assert_close(features, states, atol=1e-4, rtol=1e-4)
 
 
-def test_both_drafter_layouts_reload_identically(pair: tuple[Target, Drafter], tmp_path: Path) -> None:
+def test_a_drafter_reloads_identically(pair: tuple[Target, Drafter], tmp_path: Path) -> None:
     target, drafter = pair
-    for name in ("speculators", "midlayer"):
-        (tmp_path / name).mkdir()
-    save_drafter(drafter, tmp_path / "speculators", "some-target")
-    save_drafter_midlayer(drafter, tmp_path / "midlayer")
-    for name in ("speculators", "midlayer"):
-        reloaded = load_drafter(tmp_path / name, target.model.embed_tokens.weight)
-        assert reloaded.shape == drafter.shape
-        state = reloaded.state_dict()
-        assert state.keys() == drafter.state_dict().keys()
-        assert all(torch.equal(state[key], value) for key, value in drafter.state_dict().items())
+    save_drafter(drafter, tmp_path, "some-target")
+    reloaded = load_drafter(tmp_path, target.model.embed_tokens.weight)
+    assert reloaded.shape == drafter.shape
+    state = reloaded.state_dict()
+    assert state.keys() == drafter.state_dict().keys()
+    assert all(torch.equal(state[key], value) for key, value in drafter.state_dict().items())
 
 
 def test_cached_generation_equals_a_full_forward(pair: tuple[Target, Drafter]) -> None:

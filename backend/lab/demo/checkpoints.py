@@ -1,4 +1,4 @@
-"""The files of the demo models: a transformers checkpoint for the target, two EAGLE-3 layouts for the drafter.
+"""The files of the demo models: a transformers checkpoint for the target, the speculators layout for the drafter.
 
 Owns the mapping between the modules here and what transformers and vLLM read, and the swap of a finished
 directory into its place.
@@ -12,17 +12,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
-from backend.lab.demo.drafter_model import Drafter, DrafterShape
+from backend.lab.demo.drafter_model import Drafter
 from backend.lab.demo.model import Shape, Target
 from backend.lab.demo.tokenizer import BEGIN_ID, END_ID, PAD_ID
 
 WEIGHTS = "model.safetensors"
 DRAFT_LENGTH = 4
-VOCABULARY_MAPS = frozenset({"d2t", "t2d"})
 
 
 @contextmanager
@@ -72,11 +70,6 @@ def llama_config(shape: Shape, layers: int, tied: bool) -> dict[str, Any]:
     }
 
 
-def shape_of(config: Mapping[str, Any]) -> Shape:
-    """The sizes a Llama `config.json` states."""
-    return Shape(**{name: config[name] for name in Shape.__dataclass_fields__})
-
-
 def save_target(target: Target, directory: Path) -> None:
     """Write config, generation config and float32 weights; `directory` must exist."""
     shape = target.shape
@@ -86,13 +79,6 @@ def save_target(target: Target, directory: Path) -> None:
     generation = {**tokens, "do_sample": True, "temperature": 0.8}
     _write_json(directory / "generation_config.json", generation)
     _write_weights(directory, target.state_dict())
-
-
-def load_target(directory: Path) -> Target:
-    """The target that `save_target` wrote."""
-    target = Target(shape_of(_read_json(directory / "config.json")))
-    target.load_state_dict(load_file(directory / WEIGHTS))
-    return target.eval()
 
 
 def save_drafter(drafter: Drafter, directory: Path, verifier: str) -> None:
@@ -120,37 +106,6 @@ def save_drafter(drafter: Drafter, directory: Path, verifier: str) -> None:
     _write_weights(directory, drafter.state_dict())
 
 
-def save_drafter_midlayer(drafter: Drafter, directory: Path) -> None:
-    """Write the drafter in the layout of the EAGLE authors: `midlayer.*`, with `d2t` offsets and the `t2d` mask."""
-    shape = drafter.shape.layer
-    config = llama_config(shape, layers=1, tied=False) | {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "draft_vocab_size": shape.vocab_size,
-        "eagle_config": {
-            "use_aux_hidden_state": True,
-            "eagle_aux_hidden_state_layer_ids": list(drafter.shape.feature_layers),
-        },
-    }
-    _write_json(directory / "config.json", config)
-    state = {name.replace("layers.0.", "midlayer."): value for name, value in drafter.state_dict().items()}
-    state["d2t"] = torch.zeros(shape.vocab_size, dtype=torch.int64)
-    state["t2d"] = torch.ones(shape.vocab_size, dtype=torch.bool)
-    _write_weights(directory, state)
-
-
-def load_drafter(directory: Path, embeddings: Tensor) -> Drafter:
-    """The drafter in `directory`, in either layout; `embeddings` `[vocab, hidden]` are its target's."""
-    config = _read_json(directory / "config.json")
-    layers = config.get("eagle_aux_hidden_state_layer_ids") or config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
-    layer = config.get("transformer_layer_config", config)
-    drafter = Drafter(DrafterShape(shape_of(layer), tuple(layers)), embeddings)
-    state = load_file(directory / WEIGHTS)
-    for name in VOCABULARY_MAPS.intersection(state):
-        del state[name]
-    drafter.load_state_dict({name.replace("midlayer.", "layers.0."): value for name, value in state.items()})
-    return drafter.eval()
-
-
 def _write_weights(directory: Path, state: Mapping[str, Tensor]) -> None:
     tensors = {name: value.detach().to("cpu").contiguous() for name, value in state.items()}
     save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
@@ -159,8 +114,3 @@ def _write_weights(directory: Path, state: Mapping[str, Tensor]) -> None:
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    value: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return value

@@ -6,7 +6,6 @@ token at p + 2.  Features are the inputs of three target layers, joined and mapp
 would be (EAGLE-3, section 3).
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -179,8 +178,3 @@ def chain(drafter: Drafter, token: Tensor, feature: Tensor, cache: LayerCache, d
         drafted.append(drafter.logits(output).argmax(-1))
     cache.length = kept
     return torch.cat(drafted, dim=1)
-
-
-def joined_features(hidden_states: Sequence[Tensor], layers: Sequence[int]) -> Tensor:
-    """Features from transformers' `output_hidden_states`: entry i is the input of layer i."""
-    return torch.cat([hidden_states[layer] for layer in layers], dim=-1)

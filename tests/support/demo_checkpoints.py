@@ -1,0 +1,40 @@
+"""The demo's models read back into the modules that are trained.  Tests only."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+from torch import Tensor
+
+from backend.lab.demo.checkpoints import WEIGHTS
+from backend.lab.demo.drafter_model import Drafter, DrafterShape
+from backend.lab.demo.model import Shape, Target
+
+
+def load_target(directory: Path) -> Target:
+    """What `save_target` wrote."""
+    target = Target(_shape(_config(directory)))
+    target.load_state_dict(load_file(directory / WEIGHTS))
+    return target.eval()
+
+
+def load_drafter(directory: Path, embeddings: Tensor) -> Drafter:
+    """What `save_drafter` wrote; `embeddings` `[vocab, hidden]` are its target's."""
+    config = _config(directory)
+    shape = DrafterShape(_shape(config["transformer_layer_config"]), tuple(config["eagle_aux_hidden_state_layer_ids"]))
+    drafter = Drafter(shape, embeddings)
+    drafter.load_state_dict(load_file(directory / WEIGHTS))
+    return drafter.eval()
+
+
+def _shape(config: Mapping[str, Any]) -> Shape:
+    return Shape(**{name: config[name] for name in Shape.__dataclass_fields__})
+
+
+def _config(directory: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    return config

@@ -1,0 +1,32 @@
+"""A fleet's directory that is told its members.  Tests only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from backend.coordinator.commands import Answer, AnyCommand, Refused
+from backend.fleet import FleetSnapshot, Member, MemberView
+
+
+class StaticDirectory:
+    """What `Directory` of `gateway/directory.py` asks for, without a coordinator."""
+
+    def __init__(self, members: Sequence[Member] = ()) -> None:
+        self._version = 0
+        self._members: list[Member] = []
+        self.set_members(members)
+
+    def set_members(self, members: Sequence[Member]) -> None:
+        """Replaces the membership."""
+        self._version += 1
+        self._members = list(members)
+
+    async def snapshot(self) -> FleetSnapshot:
+        views = [MemberView(member, 0.0) for member in self._members]
+        return FleetSnapshot(self._version, views, [], {})
+
+    async def look(self) -> FleetSnapshot:
+        return await self.snapshot()
+
+    async def submit(self, command: AnyCommand) -> Answer:
+        return Refused("invalid", "this fleet has no coordinator", self._version)
