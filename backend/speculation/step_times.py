@@ -18,11 +18,9 @@ WANDER = 0.03**2
 AGEING = 1e-6
 """Variance a point gains per step: 3 % in a thousand steps."""
 UNFITTED = 0.05**2
-"""Variance of true points about the straight line through all."""
+"""Variance of true points about the straight line through all.  A point in more doubt is unproven: it may be slow by chance."""
 HICCUP = 3.0
 """Deviations by which one measurement surprises at most."""
-YOUNG = 3
-"""Measurements until which a much quicker one replaces a point: steps are only ever too slow."""
 SHARE = 0.25
 """Share of a step that is believed to grow with its tokens, until steps of several sizes were measured."""
 
@@ -33,7 +31,6 @@ class _Point:
     level: float
     doubt: float
     at: int
-    seen: int = 1
 
 
 class StepTimes:
@@ -41,7 +38,6 @@ class StepTimes:
 
     def __init__(self, unknown_s: float = 1e-3) -> None:
         """`unknown_s`: the answer before anything was measured."""
-        self._unknown_s = unknown_s
         self._points: dict[int, _Point] = {}
         self._speed, self._speed_doubt, self._clock = 0.0, NOISE, 0
         self._xs, self._ys, self._slopes = [0.0], [unknown_s], [0.0]
@@ -65,10 +61,11 @@ class StepTimes:
             self._points[place] = _Point(tokens, level, NOISE + self._speed_doubt, self._clock)
             return
         point.doubt += AGEING * (self._clock - point.at)
-        point.at, point.seen = self._clock, point.seen + 1
+        point.at = self._clock
         surprise, total = level - point.level, self._speed_doubt + point.doubt + NOISE
         most = HICCUP * math.sqrt(total)
-        if surprise < -most and point.seen <= YOUNG:
+        if surprise < -most and point.doubt > UNFITTED:
+            # Steps are only ever too slow.
             point.level = level
             return
         surprise = max(-most, min(most, surprise))
@@ -100,18 +97,22 @@ class StepTimes:
         return found
 
     def _draw(self) -> None:
-        """The corners of the curve: the points, those in doubt drawn to a straight line through all, then levelled."""
+        """The corners of the curve: the points, those in doubt drawn to a straight line through all, then levelled.
+
+        An unproven point is not above the line: else the budget would keep from its size, and never learn better.
+        """
         self._stale, self._factor = False, math.exp(self._speed)
         points = sorted(self._points.values(), key=lambda point: point.tokens)
         xs, ys = [point.tokens for point in points], [math.exp(point.level) for point in points]
         doubts = [point.doubt + AGEING * (self._clock - point.at) for point in points]
         start, slope = _line(xs, ys, doubts)
         for i, doubt in enumerate(doubts):
-            ys[i] += doubt / (doubt + UNFITTED) * (start + slope * xs[i] - ys[i])
+            off = start + slope * xs[i] - ys[i]
+            ys[i] += off if off < 0 and doubt > UNFITTED else off * doubt / (doubt + UNFITTED)
         ys = _rising(ys, [1 / (y * y * doubt) for y, doubt in zip(ys, doubts, strict=True)])
         # Outside the points the line's slope holds, but more tokens take more in proportion at most.
         first, last = min(slope, ys[0] / xs[0]), min(slope, ys[-1] / xs[-1])
-        self._xs, self._ys = [0.0, *xs], [ys[0] - first * xs[0], *ys]
+        self._xs, self._ys = [0.0, *xs], [max(ys[0] - first * xs[0], 0.0), *ys]
         inner = [(ys[i + 1] - ys[i]) / (xs[i + 1] - xs[i]) for i in range(len(xs) - 1)]
         self._slopes = [first, *inner, last]
 

@@ -11,7 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from backend.speculation.budget import survivals
 from backend.speculation.step_times import DraftTimes, StepTimes
+from tests.support.speculator import spent_on
 
 MEASURED = st.lists(st.tuples(st.integers(1, 2000), st.floats(1e-4, 1.0)), min_size=1, max_size=60)
 
@@ -65,6 +67,35 @@ def test_a_hiccup_at_first_is_soon_forgotten() -> None:
     for _ in range(3):
         times.observe(16, affine(16))
     assert times.at(16) == pytest.approx(affine(16), rel=0.2)
+
+
+@pytest.mark.parametrize(("times_slow", "soon"), [(1, 100), (6, 500)])
+def test_a_size_that_was_slow_at_first_is_tried_again(times_slow: int, soon: int) -> None:
+    """The machine was busy while one size was measured; that size pays."""
+    times, rows = StepTimes(), [survivals([0.85] * 8)] * 4
+    for tokens in (1, 4, 16, 64, 9, 36, 144, 576):
+        for _ in range(times_slow if tokens == 36 else 6):
+            times.observe(tokens, affine(tokens) * (3 if tokens == 36 else 1))
+    assert spent_on(rows, affine, 4).tokens == 32
+    assert spent_on(rows, times.at, 4).tokens < 32
+    for _ in range(soon):
+        tokens = 4 + spent_on(rows, times.at, 4).tokens
+        times.observe(tokens, affine(tokens))
+    assert spent_on(rows, times.at, 4).tokens == 32
+
+
+def test_a_size_that_is_slow_is_tried_now_and_then_only() -> None:
+    def step_s(tokens: int) -> float:
+        return affine(tokens) * (3 if tokens > 24 else 1)
+
+    times, rows, dear = StepTimes(), [survivals([0.85] * 8)] * 4, 0
+    for tokens in (1, 4, 16, 64, 9, 36, 144, 576) * 6:
+        times.observe(tokens, step_s(tokens))
+    for _ in range(2000):
+        tokens = 4 + spent_on(rows, times.at, 4).tokens
+        times.observe(tokens, step_s(tokens))
+        dear += tokens > 24
+    assert dear < 40
 
 
 def test_noise_between_near_points_makes_no_slope() -> None:
