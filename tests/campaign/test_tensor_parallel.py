@@ -56,7 +56,8 @@ def test_two_ranks_draft_as_one_does_and_answer_the_same(tmp_path: Path) -> None
         print(f"{mode}: {drafts} drafts, {accepted} tokens kept; {alone} by one rank in sync")
         assert two == plain
         assert drafts > 0
-        assert abs(accepted / drafts - alone[1] / alone[0]) < 0.2
+        # Not the same: how much of a draft is verified follows from what steps take.
+        assert accepted / drafts == pytest.approx(alone[1] / alone[0], rel=0.15)
 
 
 def ranks_of(pid: int) -> list[int]:
