@@ -22,6 +22,8 @@ from backend.config import environment
 from backend.lab.bench.pace import Pace
 
 Job = dict[str, Any]
+Measures = dict[str, Callable[[], Any]]
+"""By what asks for them."""
 FRESH_POLL_S = 0.01
 LAPS = "laps"
 """What asks for a stopwatch's notes."""
@@ -47,16 +49,17 @@ def _verifier(job: Job) -> None:
     from backend.models.resolve import ResolvedModels
     from backend.verifier.process import VerifierProcess
 
-    watch = None
+    measures: Measures = {}
     if job.get("profile"):
         from backend.lab.bench.stopwatch import watch_verifier
 
         watch = watch_verifier()
-    pacer = None
+        measures[LAPS] = lambda: {LAPS: watch.take()}
     if job.get("pace"):
         from backend.lab.bench.pacing import pace_verifier
 
         pacer = pace_verifier(msgspec.convert(job["pace"], Pace))
+        measures[PACED] = lambda: pacer.counts
     settings = Settings.model_validate(job["settings"])
     paths = msgspec.convert(job["paths"], ResolvedModels)
     process = VerifierProcess(job["name"], "bench", settings, paths, job["address"])
@@ -67,19 +70,14 @@ def _verifier(job: Job) -> None:
         process = switched = SwitchedVerifier(job["name"], "bench", settings, paths, job["address"])
     process.start()
     _say({"address": process.address})
-    for line in sys.stdin:
-        message = json.loads(line)
-        if watch is not None and message == LAPS:
-            _say({LAPS: watch.take()})
-            continue
-        if pacer is not None and message == PACED:
-            _say(msgspec.to_builtins(pacer.counts))
-            continue
+
+    def answer(message: Any) -> Any:
         if switched is not None and RECORDS in message:
-            _say(switched.switch(**message[RECORDS]))
-            continue
+            return switched.switch(**message[RECORDS])
         process.set_drafters(msgspec.convert(message, list[DrafterRef]))
-        _say({})
+        return {}
+
+    _answer_lines(measures, answer)
     process.stop()
 
 
@@ -88,33 +86,30 @@ def _drafter(job: Job) -> None:
     from backend.drafter.process import DrafterModel, DrafterProcess, pin_cores
 
     pin_cores(job["cores"])
-    watch = None
+    measures: Measures = {}
     if job.get("profile"):
         from backend.lab.bench.stopwatch import watch_drafter
 
         watch = watch_drafter()
-    pacer = None
+        measures[LAPS] = lambda: {LAPS: watch.take()}
     if job.get("pace"):
         from backend.lab.bench.pacing import pace_drafter
 
         pacer = pace_drafter(msgspec.convert(job["pace"], Pace))
+        measures[PACED] = lambda: pacer.counts
     model = DrafterModel(job["target_dir"], job["head_dir"])
     process = DrafterProcess(job["name"], model, DraftingSettings.model_validate(job["settings"]), job["address"])
     process.start()
     _say({"address": process.address})
-    for line in sys.stdin:
-        message = json.loads(line)
-        if watch is not None and message == LAPS:
-            _say({LAPS: watch.take()})
-            continue
-        if pacer is not None and message == PACED:
-            _say(msgspec.to_builtins(pacer.counts))
-            continue
+
+    def answer(message: Any) -> Any:
         stale = process.stats()
         # The loop publishes a new object a few times a second; one that is new now holds all that was counted before.
         while process.is_alive and process.stats() is stale:
             threading.Event().wait(FRESH_POLL_S)
-        _say(msgspec.to_builtins(process.stats()))
+        return process.stats()
+
+    _answer_lines(measures, answer)
     process.stop()
 
 
@@ -149,12 +144,19 @@ def _micro(job: Job) -> None:
 
     pin_cores(job["cores"])
     _say({"address": ""})
+    _answer_lines({}, lambda asked: measure_drafter(job["target_dir"], job["head_dir"], **asked))
+
+
+def _answer_lines(measures: Measures, answer: Callable[[Any], Any]) -> None:
+    """Until the input ends: a line that is a measure's name is answered with it, any other by `answer`."""
     for line in sys.stdin:
-        _say(measure_drafter(job["target_dir"], job["head_dir"], **json.loads(line)))
+        message = json.loads(line)
+        measure = measures.get(message) if isinstance(message, str) else None
+        _say(answer(message) if measure is None else measure())
 
 
 def _say(message: Any) -> None:
-    sys.stdout.write(json.dumps(message) + "\n")
+    sys.stdout.write(json.dumps(msgspec.to_builtins(message)) + "\n")
     sys.stdout.flush()
 
 
