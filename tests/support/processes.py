@@ -9,6 +9,7 @@ import atexit
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import forkserver
@@ -45,11 +46,13 @@ Main = Callable[[dict[str, Any], Connection], None]
 
 _forks = multiprocessing.get_context("forkserver")
 _forks.set_forkserver_preload(["tests.support.preload"])
+_environment = threading.Lock()
+"""Children are started from several threads, and the environment is this whole process's."""
 
 
 def start_fork_server() -> None:
     """Starts the process that all children are forked from, unless it runs; it begins to import what engines import."""
-    with mock.patch.dict(os.environ, ENGINE_ENV):
+    with _environment, mock.patch.dict(os.environ, ENGINE_ENV):
         forkserver.ensure_running()
 
 
