@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from backend.engine.front import ResponseRequest
@@ -24,9 +24,6 @@ BACKGROUND_AT_ONCE = 16
 BACKGROUND_QUEUED = 1000
 FLUSH_S = 0.2
 """Events of a stream in the background are written together, so often."""
-
-Generate = Callable[[ResponseRequest], Awaitable[Any]]
-"""Has vLLM answer: a response, or a stream of events."""
 INTERRUPTED = {"code": "server_error", "message": "The server was stopped while it made this response."}
 
 
