@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse, Response
 
 from gateway.balancing import Balancer
 from gateway.errors import translate
+from gateway.guard import Guard
 from gateway.middleware import Admission, Envelope
 from gateway.routes import admin, conversations, generate, messages, models, operations, page, responses, weights
 from gateway.spans import RequestSpans
@@ -54,6 +55,7 @@ def build_app(gateway: Gateway) -> FastAPI:
         admin_key=settings.admin_key,
         max_in_flight=settings.max_in_flight,
     )
+    app.add_middleware(Guard, listens_on=settings.host, has_key=settings.api_key is not None)
     # Added last, so outermost.
     app.add_middleware(Envelope, metrics=gateway.metrics)
     if gateway.tracing is not None:
@@ -64,5 +66,7 @@ def build_app(gateway: Gateway) -> FastAPI:
 async def _http_error(request: Request, error: Exception) -> Response:
     """Starlette's own 404 and 405; everything else reaches `Envelope`."""
     known = translate(error)
+    if known.status == 404:
+        known.message = f"Unknown URL: {request.method} {ascii(request.url.path[:128])[1:-1]}"
     allowed = getattr(error, "headers", None) or {}
     return JSONResponse(known.body_for(request.url.path), status_code=known.status, headers={**allowed, **known.headers()})

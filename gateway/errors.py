@@ -8,10 +8,13 @@
     |-- NotFound            404
     |   `-- ModelNotFound   404  model_not_found
     |-- MethodNotAllowed    405
+    |-- RequestTimeout      408  the client took too long to send its request
     |-- Conflict            409  the fleet is not in the state that the command needs; not to be retried as it is
     |-- PayloadTooLarge     413
+    |-- UriTooLong          414
     |-- UnsupportedMedia    415
     |-- TooManyRequests     429  with Retry-After
+    |-- HeadersTooLarge     431
     |-- NotSupported        501  this build of the engine cannot do that
     |-- EngineFailed        500  a verifier could not do what an administrator asked of its engine
     |-- InternalError       500  says nothing of what went wrong; the log does
@@ -45,6 +48,7 @@ from backend.engine.front import (
     VLLMServerError,
     sanitize_message,
 )
+from gateway.naming import field_of, in_our_words, most_telling, path_of
 
 _VALUE_SUFFIX = re.compile(r" \((?:parameter|value)=.*\)$", re.DOTALL)
 _ADDRESS = re.compile(r"\b(?:ipc|tcp|inproc)://\S+|\b0x[0-9a-fA-F]{6,}\b|\b\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?\b")
@@ -140,6 +144,28 @@ class MethodNotAllowed(ApiError):
     status = 405
     type = "invalid_request_error"
     code = "method_not_allowed"
+
+
+class RequestTimeout(ApiError):
+    status = 408
+    type = "invalid_request_error"
+    code = "request_timeout"
+
+    def headers(self) -> dict[str, str]:
+        # What is still to come would be taken for the next request.
+        return {"connection": "close"}
+
+
+class UriTooLong(ApiError):
+    status = 414
+    type = "invalid_request_error"
+    code = "uri_too_long"
+
+
+class HeadersTooLarge(ApiError):
+    status = 431
+    type = "invalid_request_error"
+    code = "headers_too_large"
 
 
 class Conflict(ApiError):
@@ -287,8 +313,9 @@ def bad_request(message: str, param: str | None) -> BadRequest:
     # vLLM names its own internals here, not a field of the request.
     if param in ("input_text", "input_tokens"):
         param = None
-    kind = ContextTooLong if _CONTEXT.search(message) else BadRequest
-    return kind(message, param=param)
+    if _CONTEXT.search(message):
+        return ContextTooLong(message, param=param)
+    return BadRequest(in_our_words(message), param=param or field_of(message))
 
 
 def _from_http(error: starlette.exceptions.HTTPException) -> ApiError:
@@ -302,15 +329,13 @@ def _from_http(error: starlette.exceptions.HTTPException) -> ApiError:
 
 
 def _from_pydantic(error: pydantic.ValidationError) -> ApiError:
-    first = error.errors(include_url=False, include_input=False)[0]
+    first = most_telling(error.errors(include_url=False, include_input=False))
     inner = (first.get("ctx") or {}).get("error")
     if isinstance(inner, VLLMClientError):
         return translate(inner)
-    # Union members and validators appear in the location as names no client ever wrote.
-    path = [str(part) for part in first["loc"] if isinstance(part, int) or str(part).isidentifier()]
-    param = path[0] if path else None
+    path = path_of(first)
     where = f"{'.'.join(path)}: " if path else ""
-    return BadRequest(f"{where}{first['msg']}", param=param)
+    return BadRequest(f"{where}{first['msg']}", param=path[0] if path else None)
 
 
 def _is_template_error(error: BaseException) -> bool:

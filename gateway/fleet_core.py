@@ -37,6 +37,8 @@ logger = logging.getLogger(__name__)
 
 FRESH_S = 1.5
 """A verifier heard of so recently lives, whatever the directory says: counters come four times a second."""
+HOLD_S = 10.0
+"""New requests wait for so long after a verifier was lost: one that was stopped or starved comes back in seconds."""
 
 
 class FleetCore(EngineCoreClient):
@@ -74,6 +76,11 @@ class FleetCore(EngineCoreClient):
         self._failover_wait_s = failover_wait_s
         self._poison_after = poison_after
         self._stopping = False
+        self.draining = False
+        """No new requests are taken."""
+        # When a verifier was last there for a new request; and what those wait for that come while none is.
+        self._served_at = float("-inf")
+        self._arrival = asyncio.Event()
         self._sequences = Sequences()
         # What still runs at a verifier whose link was lost, should it come back: by its id and incarnation.
         self._strays: dict[tuple[str, str], list[str]] = {}
@@ -122,6 +129,30 @@ class FleetCore(EngineCoreClient):
         awake = [link for link in ready if link.stats is None or not link.stats.paused]
         return awake or ready
 
+    async def until_routable(self) -> None:
+        """Returns when there is a verifier for a new request: at once, or in a moment where one was lost a moment ago.
+
+        Raises `NoVerifier` or `ShuttingDown`.
+        """
+        if self.draining:
+            raise ShuttingDown
+        if self.routable():
+            return
+        until = self._served_at + min(self._failover_wait_s, HOLD_S)
+        while not self.routable():
+            left = until - time.monotonic()
+            if left <= 0:
+                raise NoVerifier
+            arrival = self._arrival
+            try:
+                await asyncio.wait_for(arrival.wait(), left)
+            except TimeoutError:
+                raise NoVerifier from None
+
+    def _tell_arrival(self) -> None:
+        self._arrival.set()
+        self._arrival = asyncio.Event()
+
     def _look(self, snapshot: FleetSnapshot) -> None:
         self.snapshot = snapshot
         self._apply([view.member for view in snapshot.members if view.member.kind == "verifier"])
@@ -153,6 +184,9 @@ class FleetCore(EngineCoreClient):
             elif member.state == "ready":
                 self._connect(member)
         self._place_waiting()
+        if self.routable():
+            self._served_at = time.monotonic()
+            self._tell_arrival()
 
     def _connect(self, member: Member) -> None:
         try:
@@ -170,9 +204,13 @@ class FleetCore(EngineCoreClient):
         strays = self._strays.pop((link.member.id, link.member.incarnation), [])
         if strays:
             link.abort(strays)
+        for record in self._sequences:
+            # It was stopped or starved, and nothing has killed it.
+            record.lost.discard(link.member.incarnation)
         self.on_welcome(link)
         self.first_ready.set()
         self._place_waiting()
+        self._tell_arrival()
 
     def on_taken(self, link: VerifierLink, place_id: str) -> None:
         record = self._sequences.running_as(place_id)
@@ -193,6 +231,8 @@ class FleetCore(EngineCoreClient):
         self._fail_over(self._sequences.at(link), "forgotten")
 
     def on_lost(self, link: VerifierLink, loss: Loss) -> None:
+        if link.welcome is not None:
+            self._served_at = time.monotonic()
         if self.links.get(link.member.id) is link:
             del self.links[link.member.id]
             self.choosing.gone(link.member.id)
@@ -249,8 +289,11 @@ class FleetCore(EngineCoreClient):
         """These have lost their verifier.  They go on at another, wait for one, or are refused as the likely reason."""
         for record in records:
             # One that had not come as far as the engine has nothing to do with it: verifiers also die together.
-            record.deaths += died and record.taken
-        poisoned = [record for record in records if record.deaths >= self._poison_after]
+            if died and record.taken and record.link is not None:
+                incarnation = record.link.member.incarnation
+                # A verifier that gives up is not lost; it counts every time.
+                record.lost.add(f"{incarnation}~{record.places}" if cause == "given_up" else incarnation)
+        poisoned = [record for record in records if len(record.lost) >= self._poison_after]
         if poisoned:
             logger.error("%d sequences refused: %d verifiers were lost under each", len(poisoned), self._poison_after)
         self._fail(poisoned, Poisoned)

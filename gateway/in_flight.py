@@ -45,8 +45,8 @@ class InFlight:
     """When it was given to the present one; monotonic seconds."""
     taken: bool = False
     """Whether the present verifier's engine has it."""
-    deaths: int = 0
-    """How many verifiers were lost that had it in their engines."""
+    lost: set[str] = field(default_factory=set)
+    """Incarnations of verifiers that had it in their engines when they were lost, and have not come back."""
     context: int = 0
     """Context length of the first verifier it was given to."""
     session: str | None = None

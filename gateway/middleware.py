@@ -7,7 +7,6 @@ checks the key and the number of requests in flight.
 from __future__ import annotations
 
 import hmac
-import ipaddress
 import json
 import logging
 import re
@@ -15,9 +14,11 @@ import time
 import uuid
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.errors import ApiError, Forbidden, TooManyRequests, Unauthorized, translate
+from gateway.guard import host_of, is_loopback, whole_body
 from gateway.metrics import GatewayMetrics
 from gateway.page import FILES
 from gateway.sse import ClientGone
@@ -35,7 +36,6 @@ ADMIN_PATHS = frozenset({ADMIN_PATH, "/v1/load_lora_adapter", "/v1/unload_lora_a
 LIMITED_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"})
 """The paths whose requests count against `max_in_flight`."""
 
-_HOST = re.compile(r"(?P<name>\[[^\]]*\]|[^:]*)(?::\d+)?")
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -72,7 +72,7 @@ class Envelope:
         started = time.monotonic()
         try:
             await self._app(scope, receive, named_send)
-        except ClientGone:
+        except (ClientGone, ClientDisconnect):
             status = status or 499
             self._metrics.client_left()
         except Exception as error:
@@ -112,6 +112,7 @@ class Admission:
         if path not in LIMITED_PATHS or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
+        receive = await whole_body(scope, receive)
         if self._metrics.in_flight >= self._max_in_flight:
             raise TooManyRequests(f"More than {self._max_in_flight} requests are in flight. Try again.")
         with self._metrics.one_in_flight():
@@ -128,8 +129,7 @@ class Admission:
                 raise Unauthorized("Missing or wrong admin key. Send it as `Authorization: Bearer <key>`.")
             return
         client = scope.get("client")
-        named = _HOST.fullmatch(Headers(scope=scope).get("host", ""))
-        if client is None or named is None or not (_is_loopback(client[0]) and _is_loopback(named["name"].strip("[]"))):
+        if client is None or not (is_loopback(client[0]) and is_loopback(host_of(Headers(scope=scope).get("host", "")))):
             raise Forbidden("Without `gateway.admin_key` the fleet is administered from the gateway's own machine only.")
         if not _shows(self._api_key, scope):
             raise Unauthorized("Missing or wrong API key. Send it as `Authorization: Bearer <key>`.")
@@ -141,15 +141,6 @@ def _shows(key: bytes | None, scope: Scope) -> bool:
         return True
     scheme, _, shown = Headers(scope=scope).get("authorization", "").partition(" ")
     return scheme.lower() == "bearer" and hmac.compare_digest(shown.strip().encode(), key)
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _take_request_id(scope: Scope) -> str:

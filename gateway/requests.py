@@ -5,6 +5,7 @@ vLLM accepts unknown fields in silence; we do not.  Its extension fields (`top_k
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 import json
 import math
@@ -16,10 +17,15 @@ from typing import Any, TypeVar
 import pydantic
 from starlette.requests import Request
 
+from backend.engine.front.grammar import asked_in
 from backend.wire.engine import FIXED_RESPONSE
+from gateway.bounds import check_bounds, check_structure, check_text, grammar_field
 from gateway.errors import BadRequest, PayloadTooLarge, UnsupportedMedia
 from gateway.fields import NO_EFFECT, REFUSED, Fits, without_nulls
+from gateway.state import gateway_of
 
+LARGE_BYTES = 1 << 18
+"""A larger body is decoded in a thread: each of the steps holds the interpreter, but not all of them in one go."""
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 ModelT = TypeVar("ModelT", bound=pydantic.BaseModel)
 
@@ -37,6 +43,16 @@ async def read_json(request: Request, max_bytes: int) -> dict[str, Any]:
         body += chunk
         if len(body) > max_bytes:
             raise PayloadTooLarge(f"The request body is larger than {max_bytes} bytes.")
+    check_structure(body)
+    data = await asyncio.to_thread(_decode, body) if len(body) > LARGE_BYTES else _decode(body)
+    if not isinstance(data, dict):
+        raise BadRequest("The request body must be a JSON object.", code="invalid_json")
+    check_text(data, gateway_of(request).client.model_config.max_model_len)
+    asked_in.set(grammar_field(data))
+    return data
+
+
+def _decode(body: bytearray) -> Any:
     try:
         text = body.decode()
         data = json.loads(text, parse_float=_finite, parse_constant=_finite)
@@ -45,8 +61,6 @@ async def read_json(request: Request, max_bytes: int) -> dict[str, Any]:
             json.dumps(data, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         raise BadRequest("The request body is not valid JSON.", code="invalid_json") from None
-    if not isinstance(data, dict):
-        raise BadRequest("The request body must be a JSON object.", code="invalid_json")
     return data
 
 
@@ -60,6 +74,7 @@ def _finite(number: str) -> float:
 
 def parse(model: type[ModelT], data: dict[str, Any], no_effect: Mapping[str, Fits] = NO_EFFECT) -> ModelT:
     """`data` as `model`, without nulls and fields that have no effect.  Raises `BadRequest` or pydantic's ValidationError."""
+    check_bounds(data)
     kept = check_fields(model, without_nulls(data), no_effect)
     try:
         return model.model_validate(kept)

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import secrets
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -31,6 +33,7 @@ from gateway.fleet_core import FleetCore
 from gateway.fleet_feed import FleetFeed
 from gateway.fleet_metrics import FleetCollector
 from gateway.metrics import GatewayMetrics
+from gateway.protocol import BoundedProtocol
 from gateway.responses.serving import Responses
 from gateway.responses.store import Store
 from gateway.spans import SequenceSpans
@@ -41,6 +44,7 @@ logger = logging.getLogger(__name__)
 KEEP_ALIVE_S = 75
 """An idle connection is kept longer than clients keep theirs (5 s in OpenAI's): who closes first must not be the one to whom
 the next request is just being sent."""
+DRAIN_LOOK_S = 0.05
 CANCEL_GRACE_S = 5.0
 """How long streams get to send their last error event after the drain time is over."""
 
@@ -122,8 +126,10 @@ class GatewayServer:
             access_log=False,
             lifespan="on",
             server_header=False,
+            http=BoundedProtocol,
+            ws="none",
             timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=int(self._settings.drain_s + CANCEL_GRACE_S) + 1,
+            timeout_graceful_shutdown=int(CANCEL_GRACE_S) + 1,
         )
         self._server = _Server(config)
 
@@ -146,9 +152,10 @@ class GatewayServer:
         if self._stopping.is_set():
             self.gateway.client.core.fail_all(ShuttingDown)
         self._stopping.set()
+        # New requests are refused and /readyz says 503, for as long as open requests go on.
+        self.gateway.client.core.draining = True
         # Watchers would hold the server open for as long as they like.
         self.gateway.feed.close()
-        self._server.should_exit = True
 
     async def serve(self) -> None:
         """Serves until `stop()`.  Raises `OSError` when the address cannot be bound."""
@@ -163,20 +170,29 @@ class GatewayServer:
             for watcher in watchers:
                 watcher.cancel()
             await asyncio.gather(*watchers, return_exceptions=True)
+            # Libraries complain at the end of the process about what is never collected.
+            gc.unfreeze()
 
     async def _announce(self) -> None:
         await self._server.listening.wait()
+        # What was imported stays; looking through it for garbage would hold every request for a quarter of a second.
+        gc.collect()
+        gc.freeze()
         logger.info("listening on %s", self.url)
         if self._on_listening is not None:
             self._on_listening(self.url)
         await self.gateway.client.core.first_ready.wait()
         if self._on_ready is not None:
             self._on_ready(self.url)
+            self.gateway.client.grammars.warm_up()
 
     async def _drain(self) -> None:
         await self._stopping.wait()
-        await asyncio.sleep(self._settings.drain_s)
-        self.gateway.client.core.fail_all(ShuttingDown)
+        core, deadline = self.gateway.client.core, time.monotonic() + self._settings.drain_s
+        while (core.in_flight or self.gateway.metrics.in_flight) and time.monotonic() < deadline:
+            await asyncio.sleep(DRAIN_LOOK_S)
+        core.fail_all(ShuttingDown)
+        self._server.should_exit = True
 
 
 class _Server(uvicorn.Server):

@@ -41,9 +41,12 @@ class GatewaySettings(Section):
 
     host: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 takes a free one")
-    api_key: str | None = Field(None, description="bearer key that clients must send; none: open to all who reach the port")
+    api_key: str | None = Field(
+        None, description="bearer key that clients must send, or @FILE that holds it; none: open to all"
+    )
     admin_key: str | None = Field(
-        None, description="bearer key for /admin, where the fleet is changed; none: only from the gateway's own machine"
+        None,
+        description="bearer key for /admin, where the fleet is changed, or @FILE with it; none: only from its own machine",
     )
     served_model_name: str | None = Field(None, description="model name in the API; default: the model's own name")
     max_in_flight: int = Field(256, ge=1, description="requests served at once; more are answered 429 with Retry-After")

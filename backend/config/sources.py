@@ -146,7 +146,7 @@ def read_flags(arguments: Sequence[str], program: str, description: str = "") ->
     result = {}
     for dotted, text in values.items():
         path = tuple(dotted.split("."))
-        result[path] = Given(_from_text(text, fields[path], flag(path)), flag(path))
+        result[path] = Given(_from_text(_shown(text, path, flag(path)), fields[path], flag(path)), flag(path))
     return result, config
 
 
@@ -161,7 +161,7 @@ def read_variables(variables: Mapping[str, str]) -> dict[KeyPath, Given]:
         if name not in known:
             raise ConfigError(f"unknown environment variable {name}{_nearest(name, [*known, CONFIG_VARIABLE])}")
         path, info = known[name]
-        result[path] = Given(_from_text(text, info, name), name)
+        result[path] = Given(_from_text(_shown(text, path, name), info, name), name)
     return result
 
 
@@ -224,6 +224,16 @@ def _from_text(text: str, info: FieldInfo, origin: str) -> Any:
         except ValueError as error:
             raise ConfigError(f"{origin}: expected JSON, such as '{{\"key\": 1}}': {error}") from error
     return text
+
+
+def _shown(text: str, path: KeyPath, origin: str) -> str:
+    """`text`, or for a secret what the file holds that `@FILE` names: everyone on the machine can read flags."""
+    if path not in SECRETS or not text.startswith("@"):
+        return text
+    try:
+        return Path(text[1:]).expanduser().read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{origin}: {text[1:]} cannot be read") from error
 
 
 def _metavar(info: FieldInfo) -> str:

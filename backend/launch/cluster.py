@@ -82,13 +82,16 @@ class RayCluster:
         if token is None:
             raise ValueError("a cluster of our own needs a token")
         _loopback_only()
+        # Ray starts its workers at niceness 15: whatever else runs on the machine would starve verifiers.
+        environment.export({"RAY_worker_niceness": "0"}, override=False)
+        # Ray opens its directory to everyone; the one around it stays ours.
         temp_dir = Path(tempfile.mkdtemp(prefix="or-ray-"))
         try:
             found = _init(
                 address="local",
                 include_dashboard=False,
                 object_store_memory=OBJECT_STORE_BYTES,
-                _temp_dir=str(temp_dir),
+                _temp_dir=str(temp_dir / "ray"),
                 _node_ip_address=LOCALHOST,
                 **common,
             )

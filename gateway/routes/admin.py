@@ -61,10 +61,23 @@ def _command(name: str, fields: dict[str, Any]) -> AnyCommand:
     if "command" in fields:
         raise BadRequest("Unknown parameter `command`.", param="command", code="unknown_parameter")
     try:
-        command: AnyCommand = msgspec.convert({**fields, "command": name}, AnyCommand)
+        command: AnyCommand = msgspec.convert({**_without_auto(name, fields), "command": name}, AnyCommand)
     except msgspec.ValidationError as error:
         raise BadRequest(f"{error}.") from None
     return command
+
+
+def _without_auto(name: str, fields: dict[str, Any]) -> dict[str, Any]:
+    """`auto` of `assign` gives the drafter back to the policy, as on the command line; forgotten verifiers do not."""
+    if name != "assign":
+        return fields
+    kept = {key: value for key, value in fields.items() if key != "auto"}
+    auto = fields.get("auto", False)
+    if not isinstance(auto, bool):
+        raise BadRequest("`auto` must be true or false.", param="auto")
+    if auto == bool(kept.get("verifiers")) and not (kept.keys() >= {"verifiers"} and not auto):
+        raise BadRequest("Name the `verifiers`, or set `auto`; not both.", param="verifiers")
+    return kept
 
 
 def _shown(answer: Done, dry_run: bool) -> dict[str, Any]:

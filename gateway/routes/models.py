@@ -20,6 +20,7 @@ from backend.engine.front import (
 from gateway import answers
 from gateway.errors import Forbidden, ModelNotFound, from_vllm
 from gateway.requests import ModelT, parse, read_json
+from gateway.sse import unless_disconnected
 from gateway.state import Gateway, gateway_of
 
 router = APIRouter()
@@ -99,7 +100,8 @@ async def tokenize(request: Request) -> Response:
     gateway = gateway_of(request)
     data = await read_json(request, gateway.max_body_bytes)
     kind: type[pydantic.BaseModel] = TokenizeChatRequest if "messages" in data else TokenizeCompletionRequest
-    return _answer(await gateway.services.tokenization.create_tokenize(parse(kind, data), request))
+    asked = parse(kind, data)
+    return _answer(await unless_disconnected(request, gateway.services.tokenization.create_tokenize(asked, request)))
 
 
 @router.post("/detokenize")

@@ -10,15 +10,18 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import JSONResponse, Response
 
 from backend.engine.front import VLLM_VERSION
-from gateway.errors import InternalError, NoVerifier
+from gateway.errors import InternalError, NoVerifier, ShuttingDown
 from gateway.fleet_metrics import fleet_document
 from gateway.openapi import document
 from gateway.state import gateway_of
 
 router = APIRouter()
 
+PROBED = ["GET", "HEAD"]
+"""Load balancers ask with either."""
 
-@router.get("/livez")
+
+@router.api_route("/livez", methods=PROBED)
 async def livez(request: Request) -> Response:
     """The process can do its work; 500 when it never will again, and wants to be restarted."""
     if gateway_of(request).client.errored:
@@ -26,16 +29,19 @@ async def livez(request: Request) -> Response:
     return JSONResponse({"status": "ok"})
 
 
-@router.get("/readyz")
-@router.get("/health")
+@router.api_route("/readyz", methods=PROBED)
+@router.api_route("/health", methods=PROBED)
 async def readyz(request: Request) -> Response:
-    """A request could be served now; 503 while no verifier is ready."""
-    if not gateway_of(request).client.ready:
+    """A request could be served now; 503 while no verifier is ready, or this gateway is going away."""
+    client = gateway_of(request).client
+    if client.core.draining:
+        raise ShuttingDown
+    if not client.ready:
         raise NoVerifier
     return JSONResponse({"status": "ok"})
 
 
-@router.get("/metrics")
+@router.api_route("/metrics", methods=PROBED)
 async def metrics(request: Request) -> Response:
     """Prometheus' text format."""
     return Response(generate_latest(gateway_of(request).metrics.registry), media_type=CONTENT_TYPE_LATEST)

@@ -215,3 +215,14 @@ async def test_a_verifier_that_sleeps_is_spared_while_another_is_awake():
         await eventually(lambda: [link.member.id for link in running.core.routable()] == ["verifier-1"])
         second.send_stats(paused=True)
         await eventually(lambda: len(running.core.routable()) == 2)
+
+
+async def test_a_drafter_is_given_back_on_request_only():
+    async with running_gateway() as running:
+        commands = Commands(running)
+        for body in ({"auto": True}, {"verifiers": None}):
+            assert (await post(running, "assign", {"drafter": "d", **body})).status_code == 200
+        assert commands.taken == [Assign(drafter="d", verifiers=None)] * 2
+        for body in ({}, {"auto": False}, {"auto": True, "verifiers": ["v"]}, {"auto": "yes"}):
+            assert (await post(running, "assign", {"drafter": "d", **body})).status_code == 400
+        assert len(commands.taken) == 2

@@ -1,14 +1,16 @@
 """What becomes of requests whose verifier is lost, hangs, forgets them, or is relieved of them: fake verifiers, real HTTP."""
 
 import asyncio
+import time
 from contextlib import asynccontextmanager
 
+import msgspec
 import pytest
 from vllm.v1.engine import FinishReason
 
 from tests.integration.test_gateway_streams import events, silence, stall
 from tests.support.fake_verifier import FakeVerifier, count_up, eventually
-from tests.support.running_gateway import CHAT, COMPLETION, running_gateway
+from tests.support.running_gateway import CHAT, COMPLETION, Running, running_gateway
 
 STREAM = {**COMPLETION, "stream": True, "max_tokens": 12, "stream_options": {"include_usage": True}}
 
@@ -299,3 +301,73 @@ async def test_stop_strings_and_chat_streams_span_the_cut():
         assert text == whole[: whole.index(stop)]
         assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
         await eventually(lambda: running.idle)
+
+
+async def stop_for_a_moment(running: Running) -> None:
+    """The verifier hears nothing until the coordinator has declared it lost, and its requests wait."""
+    running.verifier.hung = True
+    running.directory.set_members([msgspec.structs.replace(running.verifier.member, state="lost")])
+    await eventually(lambda: not running.core.links)
+
+
+async def go_on(running: Running) -> None:
+    running.verifier.hung = False
+    running.directory.set_members([running.verifier.member])
+    await eventually(lambda: len(running.core.ready_links) == 1)
+
+
+async def test_a_verifier_that_is_stopped_and_comes_back_is_no_reason_to_blame_a_request(monkeypatch):
+    monkeypatch.setattr("gateway.fleet_core.FRESH_S", 0.05)
+    async with running_gateway(poison_after=2) as running:
+        running.verifier.behaviour = some_then_stall(2)
+        request = asyncio.ensure_future(running.http.post("/v1/completions", json=STREAM))
+        for pauses in range(3):
+            await eventually(lambda n=pauses: len(running.verifier.sequences) == n + 1)
+            await eventually(lambda n=pauses: [len(each.emitted) for each in running.core.sequences] == [2 * (n + 1)])
+            await stop_for_a_moment(running)
+            if pauses == 2:
+                running.verifier.behaviour = count_up
+            await go_on(running)
+        chunks = events((await asyncio.wait_for(request, 5)).content)
+        assert chunks[-1]["usage"]["completion_tokens"] == 12
+        assert await metric(running, "outrider_poisoned_total 0.0")
+        assert running.idle
+
+
+async def test_new_requests_wait_a_moment_for_a_verifier_that_was_just_lost(monkeypatch):
+    monkeypatch.setattr("gateway.fleet_core.FRESH_S", 0.05)
+    async with running_gateway() as running:
+        await stop_for_a_moment(running)
+        requests = [asyncio.ensure_future(running.http.post("/v1/completions", json=COMPLETION)) for _ in range(3)]
+        assert (await running.http.get("/readyz")).status_code == 503
+        await eventually(lambda: running.server.gateway.metrics.in_flight == 3)
+        assert not any(request.done() for request in requests)
+        await go_on(running)
+        assert [(await request).status_code for request in requests] == [200, 200, 200]
+
+
+async def test_they_do_not_wait_for_long_nor_for_one_that_never_was(monkeypatch):
+    monkeypatch.setattr("gateway.fleet_core.FRESH_S", 0.05)
+    monkeypatch.setattr("gateway.fleet_core.HOLD_S", 0.3)
+    async with running_gateway(verifiers=0) as running:
+        began = time.monotonic()
+        assert (await running.http.post("/v1/completions", json=COMPLETION)).json()["error"]["code"] == "no_verifier_ready"
+        assert time.monotonic() < began + 0.25
+    async with running_gateway() as running:
+        await stop_for_a_moment(running)
+        for _ in range(2):
+            answer = await asyncio.wait_for(running.http.post("/v1/completions", json=COMPLETION), 2)
+            assert answer.status_code == 503
+        assert running.idle
+
+
+async def test_a_request_that_verifiers_give_up_again_and_again_is_refused():
+    async with running_gateway(poison_after=2) as running:
+
+        async def give_up(verifier, sequence):
+            sequence.emit([], FinishReason.ABORT)
+
+        running.verifier.behaviour = give_up
+        answer = await asyncio.wait_for(running.http.post("/v1/completions", json=COMPLETION), 5)
+        assert answer.json()["error"]["code"] == "request_poisoned"
+        assert len(running.verifier.sequences) == 2

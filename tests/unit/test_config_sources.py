@@ -165,3 +165,12 @@ def test_help_names_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
     assert stopped.value.code == 0
     text = capsys.readouterr().out
     assert all(flag(path) in text for path, _ in leaves())
+
+
+def test_a_secret_is_read_from_the_file_it_names(tmp_path):
+    key = tmp_path / "key"
+    key.write_text("s3cret\n")
+    assert load(["--api-key", f"@{key}"], "test").settings.gateway.api_key == "s3cret"
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load(["--gateway-admin-key", f"@{tmp_path}/none"], "test")
+    assert load(["--gateway-served-model-name", "@x"], "test").settings.gateway.served_model_name == "@x"

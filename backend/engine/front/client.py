@@ -21,6 +21,7 @@ from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor
 
 from backend.engine.adapters import adapter_number
+from backend.engine.front.grammar import GrammarChecks
 from backend.wire.engine import EngineWelcome
 
 
@@ -69,6 +70,9 @@ class FleetClient(AsyncLLM, Generic[CoreT]):
         self.log_stats = False
         self.renderer = renderer_from_config(vllm_config)
         self.input_processor = InputProcessor(vllm_config, self.renderer)
+        self.grammars = GrammarChecks(vllm_config)
+        # They are checked by then.
+        self.input_processor.structured_outputs_config = None
         self.admission_stats = None
         self.output_processor = OutputProcessor(
             self.renderer.tokenizer,
@@ -82,6 +86,7 @@ class FleetClient(AsyncLLM, Generic[CoreT]):
         self.output_handler: asyncio.Task[None] | None = None
         self.profiler = None
         self._client_count = 1
+        self._adding = asyncio.Lock()
         core.on_failed = self._on_failed
         core.on_welcome = self._on_welcome
 
@@ -98,6 +103,9 @@ class FleetClient(AsyncLLM, Generic[CoreT]):
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Drops the links; requests in flight fail.  AsyncLLM's own would also unregister metrics that are not ours."""
+        grammars = self.__dict__.get("grammars")
+        if grammars is not None:
+            grammars.close()
         core = self.__dict__.get("engine_core")
         if core is not None:
             core.shutdown(timeout)
@@ -117,6 +125,16 @@ class FleetClient(AsyncLLM, Generic[CoreT]):
         """Adapters have the same number at every gateway: verifiers tell them apart by it alone."""
         lora_request.lora_int_id = adapter_number(lora_request.lora_name, lora_request.lora_path)
         return bool(await super().add_lora(lora_request))
+
+    async def add_request(self, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's method of the same name, for a grammar that has been checked."""
+        if getattr(params, "structured_outputs", None) is not None:
+            params = params.clone()
+            params.structured_outputs = await self.grammars.checked(params.structured_outputs)
+        # The requests of many prompts come all at once; others get their turn between them.
+        async with self._adding:
+            await asyncio.sleep(0)
+            return await super().add_request(request_id, prompt, params, *args, **kwargs)
 
     async def _add_request(self, request: Any, prompt: Any, parent_req: Any, index: int, queue: Any) -> None:
         try:

@@ -1,0 +1,229 @@
+"""Structured outputs are checked before a verifier sees them: valid, compiled in bounded time and memory, matching something.
+
+vLLM checks them in the event loop, and compiles in threads that nothing can end.  Here both happen in a process of its own,
+which dies when a limit is reached or the client leaves, and takes nothing with it.  `GrammarChecks` runs in the gateway's event
+loop, `_serve` in the process; it is forked from a server that has imported vLLM, so that another one is there in no time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import hashlib
+import multiprocessing
+import os
+import pickle
+import re
+import resource
+import signal
+import threading
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
+from multiprocessing.connection import Connection
+from types import SimpleNamespace
+from typing import Any
+
+import vllm  # noqa: F401  (first: its submodules do not import alone)
+from vllm.config import VllmConfig
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+from vllm.tokenizers import cached_tokenizer_from_config
+from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.structured_output.request import StructuredOutputRequest
+
+WORKERS = 2
+"""Checks at a time; further ones wait."""
+CPU_LIMIT_S = 5.0
+"""Of processor time for one check.  A schema of a thousand properties takes one second, with all its threads."""
+WALL_LIMIT_S = 20.0
+"""The same by the clock, for a machine that is busy."""
+MEMORY_LIMIT_BYTES = 2 << 30
+"""What a check may need beyond what its process holds already."""
+KEPT = 256
+"""Verdicts remembered: clients send one schema again and again."""
+KEPT_CHARS = 1 << 16
+"""A longer grammar is compiled again when it comes again."""
+
+_TOO_MUCH = "The grammar takes too long, or too much memory, to compile. Make it simpler."
+_NOTHING = "The grammar matches no text that this model could write."
+_ECHO = re.compile(r" Pattern: .*|\"[^\"]*\"")
+"""What vLLM and its libraries repeat of the request."""
+asked_in: ContextVar[str] = ContextVar("asked_in", default="structured_outputs")
+"""The field of the present request that holds the grammar, for the error that names it."""
+_forks = multiprocessing.get_context("forkserver")
+
+
+class GrammarChecks:
+    """Verdicts on structured outputs.  Its processes are started with the first check, or by `warm_up`."""
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        self._vllm_config = vllm_config
+        self._slots = asyncio.Semaphore(WORKERS)
+        self._idle: list[_Worker] = []
+        self._all: set[_Worker] = set()
+        # More threads than workers: one that was given up on needs a moment to end.
+        self._threads = ThreadPoolExecutor(4 * WORKERS, thread_name_prefix="grammar")
+        self._verdicts: OrderedDict[bytes, StructuredOutputsParams | str] = OrderedDict()
+
+    async def checked(self, asked: StructuredOutputsParams) -> StructuredOutputsParams:
+        """`asked` as a verifier may have it.  Raises `VLLMValidationError`; cancelled, it ends the work."""
+        key = hashlib.sha256(pickle.dumps(asked)).digest()
+        if (verdict := self._verdicts.get(key)) is None:
+            async with self._slots:
+                # Another sequence of this request may have been here meanwhile.
+                if (verdict := self._verdicts.get(key)) is None:
+                    verdict = await self._ask(asked)
+                    self._keep(key, verdict)
+        if isinstance(verdict, str):
+            raise VLLMValidationError(verdict, parameter=asked_in.get())
+        return copy.copy(verdict)
+
+    def warm_up(self) -> None:
+        """Starts a process in the background; without it the first check waits for the import of vLLM."""
+        worker = self._worker()
+        self._threads.submit(worker.start).add_done_callback(lambda done: self._idle.append(worker))
+
+    def close(self) -> None:
+        """Ends the processes."""
+        for worker in list(self._all):
+            worker.end()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _ask(self, asked: StructuredOutputsParams) -> StructuredOutputsParams | str:
+        worker = self._idle.pop() if self._idle else self._worker()
+        try:
+            verdict = await asyncio.get_running_loop().run_in_executor(self._threads, worker.ask, asked)
+        except (EOFError, OSError):
+            # It has reached a limit, or has crashed over this grammar.
+            self._end(worker)
+            return _TOO_MUCH
+        except BaseException:
+            self._end(worker)
+            raise
+        self._idle.append(worker)
+        return verdict
+
+    def _worker(self) -> _Worker:
+        worker = _Worker(self._vllm_config)
+        self._all.add(worker)
+        return worker
+
+    def _end(self, worker: _Worker) -> None:
+        self._all.discard(worker)
+        worker.end()
+
+    def _keep(self, key: bytes, verdict: StructuredOutputsParams | str) -> None:
+        if isinstance(verdict, StructuredOutputsParams) and len(repr(verdict)) > KEPT_CHARS:
+            return
+        self._verdicts[key] = verdict
+        while len(self._verdicts) > KEPT:
+            self._verdicts.popitem(last=False)
+
+
+class _Worker:
+    """A process that checks; used by one thread at a time, but for `end`."""
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        self._vllm_config = vllm_config
+        self._lock = threading.Lock()
+        self._ended = False
+        self._process: Any = None
+        self._pipe: Connection | None = None
+
+    def start(self) -> Connection:
+        """Forks the process and waits until it is ready, unless that was done."""
+        if self._pipe is None:
+            _forks.set_forkserver_preload([__name__])
+            ours, theirs = _forks.Pipe()
+            process = _forks.Process(target=_serve, args=(self._vllm_config, theirs, CPU_LIMIT_S), name="grammar", daemon=True)
+            process.start()
+            theirs.close()
+            with self._lock:
+                self._process = process
+                if self._ended:
+                    process.kill()
+            try:
+                ours.recv()
+            except EOFError:
+                raise RuntimeError("the process that checks grammars did not start") from None
+            self._pipe = ours
+        return self._pipe
+
+    def ask(self, asked: StructuredOutputsParams) -> StructuredOutputsParams | str:
+        """The verdict: what is to be sent, or what is wrong.  Raises `EOFError` or `OSError` when the process has died."""
+        pipe = self.start()
+        pipe.send(asked)
+        verdict: StructuredOutputsParams | str = pipe.recv()
+        return verdict
+
+    def end(self) -> None:
+        """Kills the process, now or as soon as it is there."""
+        with self._lock:
+            self._ended = True
+            if self._process is not None:
+                self._process.kill()
+
+
+def _serve(vllm_config: VllmConfig, pipe: Connection, cpu_limit_s: float) -> None:
+    """The process: one check after the other until the gateway is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the gateway ends us
+    os.nice(5)
+    # The libraries tell of patterns and schemas, which are nobody's business.
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+    check = _Check(vllm_config)
+    _limit_memory()
+    pipe.send(None)
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            asked = pipe.recv()
+            # Either signal kills, in the middle of whatever is being done.
+            signal.setitimer(signal.ITIMER_PROF, cpu_limit_s)
+            signal.setitimer(signal.ITIMER_REAL, WALL_LIMIT_S)
+            try:
+                verdict: StructuredOutputsParams | str = check(asked)
+            except MemoryError:
+                return
+            except Exception as error:
+                verdict = _ECHO.sub("", (str(error) or _TOO_MUCH).splitlines()[0])
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            pipe.send(verdict)
+
+
+def _limit_memory() -> None:
+    with open("/proc/self/status") as status:
+        held = next(int(line.split()[1]) << 10 for line in status if line.startswith("VmData:"))
+    resource.setrlimit(resource.RLIMIT_DATA, (held + MEMORY_LIMIT_BYTES, resource.RLIM_INFINITY))
+
+
+class _Check:
+    """vLLM's own way of validating and compiling; a manager for each backend, as a manager has but one."""
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        self._vllm_config = vllm_config
+        self._tokenizer = cached_tokenizer_from_config(model_config=vllm_config.model_config)
+        self._managers: dict[str, StructuredOutputManager] = {}
+
+    def __call__(self, asked: StructuredOutputsParams) -> StructuredOutputsParams | str:
+        params = SamplingParams(structured_outputs=asked)
+        params._validate_structured_outputs(
+            self._vllm_config.model_config, self._vllm_config.structured_outputs_config, self._tokenizer
+        )
+        backend = asked._backend or ""
+        if backend not in self._managers:
+            self._managers[backend] = StructuredOutputManager(self._vllm_config)
+        manager = self._managers[backend]
+        request: Any = SimpleNamespace(
+            request_id="check", sampling_params=params, structured_output_request=StructuredOutputRequest(asked)
+        )
+        manager.grammar_init(request)
+        grammar = request.structured_output_request._grammar.result()
+        if manager.backend is None:
+            return asked
+        allowed = manager.backend.allocate_token_bitmask(1)
+        grammar.fill_bitmask(allowed, 0)
+        return asked if bool((allowed != 0).any()) else _NOTHING

@@ -1,0 +1,246 @@
+"""How large each part of a request may be: one table, and a check that costs time linear in the body.  Pure.
+
+Checked on parsed JSON, before any model sees it.  A bound is far above what the field is for, and low enough that nothing of a
+request holds the event loop for long.  `docs/limits.md` shows the table to users; a test compares the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from gateway.errors import BadRequest, ContextTooLong, PayloadTooLarge
+
+MAX_STRUCTURE = 300_000
+"""Commas and opening brackets in a body: Python's parser holds the interpreter for 0.2 us for each of them."""
+MAX_DEPTH = 64
+"""Lists and objects within each other; vLLM's own bound of a schema's depth."""
+MAX_SEQUENCES = 512
+"""Sequences that one request may start: prompts times `n`."""
+MAX_REGEX = 1 << 14
+"""Characters of a regular expression."""
+MAX_TEXT_PER_TOKEN = 8
+"""Characters of text per token of context.  Text beyond could not be served, and is too much to tokenize only to find that out:
+the tokenizer takes seconds per million characters."""
+MIN_TEXT = 1 << 16
+"""Characters of text that may always be sent, however short the context is."""
+
+
+class Bound(NamedTuple):
+    """Of one field; None: no bound of its own."""
+
+    items: int | None = 1024
+    """Entries of the field's list or object."""
+    longest: int | None = None
+    """Characters of the longest string in it."""
+    chars: int | None = 1 << 16
+    """Characters of all strings and keys in it."""
+    values: int = 1 << 14
+    """Numbers, strings, lists and objects in it, at any depth."""
+
+
+SCHEMA = Bound(items=None, chars=1 << 18, values=20_000)
+"""A JSON schema, regex, grammar or list of choices; how long it compiles is limited besides."""
+TEXT = Bound(items=2048, chars=None, values=25_000)
+"""Text that becomes a prompt: the context bounds its characters."""
+
+FIELDS: Mapping[str, Bound] = {
+    "allowed_token_ids": Bound(items=4096),
+    "bad_words": Bound(items=128, longest=256, chars=4096),
+    "chat_template": Bound(chars=1 << 16),
+    "chat_template_kwargs": Bound(items=64),
+    "data": TEXT,
+    "documents": TEXT,
+    "input": Bound(items=4096, chars=None, values=MAX_STRUCTURE),
+    "instructions": TEXT,
+    "logit_bias": Bound(items=1024),
+    "logprob_token_ids": Bound(items=128),
+    "messages": TEXT,
+    "metadata": Bound(items=16, longest=512),
+    "model": Bound(chars=256),
+    "prediction": TEXT,
+    "prompt": Bound(items=None, chars=None, values=MAX_STRUCTURE),
+    "prompt_embeds": Bound(chars=None),
+    "queries": TEXT,
+    "query": TEXT,
+    "request_id": Bound(chars=128),
+    "response_format": SCHEMA,
+    "stop": Bound(items=4, longest=256),
+    "stop_sequences": Bound(items=16, longest=256),
+    "stop_token_ids": Bound(items=256),
+    "structured_outputs": SCHEMA,
+    "suffix": TEXT,
+    "system": TEXT,
+    "text": SCHEMA,
+    "text_1": TEXT,
+    "text_2": TEXT,
+    "tokens": Bound(items=None, values=MAX_STRUCTURE),
+    "tool_choice": Bound(chars=4096),
+    "tools": Bound(items=128, chars=1 << 20, values=50_000),
+    "user": Bound(chars=512),
+}
+"""By the field's name; a field that is not here has `Bound()`."""
+
+TAKEN_TEMPLATE_ARGUMENTS = frozenset({"chat_template", "conversation", "messages", "self", "tokenize"})
+"""What `chat_template_kwargs` may not name: the renderer passes these itself."""
+MEDIA = frozenset({"audio_url", "file", "image_url", "input_audio", "source", "video_url"})
+"""Keys of message parts whose strings are no text."""
+PARTS: Mapping[str, int] = {"content": 1024, "tool_calls": 128}
+"""Entries of these lists, within `messages` and `input`."""
+
+
+def check_structure(body: bytes | bytearray) -> None:
+    """Refuses a body that would take long to parse, at the price of a scan.  Raises `PayloadTooLarge`."""
+    if len(body) > MAX_STRUCTURE and body.count(b",") + body.count(b"[") + body.count(b"{") > MAX_STRUCTURE:
+        raise PayloadTooLarge(f"The request body has more than {MAX_STRUCTURE} values.")
+
+
+def check_bounds(data: Mapping[str, Any]) -> None:
+    """Raises `BadRequest` naming the first field that is larger than its bound."""
+    prompts, n = count_prompts(data.get("prompt")), data.get("n")
+    if prompts > MAX_SEQUENCES:
+        raise BadRequest(f"`prompt` has more than {MAX_SEQUENCES} prompts.", param="prompt")
+    if isinstance(n, int) and prompts * n > MAX_SEQUENCES:
+        field = "prompt" if prompts > n else "n"
+        raise BadRequest(f"The prompts times `n` are more than {MAX_SEQUENCES} sequences.", param=field)
+    for name, value in data.items():
+        if isinstance(value, str | list | dict):
+            _check_field(name[:64], value, FIELDS.get(name, Bound()))
+    _check_parts(data)
+
+
+def _check_parts(data: Mapping[str, Any]) -> None:
+    """What is known of single fields besides their size."""
+    grammar = data.get("structured_outputs")
+    if isinstance(grammar, dict) and isinstance(grammar.get("regex"), str) and len(grammar["regex"]) > MAX_REGEX:
+        raise BadRequest(f"`structured_outputs.regex` has more than {MAX_REGEX} characters.", param="structured_outputs")
+    arguments = data.get("chat_template_kwargs")
+    if isinstance(arguments, dict):
+        for name in sorted(TAKEN_TEMPLATE_ARGUMENTS & arguments.keys()):
+            raise BadRequest(f"`chat_template_kwargs` must not contain `{name}`.", param="chat_template_kwargs")
+        for name in ("documents", "tools"):
+            if not isinstance(arguments.get(name), list | None):
+                raise BadRequest(f"`chat_template_kwargs.{name}` must be a list.", param="chat_template_kwargs")
+    prompt = data.get("prompt")
+    if isinstance(prompt, list):
+        # A model would report every single entry that is wrong.
+        if len(set(map(type, prompt))) > 1 or any(set(map(type, each)) - {int} for each in prompt if isinstance(each, list)):
+            raise BadRequest("`prompt` must be text, token ids, or a list of either.", param="prompt")
+        if any(each in ("", []) for each in prompt):
+            raise BadRequest("`prompt` must not contain an empty prompt.", param="prompt")
+    for name, kind in (("messages", dict), ("tokens", int)):
+        entries = data.get(name)
+        if isinstance(entries, list) and set(map(type, entries)) - {kind}:
+            index = next(i for i, each in enumerate(entries) if type(each) is not kind)
+            raise BadRequest(f"`{name}[{index}]` must be {'an object' if kind is dict else 'an integer'}.", param=name)
+    messages = data.get("messages")
+    for index, message in enumerate(messages if isinstance(messages, list) else ()):
+        if not isinstance(message.get("role"), str):
+            raise BadRequest(f"`messages[{index}].role` must be a string.", param="messages")
+        content = message.get("content")
+        if not isinstance(content, str | list | None) or (content is None and message["role"] in ("system", "user")):
+            raise BadRequest(f"`messages[{index}].content` must be a string or a list of parts.", param="messages")
+        if isinstance(content, list) and set(map(type, content)) - {dict, str}:
+            raise BadRequest(f"`messages[{index}].content` has a part that is no object.", param="messages")
+
+
+def count_prompts(prompt: Any) -> int:
+    """How many prompts the field `prompt` holds: text, token ids, or a list of either."""
+    return len(prompt) if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list) else 1
+
+
+def grammar_field(data: Mapping[str, Any]) -> str:
+    """Which field of a request says what its output must look like."""
+    for name in ("structured_outputs", "response_format", "text"):
+        if data.get(name) and (name != "text" or "format" in data[name]):
+            return name
+    return "tools" if data.get("tools") else "structured_outputs"
+
+
+def check_text(data: Mapping[str, Any], context: int) -> None:
+    """Refuses text that is far beyond `context` tokens, before it is tokenized.  Raises `ContextTooLong`."""
+    limit = max(MIN_TEXT, MAX_TEXT_PER_TOKEN * context)
+    prompt = data.get("prompt")
+    for text in prompt if isinstance(prompt, list) and count_prompts(prompt) > 1 else (prompt,):
+        # Each prompt has the context for itself.
+        _check_length("prompt", text, limit)
+    for name in ("messages", "input", "system", "instructions", "tools", "documents", "suffix"):
+        _check_length(name, data.get(name), limit)
+
+
+def _check_length(name: str, value: Any, limit: int) -> None:
+    if isinstance(value, str | list | dict) and _measure(value, MEDIA).chars > limit:
+        raise ContextTooLong(
+            f"`{name}` has more than {limit} characters, too many for this model's maximum context length.", param=name
+        )
+
+
+def _check_field(name: str, value: str | list[Any] | dict[str, Any], bound: Bound) -> None:
+    if bound.items is not None and not isinstance(value, str) and len(value) > bound.items:
+        raise _too_much(name, bound.items, "entries")
+    found = _measure(value)
+    if found.depth > MAX_DEPTH:
+        raise _too_much(name, MAX_DEPTH, "levels of lists and objects")
+    if found.values > bound.values:
+        raise _too_much(name, bound.values, "values")
+    if bound.longest is not None and found.longest > bound.longest:
+        raise _too_much(name, bound.longest, "characters in one string")
+    if bound.chars is not None and found.chars > bound.chars:
+        raise _too_much(name, bound.chars, "characters")
+    if name in ("messages", "input") and isinstance(value, list):
+        for index, entry in enumerate(value):
+            for part, most in PARTS.items() if isinstance(entry, dict) else ():
+                if isinstance(entry.get(part), list) and len(entry[part]) > most:
+                    raise BadRequest(f"`{name}[{index}].{part}` has more than {most} entries.", param=name)
+
+
+def _too_much(name: str, most: int, of_what: str) -> BadRequest:
+    return BadRequest(f"`{name}` has more than {most} {of_what}.", param=name)
+
+
+class _Size(NamedTuple):
+    depth: int
+    values: int
+    chars: int
+    longest: int
+
+
+def _measure(value: Any, without: frozenset[str] = frozenset()) -> _Size:
+    """Level by level, lists of nothing but text or numbers at once, and `without` what stands under these keys."""
+    depth = values = chars = longest = 0
+    level: list[Any] = [value]
+    while level and depth <= MAX_DEPTH and values <= MAX_STRUCTURE:
+        below: list[Any] = []
+        values += len(level)
+        nested = False
+        for each in level:
+            if isinstance(each, str):
+                chars += len(each)
+                longest = max(longest, len(each))
+            elif isinstance(each, dict):
+                nested = True
+                below.extend(under for key, under in each.items() if key not in without)
+                chars += sum(map(len, each))
+            elif isinstance(each, list):
+                nested = True
+                kinds = set(map(type, each))
+                if kinds == {str}:
+                    values += len(each)
+                    chars += sum(map(len, each))
+                    longest = max(longest, *map(len, each))
+                elif kinds & {str, list, dict}:
+                    below.extend(each)
+                else:
+                    values += len(each)
+        depth += nested
+        level = below
+    return _Size(depth, values, chars, longest)
+
+
+def bounds_table() -> str:
+    """`FIELDS` as a Markdown table, for the documentation."""
+    rows = ["| field | entries | longest string | characters | values |", "|---|---|---|---|---|"]
+    for name, bound in [*sorted(FIELDS.items()), ("any other", Bound())]:
+        cells = ["" if each is None else f"{each:,}" for each in bound]
+        rows.append(f"| {name if name == 'any other' else f'`{name}`'} | {' | '.join(cells)} |")
+    return "\n".join(rows) + "\n"

@@ -1,0 +1,156 @@
+"""Who may call by which name, and how long a request may take to arrive.  Plain ASGI, between `Envelope` and `Admission`."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import re
+import time
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from gateway.errors import Forbidden, PayloadTooLarge, RequestTimeout, TooManyRequests
+from gateway.sse import ClientGone
+
+BODY_TIMEOUT_S = 60.0
+"""For a request's body to arrive: long enough for a bad connection, and no more than other servers give."""
+BODY_BYTES_PER_S = 1 << 14
+"""What has arrived prolongs it: 16 KiB make a second.  A body of 16 MiB may take 18 minutes, one that trickles a minute."""
+MAX_ARRIVING_BYTES = 1 << 29
+"""Of all bodies together that have begun to arrive and are not complete."""
+PROBES = frozenset({"/livez", "/readyz", "/health"})
+"""Called by machines under any name; they say nothing."""
+
+_HOST = re.compile(r"(?P<name>\[[^\]]*\]|[^:]*)(?::\d+)?")
+
+
+class Guard:
+    """Refuses other names than loopback ones where nothing else protects, and gives every body its time.
+
+    A gateway on loopback without a key trusts this machine.  A web page could have its visitor's browser, on this machine, call
+    it under a name of the page's own (DNS rebinding), or from a foreign origin without reading the answer.
+    """
+
+    def __init__(self, app: ASGIApp, *, listens_on: str, has_key: bool) -> None:
+        self._app = app
+        self._local_only = is_loopback(listens_on) and not has_key
+        self._arriving = _Arriving()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        if self._local_only and scope["path"] not in PROBES:
+            headers = Headers(scope=scope)
+            if not is_loopback(host_of(headers.get("host", ""))):
+                raise Forbidden("Without an API key this gateway answers to its own machine's names only, such as localhost.")
+            if not _is_local_origin(headers.get("origin")):
+                raise Forbidden("Without an API key this gateway serves no web pages of other origins.")
+        timed = _Timed(receive, self._arriving)
+        try:
+            await self._app(scope, timed, send)
+        finally:
+            timed.complete()
+
+
+@dataclass
+class _Arriving:
+    """Bytes of incomplete bodies."""
+
+    bytes: int = 0
+
+
+class _Timed:
+    """`receive`, with a deadline until the body is complete."""
+
+    def __init__(self, receive: Receive, arriving: _Arriving) -> None:
+        self._receive = receive
+        self._arriving = arriving
+        self._bytes = 0
+        self._deadline = time.monotonic() + BODY_TIMEOUT_S
+        self._complete = False
+
+    async def __call__(self) -> Message:
+        if self._complete:
+            return await self._receive()
+        try:
+            async with asyncio.timeout(max(0.0, self._deadline - time.monotonic())):
+                message = await self._receive()
+        except TimeoutError:
+            self.complete()
+            raise RequestTimeout("The request body took too long to arrive.") from None
+        if message["type"] != "http.request" or not message.get("more_body", False):
+            self.complete()
+            return message
+        size = len(message.get("body", b""))
+        self._deadline += size / BODY_BYTES_PER_S
+        self._bytes += size
+        self._arriving.bytes += size
+        if self._arriving.bytes > MAX_ARRIVING_BYTES:
+            raise TooManyRequests("Too many large requests arrive at once. Try again.")
+        return message
+
+    def complete(self) -> None:
+        """There is nothing more to wait for."""
+        self._complete = True
+        self._arriving.bytes -= self._bytes
+        self._bytes = 0
+
+
+async def whole_body(scope: Scope, receive: Receive) -> Receive:
+    """Waits until the body is there, so that nothing is held for a request that never comes.
+
+    Returns a `receive` that has it in one piece.  Raises `PayloadTooLarge`, `RequestTimeout` or `ClientGone`.
+    """
+    most: int = scope["app"].state.gateway.max_body_bytes
+    declared = Headers(scope=scope).get("content-length", "")
+    if declared.isdigit() and int(declared) > most:
+        raise PayloadTooLarge(f"The request body is larger than {most} bytes.")
+    body, more = bytearray(), True
+    while more:
+        message: Any = await receive()
+        if message["type"] != "http.request":
+            raise ClientGone
+        body += message.get("body", b"")
+        more = message.get("more_body", False)
+        if len(body) > most:
+            raise PayloadTooLarge(f"The request body is larger than {most} bytes.")
+    given = False
+
+    async def replay() -> Message:
+        nonlocal given
+        if given:
+            return await receive()
+        given = True
+        return {"type": "http.request", "body": bytes(body), "more_body": False}
+
+    return replay
+
+
+def host_of(host: str) -> str:
+    """The name in a `Host` header; empty when it is malformed."""
+    named = _HOST.fullmatch(host)
+    return named["name"].strip("[]") if named is not None else ""
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a name or address means this very machine."""
+    if host.lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _is_local_origin(origin: str | None) -> bool:
+    if origin is None:
+        return True
+    try:
+        return is_loopback(urlsplit(origin).hostname or "")
+    except ValueError:
+        return False

@@ -1,0 +1,147 @@
+"""uvicorn's HTTP/1.1 protocol with bounds on what comes before the body: URL, headers, and the time they take.
+
+uvicorn has none of its own over httptools.  It also loses the body of a request that offers to change the protocol (`Upgrade:
+h2c`), which a server may ignore, and this one does.  Errors have the shape of all others, and the connection ends with them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from http import HTTPStatus
+from typing import Any
+
+import httptools
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from gateway.errors import ApiError, BadRequest, HeadersTooLarge, MethodNotAllowed, RequestTimeout, UriTooLong
+
+MAX_URL_BYTES = 8192
+MAX_HEADERS = 100
+MAX_HEADER_BYTES = 65536
+"""Names and values together: cookies and traces included, other servers stop at 8 to 64 KiB."""
+HEAD_TIMEOUT_S = 20.0
+"""From the first byte of a request to the end of its headers."""
+
+
+class _Refused(Exception):
+    """Ends the parsing."""
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """One connection.  httptools turns what a callback raises into the error that uvicorn answers by `send_400_response`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._in_head = False
+        self._head_bytes = 0
+        self._refusal: ApiError | None = None
+        self._data = b""
+        self._late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._wait_for_head(self.timeout_keep_alive)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        idle = not self._in_head
+        self._data = data
+        super().data_received(data)
+        self._data = b""
+        if self.parser is None or self.transport.is_closing() or self._answering:
+            return
+        if self._in_head:
+            # Until they are complete, httptools keeps headers to itself.
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_URL_BYTES + MAX_HEADER_BYTES:
+                self._refuse(HeadersTooLarge(f"The request's headers are larger than {MAX_HEADER_BYTES} bytes."))
+            elif idle:
+                self._stop_waiting()
+        self._wait_for_head(HEAD_TIMEOUT_S)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_head, self._head_bytes = True, 0
+
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        if len(self.url) > MAX_URL_BYTES:
+            self._refusal = UriTooLong(f"The request's URL is larger than {MAX_URL_BYTES} bytes.")
+            raise _Refused
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        super().on_header(name, value)
+        if len(self.headers) > MAX_HEADERS:
+            self._refusal = HeadersTooLarge(f"The request has more than {MAX_HEADERS} headers.")
+            raise _Refused
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        self._stop_waiting()
+        if sum(len(name) + len(value) for name, value in self.headers) > MAX_HEADER_BYTES:
+            self._refusal = HeadersTooLarge(f"The request's headers are larger than {MAX_HEADER_BYTES} bytes.")
+            raise _Refused
+        super().on_headers_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(self._refusal or BadRequest(msg, code="invalid_http"))
+
+    def _should_upgrade(self) -> bool:
+        # uvicorn then leaves the request alone, and calls the method below where the parser has stopped.
+        return True
+
+    def handle_websocket_upgrade(self) -> None:
+        """Parses the request anew as if it had not asked for another protocol; httptools would drop its body."""
+        data, stopped = self._data, sys.exception()
+        while isinstance(stopped, httptools.HttpParserUpgrade):
+            method = self.parser.get_method()
+            if method == b"CONNECT":
+                self._refuse(MethodNotAllowed("This method is not allowed here."))
+                return
+            head = [b"%s %s HTTP/%s" % (method, self.url, self.parser.get_http_version().encode())]
+            head += [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
+            data = b"\r\n".join([*head, b"", data[stopped.args[0] :]])
+            self.parser = httptools.HttpRequestParser(self)
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+            stopped = None
+            try:
+                self.parser.feed_data(data)
+            except httptools.HttpParserUpgrade as again:
+                stopped = again
+            except httptools.HttpParserError:
+                self.send_400_response("Invalid HTTP request received.")
+
+    @property
+    def _answering(self) -> bool:
+        """Whether a request of this connection is being served; then it is not for us to wait for the next."""
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _wait_for_head(self, seconds: float) -> None:
+        if self._late is None:
+            self._late = self.loop.call_later(seconds, self._too_late)
+
+    def _stop_waiting(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+    def _too_late(self) -> None:
+        self._late = None
+        if self.transport.is_closing() or self._answering:
+            return
+        if self._in_head:
+            self._refuse(RequestTimeout("The request's headers took too long to arrive."))
+        else:
+            self.transport.close()
+
+    def _refuse(self, error: ApiError) -> None:
+        body = json.dumps(error.body()).encode()
+        status = HTTPStatus(error.status)
+        head = f"HTTP/1.1 {status.value} {status.phrase}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+        self.transport.write(f"{head}connection: close\r\n\r\n".encode() + body)
+        self.transport.close()

@@ -1,0 +1,277 @@
+"""Requests that are too large, malformed or meant to harm: each is answered, names what is wrong, and holds nobody else up."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import pytest_asyncio
+
+from backend.engine.front import grammar as grammar_checks
+from tests.support.fake_verifier import eventually
+from tests.support.running_gateway import CHAT, COMPLETION, Running, running_gateway
+from tests.support.watchers import Probe, Stalls
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+STALL_S = 0.05
+PROBE_S = 0.1
+MIB = 1 << 20
+JSON = {"content-type": "application/json"}
+
+
+def completion(**fields: Any) -> Any:
+    return {**COMPLETION, **fields}
+
+
+def chat(**fields: Any) -> Any:
+    return {**CHAT, **fields}
+
+
+def user(content: Any) -> Any:
+    return chat(messages=[{"role": "user", "content": content}])
+
+
+def said(content: Any) -> Any:
+    return {"messages": [{"role": "user", "content": content}]}
+
+
+def grammar(**fields: Any) -> Any:
+    return completion(structured_outputs=fields)
+
+
+def nested(depth: int) -> Any:
+    value: Any = {}
+    for _ in range(depth):
+        value = {"a": value}
+    return value
+
+
+def tools(count: int, schema: Any) -> Any:
+    return [{"type": "function", "function": {"name": f"f{i}", "parameters": schema}} for i in range(count)]
+
+
+LOOP = {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}
+BOMB = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(4000)}}
+UNKNOWN = "unknown_parameter"
+CONTEXT = "context_length_exceeded"
+
+ROWS: list[tuple[str, str, Any, int, str | None, str | None]] = [
+    # what, path, body, status, param, code
+    # The body itself
+    ("body over the limit", COMPLETIONS, b" " * (16 * MIB + 1), 413, None, "payload_too_large"),
+    ("lists of lists", COMPLETIONS, b'{"prompt": [' + b"[]," * (5 * MIB) + b"[]]}", 413, None, "payload_too_large"),
+    ("many numbers", COMPLETIONS, b'{"prompt": [' + b"1," * (7 * MIB) + b"1]}", 413, None, "payload_too_large"),
+    ("many objects", COMPLETIONS, b'{"prompt": [' + b'{"a":1},' * MIB + b"1]}", 413, None, "payload_too_large"),
+    ("deep brackets", COMPLETIONS, b"[" * 200_000, 400, None, "invalid_json"),
+    ("very deep brackets", COMPLETIONS, b"[" * (15 * MIB), 413, None, "payload_too_large"),
+    ("escapes", COMPLETIONS, b'{"prompt": "' + b"\\n" * (4 * MIB) + b'"}', 400, "prompt", CONTEXT),
+    ("half a surrogate", COMPLETIONS, b'{"prompt": "\\ud800"}', 400, None, "invalid_json"),
+    ("many surrogates", COMPLETIONS, b'{"prompt": "' + b"\\ud83d\\ude00" * MIB + b'"}', 400, "prompt", CONTEXT),
+    ("a number of a million digits", COMPLETIONS, b'{"n": ' + b"1" * MIB + b"}", 400, None, "invalid_json"),
+    ("an infinite number", COMPLETIONS, b'{"temperature": 1e999}', 400, None, "invalid_json"),
+    ("no object", COMPLETIONS, b"[1]", 400, None, "invalid_json"),
+    ("ten thousand unknown fields", COMPLETIONS, completion(**{f"f{i}": 1 for i in range(10_000)}), 400, "f0", UNKNOWN),
+    ("a field's long name", COMPLETIONS, completion(**{"f" * MIB: 1}), 400, "f" * 64, UNKNOWN),
+    # Prompts and messages
+    ("1,000 prompts of 64 choices", COMPLETIONS, completion(prompt=["a"] * 1000, n=64), 400, "prompt", None),
+    ("100 prompts of 64 choices", COMPLETIONS, completion(prompt=["a"] * 100, n=64), 400, "prompt", None),
+    ("too many prompts", COMPLETIONS, completion(prompt=["a"] * 513), 400, "prompt", None),
+    ("too many choices", COMPLETIONS, completion(n=65), 400, "n", None),
+    ("a huge n", COMPLETIONS, completion(n=10**12), 400, "n", None),
+    ("a negative n", COMPLETIONS, completion(n=-1), 400, "n", None),
+    ("a long prompt", COMPLETIONS, completion(prompt="abc " * (3 * MIB)), 400, "prompt", CONTEXT),
+    ("long prompts", COMPLETIONS, completion(prompt=["abc " * MIB] * 3), 400, "prompt", CONTEXT),
+    ("an endless word", COMPLETIONS, completion(prompt="a" * (12 * MIB)), 400, "prompt", CONTEXT),
+    ("a prompt of tokens beyond the context", COMPLETIONS, completion(prompt=[5] * 200_000), 400, None, CONTEXT),
+    ("a prompt of floats", COMPLETIONS, completion(prompt=[1.5] * 200_000), 400, "prompt", None),
+    ("a prompt of lists of floats", COMPLETIONS, completion(prompt=[[1.5] * 1000] * 100), 400, "prompt", None),
+    ("a prompt of everything", COMPLETIONS, completion(prompt=["a", 1, [2]]), 400, "prompt", None),
+    ("an empty prompt among others", COMPLETIONS, completion(prompt=["a", ""], echo=True), 400, "prompt", None),
+    ("no prompts", COMPLETIONS, completion(prompt=[]), 400, "prompt", None),
+    ("a token that is none", COMPLETIONS, completion(prompt=[10**6]), 400, "prompt", None),
+    ("a token of 70 bits", COMPLETIONS, completion(prompt=[2**70]), 400, "prompt", None),
+    ("too many messages", CHATS, chat(messages=CHAT["messages"] * 5000), 400, "messages", None),
+    ("as many messages, all wrong", CHATS, chat(messages=[5] * 2000), 400, "messages", None),
+    ("as many messages without role", CHATS, chat(messages=[{}] * 2000), 400, "messages", None),
+    ("as many contents, all wrong", CHATS, chat(messages=[{"role": "user", "content": 5}] * 2000), 400, "messages", None),
+    ("a message without role", CHATS, chat(messages=[{"content": "x"}]), 400, "messages", None),
+    ("a message with a numeric role", CHATS, chat(messages=[{"role": 5, "content": "x"}]), 400, "messages", None),
+    ("a message that is null", CHATS, chat(messages=[None]), 400, "messages", None),
+    ("no messages", CHATS, chat(messages=[]), 400, "messages", None),
+    ("null content", CHATS, user(None), 400, "messages", None),
+    ("content that is a number", CHATS, user(5), 400, "messages", None),
+    ("a part that is a number", CHATS, user([5]), 400, "messages", None),
+    ("a part of no type", CHATS, user([{}]), 400, "messages", None),
+    ("a part of an unknown type", CHATS, user([{"type": "nope"}]), 400, "messages", None),
+    ("too many parts", CHATS, user([{"type": "text", "text": "x"}] * 2000), 400, "messages", None),
+    ("deep content", CHATS, user([{"type": "text", "text": "x", "more": nested(100)}]), 400, "messages", None),
+    ("long content", CHATS, user("abc " * (3 * MIB)), 400, "messages", CONTEXT),
+    ("tool calls of no shape", CHATS, chat(messages=[{"role": "assistant", "tool_calls": [{"x": 1}]}]), 400, "messages", None),
+    ("too many tool calls", CHATS, chat(messages=[{"role": "assistant", "tool_calls": [{}] * 200}]), 400, "messages", None),
+    # Lists
+    ("five stops", COMPLETIONS, completion(stop=list("abcde")), 400, "stop", None),
+    ("a stop of 9 MB", COMPLETIONS, completion(stop=["x" * 9 * MIB]), 400, "stop", None),
+    ("an empty stop", COMPLETIONS, completion(stop=""), 400, "stop", None),
+    ("a stop that is a number", COMPLETIONS, completion(stop=5), 400, "stop", None),
+    ("bad words of 9 MB", COMPLETIONS, completion(bad_words=["abc " * 2 * MIB]), 400, "bad_words", None),
+    ("a million bad words", COMPLETIONS, completion(bad_words=["a"] * 250_000), 400, "bad_words", None),
+    ("an empty bad word", COMPLETIONS, completion(bad_words=[""]), 400, "bad_words", None),
+    ("many biases", COMPLETIONS, completion(logit_bias={str(i): 1 for i in range(100_000)}), 400, "logit_bias", None),
+    ("a bias of no token", COMPLETIONS, completion(logit_bias={"99999999": 1}), 400, "logit_bias", None),
+    ("many allowed tokens", COMPLETIONS, completion(allowed_token_ids=[5] * 200_000), 400, "allowed_token_ids", None),
+    ("an allowed token that is none", COMPLETIONS, completion(allowed_token_ids=[-1]), 400, "allowed_token_ids", None),
+    ("many stop tokens", COMPLETIONS, completion(stop_token_ids=[5] * 200_000), 400, "stop_token_ids", None),
+    ("many tools", CHATS, chat(tools=tools(129, {})), 400, "tools", None),
+    ("large tools", CHATS, chat(tools=tools(100, {"description": "x" * 100_000})), 400, "tools", None),
+    ("deep tools", CHATS, chat(tools=tools(1, nested(100))), 400, "tools", None),
+    ("a tool that is a number", CHATS, chat(tools=[5]), 400, "tools", None),
+    ("large metadata", CHATS, chat(metadata={"a": "x" * MIB}), 400, "metadata", None),
+    ("long model", COMPLETIONS, completion(model="x" * MIB), 400, "model", None),
+    ("long user", COMPLETIONS, completion(user="x" * MIB), 400, "user", None),
+    ("large arguments", COMPLETIONS, completion(vllm_xargs={"a": "x" * MIB}), 400, "vllm_xargs", None),
+    # Numbers
+    ("a large penalty", CHATS, chat(presence_penalty=5), 400, "presence_penalty", None),
+    ("a negative temperature", CHATS, chat(temperature=-1), 400, "temperature", None),
+    ("a seed of 70 bits", COMPLETIONS, completion(seed=2**70), 400, "seed", None),
+    ("negative max_tokens", COMPLETIONS, completion(max_tokens=-1), 400, "max_tokens", None),
+    ("max_tokens of 70 bits", COMPLETIONS, completion(max_tokens=2**70), 400, "max_tokens", CONTEXT),
+    ("many logprobs", COMPLETIONS, completion(logprobs=1000), 400, "logprobs", None),
+    ("logprobs of the whole vocabulary", COMPLETIONS, completion(prompt_logprobs=-1), 400, "prompt_logprobs", None),
+    # Templates
+    ("a template", CHATS, chat(chat_template="{% for i in range(10**9) %}x{% endfor %}"), 400, "chat_template", None),
+    ("a long template", CHATS, chat(chat_template="x" * MIB), 400, "chat_template", None),
+    ("arguments: messages", CHATS, chat(chat_template_kwargs={"messages": 5}), 400, "chat_template_kwargs", None),
+    ("arguments: conversation", CHATS, chat(chat_template_kwargs={"conversation": 5}), 400, "chat_template_kwargs", None),
+    ("arguments: self", CHATS, chat(chat_template_kwargs={"self": 5}), 400, "chat_template_kwargs", None),
+    ("arguments: tools", CHATS, chat(chat_template_kwargs={"tools": 5}), 400, "chat_template_kwargs", None),
+    ("large arguments of a template", CHATS, chat(chat_template_kwargs={"a": "x" * MIB}), 400, "chat_template_kwargs", None),
+    # Grammars
+    ("a schema that is itself", COMPLETIONS, grammar(json={"$ref": "#"}), 400, "structured_outputs", None),
+    ("a schema that goes in circles", COMPLETIONS, grammar(json=LOOP), 400, "structured_outputs", None),
+    ("a schema that leads nowhere", COMPLETIONS, grammar(json={"$ref": "#/no"}), 400, "structured_outputs", None),
+    ("a deep schema", COMPLETIONS, grammar(json=nested(100)), 400, "structured_outputs", None),
+    ("a large schema", COMPLETIONS, grammar(json={"enum": ["x" * 100] * 5000}), 400, "structured_outputs", None),
+    ("a schema that takes minutes", COMPLETIONS, grammar(json=BOMB), 400, "structured_outputs", None),
+    ("the same again", COMPLETIONS, grammar(json=BOMB), 400, "structured_outputs", None),
+    ("a schema of no type", COMPLETIONS, grammar(json={"type": "nope"}), 400, "structured_outputs", None),
+    ("a schema that is no JSON", COMPLETIONS, grammar(json="{"), 400, "structured_outputs", None),
+    ("a broken pattern in it", COMPLETIONS, grammar(json={"type": "string", "pattern": "("}), 400, "structured_outputs", None),
+    ("a regex of 200 kB", COMPLETIONS, grammar(regex="a" * 200_000), 400, "structured_outputs", None),
+    ("a broken regex", COMPLETIONS, grammar(regex="("), 400, "structured_outputs", None),
+    ("a regex that looks ahead", COMPLETIONS, grammar(regex="(?=a)b"), 400, "structured_outputs", None),
+    ("a grammar that is none", COMPLETIONS, grammar(grammar="nope"), 400, "structured_outputs", None),
+    ("a grammar without an end", COMPLETIONS, grammar(grammar='root ::= root "a"'), 400, "structured_outputs", None),
+    ("no choices", COMPLETIONS, grammar(choice=[]), 400, "structured_outputs", None),
+    ("two kinds at once", COMPLETIONS, grammar(choice=["a"], regex="a"), 400, "structured_outputs", None),
+    ("a format that is itself", CHATS,
+     chat(response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": "#"}}}),
+     400, "response_format", None),
+    ("a format of no type", CHATS, chat(response_format={"type": "nope"}), 400, "response_format", None),
+    # Tokens
+    ("a text of 15 MB to tokenize", "/tokenize", {"prompt": "abc " * (15 * MIB // 4)}, 400, "prompt", CONTEXT),
+    ("messages of 15 MB to tokenize", "/tokenize", said("abc " * (15 * MIB // 4)), 400, "messages", CONTEXT),
+    ("messages to tokenize without role", "/tokenize", {"messages": [{"content": "x"}]}, 400, "messages", None),
+    ("tokens that are none", "/detokenize", {"tokens": ["x"] * 200_000}, 400, "tokens", None),
+    ("a negative token", "/detokenize", {"tokens": [-1]}, 400, "tokens", None),
+    # Within the bounds
+    ("200,000 tokens to detokenize", "/detokenize", {"tokens": [300] * 200_000}, 200, None, None),
+    ("512 sequences", COMPLETIONS, completion(prompt=["a"] * 8, n=64, max_tokens=2), 200, None, None),
+    ("512 prompts", COMPLETIONS, completion(prompt=["a"] * 512, max_tokens=2), 200, None, None),
+    ("2,000 messages", CHATS, chat(messages=[{"role": "user", "content": ""}] * 2000), 400, None, CONTEXT),
+    ("four stops", COMPLETIONS, completion(stop=list("wxyz")), 200, None, None),
+    ("128 tools, not to be called", CHATS, chat(tools=tools(128, {"type": "object"}), tool_choice="none"), 200, None, None),
+    ("a regex that repeats", COMPLETIONS, grammar(regex="((a{0,1000}){0,1000}){0,100000}"), 200, None, None),
+    ("a thousand choices", COMPLETIONS, grammar(choice=[f"v{i}" for i in range(1000)]), 200, None, None),
+]  # fmt: skip
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def running() -> AsyncIterator[Running]:
+    with mock.patch.object(grammar_checks, "CPU_LIMIT_S", 1.0):
+        async with running_gateway() as gateway:
+            # The process that compiles takes seconds to import vLLM.
+            gateway.http.timeout = 60
+            await gateway.http.post(COMPLETIONS, json=grammar(choice=["a"]))
+            yield gateway
+
+
+@pytest.fixture(scope="module")
+def probe(running: Running) -> Iterator[Probe]:
+    with Probe(running.server.url) as watching:
+        yield watching
+
+
+@pytest.mark.parametrize(("what", "path", "body", "status", "param", "code"), ROWS, ids=[row[0] for row in ROWS])
+async def test_it_is_answered_and_holds_nobody_up(running, probe, what, path, body, status, param, code):
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    for last in (False, False, True):
+        probe.reset()
+        with Stalls().watched() as stalls:
+            answer = await running.http.post(path, content=content, headers=JSON)
+            await eventually(lambda: running.idle and running.server.gateway.metrics.in_flight == 0)
+        assert answer.status_code == status, answer.text[:500]
+        # Another process may have had our core: what is the gateway's own doing is so every time.
+        if probe.longest_s < PROBE_S and stalls.longest_s < STALL_S:
+            break
+        assert not last, f"/livez took {probe.longest_s:.3f} s, the loop stalled for {stalls.longest_s:.3f} s"
+    assert not probe.failures
+    if status != 200:
+        error = answer.json()["error"]
+        assert (error["param"], error["code"]) == (param, code), error
+        assert error["message"]
+        assert len(answer.content) < 2000
+
+
+async def test_there_are_enough_rows():
+    assert len(ROWS) >= 80
+    assert len({row[0] for row in ROWS}) == len(ROWS)
+
+
+async def test_a_grammar_is_given_up_when_its_client_leaves(running, monkeypatch):
+    monkeypatch.setattr(grammar_checks, "CPU_LIMIT_S", 60.0)
+    grammars = running.server.gateway.client.grammars
+    # Another one each time: what is known is not compiled.
+    bombs = [{**BOMB, "title": f"{index}"} for index in range(3)]
+    for worker in list(grammars._all):
+        grammars._end(worker)
+    grammars._idle.clear()
+    requests = [asyncio.ensure_future(running.http.post(COMPLETIONS, json=grammar(json=each))) for each in bombs]
+    await eventually(lambda: sum(worker._pipe is not None for worker in grammars._all) == grammar_checks.WORKERS)
+    processes = [worker._process for worker in grammars._all]
+    for request in requests:
+        request.cancel()
+    await eventually(lambda: not any(process.is_alive() for process in processes))
+    await eventually(lambda: running.idle and running.server.gateway.metrics.in_flight == 0)
+    assert (await running.http.post(COMPLETIONS, json=grammar(choice=["b", "c"]))).status_code == 200
+
+
+async def test_sequences_of_one_request_share_a_verdict(running, monkeypatch):
+    asked = []
+    ask = grammar_checks._Worker.ask
+    monkeypatch.setattr(grammar_checks._Worker, "ask", lambda self, params: asked.append(1) or ask(self, params))
+    body = completion(prompt=["a"] * 8, n=2, max_tokens=2, structured_outputs={"choice": ["one", "two"]})
+    assert len((await running.http.post(COMPLETIONS, json=body)).json()["choices"]) == 16
+    assert len(asked) <= grammar_checks.WORKERS
+
+
+async def test_verifiers_get_what_was_checked(running):
+    before = len(running.verifier.sequences)
+    await running.http.post(COMPLETIONS, json=grammar(choice=["one", "two"]))
+    (sequence,) = running.verifier.sequences[before:]
+    sent = sequence.request.sampling_params.structured_outputs
+    assert sent._backend == "xgrammar"
+    assert sent.choice is None, "vLLM sends choices as a grammar"
+    assert '"one"' in sent.grammar
+
+
+async def test_patterns_and_schemas_are_not_logged(running, caplog, capfd):
+    for pattern in ("tangerine(", "tangerine{0,5}"):
+        await running.http.post(COMPLETIONS, json=grammar(regex=pattern))
+    written = capfd.readouterr()
+    assert "tangerine" not in caplog.text + written.out + written.err

@@ -1,0 +1,281 @@
+"""What comes before a request is understood: slow and endless senders, strange hosts, upgrades, and clients that leave."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from gateway import guard, protocol
+from tests.integration.test_gateway_streams import silence
+from tests.support.fake_verifier import count_up, eventually
+from tests.support.running_gateway import COMPLETION, Running, running_gateway
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+BODY = json.dumps(COMPLETION).encode()
+POST = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+HEAD = POST + b"content-length: %d\r\n" % len(BODY)
+
+
+class Wire:
+    """A connection spoken byte by byte."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+
+    async def send(self, data: bytes) -> None:
+        self.writer.write(data)
+        with contextlib.suppress(ConnectionError):
+            await self.writer.drain()
+
+    async def rest(self) -> bytes:
+        """Everything until the server closes."""
+        with contextlib.suppress(ConnectionError):
+            return await asyncio.wait_for(self.reader.read(), 10)
+        return b""
+
+    async def answer(self) -> tuple[int, bytes]:
+        """One response: its status and body."""
+        head = await asyncio.wait_for(self.reader.readuntil(b"\r\n\r\n"), 10)
+        length = next(int(line.split(b":")[1]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length"))
+        return int(head.split()[1]), await self.reader.readexactly(length)
+
+
+@asynccontextmanager
+async def wire(running: Running) -> AsyncIterator[Wire]:
+    url = httpx.URL(running.server.url)
+    reader, writer = await asyncio.open_connection(url.host, url.port)
+    try:
+        yield Wire(reader, writer)
+    finally:
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def running() -> AsyncIterator[Running]:
+    async with running_gateway() as gateway:
+        yield gateway
+
+
+def server_connections(running: Running) -> set[Any]:
+    return set(running.server._server.server_state.connections)
+
+
+def code_of(body: bytes) -> str:
+    code: str = json.loads(body)["error"]["code"]
+    return code
+
+
+@pytest.mark.parametrize(
+    ("head", "status", "code"),
+    [
+        (b"GET /%s HTTP/1.1\r\nhost: localhost\r\n\r\n" % (b"a" * 9000), 414, "uri_too_long"),
+        (b"GET /livez?%s HTTP/1.1\r\nhost: localhost\r\n\r\n" % (b"a" * 9000), 414, "uri_too_long"),
+        (b"GET /livez HTTP/1.1\r\nhost: localhost\r\nx: %s\r\n\r\n" % (b"a" * 66_000), 431, "headers_too_large"),
+        (b"GET /livez HTTP/1.1\r\nhost: localhost\r\n%s\r\n" % (b"x: a\r\n" * 101), 431, "headers_too_large"),
+        (b"GET /livez HTTP/1.1\r\nhost: localhost\r\n%s\r\n" % (b"x: %s\r\n" % (b"a" * 4000) * 20), 431, "headers_too_large"),
+        (b"nonsense\r\n\r\n", 400, "invalid_http"),
+    ],
+)
+async def test_what_comes_before_the_body_is_bounded(running, head, status, code):
+    async with wire(running) as client:
+        await client.send(head)
+        found, body = await client.answer()
+        assert (found, code_of(body)) == (status, code)
+        assert await client.rest() == b"", "the connection ends with it"
+
+
+async def test_headers_without_end_are_not_kept(running):
+    async with wire(running) as client:
+        await client.send(b"GET /livez HTTP/1.1\r\nhost: localhost\r\nx: ")
+        with contextlib.suppress(ConnectionError):
+            for _ in range(200):
+                await client.send(b"a" * (1 << 20))
+                if client.reader.at_eof() or client.writer.is_closing():
+                    break
+        await eventually(lambda: all(each.transport.is_closing() for each in server_connections(running) if each._in_head))
+
+
+async def test_largest_headers_and_urls_pass(running):
+    headers = {f"x-{i}": "a" * 1000 for i in range(60)}
+    assert (await running.http.get("/livez?" + "a" * 8000, headers=headers)).status_code == 200
+
+
+async def test_headers_that_do_not_end_are_given_up(running, monkeypatch):
+    monkeypatch.setattr(protocol, "HEAD_TIMEOUT_S", 0.2)
+    async with wire(running) as client:
+        await client.send(b"GET /livez HTTP/1.1\r\nhost: local")
+        status, body = await client.answer()
+        assert (status, code_of(body)) == (408, "request_timeout")
+        assert await client.rest() == b""
+
+
+async def test_headers_that_trickle_are_given_up(running, monkeypatch):
+    monkeypatch.setattr(protocol, "HEAD_TIMEOUT_S", 0.3)
+    async with wire(running) as client:
+        await client.send(b"GET /livez HTTP/1.1\r\n")
+        began = time.monotonic()
+        answer = asyncio.ensure_future(client.answer())
+        while not answer.done() and time.monotonic() < began + 5:
+            await client.send(b"x: a\r\n")
+            await asyncio.sleep(0.02)
+        assert (await answer)[0] == 408
+
+
+async def test_a_request_after_a_slow_one_has_its_own_time(running, monkeypatch):
+    """On one connection: an answer, silence longer than a head may take, another request."""
+    monkeypatch.setattr(protocol, "HEAD_TIMEOUT_S", 0.2)
+    async with wire(running) as client:
+        for _ in range(2):
+            await client.send(b"GET /livez HTTP/1.1\r\nhost: localhost\r\n\r\n")
+            assert (await client.answer())[0] == 200
+            await asyncio.sleep(0.4)
+
+
+async def test_a_stream_is_longer_than_any_of_these_times(monkeypatch):
+    monkeypatch.setattr(protocol, "HEAD_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(guard, "BODY_TIMEOUT_S", 0.1)
+    async with running_gateway() as running:
+        running.verifier.behaviour = silence
+        request = asyncio.ensure_future(running.http.post("/v1/completions", json=COMPLETION))
+        await eventually(lambda: len(running.verifier.sequences) == 1)
+        await asyncio.sleep(0.4)
+        await count_up(running.verifier, running.verifier.sequences[0])
+        assert (await request).status_code == 200
+
+
+async def test_half_sent_bodies_take_no_place(monkeypatch):
+    monkeypatch.setattr(guard, "BODY_TIMEOUT_S", 1.0)
+    async with running_gateway(max_in_flight=2) as running, contextlib.AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(wire(running)) for _ in range(300)]
+        for client in clients:
+            await client.send(HEAD + b"\r\n" + BODY[:10])
+        assert (await running.http.post("/v1/completions", json=COMPLETION)).status_code == 200
+        assert running.server.gateway.metrics.in_flight == 0
+        answers = await asyncio.gather(*(client.answer() for client in clients))
+        assert {(status, code_of(body)) for status, body in answers} == {(408, "request_timeout")}
+        await eventually(lambda: len(running.server._server.server_state.connections) <= 2)
+
+
+async def test_a_body_that_goes_on_has_time(running, monkeypatch):
+    monkeypatch.setattr(guard, "BODY_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(guard, "BODY_BYTES_PER_S", 10)
+    async with wire(running) as client:
+        await client.send(HEAD + b"\r\n")
+        for byte in BODY:
+            await client.send(bytes([byte]))
+            await asyncio.sleep(0.01)
+        assert (await client.answer())[0] == 200
+
+
+async def test_too_much_that_arrives_at_once_is_refused(running, monkeypatch):
+    monkeypatch.setattr(guard, "MAX_ARRIVING_BYTES", 1000)
+    async with wire(running) as first, wire(running) as second:
+        large = POST + b"content-length: 9999\r\n\r\n"
+        await first.send(large + b" " * 900)
+        await eventually(lambda: bool(running.server._server.server_state.tasks))
+        await asyncio.sleep(0.05)
+        await second.send(large + b" " * 900)
+        status, answer = await second.answer()
+        assert (status, code_of(answer)) == (429, "rate_limit_exceeded")
+        async with wire(running) as third:
+            await third.send(HEAD + b"\r\n" + BODY)
+            assert (await third.answer())[0] == 200, "what is complete counts no more"
+
+
+async def test_a_client_that_leaves_in_its_body_is_no_error_of_ours(running, caplog):
+    caplog.set_level(logging.INFO)
+    before = running.server.gateway.metrics._disconnects._value.get()
+    for path in (b"/v1/completions", b"/tokenize"):
+        async with wire(running) as client:
+            await client.send(HEAD.replace(b"/v1/completions", path) + b"\r\n" + BODY[:10])
+            await eventually(lambda: bool(running.server._server.server_state.tasks))
+        await eventually(lambda: not running.server._server.server_state.tasks)
+    assert 'code="499"' in (await running.http.get("/metrics")).text
+    assert running.server.gateway.metrics._disconnects._value.get() == before + 2
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING and record.name != "httpx"]
+
+
+@pytest.mark.parametrize("upgrade", [b"h2c", b"websocket", b"nonsense"])
+async def test_an_upgrade_that_we_do_not_know_is_ignored(running, upgrade):
+    headers = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: %s\r\nhttp2-settings: AAMAAABkAAQAAP__\r\n\r\n" % upgrade
+    async with wire(running) as client:
+        await client.send((HEAD + headers + BODY) * 2)
+        for _ in range(2):
+            status, body = await client.answer()
+            assert status == 200
+            assert json.loads(body)["choices"]
+        await client.send(HEAD + headers)
+        await client.send(BODY)
+        assert (await client.answer())[0] == 200
+        await client.send(b"CONNECT localhost:80 HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        assert (await client.answer())[0] == 405
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"host": "localhost"}, 200),
+        ({"host": "127.0.0.1:8000"}, 200),
+        ({"host": "[::1]:8000"}, 200),
+        ({"host": "evil.example"}, 403),
+        ({"host": "evil.example:8000"}, 403),
+        ({"host": "localhost.evil.example"}, 403),
+        ({"host": ""}, 403),
+        ({"host": "localhost", "origin": "http://localhost:3000"}, 200),
+        ({"host": "localhost", "origin": "http://127.0.0.1:8000"}, 200),
+        ({"host": "localhost", "origin": "https://evil.example"}, 403),
+        ({"host": "localhost", "origin": "null"}, 403),
+    ],
+)
+async def test_without_a_key_only_this_machine_is_served(running, headers, status):
+    for path in ("/v1/models", "/fleet", "/metrics", "/"):
+        assert (await running.http.get(path, headers=headers)).status_code == status, path
+    answer = await running.http.post("/v1/completions", json=COMPLETION, headers=headers)
+    assert answer.status_code == status
+    assert (await running.http.get("/livez", headers=headers)).status_code == 200
+
+
+async def test_with_a_key_any_name_will_do():
+    async with running_gateway(api_key="k") as running:
+        headers = {"host": "api.example", "origin": "https://app.example", "authorization": "Bearer k"}
+        assert (await running.http.get("/v1/models", headers=headers)).status_code == 200
+
+
+async def test_probes_can_be_asked_for_their_head(running):
+    for path in ("/livez", "/readyz", "/health", "/metrics"):
+        answer = await running.http.head(path)
+        assert (answer.status_code, answer.content) == (200, b""), path
+
+
+async def test_while_streams_finish_probes_and_new_requests_are_told():
+    async with running_gateway() as running:
+        running.verifier.behaviour = silence
+        request = asyncio.ensure_future(running.http.post("/v1/completions", json=COMPLETION))
+        await eventually(lambda: len(running.verifier.sequences) == 1)
+        running.server.stop()
+        async with httpx.AsyncClient(base_url=running.server.url) as other:
+            assert (await other.get("/livez")).status_code == 200
+            for answer in (await other.get("/readyz"), await other.post("/v1/completions", json=COMPLETION)):
+                assert answer.status_code == 503
+                assert answer.json()["error"]["code"] == "shutting_down"
+        await count_up(running.verifier, running.verifier.sequences[0])
+        assert (await request).status_code == 200
+        await asyncio.wait_for(running.stopped, 5)
+
+
+async def test_an_unknown_url_is_named(running):
+    error = (await running.http.post("/v1/no/such")).json()["error"]
+    assert error["message"] == "Unknown URL: POST /v1/no/such"

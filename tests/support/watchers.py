@@ -1,0 +1,72 @@
+"""What a busy gateway does to others, seen from outside and from inside its event loop.  Tests only."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from urllib.parse import urlsplit
+
+
+class Probe:
+    """Asks `/livez` all the time from a thread of its own, over one connection."""
+
+    def __init__(self, url: str) -> None:
+        where = urlsplit(url)
+        self._connection = http.client.HTTPConnection(where.hostname or "", where.port, timeout=30)
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self.longest_s = 0.0
+        self.failures: list[str] = []
+
+    def __enter__(self) -> Probe:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._stopping.set()
+        self._thread.join()
+        self._connection.close()
+
+    def reset(self) -> None:
+        """Forgets what it has seen."""
+        self.longest_s = 0.0
+
+    def _run(self) -> None:
+        while not self._stopping.wait(0.005):
+            began = time.perf_counter()
+            try:
+                self._connection.request("GET", "/livez")
+                answer = self._connection.getresponse()
+                answer.read()
+            except OSError as error:
+                self.failures.append(type(error).__name__)
+                return
+            if answer.status != 200:
+                self.failures.append(str(answer.status))
+            self.longest_s = max(self.longest_s, time.perf_counter() - began)
+
+
+class Stalls:
+    """The longest time that the event loop did not come back to a task which only sleeps."""
+
+    def __init__(self) -> None:
+        self.longest_s = 0.0
+
+    @contextmanager
+    def watched(self) -> Iterator[Stalls]:
+        task = asyncio.ensure_future(self._watch())
+        try:
+            yield self
+        finally:
+            task.cancel()
+
+    async def _watch(self) -> None:
+        while True:
+            began = time.perf_counter()
+            await asyncio.sleep(0.002)
+            self.longest_s = max(self.longest_s, time.perf_counter() - began - 0.002)

@@ -1,0 +1,116 @@
+"""The bounds of requests: what passes, what does not, and that looking is cheap."""
+
+import contextlib
+import json
+import time
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from gateway.bounds import (
+    FIELDS,
+    MAX_SEQUENCES,
+    MAX_STRUCTURE,
+    MIN_TEXT,
+    bounds_table,
+    check_bounds,
+    check_structure,
+    check_text,
+    count_prompts,
+    grammar_field,
+)
+from gateway.errors import BadRequest, ContextTooLong, PayloadTooLarge
+from gateway.protocol import HEAD_TIMEOUT_S, MAX_HEADER_BYTES, MAX_HEADERS, MAX_URL_BYTES
+
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "limits.md"
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+def refused(**data):
+    with pytest.raises(BadRequest) as caught:
+        check_bounds(data)
+    return caught.value
+
+
+@given(st.dictionaries(st.sampled_from([*FIELDS, "n", "other"]), VALUES, max_size=6))
+def test_nothing_makes_the_check_fail(data):
+    for check in (check_bounds, lambda given: check_text(given, 256)):
+        with contextlib.suppress(BadRequest):
+            check(data)
+
+
+@pytest.mark.parametrize("name", [name for name, bound in FIELDS.items() if bound.items is not None])
+def test_lists_end_where_the_table_says(name):
+    most = FIELDS[name].items
+    assert refused(**{name: [1] * (most + 1)}).param == name
+    if name not in ("messages", "tokens"):
+        check_bounds({name: [1] * most})
+
+
+@pytest.mark.parametrize("name", [name for name, bound in FIELDS.items() if bound.longest is not None])
+def test_strings_end_where_the_table_says(name):
+    most = FIELDS[name].longest
+    check_bounds({name: ["x" * most]})
+    assert refused(**{name: ["x" * (most + 1)]}).param == name
+
+
+def test_everything_counts_wherever_it_stands():
+    assert "characters" in refused(metadata={"x" * 70_000: 1}).message
+    assert "values" in refused(other=[[{"a": [1, 2]}] * 1000] * 10).message
+    assert "levels" in refused(other=json.loads("[" * 65 + "]" * 65)).message
+    check_bounds({"other": json.loads("[" * 64 + "]" * 64)})
+
+
+def test_sequences_are_prompts_times_n():
+    check_bounds({"prompt": ["a"] * 8, "n": MAX_SEQUENCES // 8})
+    assert refused(prompt=["a"] * 9, n=MAX_SEQUENCES // 8).param == "n"
+    assert refused(prompt=["a"] * (MAX_SEQUENCES // 2 + 1), n=2).param == "prompt"
+    assert [count_prompts(each) for each in ("a", [1, 2], ["a", "b"], [[1], [2], [3]], None, [])] == [1, 1, 2, 3, 1, 1]
+
+
+def test_text_is_bounded_by_the_context_each_prompt_by_itself():
+    check_text({"prompt": ["x" * MIN_TEXT] * 3}, 256)
+    check_text({"prompt": "x" * 800_000}, 100_000)
+    for data in ({"prompt": "x" * (MIN_TEXT + 1)}, {"messages": [{"role": "user", "content": "x" * 40_000}] * 2}):
+        with pytest.raises(ContextTooLong) as caught:
+            check_text(data, 256)
+        assert caught.value.param in data
+    picture = {"type": "image_url", "image_url": {"url": "data:" + "x" * 10 * MIN_TEXT}}
+    check_text({"messages": [{"role": "user", "content": [picture]}]}, 256)
+
+
+def test_a_body_is_scanned_before_it_is_parsed():
+    check_structure(b"x" * 20_000_000)
+    check_structure(b"," * MAX_STRUCTURE)
+    with pytest.raises(PayloadTooLarge):
+        check_structure(b"," * (MAX_STRUCTURE + 1))
+
+
+def test_looking_costs_little_for_the_largest_that_passes():
+    data = {"prompt": [[5] * 500] * 500, "logit_bias": {str(i): 1 for i in range(1024)}, "other": ["x"] * 1000}
+    times = []
+    for _ in range(3):
+        began = time.perf_counter()
+        check_bounds(data)
+        times.append(time.perf_counter() - began)
+    assert min(times) < 0.05
+
+
+def test_the_field_that_holds_the_grammar():
+    assert grammar_field({"structured_outputs": {}, "response_format": {"type": "x"}}) == "response_format"
+    assert grammar_field({"tools": [1]}) == "tools"
+    assert grammar_field({}) == "structured_outputs"
+
+
+def test_the_documentation_has_the_table():
+    text = DOCS.read_text()
+    assert bounds_table() in text
+    for number in (MAX_URL_BYTES, MAX_HEADERS, MAX_HEADER_BYTES, MAX_STRUCTURE, MAX_SEQUENCES, MIN_TEXT):
+        assert f"{number:,}" in text
+    assert f"{HEAD_TIMEOUT_S:.0f} s" in text
