@@ -60,7 +60,9 @@ DEFINITIONS: dict[str, Definition] = {
         "gauge", (), "sequences that have lost their verifier and wait for another to be ready"
     ),
     "outrider_prompt_tokens_total": Definition("counter", (), "prompt tokens of sequences that got a first token"),
-    "outrider_generated_tokens_total": Definition("counter", (), "tokens received from verifiers, those after a stop string included"),
+    "outrider_generated_tokens_total": Definition(
+        "counter", (), "tokens received from verifiers, also those after a stop string"
+    ),
     "outrider_time_to_first_token_seconds": Definition("histogram", (), "from a request's arrival to its first token"),
     "outrider_inter_chunk_seconds": Definition(
         "histogram", (), "between two chunks of one sequence; a chunk is what one verification emitted"

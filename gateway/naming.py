@@ -76,7 +76,8 @@ def _member(loc: Sequence[Any]) -> tuple[Any, ...]:
 
 def _foreign(error: Any) -> int:
     """How much an error says that another member was meant."""
-    return 4 * (error["type"] == "literal_error" and error["loc"][-1] in ("role", "type")) + (error["type"] == "missing")
+    tagged = error["type"] == "literal_error" and error["loc"][-1] in ("role", "type")
+    return 4 * bool(tagged) + (1 if error["type"] == "missing" else 0)
 
 
 def path_of(error: Any) -> list[str]:

@@ -22,7 +22,6 @@ from backend.wire.engine import FIXED_RESPONSE
 from gateway.bounds import check_bounds, check_structure, check_text, grammar_field
 from gateway.errors import BadRequest, PayloadTooLarge, UnsupportedMedia
 from gateway.fields import NO_EFFECT, REFUSED, Fits, without_nulls
-from gateway.state import gateway_of
 
 LARGE_BYTES = 1 << 18
 """A larger body is decoded in a thread: each of the steps holds the interpreter, but not all of them in one go."""
@@ -47,7 +46,7 @@ async def read_json(request: Request, max_bytes: int) -> dict[str, Any]:
     data = await asyncio.to_thread(_decode, body) if len(body) > LARGE_BYTES else _decode(body)
     if not isinstance(data, dict):
         raise BadRequest("The request body must be a JSON object.", code="invalid_json")
-    check_text(data, gateway_of(request).client.model_config.max_model_len)
+    check_text(data, request.app.state.gateway.client.model_config.max_model_len)
     asked_in.set(grammar_field(data))
     return data
 

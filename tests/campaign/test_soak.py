@@ -118,8 +118,8 @@ def resident_mib(pid: int) -> float:
 
 
 def test_nothing_is_left(fleet: ServedFleet) -> None:
-    (verifier,) = [each["pid"] for each in fleet.fleet()["members"] if each["kind"] == "verifier"]
-    pids = {"gateway": fleet.process.pid, "verifier": verifier}
+    (verifier,) = fleet.fleet()["verifiers"]
+    pids = {"gateway": fleet.process.pid, "verifier": verifier["pid"]}
     clients = Clients(fleet.url)
     capacity = asyncio.run(clients.capacity(min(20.0, SOAK_S / 10)))
     rate, leaving = LOAD * capacity, min(0.9, LEAVING_PER_S / (LOAD * capacity))

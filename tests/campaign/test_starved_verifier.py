@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import stat
 import threading
@@ -34,8 +35,8 @@ def fleet() -> Iterator[ServedFleet]:
 
 
 def verifier_pid(fleet: ServedFleet) -> int:
-    (pid,) = [each["pid"] for each in fleet.fleet()["members"] if each["kind"] == "verifier"]
-    return int(pid)
+    (verifier,) = fleet.fleet()["verifiers"]
+    return int(verifier["pid"])
 
 
 class Stream:
@@ -97,7 +98,7 @@ def test_members_have_the_priority_of_whoever_started_them(fleet: ServedFleet) -
 
 
 def test_the_session_folder_is_ours(fleet: ServedFleet) -> None:
-    folders = [each for each in Path("/tmp").glob("or-ray-*") if each.stat().st_uid == os.getuid()]
-    assert folders
-    for folder in folders:
-        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    # Ray writes what the verifier prints to a file there.
+    opened = [os.readlink(each) for each in Path(f"/proc/{verifier_pid(fleet)}/fd").iterdir() if each.is_symlink()]
+    (folder,) = {found[0] for name in opened if (found := re.match(r".*/or-ray-[^/]+", name))}
+    assert stat.S_IMODE(Path(folder).stat().st_mode) == 0o700

@@ -220,9 +220,11 @@ async def test_a_verifier_that_sleeps_is_spared_while_another_is_awake():
 async def test_a_drafter_is_given_back_on_request_only():
     async with running_gateway() as running:
         commands = Commands(running)
-        for body in ({"auto": True}, {"verifiers": None}):
+        given: tuple[dict[str, Any], ...] = ({"auto": True}, {"verifiers": None})
+        for body in given:
             assert (await post(running, "assign", {"drafter": "d", **body})).status_code == 200
         assert commands.taken == [Assign(drafter="d", verifiers=None)] * 2
-        for body in ({}, {"auto": False}, {"auto": True, "verifiers": ["v"]}, {"auto": "yes"}):
+        forgotten: tuple[dict[str, Any], ...] = ({}, {"auto": False}, {"auto": True, "verifiers": ["v"]}, {"auto": "yes"})
+        for body in forgotten:
             assert (await post(running, "assign", {"drafter": "d", **body})).status_code == 400
         assert len(commands.taken) == 2

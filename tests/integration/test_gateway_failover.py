@@ -3,6 +3,7 @@
 import asyncio
 import time
 from contextlib import asynccontextmanager
+from functools import partial
 
 import msgspec
 import pytest
@@ -303,6 +304,10 @@ async def test_stop_strings_and_chat_streams_span_the_cut():
         await eventually(lambda: running.idle)
 
 
+def has_emitted(running: Running, tokens: int) -> bool:
+    return [len(record.emitted) for record in running.core.sequences] == [tokens]
+
+
 async def stop_for_a_moment(running: Running) -> None:
     """The verifier hears nothing until the coordinator has declared it lost, and its requests wait."""
     running.verifier.hung = True
@@ -322,8 +327,7 @@ async def test_a_verifier_that_is_stopped_and_comes_back_is_no_reason_to_blame_a
         running.verifier.behaviour = some_then_stall(2)
         request = asyncio.ensure_future(running.http.post("/v1/completions", json=STREAM))
         for pauses in range(3):
-            await eventually(lambda n=pauses: len(running.verifier.sequences) == n + 1)
-            await eventually(lambda n=pauses: [len(each.emitted) for each in running.core.sequences] == [2 * (n + 1)])
+            await eventually(partial(has_emitted, running, 2 * (pauses + 1)))
             await stop_for_a_moment(running)
             if pauses == 2:
                 running.verifier.behaviour = count_up

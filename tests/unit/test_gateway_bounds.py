@@ -45,17 +45,17 @@ def test_nothing_makes_the_check_fail(data):
             check(data)
 
 
-@pytest.mark.parametrize("name", [name for name, bound in FIELDS.items() if bound.items is not None])
-def test_lists_end_where_the_table_says(name):
-    most = FIELDS[name].items
+@pytest.mark.parametrize(("name", "most"), [(name, bound.items) for name, bound in FIELDS.items() if bound.items is not None])
+def test_lists_end_where_the_table_says(name: str, most: int) -> None:
     assert refused(**{name: [1] * (most + 1)}).param == name
     if name not in ("messages", "tokens"):
         check_bounds({name: [1] * most})
 
 
-@pytest.mark.parametrize("name", [name for name, bound in FIELDS.items() if bound.longest is not None])
-def test_strings_end_where_the_table_says(name):
-    most = FIELDS[name].longest
+@pytest.mark.parametrize(
+    ("name", "most"), [(name, bound.longest) for name, bound in FIELDS.items() if bound.longest is not None]
+)
+def test_strings_end_where_the_table_says(name: str, most: int) -> None:
     check_bounds({name: ["x" * most]})
     assert refused(**{name: ["x" * (most + 1)]}).param == name
 
