@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -47,6 +48,7 @@ def build_app(gateway: Gateway) -> FastAPI:
     for routes in (weights, admin, generate, messages, responses, conversations, models, operations, page):
         app.include_router(routes.router)
     app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(RequestValidationError, _http_error)
     settings = gateway.settings.gateway
     app.add_middleware(
         Admission,
@@ -64,7 +66,7 @@ def build_app(gateway: Gateway) -> FastAPI:
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """Starlette's own 404 and 405; everything else reaches `Envelope`."""
+    """Starlette's own 404 and 405, and wrong parameters in a URL; everything else reaches `Envelope`."""
     known = translate(error)
     if known.status == 404:
         known.message = f"Unknown URL: {request.method} {ascii(request.url.path[:128])[1:-1]}"

@@ -38,6 +38,7 @@ from typing import Any, ClassVar
 
 import pydantic
 import starlette.exceptions
+from fastapi.exceptions import RequestValidationError
 
 from backend.engine.front import (
     GracefulHTTPError,
@@ -277,6 +278,9 @@ def translate(error: BaseException) -> ApiError:
         return error
     if isinstance(error, starlette.exceptions.HTTPException):
         return _from_http(error)
+    if isinstance(error, RequestValidationError):
+        first = error.errors()[0]
+        return BadRequest(f"`{first['loc'][-1]}`: {first['msg']}.", param=str(first["loc"][-1]))
     if isinstance(error, pydantic.ValidationError):
         return _from_pydantic(error)
     if isinstance(error, StreamFailed):
