@@ -27,20 +27,20 @@ def prompts() -> list[list[int]]:
     return [source.make("code", f"ranks/{i}") for i in range(REQUESTS)]
 
 
-def answers(directory: Path, mode: str, ranks: int) -> tuple[list[list[int]], int, int]:
-    """What is answered greedily; drafts verified and draft tokens kept for it."""
+def answers(directory: Path, mode: str, ranks: int) -> tuple[list[list[int]], float]:
+    """What is answered greedily; the share of drafts whose first token was accepted."""
     settings = {"draft_deadline_ms": 5000, "lookup": False, "tensor_parallel": ranks}
     verifier = Verifier(directory, {"mode": mode, "verifier": settings})
     try:
         params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
         if mode == "off":
-            return [answer.tokens for answer in verifier.client.generate(prompts(), params)], 0, 0
+            return [answer.tokens for answer in verifier.client.generate(prompts(), params)], 0.0
         drafter = Drafter(directory)
         try:
             verifier.set_drafters(drafter.ref)
             tokens = [answer.tokens for answer in verifier.client.generate(prompts(), params)]
             counted = verifier.client.fresh_stats().drafters["drafter-0"]
-            return tokens, counted.drafts, counted.accepted_tokens
+            return tokens, counted.accepted_by_position[0] / counted.drafts
         finally:
             drafter.close()
     finally:
@@ -48,16 +48,15 @@ def answers(directory: Path, mode: str, ranks: int) -> tuple[list[list[int]], in
 
 
 def test_two_ranks_draft_as_one_does_and_answer_the_same(tmp_path: Path) -> None:
-    plain, _, _ = answers(tmp_path, "off", 1)
-    one, *alone = answers(tmp_path, "sync", 1)
+    """First tokens are compared: how much more of a draft is verified follows from what steps take, and that differs."""
+    plain, _ = answers(tmp_path, "off", 1)
+    one, alone = answers(tmp_path, "sync", 1)
     assert one == plain
     for mode in ("sync", "ahead"):
-        two, drafts, accepted = answers(tmp_path, mode, 2)
-        print(f"{mode}: {drafts} drafts, {accepted} tokens kept; {alone} by one rank in sync")
+        two, accepted = answers(tmp_path, mode, 2)
+        print(f"{mode}: {accepted:.3f} of first tokens accepted, {alone:.3f} by one rank in sync")
         assert two == plain
-        assert drafts > 0
-        # Not the same: how much of a draft is verified follows from what steps take.
-        assert accepted / drafts == pytest.approx(alone[1] / alone[0], rel=0.15)
+        assert accepted == pytest.approx(alone, abs=0.1)
 
 
 def ranks_of(pid: int) -> list[int]:
