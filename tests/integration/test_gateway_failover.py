@@ -375,3 +375,28 @@ async def test_a_request_that_verifiers_give_up_again_and_again_is_refused():
         answer = await asyncio.wait_for(running.http.post("/v1/completions", json=COMPLETION), 5)
         assert answer.json()["error"]["code"] == "request_poisoned"
         assert len(running.verifier.sequences) == 2
+
+
+async def test_nor_are_several_that_are_stopped_in_turn(monkeypatch):
+    monkeypatch.setattr("gateway.fleet_core.FRESH_S", 0.05)
+    async with running_gateway(verifiers=2, poison_after=2) as running:
+        for verifier in running.verifiers:
+            verifier.behaviour = some_then_stall(2)
+        request = asyncio.ensure_future(running.http.post("/v1/completions", json=STREAM))
+        for pauses in range(4):
+            await eventually(partial(has_emitted, running, 2 * (pauses + 1)))
+            (record,) = running.core.sequences
+            (stopped,) = [each for each in running.verifiers if each.member.id == record.link.member.id]
+            members = [each.member for each in running.verifiers]
+            stopped.hung = True
+            lost = msgspec.structs.replace(stopped.member, state="lost")
+            running.directory.set_members([lost if each.id == lost.id else each for each in members])
+            await eventually(lambda: len(running.core.links) == 1)
+            stopped.hung = False
+            running.directory.set_members(members)
+            await eventually(lambda: len(running.core.ready_links) == 2)
+        for sequence in running.verifiers[0].sequences + running.verifiers[1].sequences:
+            sequence.emit([1, 2], FinishReason.LENGTH)
+        chunks = events((await asyncio.wait_for(request, 5)).content)
+        assert not [chunk for chunk in chunks if "error" in chunk]
+        assert await metric(running, "outrider_poisoned_total 0.0")
