@@ -199,7 +199,7 @@ async def test_stopping_lets_open_streams_finish():
         request = asyncio.ensure_future(running.http.post("/v1/completions", json={**COMPLETION, "stream": True}))
         await asyncio.wait_for(running.verifier.added.wait(), 5)
         running.server.stop()
-        await eventually(lambda: not running.server._server.servers or not running.server._server.servers[0].is_serving())
+        assert (await running.http.get("/readyz")).status_code == 503
         gate.set()
         assert events((await request).content)[-1]["choices"][0]["finish_reason"] == "length"
         await asyncio.wait_for(asyncio.shield(running.stopped), 5)

@@ -168,8 +168,8 @@ async def test_the_oldest_go_when_there_is_too_much(running, tmp_path):
     async with running_gateway(state_dir=str(tmp_path), state_mib=1) as running:
         running.verifier.behaviour = saying("ok")
         responses = client(running).responses
-        metadata = {str(number): "x" * 512 for number in range(16)}
-        made = [await responses.create(model="demo", input="hi", metadata=metadata) for _ in range(140)]
+        metadata = {str(number): "x" * 500 for number in range(16)}
+        made = [await responses.create(model="demo", input="hi", metadata=metadata) for _ in range(150)]
         with pytest.raises(openai.NotFoundError):
             await responses.retrieve(made[0].id)
         assert (await responses.retrieve(made[-1].id)).id == made[-1].id
@@ -225,12 +225,6 @@ BAD = [
 async def test_bad_requests_name_the_field(running, fields, status, param):
     answer = await running.http.post("/v1/responses", json={"model": "demo", **fields})
     assert (answer.status_code, answer.json()["error"]["param"]) == (status, param), answer.text
-
-
-async def test_wrong_parameters_in_a_url_are_named(running):
-    for url, param in (("/v1/responses/r?stream=7", "stream"), ("/v1/responses/r/input_items?limit=x", "limit")):
-        answer = await running.http.get(url)
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
 async def test_without_a_folder_nothing_is_kept():
