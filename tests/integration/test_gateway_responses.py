@@ -227,6 +227,12 @@ async def test_bad_requests_name_the_field(running, fields, status, param):
     assert (answer.status_code, answer.json()["error"]["param"]) == (status, param), answer.text
 
 
+async def test_wrong_parameters_in_a_url_are_named(running):
+    for url, param in (("/v1/responses/r?stream=7", "stream"), ("/v1/responses/r/input_items?limit=x", "limit")):
+        answer = await running.http.get(url)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
 async def test_without_a_folder_nothing_is_kept():
     async with running_gateway(state_dir="none") as running:
         running.verifier.behaviour = saying("ok")
