@@ -12,7 +12,8 @@ import pytest
 # Tensors of tests are tiny: more threads only wait for each other, and for a core where others work, too.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # What gateways keep is nothing to the person who runs the tests.
-os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="outrider-tests-")
+_kept = tempfile.TemporaryDirectory(prefix="outrider-tests-", ignore_cleanup_errors=True)
+os.environ["XDG_STATE_HOME"] = _kept.name
 # The same examples everywhere: a change is judged by what it did.  The campaign looks for new ones, and for ten times as many.
 hypothesis.settings.register_profile("outrider", deadline=None, derandomize=True)
 hypothesis.settings.register_profile("campaign", deadline=None, derandomize=False, max_examples=1000, print_blob=True)
