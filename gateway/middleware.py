@@ -33,7 +33,9 @@ ADMIN_PATH = "/admin"
 ADMIN_PATHS = frozenset({ADMIN_PATH, "/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
 """Also for administrators only."""
 
-LIMITED_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"})
+LIMITED_PATHS = frozenset(
+    {"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses", "/v1/embeddings", "/v1/score", "/v1/rerank"}
+)
 """The paths whose requests count against `max_in_flight`."""
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")

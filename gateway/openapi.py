@@ -14,6 +14,7 @@ from fastapi.routing import APIRoute
 from pydantic.json_schema import models_json_schema
 
 from backend.coordinator.commands import AnyCommand
+from backend.engine.front import pooling
 from backend.engine.front import schemas as vllm
 from gateway.fields import MESSAGES_NO_EFFECT, NO_EFFECT, REFUSED, RESPONSES_NO_EFFECT
 from gateway.routes import weights
@@ -93,6 +94,17 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("DELETE", "/v1/conversations/{conversation_id}/items/{item_id}"): Operation(gives=_CONVERSATION),
     ("POST", "/v1/messages"): Operation(vllm.AnthropicMessagesRequest, vllm.AnthropicMessagesResponse, streams=True),
     ("POST", "/v1/messages/count_tokens"): Operation(vllm.AnthropicCountTokensRequest, _object("input_tokens")),
+    ("POST", "/v1/embeddings"): Operation((pooling.EmbeddingCompletionRequest, pooling.EmbeddingChatRequest), _LIST),
+    ("POST", "/v1/score"): Operation(
+        (
+            pooling.ScoreTextRequest,
+            pooling.ScoreDataRequest,
+            pooling.ScoreQueriesDocumentsRequest,
+            pooling.ScoreQueriesItemsRequest,
+        ),
+        _LIST,
+    ),
+    ("POST", "/v1/rerank"): Operation(pooling.RerankRequest, _object("results")),
     ("GET", "/v1/models"): Operation(gives=_LIST),
     ("GET", "/v1/models/{model_id}"): Operation(gives=_object("id", "object", "created", "owned_by")),
     ("POST", "/v1/load_lora_adapter"): Operation(vllm.LoadLoRAAdapterRequest, _object("message")),

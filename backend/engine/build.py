@@ -89,6 +89,10 @@ def build_config(settings: Settings, paths: ResolvedModels, verifier_id: str) ->
         # The hooks are in the V1 runner; on CUDA vLLM would choose the V2 runner for modes `off` and `native`.
         environment.export({"VLLM_USE_V2_MODEL_RUNNER": "0"})
     config = EngineArgs(**engine_arguments(settings, paths, verifier_id)).create_engine_config(UsageContext.ENGINE_CONTEXT)
+    if config.model_config.runner_type == "pooling" and settings.mode != "off":
+        raise EngineSetupError(
+            "the model embeds or scores text, and has nothing to draft: serve it with --mode off --drafters 0"
+        )
     if settings.mode not in REMOTE_MODES:
         name = "PlainAsyncScheduler" if config.scheduler_config.async_scheduling else "PlainScheduler"
         config.scheduler_config.scheduler_cls = f"backend.engine.scheduler.{name}"

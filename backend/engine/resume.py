@@ -36,7 +36,10 @@ def add_request(
         _check(core, request, emitted)
         # They left with the first token.
         request.sampling_params.prompt_logprobs = None
-    if core.vllm_config.additional_config["outrider"]["shared_noise"]:
+    if request.sampling_params is None:
+        # It embeds or scores, and draws nothing.
+        pass
+    elif core.vllm_config.additional_config["outrider"]["shared_noise"]:
         _seed(request.sampling_params, noise_seed)
     elif emitted and request.sampling_params.seed is not None:
         request.sampling_params.seed = continued_seed(request.sampling_params.seed, len(emitted))

@@ -23,7 +23,12 @@ UNLIKE = 2
 
 
 def warm_up(core: EngineCore) -> None:
-    """Decodes small batches of made-up tokens; nothing of them stays in the prefix cache or the counters."""
+    """Decodes small batches of made-up tokens; nothing of them stays in the prefix cache or the counters.
+
+    A model that embeds or scores decodes nothing.
+    """
+    if core.vllm_config.model_config.runner_type == "pooling":
+        return
     scheduler: Any = core.scheduler
     drafting = isinstance(scheduler, DraftingScheduler)
     for k in {0, scheduler.num_spec_tokens} if drafting else {0}:

@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 
 from backend.engine.front import ChatCompletionRequest, CompletionRequest, ErrorResponse, VLLMValidationError
 from gateway import answers
-from gateway.errors import ContextTooLong, from_vllm
+from gateway.errors import BadRequest, ContextTooLong, from_vllm
 from gateway.requests import check_generation, parse, read_json
 from gateway.session import enter_session
 from gateway.sse import CHAT, Dialect, stream_response, unless_disconnected
@@ -56,6 +56,8 @@ async def respond(
 async def generate(gateway: Gateway, request: Request, asked: pydantic.BaseModel, create: Create) -> Any:
     """vLLM's answer, or its stream; cancelled when the client leaves.  Raises `ApiError`."""
     check_generation(asked, max_n=gateway.settings.gateway.max_n, vllm_speculates=gateway.vllm_speculates)
+    if gateway.services.pooling.is_model:
+        raise BadRequest("This model embeds or scores text; it does not write any.", param="model")
     await gateway.client.core.until_routable()
     # Before vLLM starts the tasks that submit the sequences: they inherit it.
     enter_session(request.headers.get("x-session-id") or getattr(asked, "user", None))

@@ -24,6 +24,7 @@ from backend.config import Settings
 from backend.engine.front import any_model  # noqa: F401  (registers itself)
 from backend.engine.front.client import FleetClient
 from backend.engine.front.messages import Messages, StreamFailed
+from backend.engine.front.pooling import Pooling
 from backend.engine.parsers import tool_parser
 
 
@@ -49,6 +50,7 @@ class Services:
     messages: Messages
     tokenization: ServingTokenization
     renderer: OnlineRenderer
+    pooling: Pooling
 
 
 def build_services(client: FleetClient[Any], settings: Settings, served_name: str, expected: type[Exception]) -> Services:
@@ -86,4 +88,5 @@ def build_services(client: FleetClient[Any], settings: Settings, served_name: st
         messages=Messages(client, models, "assistant", **chatting),
         tokenization=ServingTokenization(models, renderer, **common),
         renderer=renderer,
+        pooling=Pooling(client, models, template),
     )

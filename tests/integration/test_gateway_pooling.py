@@ -1,0 +1,41 @@
+"""Embeddings and scores from a real engine: the demo target, turned into a model that embeds."""
+
+import math
+
+import openai
+import pytest
+
+from tests.support.engine_gateway import engine_fleet
+from tests.support.running_gateway import CHAT, running_gateway
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(120)]
+EMBEDS = {"engine_args": {"runner": "pooling", "convert": "embed"}}
+
+
+async def test_texts_are_embedded_scored_and_ranked():
+    async with engine_fleet(verifiers=1, mode="off", verifier=EMBEDS) as fleet:
+        client = openai.AsyncOpenAI(base_url=f"{fleet.server.url}/v1", api_key="none", max_retries=0)
+        made = await client.embeddings.create(model="demo", input=["def f(x):", "def f(x):", "import os"])
+        first, again, other = (each.embedding for each in made.data)
+        assert len(first) == 256
+        assert math.isclose(math.hypot(*first), 1, rel_tol=1e-3)
+        assert first == pytest.approx(again, abs=1e-5)
+        assert first != pytest.approx(other, abs=1e-2)
+        assert made.usage.prompt_tokens > 0
+        asked = {"model": "demo", "query": "import os", "documents": ["def f(x):", "import os", "return 1"]}
+        ranked = (await fleet.http.post("/v1/rerank", json=asked)).json()["results"]
+        assert ranked[0]["index"] == 1
+        pair = {"model": "demo", "text_1": "import os", "text_2": "import os"}
+        assert (await fleet.http.post("/v1/score", json=pair)).json()["data"][0]["score"] == pytest.approx(1, abs=1e-3)
+        refused = await fleet.http.post("/v1/chat/completions", json=CHAT)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "model")
+        wrong = await fleet.http.post("/v1/embeddings", json={"model": "nope", "input": "x"})
+        assert wrong.status_code == 404
+        await fleet.quiet()
+
+
+async def test_a_model_that_writes_has_no_embeddings():
+    async with running_gateway() as running:
+        for path, body in (("/v1/embeddings", {"input": "x"}), ("/v1/rerank", {"query": "x", "documents": ["y"]})):
+            answer = await running.http.post(path, json={"model": "demo", **body})
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "model"), answer.text
