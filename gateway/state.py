@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import dataclass, field
 
@@ -30,6 +31,8 @@ class Gateway:
     tracing: Tracing | None = None
     started: float = field(default_factory=time.time)
     """Unix seconds; also when its models were "created"."""
+    tokenizing: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))
+    """Texts that are tokenized for their own sake: prompts wait for the same thread, and not for more than these."""
 
     @property
     def vllm_speculates(self) -> bool:

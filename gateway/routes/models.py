@@ -101,7 +101,8 @@ async def tokenize(request: Request) -> Response:
     data = await read_json(request, gateway.max_body_bytes)
     kind: type[pydantic.BaseModel] = TokenizeChatRequest if "messages" in data else TokenizeCompletionRequest
     asked = parse(kind, data)
-    return _answer(await unless_disconnected(request, gateway.services.tokenization.create_tokenize(asked, request)))
+    async with gateway.tokenizing:
+        return _answer(await unless_disconnected(request, gateway.services.tokenization.create_tokenize(asked, request)))
 
 
 @router.post("/detokenize")

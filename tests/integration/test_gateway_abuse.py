@@ -280,3 +280,30 @@ async def test_patterns_and_schemas_are_not_logged(running, caplog, capfd):
         await running.http.post(COMPLETIONS, json=grammar(regex=pattern))
     written = capfd.readouterr()
     assert "tangerine" not in caplog.text + written.out + written.err
+
+
+async def test_log_probabilities_of_a_prompt_are_bounded(running, monkeypatch):
+    monkeypatch.setattr("backend.engine.front.client.MAX_PROMPT_LOGPROBS", 60)
+    for fields in ({"prompt_logprobs": 5}, {"echo": True, "logprobs": 5}):
+        body = completion(prompt=[5] * 11, **fields)
+        error = (await running.http.post(COMPLETIONS, json=body)).json()["error"]
+        assert (error["type"], error["param"]) == ("invalid_request_error", "prompt_logprobs")
+        assert running.idle
+
+
+async def test_prompts_do_not_wait_for_all_that_is_to_be_tokenized(running, monkeypatch):
+    serving = running.server.gateway.services.tokenization
+    create, gate, most = serving.create_tokenize, asyncio.Event(), []
+
+    async def slow(asked, request):
+        most.append(1)
+        await gate.wait()
+        return await create(asked, request)
+
+    monkeypatch.setattr(serving, "create_tokenize", slow)
+    requests = [asyncio.ensure_future(running.http.post("/tokenize", json={"prompt": "x"})) for _ in range(20)]
+    await eventually(lambda: len(most) == 2)
+    assert (await running.http.post(COMPLETIONS, json=COMPLETION)).status_code == 200
+    assert len(most) == 2
+    gate.set()
+    assert {(await request).status_code for request in requests} == {200}

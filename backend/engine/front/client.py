@@ -13,6 +13,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import vllm  # noqa: F401  (first: its submodules do not import alone)
 from vllm.config import VllmConfig
+from vllm.exceptions import VLLMValidationError
 from vllm.lora.request import LoRARequest
 from vllm.renderers import renderer_from_config
 from vllm.utils.async_utils import cancel_task_threadsafe
@@ -23,6 +24,9 @@ from vllm.v1.engine.output_processor import OutputProcessor
 from backend.engine.adapters import adapter_number
 from backend.engine.front.grammar import GrammarChecks
 from backend.wire.engine import EngineWelcome
+
+MAX_PROMPT_LOGPROBS = 20_000
+"""Of one prompt: vLLM decodes them in the event loop, all at once, at 10 us each."""
 
 
 class Link(Protocol):
@@ -128,6 +132,12 @@ class FleetClient(AsyncLLM, Generic[CoreT]):
 
     async def add_request(self, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
         """vLLM's method of the same name, for a grammar that has been checked."""
+        asked = getattr(params, "prompt_logprobs", None)
+        if asked and isinstance(prompt, dict) and len(prompt.get("prompt_token_ids", ())) * (1 + asked) > MAX_PROMPT_LOGPROBS:
+            raise VLLMValidationError(
+                f"The prompt's tokens have more than {MAX_PROMPT_LOGPROBS} log probabilities together. Ask for fewer of them.",
+                parameter="prompt_logprobs",
+            )
         if getattr(params, "structured_outputs", None) is not None:
             params = params.clone()
             params.structured_outputs = await self.grammars.checked(params.structured_outputs)
