@@ -6,9 +6,11 @@ Nothing may be left afterwards: no request, no sequence, no place, and no memory
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import random
+import re
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -48,7 +50,7 @@ def body(rng: random.Random) -> dict[str, Any]:
     }
     kind = rng.random()
     if kind < 0.03:
-        asked["structured_outputs"] = {"choice": [f"v{rng.randrange(1000)}", "w"]}
+        asked["structured_outputs"] = {"choice": [f"v{rng.randrange(50)}", "w"]}
     elif kind < 0.04:
         asked["structured_outputs"] = {
             "json": {"type": "object", "properties": {f"p{i}": {} for i in range(600)}, "x": rng.random()}
@@ -78,13 +80,14 @@ class Clients:
             writer.write(message)
             await writer.drain()
             if leaves:
-                await asyncio.wait({asyncio.ensure_future(reader.read(1 << 16))}, timeout=self._rng.expovariate(10))
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(reader.read(1 << 16), self._rng.expovariate(10))
                 self.ends["left"] += 1
                 return
             answer = await asyncio.wait_for(reader.read(), 60)
             self.ends[answer[9:12].decode() or "nothing"] += 1
-            if b'"error"' in answer and answer[9:12] == b"200":
-                self.ends["error in a stream"] += 1
+            if answer[9:12] == b"200" and (error := re.search(rb'"error":\s*{[^}]*}', answer)):
+                self.ends[error[0].decode()] += 1
         finally:
             writer.transport.abort()
 
@@ -136,8 +139,7 @@ def test_nothing_is_left(fleet: ServedFleet) -> None:
     drift = {name: after[name] / before[name] - 1 for name in pids}
     print(f"\n{capacity:.0f} requests/s at most, {rate:.0f} sent; {dict(clients.ends)}; MiB {before} -> {after}, drift {drift}")
     assert clients.ends["left"] >= 0.8 * LEAVING_PER_S * SOAK_S
-    assert not clients.ends["500"]
-    assert not clients.ends["error in a stream"]
+    assert clients.ends.keys() <= {"200", "400", "left"}
     assert fleet.metric("outrider_client_disconnects_total") > 0
     assert fleet.metric("outrider_sequences_without_verifier") == 0
     assert not [line for line in fleet.output if "Traceback" in line]
