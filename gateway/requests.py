@@ -42,7 +42,6 @@ async def read_json(request: Request, max_bytes: int) -> dict[str, Any]:
         body += chunk
         if len(body) > max_bytes:
             raise PayloadTooLarge(f"The request body is larger than {max_bytes} bytes.")
-    check_structure(body)
     data = await asyncio.to_thread(_decode, body) if len(body) > LARGE_BYTES else _decode(body)
     if not isinstance(data, dict):
         raise BadRequest("The request body must be a JSON object.", code="invalid_json")
@@ -52,6 +51,7 @@ async def read_json(request: Request, max_bytes: int) -> dict[str, Any]:
 
 
 def _decode(body: bytearray) -> Any:
+    check_structure(body)
     try:
         text = body.decode()
         data = json.loads(text, parse_float=_finite, parse_constant=_finite)
