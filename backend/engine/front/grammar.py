@@ -37,8 +37,10 @@ WORKERS = 2
 """Checks at a time; further ones wait."""
 CPU_LIMIT_S = 5.0
 """Of processor time for one check.  A schema of a thousand properties takes one second, with all its threads."""
-WALL_LIMIT_S = 20.0
+WALL_LIMIT_S = 60.0
 """The same by the clock, for a machine that is busy."""
+GRACE_S = 1.0
+"""For a check whose client has left: most end sooner, and a new process costs more."""
 MEMORY_LIMIT_BYTES = 2 << 30
 """What a check may need beyond what its process holds already."""
 KEPT = 256
@@ -71,11 +73,15 @@ class GrammarChecks:
         """`asked` as a verifier may have it.  Raises `VLLMValidationError`; cancelled, it ends the work."""
         key = hashlib.sha256(pickle.dumps(asked)).digest()
         if (verdict := self._verdicts.get(key)) is None:
-            async with self._slots:
-                # Another sequence of this request may have been here meanwhile.
-                if (verdict := self._verdicts.get(key)) is None:
-                    verdict = await self._ask(asked)
-                    self._keep(key, verdict)
+            await self._slots.acquire()
+            work = asyncio.ensure_future(self._decide(key, asked))
+            # Nobody may be left to ask.
+            work.add_done_callback(lambda done: done.cancelled() or done.exception())
+            try:
+                verdict = await asyncio.shield(work)
+            except asyncio.CancelledError:
+                asyncio.get_running_loop().call_later(GRACE_S, work.cancel)
+                raise
         if isinstance(verdict, str):
             raise VLLMValidationError(verdict, parameter=asked_in.get())
         return copy.copy(verdict)
@@ -90,6 +96,17 @@ class GrammarChecks:
         for worker in list(self._all):
             worker.end()
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _decide(self, key: bytes, asked: StructuredOutputsParams) -> StructuredOutputsParams | str:
+        """In a place of ours, which it leaves."""
+        try:
+            # Another sequence of this request may have been here meanwhile.
+            if (verdict := self._verdicts.get(key)) is None:
+                verdict = await self._ask(asked)
+                self._keep(key, verdict)
+            return verdict
+        finally:
+            self._slots.release()
 
     async def _ask(self, asked: StructuredOutputsParams) -> StructuredOutputsParams | str:
         worker = self._idle.pop() if self._idle else self._worker()
@@ -169,7 +186,6 @@ class _Worker:
 def _serve(vllm_config: VllmConfig, pipe: Connection, cpu_limit_s: float) -> None:
     """The process: one check after the other until the gateway is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the gateway ends us
-    os.nice(5)
     # The libraries tell of patterns and schemas, which are nobody's business.
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
