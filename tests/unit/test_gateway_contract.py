@@ -7,10 +7,13 @@ import textwrap
 import vllm
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import EngineCoreClient
+from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector, RequestState
+from vllm.v1.structured_output import StructuredOutputManager
 
 from backend.engine.front.client import FleetClient
 from backend.engine.front.config import build_vllm_config
@@ -94,3 +97,15 @@ def test_wire_fields():
     assert {"request_id", "new_token_ids", "finish_reason"} <= set(EngineCoreOutput.__struct_fields__)
     assert str(FinishReason.LENGTH) == "length"
     assert callable(build_vllm_config)
+
+
+def test_structured_outputs_are_validated_and_compiled_as_we_expect():
+    assert "if structured_outputs_config is None" in inspect.getsource(SamplingParams._validate_structured_outputs)
+    assert "structured_outputs_config" in attributes_of_self(InputProcessor._validate_params)
+    ours = {"structured_output_request", "sampling_params", "request_id"}
+    for method in (StructuredOutputManager.grammar_init, StructuredOutputManager._create_grammar):
+        tree = ast.parse(textwrap.dedent(inspect.getsource(method)))
+        read = {
+            node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "request"
+        }
+        assert read <= ours
