@@ -14,6 +14,7 @@
     |-- UriTooLong          414
     |-- UnsupportedMedia    415
     |-- TooManyRequests     429  with Retry-After
+    |   `-- RateLimited     429  a key's own limit
     |-- HeadersTooLarge     431
     |-- NotSupported        501  this build of the engine cannot do that
     |-- EngineFailed        500  a verifier could not do what an administrator asked of its engine
@@ -32,6 +33,7 @@ Messages carry no paths, addresses, tracebacks or values of the request beyond f
 
 from __future__ import annotations
 
+import math
 import re
 from http import HTTPStatus
 from typing import Any, ClassVar
@@ -78,7 +80,7 @@ class ApiError(Exception):
     """An error as the client sees it."""
 
     status: ClassVar[int] = 500
-    type: ClassVar[str] = "server_error"
+    type: str = "server_error"
     code: str | None = None
     retry_after_s: ClassVar[int | None] = None
 
@@ -195,6 +197,23 @@ class TooManyRequests(ApiError):
     type = "rate_limit_error"
     code = "rate_limit_exceeded"
     retry_after_s = 1
+
+
+class RateLimited(TooManyRequests):
+    """`kind` is which limit; `retry_after_s` None: it will never fit."""
+
+    def __init__(self, message: str, kind: str, retry_after_s: float | None) -> None:
+        super().__init__(message)
+        if kind in ("requests", "tokens"):
+            self.type = kind
+        self._retry_after_s = retry_after_s
+
+    def headers(self) -> dict[str, str]:
+        if self._retry_after_s is None:
+            return {"x-should-retry": "false"}
+        # The second is for OpenAI's clients, which prefer it.
+        milliseconds = max(1, math.ceil(self._retry_after_s * 1000))
+        return {"retry-after": str(math.ceil(milliseconds / 1000)), "retry-after-ms": str(milliseconds)}
 
 
 class NotSupported(ApiError):

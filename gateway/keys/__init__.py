@@ -1,0 +1,1 @@
+"""Who calls: keys, what each may use, and how much of it."""

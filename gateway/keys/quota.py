@@ -1,0 +1,202 @@
+"""How much each key has used, and whether it may use more.  Pure: `now` in, decisions out.
+
+A limit per minute is a bucket that holds a minute's worth and drains evenly: after a pause a key may use a minute's worth at
+once, and from then on as much as drains.  So any T seconds see (1 + T / 60) limits at most.  What was refused is not counted.
+
+Several gateways share buckets by adding what each has used since the last exchange (`take`, `absorb`).  In between each
+knows of the others' use of one interval ago; what they admit too much meanwhile stays in the bucket, and is waited for later.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+from gateway.keys.caller import Limits
+
+MINUTE_S = 60.0
+Kind = Literal["requests", "tokens", "concurrency"]
+
+
+@dataclass(slots=True)
+class Bucket:
+    """`used` of a minute's worth as of `at`, in monotonic seconds."""
+
+    used: float = 0.0
+    at: float = 0.0
+    since: float = 0.0
+    """Used here since the last exchange."""
+
+    def level(self, limit: int, now: float) -> float:
+        """What is in it now."""
+        return max(0.0, self.used - max(0.0, now - self.at) * limit / MINUTE_S)
+
+    def add(self, amount: float, limit: int, now: float) -> None:
+        """Puts in what was used, or takes out (a negative amount) what was not."""
+        self.used, self.at = max(0.0, self.level(limit, now) + amount), now
+        self.since += amount
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A limit would be exceeded."""
+
+    kind: Kind
+    limit: int
+    retry_after_s: float | None
+    """None: never, it is more than the limit itself."""
+
+
+@dataclass(slots=True)
+class Account:
+    """What one key has used, here and at other gateways."""
+
+    requests: Bucket = field(default_factory=Bucket)
+    tokens: Bucket = field(default_factory=Bucket)
+    open: int = 0
+    """Requests being served here."""
+    open_elsewhere: int = 0
+    synced_at: float = -math.inf
+    """When the others' use was last heard of."""
+    touched_at: float = -math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """One account's part in an exchange: used here since the last one, and the limits by which its buckets drain."""
+
+    name: str
+    requests: float
+    tokens: float
+    open: int
+    requests_limit: int
+    tokens_limit: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What an exchange brings back: what all gateways' use amounts to."""
+
+    requests: float
+    tokens: float
+    open_elsewhere: int
+
+
+class Ledger:
+    """The accounts of this gateway, by the names of keys."""
+
+    def __init__(self) -> None:
+        self._accounts: dict[str, Account] = {}
+        self._limits: dict[str, Limits] = {}
+
+    def account(self, name: str, limits: Limits, now: float) -> Account:
+        """The account of a key whose limits are these now."""
+        account = self._accounts.get(name)
+        if account is None:
+            account = self._accounts[name] = Account()
+        self._limits[name] = limits
+        account.touched_at = now
+        return account
+
+    def begin(self, name: str, limits: Limits, now: float) -> Refusal | None:
+        """Counts one more request; it is over with `end`."""
+        account = self.account(name, limits, now)
+        most = limits.concurrent_requests
+        if most is not None and account.open + account.open_elsewhere >= most:
+            return Refusal("concurrency", most, 1.0)
+        if limits.requests_per_minute is not None:
+            refusal = _take(account.requests, "requests", 1, limits.requests_per_minute, now)
+            if refusal is not None:
+                return refusal
+        account.open += 1
+        return None
+
+    def end(self, name: str) -> None:
+        """A request is over."""
+        self._accounts[name].open -= 1
+
+    def spend(self, name: str, limits: Limits, tokens: int, now: float) -> Refusal | None:
+        """Counts tokens that a request will probably take."""
+        if limits.tokens_per_minute is None:
+            return None
+        return _take(self.account(name, limits, now).tokens, "tokens", tokens, limits.tokens_per_minute, now)
+
+    def correct(self, name: str, limits: Limits, tokens: int, now: float) -> None:
+        """Counts tokens in any case: a request took more than was thought; or less (a negative number)."""
+        if limits.tokens_per_minute is not None and tokens:
+            self.account(name, limits, now).tokens.add(tokens, limits.tokens_per_minute, now)
+
+    def headers(self, name: str, limits: Limits, now: float) -> list[tuple[bytes, bytes]]:
+        """OpenAI's response headers."""
+        account = self.account(name, limits, now)
+        result: list[tuple[bytes, bytes]] = []
+        for kind, bucket, limit in (
+            (b"requests", account.requests, limits.requests_per_minute),
+            (b"tokens", account.tokens, limits.tokens_per_minute),
+        ):
+            if limit is not None:
+                level = bucket.level(limit, now)
+                left = max(0, math.floor(limit - level + 1e-6))
+                result += [
+                    (b"x-ratelimit-limit-" + kind, b"%d" % limit),
+                    (b"x-ratelimit-remaining-" + kind, b"%d" % left),
+                    (b"x-ratelimit-reset-" + kind, duration(level * MINUTE_S / limit).encode()),
+                ]
+        return result
+
+    # Several gateways
+
+    def take(self, now: float) -> list[Use]:
+        """What was used here since the last call, of every account that is in use."""
+        result = []
+        for name, account in self._accounts.items():
+            if account.open or now - account.touched_at < MINUTE_S or account.requests.since or account.tokens.since:
+                limits = self._limits[name]
+                use = Use(
+                    name,
+                    account.requests.since,
+                    account.tokens.since,
+                    account.open,
+                    limits.requests_per_minute or 0,
+                    limits.tokens_per_minute or 0,
+                )
+                account.requests.since = account.tokens.since = 0.0
+                result.append(use)
+        return result
+
+    def give_back(self, uses: list[Use]) -> None:
+        """The exchange failed: it will be part of the next one."""
+        for use in uses:
+            account = self._accounts[use.name]
+            account.requests.since += use.requests
+            account.tokens.since += use.tokens
+
+    def absorb(self, shared: dict[str, Shared], now: float) -> None:
+        """What all gateways have used up to `take`; what was used here since then comes on top."""
+        for name, theirs in shared.items():
+            account = self._accounts[name]
+            for bucket, used in ((account.requests, theirs.requests), (account.tokens, theirs.tokens)):
+                bucket.used, bucket.at = max(0.0, used + bucket.since), now
+            account.open_elsewhere, account.synced_at = theirs.open_elsewhere, now
+
+
+def _take(bucket: Bucket, kind: Kind, amount: int, limit: int, now: float) -> Refusal | None:
+    if amount > limit:
+        return Refusal(kind, limit, None)
+    over = bucket.level(limit, now) + amount - limit
+    # A thousandth of a token is rounding.
+    if over > 1e-3:
+        return Refusal(kind, limit, over * MINUTE_S / limit)
+    bucket.add(amount, limit, now)
+    return None
+
+
+def duration(seconds: float) -> str:
+    """As OpenAI writes them: `12ms`, `1.5s`, `6m0s`."""
+    if seconds < 1:
+        return f"{math.ceil(seconds * 1000 - 1e-6)}ms"
+    if seconds < 60:
+        return f"{round(seconds, 3):g}s"
+    whole = math.ceil(seconds - 1e-6)
+    return f"{whole // 60}m{whole % 60}s"

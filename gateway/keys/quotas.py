@@ -1,0 +1,119 @@
+"""Quotas as requests meet them: counts and refuses, and exchanges counts with other gateways.  The gateway's event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from gateway.errors import RateLimited
+from gateway.keys.caller import UNLIMITED, Caller
+from gateway.keys.quota import Kind, Ledger, Refusal, duration
+from gateway.keys.sharing import Store
+
+logger = logging.getLogger(__name__)
+
+EXCHANGE_S = 0.25
+"""Between two exchanges with other gateways: what those let through within it is the error of a limit."""
+_NAMES: dict[Kind, str] = {"requests": "requests per min (RPM)", "tokens": "tokens per min (TPM)", "concurrency": "concurrency"}
+
+
+class Quotas:
+    """`store` is None where no other gateway has to know."""
+
+    def __init__(self, gateway_id: str, store: Store | None) -> None:
+        self._gateway_id = gateway_id
+        self._store = store
+        self._ledger = Ledger()
+        self._exchanging = asyncio.Lock()
+        self._task: asyncio.Task[None] | None = None
+        self._failing = False
+
+    def start(self) -> None:
+        """Begins to exchange; needs the running event loop."""
+        if self._store is not None and self._task is None:
+            self._task = asyncio.create_task(self._exchange_forever(), name="quotas")
+
+    async def close(self) -> None:
+        """Tells the others a last time."""
+        if self._store is None:
+            return
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            await self._exchange()
+        await self._store.close()
+
+    async def begin(self, caller: Caller) -> None:
+        """Counts one more request of this caller, for which `end` is to be called.  Raises `RateLimited`."""
+        limits = caller.limits
+        if limits is UNLIMITED:
+            return
+        if self._store is not None:
+            account = self._ledger.account(caller.name, limits, time.monotonic())
+            if time.monotonic() - account.synced_at > 10 * EXCHANGE_S and not self._failing:
+                await self._exchange()
+        self._refuse(caller, self._ledger.begin(caller.name, limits, time.monotonic()))
+
+    def end(self, caller: Caller) -> None:
+        """A request that has begun is over."""
+        if caller.limits is not UNLIMITED:
+            self._ledger.end(caller.name)
+
+    def spend(self, caller: Caller, tokens: int) -> None:
+        """Counts tokens that a request will probably take.  Raises `RateLimited`."""
+        if caller.limits.tokens_per_minute is not None:
+            self._refuse(caller, self._ledger.spend(caller.name, caller.limits, tokens, time.monotonic()))
+
+    def correct(self, caller: Caller, tokens: int) -> None:
+        """Counts tokens that a request took beyond what was counted; or fewer, where negative."""
+        if caller.limits.tokens_per_minute is not None:
+            self._ledger.correct(caller.name, caller.limits, tokens, time.monotonic())
+
+    def headers(self, caller: Caller) -> list[tuple[bytes, bytes]]:
+        """`x-ratelimit-*` for an answer to this caller."""
+        limits = caller.limits
+        if limits.requests_per_minute is None and limits.tokens_per_minute is None:
+            return []
+        return self._ledger.headers(caller.name, limits, time.monotonic())
+
+    def _refuse(self, caller: Caller, refusal: Refusal | None) -> None:
+        if refusal is not None:
+            raise RateLimited(_said(refusal), refusal.kind, refusal.retry_after_s)
+
+    async def _exchange_forever(self) -> None:
+        while True:
+            await asyncio.sleep(EXCHANGE_S)
+            await self._exchange()
+
+    async def _exchange(self) -> None:
+        assert self._store is not None
+        async with self._exchanging:
+            uses = self._ledger.take(time.monotonic())
+            if not uses:
+                return
+            try:
+                shared = await self._store.exchange(self._gateway_id, uses)
+            except OSError as error:
+                self._ledger.give_back(uses)
+                if not self._failing:
+                    logger.warning("quotas are not shared for now, every gateway counts for itself: %s", error)
+                self._failing = True
+                return
+            except BaseException:
+                self._ledger.give_back(uses)
+                raise
+            if self._failing:
+                logger.info("quotas are shared again")
+            self._failing = False
+            self._ledger.absorb(shared, time.monotonic())
+
+
+def _said(refusal: Refusal) -> str:
+    name, limit = _NAMES[refusal.kind], refusal.limit
+    if refusal.retry_after_s is None:
+        return f"The request is larger than this key's limit on {name}, which is {limit}. Ask for fewer tokens."
+    if refusal.kind == "concurrency":
+        return f"This key's limit on concurrent requests is {limit}. Try again when one has ended."
+    again = duration(max(refusal.retry_after_s, 0.001))
+    return f"Rate limit reached for this key on {name}: limit {limit}. Please try again in {again}."

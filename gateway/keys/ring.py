@@ -1,0 +1,179 @@
+"""The keys there are: the file that holds their hashes, the two single keys of the settings, and how a key is made.
+
+A key is 256 random bits, so one round of SHA-256 hides it: there is nothing to guess.  Keys are found by their hash, which takes
+the same time for right and wrong ones.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import secrets
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from starlette.datastructures import Headers
+from starlette.types import Scope
+
+from gateway.keys.caller import ANYBODY, UNLIMITED, Caller, Limits, Priority
+
+PREFIX = "or-"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
+_HASH = re.compile(r"[0-9a-f]{64}")
+
+
+class KeyFileError(Exception):
+    """The keys file is wrong; the message is one line that says where.  It shows no hashes."""
+
+
+class Entry(BaseModel):
+    """One key, as the file has it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    sha256: str | list[str]
+    """Of the key; two while one replaces the other."""
+    models: list[str] | None = None
+    requests_per_minute: int | None = Field(None, ge=1)
+    tokens_per_minute: int | None = Field(None, ge=1)
+    concurrent_requests: int | None = Field(None, ge=1)
+    weight: float = Field(1.0, gt=0, le=1000)
+    priority: Literal["high", "interactive", "batch"] = "interactive"
+    rights: list[Literal["admin", "metrics"]] = []
+
+    @field_validator("name")
+    @classmethod
+    def _plain(cls, value: str) -> str:
+        if not _NAME.fullmatch(value):
+            raise ValueError("expected up to 64 letters, digits, dots, dashes, underscores or @")
+        return value
+
+    @field_validator("sha256")
+    @classmethod
+    def _hex(cls, value: str | list[str]) -> list[str]:
+        hashes = [value] if isinstance(value, str) else value
+        if not hashes or not all(_HASH.fullmatch(each) for each in hashes):
+            raise ValueError("expected 64 lower-case hexadecimal digits, as `outrider make-key` prints them")
+        return hashes
+
+    def caller(self) -> Caller:
+        limits = Limits(self.requests_per_minute, self.tokens_per_minute, self.concurrent_requests)
+        if limits == UNLIMITED:
+            limits = UNLIMITED
+        return Caller(
+            self.name,
+            self.name,
+            None if self.models is None else frozenset(self.models),
+            limits,
+            self.weight,
+            Priority[self.priority.upper()],
+            "admin" in self.rights,
+            "metrics" in self.rights,
+        )
+
+
+class _File(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    keys: list[Entry]
+
+
+def read_entries(path: Path) -> list[Entry]:
+    """The entries of a keys file.  Raises `KeyFileError`."""
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        entries = _File.model_validate(tree).keys
+    except OSError as error:
+        raise KeyFileError(f"{path}: cannot be read: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError):
+        # The parser's own message shows a piece of the file.
+        raise KeyFileError(f"{path}: not YAML") from None
+    except ValidationError as error:
+        raise KeyFileError(f"{path}: {_explain(error, tree)}") from None
+    names = [each.name for each in entries]
+    hashes = [each for entry in entries for each in entry.sha256]
+    for kind, values in (("name", names), ("key", hashes)):
+        if len(set(values)) < len(values):
+            twice = next(index for index, value in enumerate(values) if value in values[:index])
+            what = f" {values[twice]}" if kind == "name" else ""
+            raise KeyFileError(f"{path}: the {kind}{what} is there twice")
+    return entries
+
+
+def _explain(error: ValidationError, tree: object) -> str:
+    first = error.errors(include_url=False, include_input=False)[0]
+    where = ".".join(str(part) for part in first["loc"] if not str(part).startswith(("list[", "function-"))) or "the file"
+    at = first["loc"][1] if len(first["loc"]) > 1 else None
+    if isinstance(at, int) and isinstance(tree, dict):
+        name = tree["keys"][at].get("name") if isinstance(tree["keys"][at], dict) else None
+        where += f" ({name})" if isinstance(name, str) and _NAME.fullmatch(name) else ""
+    message = first["msg"].removeprefix("Value error, ")
+    return f"{where}: {message[:1].lower()}{message[1:]}"
+
+
+class KeyRing:
+    """Every key that opens something.  Immutable; a reload makes another."""
+
+    def __init__(self, api_key: str | None = None, admin_key: str | None = None, entries: Iterable[Entry] = ()) -> None:
+        self._callers: dict[bytes, Caller] = {}
+        for entry in entries:
+            caller = entry.caller()
+            self._callers.update((bytes.fromhex(each), caller) for each in entry.sha256)
+        known = list(self._callers.values())
+        self.open = api_key is None and not known
+        """Whether the API needs no key."""
+        self.has_admin = admin_key is not None or any(each.admin for each in known)
+        """Whether administration needs a key of its own."""
+        self.guards_metrics = any(each.metrics for each in known)
+        if api_key is not None:
+            self._callers[_digest(api_key)] = Caller("api-key")
+        self._admin_digest = None if admin_key is None else _digest(admin_key)
+        if self._admin_digest is not None and api_key == admin_key:
+            self._callers[self._admin_digest] = Caller("api-key", admin=True)
+
+    @property
+    def callers(self) -> list[Caller]:
+        return list(self._callers.values())
+
+    def find(self, scope: Scope) -> Caller | None:
+        """Whose key the request shows; `ANYBODY` without one where none is needed.  None: it shows none, or a wrong one."""
+        shown = _shown(scope)
+        if shown:
+            caller = self._callers.get(_digest(shown))
+            if caller is not None or not self.open:
+                return caller
+        return ANYBODY if self.open else None
+
+    def find_administrator(self, scope: Scope) -> Caller | None:
+        """Whose right to administer the request shows."""
+        digest = _digest(_shown(scope))
+        if self._admin_digest is not None and hmac.compare_digest(digest, self._admin_digest):
+            return Caller("admin-key", admin=True, metrics=True)
+        caller = self._callers.get(digest)
+        return caller if caller is not None and caller.admin else None
+
+
+def _shown(scope: Scope) -> str:
+    """The key in `Authorization: Bearer`, or in `X-Api-Key` as Anthropic's clients send it."""
+    headers = Headers(scope=scope)
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer":
+        return key.strip()
+    return headers.get("x-api-key", "").strip()
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()
+
+
+def make_key(name: str) -> tuple[str, str]:
+    """A new key, and its entry for the keys file.  Raises `KeyFileError` for a name that does not fit."""
+    if not _NAME.fullmatch(name):
+        raise KeyFileError("a key's name has up to 64 letters, digits, dots, dashes, underscores or @")
+    key = PREFIX + secrets.token_urlsafe(32)
+    return key, f"  - name: {name}\n    sha256: {_digest(key).hex()}\n"
