@@ -9,16 +9,25 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from gateway.access import Access
 from gateway.balancing import Balancer
 from gateway.errors import translate
 from gateway.guard import Guard
-from gateway.middleware import Admission, Envelope
+from gateway.middleware import Envelope
 from gateway.routes import admin, conversations, generate, messages, models, operations, page, pooling, responses, weights
 from gateway.spans import RequestSpans
 from gateway.state import Gateway
+
+EXPOSED_HEADERS = (
+    "retry-after",
+    "x-request-id",
+    *(f"x-ratelimit-{what}-{of}" for what in ("limit", "remaining", "reset") for of in ("requests", "tokens")),
+)
+"""What a web page may read of an answer, beyond what browsers show anyway."""
 
 
 def build_app(gateway: Gateway) -> FastAPI:
@@ -30,6 +39,7 @@ def build_app(gateway: Gateway) -> FastAPI:
         gateway.client.start()
         gateway.feed.start()
         balancer.start()
+        gateway.doors.quotas.start()
         await gateway.services.models.init_static_loras()
         await gateway.responses.start()
         try:
@@ -38,6 +48,7 @@ def build_app(gateway: Gateway) -> FastAPI:
             gateway.feed.close()
             balancer.stop()
             await gateway.responses.close()
+            await gateway.doors.quotas.close()
             gateway.client.shutdown()
             if gateway.tracing is not None:
                 await asyncio.to_thread(gateway.tracing.close)
@@ -50,16 +61,18 @@ def build_app(gateway: Gateway) -> FastAPI:
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(RequestValidationError, _http_error)
     settings = gateway.settings.gateway
-    app.add_middleware(
-        Admission,
-        metrics=gateway.metrics,
-        api_key=settings.api_key,
-        admin_key=settings.admin_key,
-        max_in_flight=settings.max_in_flight,
-    )
-    app.add_middleware(Guard, listens_on=settings.host, has_key=settings.api_key is not None)
+    app.add_middleware(Access, metrics=gateway.metrics, doors=gateway.doors)
+    app.add_middleware(Guard, listens_on=settings.host, has_key=lambda: not gateway.doors.ring.open)
+    app.add_middleware(Envelope, metrics=gateway.metrics, quotas=gateway.doors.quotas)
+    if settings.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.cors_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=EXPOSED_HEADERS,
+        )
     # Added last, so outermost.
-    app.add_middleware(Envelope, metrics=gateway.metrics)
     if gateway.tracing is not None:
         app.add_middleware(RequestSpans, tracing=gateway.tracing)
     return app

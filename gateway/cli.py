@@ -42,6 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "gateway": gateway,
         "status": status,
         "check-config": check_config,
+        "make-key": make_key,
         "records": tools.records,
         "report": tools.report,
         "rollout": tools.rollout,
@@ -83,7 +84,7 @@ def serve(arguments: list[str]) -> int:
     configure_logging(settings.log_level)
     with signals() as forced:
         models = _resolved(settings, progress)
-        _check_port(settings)
+        _check_gateway(settings)
         _check_tracing(settings)
         from backend.config.runtime import StateError
         from backend.launch.cluster import ClusterError
@@ -131,6 +132,7 @@ def gateway(arguments: list[str]) -> int:
         theirs = type(loaded.settings).model_validate_json(info.settings_json)
         settings = theirs.model_copy(update={"gateway": loaded.settings.gateway})
         _check_tracing(settings)
+        _check_files(settings)
 
         def announce(url: str) -> None:
             progress.say(present.ready(url, settings, info.models))
@@ -176,6 +178,20 @@ def check_config(arguments: list[str]) -> int:
     return OK
 
 
+def make_key(arguments: list[str]) -> int:
+    """Prints a new key, once, and the entry for the keys file: `outrider make-key NAME`."""
+    from gateway.keys import ring
+
+    if len(arguments) != 1 or arguments[0].startswith("-"):
+        raise ConfigError("make-key: give a name for the key")
+    try:
+        key, entry = ring.make_key(arguments[0])
+    except ring.KeyFileError as error:
+        raise ConfigError(f"make-key: {error}") from None
+    print(f"# The key, shown this once:\n# {key}\n# Add this below `keys:` in gateway.keys_file:\n{entry}", end="")
+    return OK
+
+
 # What the commands share.
 
 
@@ -190,10 +206,13 @@ def _resolved(settings: Settings, progress: present.Progress) -> ResolvedModels:
     return models
 
 
-def _check_port(settings: Settings) -> None:
-    """Finds out now, and not after the models are loaded, that the port is taken."""
+def _check_gateway(settings: Settings) -> None:
+    """Finds out now, and not after the models are loaded, that the port is taken, or keys and certificates are wrong."""
     import socket
 
+    _check_files(settings)
+    if settings.gateway.uds:
+        return
     host, port = settings.gateway.host, settings.gateway.port
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
@@ -202,6 +221,30 @@ def _check_port(settings: Settings) -> None:
             probe.bind((host, port))
     except OSError as error:
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error} (--port 0 takes a free one)") from error
+
+
+def _check_files(settings: Settings) -> None:
+    """Finds out now that the keys file or the certificate is wrong."""
+    import ssl
+    from pathlib import Path
+
+    from gateway.keys.ring import KeyFileError, read_entries
+
+    asked = settings.gateway
+    try:
+        if asked.keys_file:
+            read_entries(Path(asked.keys_file).expanduser())
+        if asked.tls_cert:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(
+                Path(asked.tls_cert).expanduser(), Path(asked.tls_key).expanduser() if asked.tls_key else None
+            )
+        elif asked.tls_key:
+            raise ConfigError("gateway.tls_key needs gateway.tls_cert")
+    except KeyFileError as error:
+        raise ConfigError(f"gateway.keys_file: {error}") from None
+    except OSError as error:
+        # Of both errors of a certificate, ssl.SSLError is one too.
+        raise ConfigError(f"gateway.tls_cert, tls_key: {error.strerror or error}") from None
 
 
 def _check_tracing(settings: Settings) -> None:

@@ -21,6 +21,7 @@
     |-- InternalError       500  says nothing of what went wrong; the log does
     `-- Unavailable         503  with Retry-After
         |-- NoVerifier           none is ready
+        |-- Overloaded           too many requests wait for one, or this one would wait too long
         |-- VerifierLost         the one that served this request went away, and no other came in time
         |-- Poisoned        500  several verifiers were lost while they served this request
         |-- NoCoordinator        it does not answer; only administration needs it
@@ -59,6 +60,7 @@ _PATH = re.compile(r"(?<![\w/:.])~?/(?:[\w.+@-]+/)+[\w.+@-]*")
 _CONTEXT = re.compile(
     r"maximum context length|longer than the maximum model length|cannot be greater than max_(?:model_len|total_tokens)"
 )
+_OVERLOADED = re.compile(r"The server is overloaded\. Try again in (\d+) s\.")
 _MAX_MESSAGE = 1000
 
 
@@ -257,6 +259,22 @@ class NoVerifier(Unavailable):
     text = "No verifier is ready to serve this model. Try again."
 
 
+class Overloaded(Unavailable):
+    code = "overloaded"
+    text = "The server is overloaded. Try again in 1 s."
+
+    @classmethod
+    def after(cls, seconds: int) -> Overloaded:
+        """To be tried again in so many seconds, which the message says too: it is all that vLLM's pipeline hands on."""
+        error = cls()
+        error.message = f"The server is overloaded. Try again in {seconds} s."
+        error.args = (error.message,)
+        return error
+
+    def headers(self) -> dict[str, str]:
+        return {"retry-after": self.message.split()[-2]}
+
+
 class VerifierLost(Unavailable):
     code = "verifier_lost"
     text = "The verifier serving this request was lost, and no other was ready in time. Try again."
@@ -324,6 +342,9 @@ def from_vllm(error: dict[str, Any]) -> ApiError:
     if status == 404:
         return ModelNotFound(message, param="model")
     if status in (500, 503):
+        overloaded = _OVERLOADED.fullmatch(message)
+        if overloaded:
+            return Overloaded.after(int(overloaded[1]))
         known = {each.text: each for each in (NoVerifier, VerifierLost, Poisoned, ShuttingDown)}
         return known.get(message, Unavailable if status == 503 else InternalError)()
     if (isinstance(status, int) and 400 <= status < 500) or status == 501:

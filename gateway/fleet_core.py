@@ -24,8 +24,12 @@ from backend.engine.front import (
     VLLMValidationError,
 )
 from backend.fleet import FleetSnapshot, Member, VerifierStats
+from backend.fleet.speed import RESPONSE_TOKENS
 from backend.routing.routers import LeastLoaded, Router
 from backend.transport.sockets import Wire
+from gateway.admission.claim import current_claim
+from gateway.admission.gate import Gate, Queueing
+from gateway.admission.room import Rooms
 from gateway.choosing import Choosing
 from gateway.directory import Directory, follow
 from gateway.engine_link import DECLARED_LOST, RESTARTED, Loss, VerifierLink
@@ -59,6 +63,8 @@ class FleetCore(EngineCoreClient):
         failover_wait_s: float = 60.0,
         poison_after: int = 2,
         gateway_id: str | None = None,
+        slots: int | None = None,
+        queueing: Queueing | None = None,
     ) -> None:
         self.gateway_id = gateway_id or f"gateway-{uuid.uuid4().hex[:8]}"
         self.snapshot: FleetSnapshot | None = None
@@ -82,6 +88,8 @@ class FleetCore(EngineCoreClient):
         self._served_at = float("-inf")
         self._arrival = asyncio.Event()
         self._sequences = Sequences()
+        self._rooms = Rooms(slots)
+        self.gate = Gate(self._room, self._place_new, queueing or Queueing())
         # What still runs at a verifier whose link was lost, should it come back: by its id and incarnation.
         self._strays: dict[tuple[str, str], list[str]] = {}
         self._outputs: asyncio.Queue[EngineCoreOutputs] = asyncio.Queue()
@@ -122,6 +130,12 @@ class FleetCore(EngineCoreClient):
     def stats(self) -> list[VerifierStats]:
         """The last counters of every connected verifier that has sent some."""
         return [link.stats for link in self.ready_links if link.stats is not None]
+
+    @property
+    def response_tokens(self) -> float:
+        """Mean length of a response, as verifiers have measured it."""
+        lengths = [stats.response_tokens for stats in self.stats()]
+        return sum(lengths) / len(lengths) if lengths else RESPONSE_TOKENS
 
     def routable(self) -> list[VerifierLink]:
         """The verifiers that take new requests; those that sleep only while all do."""
@@ -187,6 +201,7 @@ class FleetCore(EngineCoreClient):
         if self.routable():
             self._served_at = time.monotonic()
             self._tell_arrival()
+            self.gate.look()
 
     def _connect(self, member: Member) -> None:
         try:
@@ -211,6 +226,7 @@ class FleetCore(EngineCoreClient):
         self.first_ready.set()
         self._place_waiting()
         self._tell_arrival()
+        self.gate.look()
 
     def on_taken(self, link: VerifierLink, place_id: str) -> None:
         record = self._sequences.running_as(place_id)
@@ -226,6 +242,8 @@ class FleetCore(EngineCoreClient):
 
     def on_stats(self, link: VerifierLink, stats: VerifierStats) -> None:
         self.choosing.observe(stats, link.welcome)
+        self._rooms.observe(stats, self._sequences.placed(link.member.id))
+        self.gate.look()
 
     def on_forgotten(self, link: VerifierLink) -> None:
         self._fail_over(self._sequences.at(link), "forgotten")
@@ -236,6 +254,7 @@ class FleetCore(EngineCoreClient):
         if self.links.get(link.member.id) is link:
             del self.links[link.member.id]
             self.choosing.gone(link.member.id)
+            self._rooms.gone(link.member.id)
         orphans = self._sequences.at(link)
         level = logging.WARNING if orphans else logging.INFO
         logger.log(level, "verifier %s gone (%s) with %d sequences", link.member.id, loss.cause, len(orphans))
@@ -258,30 +277,52 @@ class FleetCore(EngineCoreClient):
             self._fail_over([record], "given_up", died=True)
             return False
         output.request_id = record.request.request_id
+        record.claim.heard_at = now
         if output.new_token_ids:
+            record.claim.output_tokens += len(output.new_token_ids)
             self._observer.on_tokens(record, len(output.new_token_ids), now)
             record.first_token = record.first_token or now
             record.last_token = now
             record.cut = None
             record.emitted.extend(output.new_token_ids)
         if output.finish_reason is not None:
-            self._sequences.remove(record)
-            self._observer.on_finished(record, str(output.finish_reason))
+            self._end(record, str(output.finish_reason))
         return True
+
+    def _end(self, record: InFlight, reason: str) -> None:
+        """It is over."""
+        self._sequences.remove(record)
+        self._observer.on_finished(record, reason)
+        record.claim.ended()
+        if not record.claim.running:
+            self.gate.settle(record.claim)
+        self.gate.look()
 
     def _fail(self, records: Sequence[InFlight], error: type[Unavailable]) -> None:
         if not records:
             return
         for record in records:
-            self._sequences.remove(record)
-            self._observer.on_finished(record, "poisoned" if error is Poisoned else "lost")
+            self._end(record, "poisoned" if error is Poisoned else "lost")
         self.on_failed([record.request.request_id for record in records], error())
 
     def fail_all(self, error: type[Unavailable]) -> None:
         """Ends every request, here and at the verifiers."""
         for link in self.ready_links:
             link.abort([record.place_id for record in self._sequences.at(link)])
+        self.gate.fail_all(error)
         self._fail(self.sequences, error)
+
+    # New sequences
+
+    def _room(self) -> float:
+        """How many more sequences the verifiers can run."""
+        return sum(self._rooms.left(link.member.id, self._sequences.placed(link.member.id)) for link in self.routable())
+
+    def _place_new(self, record: InFlight) -> None:
+        if not self._place(record):
+            raise NoVerifier
+        prompt = len(record.request.prompt_token_ids or ())
+        record.claim.began(prompt, record.placed_at)
 
     # Moving sequences: cut, place
 
@@ -361,6 +402,7 @@ class FleetCore(EngineCoreClient):
         record.taken = False
         link.add(record.request, record.place_id, record.emitted, record.noise_seed)
         self._sequences.put(record, link)
+        record.claim.verifier = link.member.id
         self.choosing.given(link.member.id)
         if record.cut is not None:
             self._observer.on_moved(record, record.cut)
@@ -377,12 +419,20 @@ class FleetCore(EngineCoreClient):
         raise NoVerifier
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
-        """Routes and submits; raises `NoVerifier` when nobody can take it, `VLLMValidationError` when it does not encode."""
+        """Routes and submits, as soon as there is room.
+
+        Raises `NoVerifier` when nobody can take it, `Overloaded` when too many wait, `VLLMValidationError` when it does not
+        encode.
+        """
         arrived = time.monotonic() - max(0.0, time.time() - request.arrival_time)
-        record = InFlight(request, None, arrived, session=current_session())
+        record = InFlight(request, None, arrived, session=current_session(), claim=current_claim())
+        if not self.routable():
+            raise NoVerifier
         try:
-            if not self._place(record):
-                raise NoVerifier
+            await self.gate.enter(record)
+        except asyncio.CancelledError:
+            await self.abort_requests_async([request.request_id])
+            raise
         except OverflowError:
             raise VLLMValidationError("A number in the request is out of range.") from None
 
@@ -392,11 +442,11 @@ class FleetCore(EngineCoreClient):
         for request_id in request_ids:
             record = self._sequences.get(request_id)
             if record is None:
+                self.gate.withdraw(request_id)
                 continue
-            self._sequences.remove(record)
             if record.link is not None:
                 by_link.setdefault(id(record.link), (record.link, []))[1].append(record.place_id)
-            self._observer.on_finished(record, "aborted")
+            self._end(record, "aborted")
         for link, ids in by_link.values():
             link.abort(ids)
 
@@ -427,6 +477,7 @@ class FleetCore(EngineCoreClient):
             self._poller = None
         for link in list(self.links.values()):
             link.close()
+        self.gate.fail_all(ShuttingDown)
         self._fail(self.sequences, ShuttingDown)
 
 

@@ -1,4 +1,4 @@
-"""Who may call by which name, and how long a request may take to arrive.  Plain ASGI, between `Envelope` and `Admission`."""
+"""Who may call by which name, and how long a request may take to arrive.  Plain ASGI, between `Envelope` and `Access`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import ipaddress
 import re
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -35,16 +36,17 @@ class Guard:
     it under a name of the page's own (DNS rebinding), or from a foreign origin without reading the answer.
     """
 
-    def __init__(self, app: ASGIApp, *, listens_on: str, has_key: bool) -> None:
+    def __init__(self, app: ASGIApp, *, listens_on: str, has_key: Callable[[], bool]) -> None:
         self._app = app
-        self._local_only = is_loopback(listens_on) and not has_key
+        self._local = is_loopback(listens_on)
+        self._has_key = has_key
         self._arriving = _Arriving()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        if self._local_only and scope["path"] not in PROBES:
+        if self._local and not self._has_key() and scope["path"] not in PROBES:
             headers = Headers(scope=scope)
             if not is_loopback(host_of(headers.get("host", ""))):
                 raise Forbidden("Without an API key this gateway answers to its own machine's names only, such as localhost.")
@@ -119,6 +121,7 @@ async def whole_body(scope: Scope, receive: Receive) -> Receive:
         more = message.get("more_body", False)
         if len(body) > most:
             raise PayloadTooLarge(f"The request body is larger than {most} bytes.")
+    scope["state"]["body_bytes"] = len(body)
     given = False
 
     async def replay() -> Message:

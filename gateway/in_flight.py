@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from backend.engine.front import EngineCoreRequest
 from backend.routing.routers import Ask
+from gateway.admission.claim import Claim
 from gateway.engine_link import VerifierLink
 
 MoveKind = Literal["failover", "migration"]
@@ -51,6 +53,8 @@ class InFlight:
     """Context length of the first verifier it was given to."""
     session: str | None = None
     """Which the client named, for affinity."""
+    claim: Claim = field(default_factory=Claim)
+    """The request it belongs to."""
     cut: Cut | None = None
     giving_up: asyncio.TimerHandle | None = None
     """Runs while it waits for a verifier."""
@@ -85,6 +89,7 @@ class Sequences:
     def __init__(self) -> None:
         self._by_id: dict[str, InFlight] = {}
         self._by_place: dict[str, InFlight] = {}
+        self._placed: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -111,23 +116,32 @@ class Sequences:
         """Those that have lost their verifier and wait for another."""
         return [record for record in self._by_id.values() if record.link is None]
 
+    def placed(self, verifier_id: str) -> int:
+        """How many run at this verifier."""
+        return self._placed[verifier_id]
+
     def put(self, record: InFlight, link: VerifierLink) -> None:
         """It runs at `link` now, under its `place_id`."""
         record.link = link
+        self._placed[link.member.id] += 1
         self._by_id[record.request.request_id] = record
         self._by_place[record.place_id] = record
 
     def cut(self, record: InFlight, cut: Cut) -> None:
         """It no longer runs anywhere."""
-        self._by_place.pop(record.place_id, None)
+        self._displace(record)
         record.link, record.cut = None, cut
 
     def remove(self, record: InFlight) -> None:
         """It is over."""
         self._by_id.pop(record.request.request_id, None)
-        self._by_place.pop(record.place_id, None)
+        self._displace(record)
         if record.giving_up is not None:
             record.giving_up.cancel()
+
+    def _displace(self, record: InFlight) -> None:
+        if self._by_place.pop(record.place_id, None) is not None and record.link is not None:
+            self._placed[record.link.member.id] -= 1
 
     def load(self, verifier_ids: Iterable[str]) -> dict[str, tuple[int, int]]:
         """Tokens and sequences at each of these verifiers."""

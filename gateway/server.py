@@ -28,6 +28,7 @@ from backend.tracing import open_tracing
 from backend.transport.sockets import Wire
 from gateway.app import build_app
 from gateway.directory import Directory
+from gateway.doors import open_doors, queueing_of
 from gateway.errors import ApiError, ShuttingDown
 from gateway.fleet_core import FleetCore
 from gateway.fleet_feed import FleetFeed
@@ -75,6 +76,8 @@ def build_gateway(
         silence_limit_s=settings.verifier.gateway_lease_s,
         failover_wait_s=settings.gateway.failover_wait_s,
         poison_after=settings.gateway.poison_after,
+        slots=settings.verifier.max_num_seqs,
+        queueing=queueing_of(settings),
     )
     client = FleetClient(vllm_config, core)
     served_name = settings.gateway.served_model_name or model_name or Path(model_dir).name
@@ -82,17 +85,17 @@ def build_gateway(
     metrics.registry.register(FleetCollector(core))
     about = {"model": served_name, "mode": settings.mode, "num_speculative_tokens": settings.num_speculative_tokens}
     feed = FleetFeed(core, about, metrics)
-    responses = Responses(_store(settings))
-    return Gateway(settings, client, services, metrics, feed, responses, tracing)
+    folder = _state_folder(settings)
+    responses = Responses(None if folder is None else Store(folder / "responses.sqlite", settings.gateway.state_mib << 20))
+    doors = open_doors(settings, core.gateway_id, folder)
+    return Gateway(settings, client, services, metrics, feed, responses, doors, tracing)
 
 
-def _store(settings: Settings) -> Store | None:
-    """Where responses are kept; raises `OSError` for a folder that cannot be used."""
+def _state_folder(settings: Settings) -> Path | None:
     asked = settings.gateway.state_dir
     if asked == "none":
         return None
-    folder = environment.state_dir() if asked == "auto" else Path(asked).expanduser()
-    return Store(folder / "responses.sqlite", settings.gateway.state_mib << 20)
+    return environment.state_dir() if asked == "auto" else Path(asked).expanduser()
 
 
 class GatewayServer:
@@ -128,6 +131,9 @@ class GatewayServer:
             server_header=False,
             http=BoundedProtocol,
             ws="none",
+            ssl_certfile=_path(self._settings.tls_cert),
+            ssl_keyfile=_path(self._settings.tls_key),
+            uds=_path(self._settings.uds),
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=int(CANCEL_GRACE_S) + 1,
         )
@@ -159,13 +165,18 @@ class GatewayServer:
 
     async def serve(self) -> None:
         """Serves until `stop()`.  Raises `OSError` when the address cannot be bound."""
-        listener = _listen(self._settings.host, self._settings.port)
-        host, port = listener.getsockname()[:2]
-        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         watchers = [asyncio.create_task(self._announce()), asyncio.create_task(self._drain())]
         try:
-            with contextlib.closing(listener):
-                await self._server.serve(sockets=[listener])
+            if self._settings.uds:
+                self.url = f"unix:{_path(self._settings.uds)}"
+                await self._server.serve()
+            else:
+                listener = _listen(self._settings.host, self._settings.port)
+                host, port = listener.getsockname()[:2]
+                scheme = "https" if self._settings.tls_cert else "http"
+                self.url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+                with contextlib.closing(listener):
+                    await self._server.serve(sockets=[listener])
         finally:
             for watcher in watchers:
                 watcher.cancel()
@@ -193,6 +204,10 @@ class GatewayServer:
             await asyncio.sleep(DRAIN_LOOK_S)
         core.fail_all(ShuttingDown)
         self._server.should_exit = True
+
+
+def _path(setting: str | None) -> str | None:
+    return None if setting is None else str(Path(setting).expanduser())
 
 
 class _Server(uvicorn.Server):

@@ -8,8 +8,8 @@ from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from backend.tracing import Span, Tracing
+from gateway.access import OPEN_PATHS
 from gateway.in_flight import Cut, InFlight, TrafficObserver
-from gateway.middleware import OPEN_PATHS
 
 
 class RequestSpans:

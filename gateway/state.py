@@ -12,8 +12,10 @@ from backend.config import Settings
 from backend.engine.front.client import FleetClient
 from backend.engine.front.serving import Services
 from backend.tracing import Tracing
+from gateway.access import Doors
 from gateway.fleet_core import FleetCore
 from gateway.fleet_feed import FleetFeed
+from gateway.keys.caller import caller_of
 from gateway.metrics import GatewayMetrics
 from gateway.responses.serving import Responses
 
@@ -28,6 +30,7 @@ class Gateway:
     metrics: GatewayMetrics
     feed: FleetFeed
     responses: Responses
+    doors: Doors
     tracing: Tracing | None = None
     started: float = field(default_factory=time.time)
     """Unix seconds; also when its models were "created"."""
@@ -52,4 +55,4 @@ def gateway_of(request: Request) -> Gateway:
 
 def owner_of(request: Request) -> str:
     """Whose responses this request may see: those of its key, or of everybody where there are no keys."""
-    return str(getattr(request.state, "owner", ""))
+    return caller_of(request).owner

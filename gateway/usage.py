@@ -12,6 +12,7 @@ commands:
   gateway       start a further gateway for a running fleet
   status        show a running fleet
   check-config  show the settings in force and where each came from
+  make-key      make an API key and its entry for the keys file
   records       sum up, join or export what verifiers wrote down
   report        draw a recorded period, or a rollout, as one HTML page
   bench         measure every mode on this machine (it has options of its own)

@@ -48,8 +48,31 @@ class GatewaySettings(Section):
         None,
         description="bearer key for /admin, where the fleet is changed, or @FILE with it; none: only from its own machine",
     )
+    keys_file: str | None = Field(
+        None, description="YAML file of hashed keys, with models, limits, weights and rights of each (see docs/keys.md)"
+    )
+    quota_url: str | None = Field(
+        None,
+        description="redis:// URL by which gateways on several hosts share what keys have used; default: a file in state_dir, "
+        "for those on one host",
+    )
+    cors_origins: list[str] = Field(
+        default_factory=list, description="web pages that may call, as https://host, with commas; *: all; none: no CORS"
+    )
+    tls_cert: str | None = Field(None, description="certificate chain (PEM file): HTTPS is served")
+    tls_key: str | None = Field(None, description="its private key (PEM file); default: in tls_cert")
+    uds: str | None = Field(None, description="path of a Unix socket to listen on instead of host and port")
     served_model_name: str | None = Field(None, description="model name in the API; default: the model's own name")
-    max_in_flight: int = Field(256, ge=1, description="requests served at once; more are answered 429 with Retry-After")
+    max_in_flight: int = Field(
+        1024, ge=1, description="requests served at once, waiting ones included; more are answered 429 with Retry-After"
+    )
+    max_queued: int = Field(1024, ge=0, description="sequences that wait at the gateway for room at a verifier; more: 503")
+    max_queued_tokens: int = Field(
+        1 << 20, ge=0, description="tokens of waiting sequences, prompts and expected outputs; more: 503"
+    )
+    queue_wait_s: float = Field(
+        60.0, ge=0, description="seconds that a request waits for room at most; one that would wait longer: 503 at once"
+    )
     max_body_mib: int = Field(16, ge=1, description="largest request body in MiB")
     max_n: int = Field(64, ge=1, description="largest `n` of one request")
     keep_alive_s: float = Field(15.0, gt=0, description="seconds between SSE comments on an otherwise silent stream")
@@ -82,6 +105,28 @@ class GatewaySettings(Section):
         description="before routing, prefer the verifier that served the same session (header x-session-id, else `user`), the "
         "same beginning of a prompt, or both",
     )
+
+    @field_validator("cors_origins", mode="before")
+    @classmethod
+    def _listed(cls, value: Any) -> Any:
+        """Flags and variables have them in one text."""
+        return [each.strip() for each in value.split(",") if each.strip()] if isinstance(value, str) else value
+
+    @field_validator("cors_origins")
+    @classmethod
+    def _origins(cls, value: list[str]) -> list[str]:
+        for each in value:
+            scheme, separator, host = each.partition("://")
+            if each != "*" and (scheme not in ("http", "https") or not separator or not host or "/" in host):
+                raise ValueError("expected origins such as https://example.org, without a path, or *")
+        return value
+
+    @field_validator("quota_url")
+    @classmethod
+    def _redis(cls, value: str | None) -> str | None:
+        if value is not None and not value.startswith(("redis://", "rediss://", "unix://")):
+            raise ValueError("expected a redis://, rediss:// or unix:// URL")
+        return value
 
 
 class VerifierSettings(Section):

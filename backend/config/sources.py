@@ -28,7 +28,7 @@ from backend.config.settings import Settings
 KeyPath = tuple[str, ...]
 
 ALIASES = {"--host": ("gateway", "host"), "--port": ("gateway", "port"), "--api-key": ("gateway", "api_key")}
-SECRETS = frozenset({("gateway", "api_key"), ("gateway", "admin_key")})
+SECRETS = frozenset({("gateway", "api_key"), ("gateway", "admin_key"), ("gateway", "quota_url")})
 CONFIG_VARIABLE = environment.PREFIX + "CONFIG"
 DEFAULT = "default"
 
@@ -249,7 +249,7 @@ def _metavar(info: FieldInfo) -> str:
 
 def _help(info: FieldInfo) -> str:
     default = info.get_default(call_default_factory=True)
-    shown = "" if default is None or default == {} else f" [{default}]"
+    shown = "" if default is None or default in ({}, []) else f" [{default}]"
     return ((info.description or "") + shown).replace("%", "%%")
 
 

@@ -11,6 +11,7 @@ from starlette.responses import JSONResponse, Response
 
 from backend.engine.front import ChatCompletionRequest, CompletionRequest, ErrorResponse, VLLMValidationError
 from gateway import answers
+from gateway.admission.admit import admit
 from gateway.errors import BadRequest, ContextTooLong, from_vllm
 from gateway.requests import check_generation, parse, read_json
 from gateway.session import enter_session
@@ -58,6 +59,7 @@ async def generate(gateway: Gateway, request: Request, asked: pydantic.BaseModel
     check_generation(asked, max_n=gateway.settings.gateway.max_n, vllm_speculates=gateway.vllm_speculates)
     if gateway.services.pooling.is_model:
         raise BadRequest("This model embeds or scores text; it does not write any.", param="model")
+    admit(gateway, request, asked)
     await gateway.client.core.until_routable()
     # Before vLLM starts the tasks that submit the sequences: they inherit it.
     enter_session(request.headers.get("x-session-id") or getattr(asked, "user", None))

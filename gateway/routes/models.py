@@ -18,7 +18,9 @@ from backend.engine.front import (
     UnloadLoRAAdapterRequest,
 )
 from gateway import answers
+from gateway.admission.admit import check_model
 from gateway.errors import Forbidden, ModelNotFound, from_vllm
+from gateway.keys.caller import caller_of
 from gateway.requests import ModelT, parse, read_json
 from gateway.sse import unless_disconnected
 from gateway.state import Gateway, gateway_of
@@ -31,7 +33,8 @@ async def list_models(request: Request) -> Response:
     """The base model and its adapters, as OpenAI's and as Anthropic's clients read them."""
     cards = _cards(request)
     names = [card["id"] for card in cards]
-    return JSONResponse({"object": "list", "data": cards, "first_id": names[0], "last_id": names[-1], "has_more": False})
+    first, last = (names[0], names[-1]) if names else (None, None)
+    return JSONResponse({"object": "list", "data": cards, "first_id": first, "last_id": last, "has_more": False})
 
 
 @router.get("/v1/models/{model_id:path}")
@@ -40,14 +43,16 @@ async def get_model(request: Request, model_id: str) -> Response:
     for card in _cards(request):
         if card["id"] == model_id:
             return JSONResponse(card)
-    raise ModelNotFound("The model does not exist.", param="model")
+    raise ModelNotFound("The model does not exist, or this key has no access to it.", param="model")
 
 
 def _cards(request: Request) -> list[dict[str, Any]]:
     gateway = gateway_of(request)
     models = gateway.services.models
     base = models.model_name()
-    return [_card(gateway, base, None), *(_card(gateway, name, base) for name in models.lora_requests)]
+    may_use = caller_of(request).may_use
+    cards = [_card(gateway, base, None), *(_card(gateway, name, base) for name in models.lora_requests)]
+    return [card for card in cards if may_use(card["id"])]
 
 
 def _card(gateway: Gateway, name: str, parent: str | None) -> dict[str, Any]:
@@ -101,6 +106,7 @@ async def tokenize(request: Request) -> Response:
     data = await read_json(request, gateway.max_body_bytes)
     kind: type[pydantic.BaseModel] = TokenizeChatRequest if "messages" in data else TokenizeCompletionRequest
     asked = parse(kind, data)
+    check_model(gateway, request, asked)
     async with gateway.tokenizing:
         return _answer(await unless_disconnected(request, gateway.services.tokenization.create_tokenize(asked, request)))
 
@@ -111,6 +117,7 @@ async def detokenize(request: Request) -> Response:
     """The text of token ids."""
     gateway = gateway_of(request)
     asked = parse(DetokenizeRequest, await read_json(request, gateway.max_body_bytes))
+    check_model(gateway, request, asked)
     return _answer(await gateway.services.tokenization.create_detokenize(asked, request))
 
 

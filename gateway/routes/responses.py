@@ -11,6 +11,7 @@ from fastapi import APIRouter, Query, Request
 from starlette.responses import JSONResponse, Response
 
 from backend.engine.front import ErrorResponse
+from gateway.admission.admit import check_model
 from gateway.errors import BadRequest, from_vllm
 from gateway.requests import read_json
 from gateway.responses.events import DIALECT, Event
@@ -43,6 +44,7 @@ async def count_input(request: Request) -> Response:
     """How many tokens the input would be."""
     gateway = gateway_of(request)
     turn = await gateway.responses.turn(await read_json(request, gateway.max_body_bytes), owner_of(request))
+    check_model(gateway, request, turn.asked)
     rendered = await gateway.services.renderer.render_responses(turn.asked)
     if isinstance(rendered, ErrorResponse):
         raise from_vllm(rendered.error.model_dump())

@@ -22,9 +22,11 @@ from backend.fleet import (
     MemberView,
     VerifierStats,
 )
+from gateway.access import Access, Doors
 from gateway.fleet_feed import FleetFeed
+from gateway.keys.ring import KeyRing
 from gateway.metrics import GatewayMetrics
-from gateway.middleware import Admission, Envelope
+from gateway.middleware import Envelope
 from gateway.routes import page
 
 STEP_S = 0.02
@@ -144,6 +146,7 @@ def page_app(feed: FleetFeed, api_key: str | None = None) -> FastAPI:
     app.state.gateway = SimpleNamespace(feed=feed)
     app.include_router(page.router)
     metrics = GatewayMetrics()
-    app.add_middleware(Admission, metrics=metrics, api_key=api_key, admin_key=None, max_in_flight=1)
-    app.add_middleware(Envelope, metrics=metrics)
+    doors = Doors(KeyRing(api_key))
+    app.add_middleware(Access, metrics=metrics, doors=doors)
+    app.add_middleware(Envelope, metrics=metrics, quotas=doors.quotas)
     return app

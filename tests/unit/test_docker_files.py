@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from backend.config import sources
-from gateway.middleware import OPEN_PATHS
+from gateway.access import OPEN_PATHS
 from gateway.usage import USAGE
 from tests.support.container_files import DOCKER, ROOT, compose, copied, exec_form, filled, inherited, reaches_builder, stages
 

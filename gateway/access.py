@@ -1,0 +1,162 @@
+"""Who may come in, and how often: keys, rights, quotas, requests in flight.  Plain ASGI, inside `Envelope` and `Guard`.
+
+It says who calls in `scope["state"]["caller"]` (`gateway.keys.caller`), and begins the request's `Claim`
+(`gateway.admission.claim`) in `scope["state"]["claim"]`, which the routes fill in.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass, field
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from gateway.admission.claim import Claim
+from gateway.errors import Forbidden, TooManyRequests, Unauthorized
+from gateway.guard import host_of, is_loopback, whole_body
+from gateway.keys.caller import ANYBODY, Caller
+from gateway.keys.quotas import Quotas
+from gateway.keys.ring import KeyRing
+from gateway.metrics import GatewayMetrics
+from gateway.page import FILES
+
+audit = logging.getLogger("outrider.audit")
+
+METRICS_PATH = "/metrics"
+OPEN_PATHS = frozenset({"/livez", "/readyz", "/health", METRICS_PATH, "/openapi.json", *FILES})
+"""Reached without a key: probes and scrapers have none, and pages and the API's document say nothing of the fleet."""
+
+ADMIN_PATH = "/admin"
+"""Here and below the fleet is changed."""
+ADMIN_PATHS = frozenset({ADMIN_PATH, "/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
+"""Also for administrators only."""
+
+LIMITED_PATHS = frozenset(
+    {"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses", "/v1/embeddings", "/v1/score", "/v1/rerank"}
+)
+"""The paths whose requests count against `max_in_flight`."""
+
+AUDITED_BYTES = 2048
+"""Of an administrator's command, for the log."""
+
+
+@dataclass
+class Doors:
+    """Who may come in.  A reload exchanges `ring` and `max_in_flight` between two requests."""
+
+    ring: KeyRing = field(default_factory=KeyRing)
+    max_in_flight: int = 1024
+    quotas: Quotas = field(default_factory=lambda: Quotas("", None))
+
+
+class Access:
+    """The key, then its quotas, then the limit on requests in flight."""
+
+    def __init__(self, app: ASGIApp, metrics: GatewayMetrics, doors: Doors) -> None:
+        self._app = app
+        self._metrics = metrics
+        self._doors = doors
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        path = scope["path"]
+        state = scope.setdefault("state", {})
+        if path in ADMIN_PATHS or path.startswith(f"{ADMIN_PATH}/"):
+            await self._administer(scope, receive, send)
+            return
+        caller = state["caller"] = self._caller(scope, path)
+        # Work is posted; what is only looked up is free.
+        if scope["method"] != "POST":
+            await self._app(scope, receive, send)
+            return
+        quotas = self._doors.quotas
+        if path not in LIMITED_PATHS:
+            await quotas.begin(caller)
+            try:
+                await self._app(scope, receive, send)
+            finally:
+                quotas.end(caller)
+            return
+        receive = await whole_body(scope, receive)
+        if self._metrics.in_flight >= self._doors.max_in_flight:
+            raise TooManyRequests(f"More than {self._doors.max_in_flight} requests are in flight. Try again.")
+        await quotas.begin(caller)
+        claim = state["claim"] = Claim(caller, caller.priority, accounts=quotas)
+        try:
+            with self._metrics.one_in_flight():
+                await self._app(scope, receive, send)
+        finally:
+            quotas.end(caller)
+            claim.close()
+
+    def _caller(self, scope: Scope, path: str) -> Caller:
+        ring = self._doors.ring
+        if path in OPEN_PATHS and not (path == METRICS_PATH and ring.guards_metrics):
+            return ANYBODY
+        caller = ring.find(scope) or ring.find_administrator(scope)
+        if caller is None:
+            raise Unauthorized("Missing or wrong API key. Send it as `Authorization: Bearer <key>`.")
+        if path == METRICS_PATH and not (caller.metrics or caller.admin):
+            raise Forbidden("This key does not open the metrics.")
+        return caller
+
+    async def _administer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Has it done by who may, and logs who asked for what, and what came of it."""
+        who, status, asked = "nobody", 0, bytearray()
+
+        async def heard() -> Message:
+            message = await receive()
+            asked.extend(message.get("body", b"")[: AUDITED_BYTES - len(asked)])
+            return message
+
+        async def answered(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            caller = scope["state"]["caller"] = self._administrator(scope)
+            who = caller.name or "this machine"
+            await self._app(scope, heard, answered)
+        except Exception as error:
+            status = getattr(error, "status", 500)
+            raise
+        finally:
+            if scope["method"] not in ("GET", "HEAD"):
+                said = {"by": who, "what": f"{scope['method']} {scope['path']}", "fields": _fields(asked), "status": status}
+                audit.info("%s", " ".join(f"{name}={value}" for name, value in said.items()), extra={"fields": said})
+
+    def _administrator(self, scope: Scope) -> Caller:
+        """Who has a key with the right where there is one; else this very machine, with the API key where there is one.
+
+        Without a key a web page could have its visitor's browser call us under a name of its own that leads to 127.0.0.1: so
+        the name we are called by counts too.
+        """
+        ring = self._doors.ring
+        if ring.has_admin:
+            caller = ring.find_administrator(scope)
+            if caller is not None:
+                return caller
+            if ring.find(scope) not in (None, ANYBODY):
+                raise Forbidden("This key may not administer the fleet.")
+            raise Unauthorized("Missing or wrong admin key. Send it as `Authorization: Bearer <key>`.")
+        client = scope.get("client")
+        if client is None or not (is_loopback(client[0]) and is_loopback(host_of(Headers(scope=scope).get("host", "")))):
+            raise Forbidden("Without a key for it the fleet is administered from the gateway's own machine only.")
+        caller = ring.find(scope)
+        if caller is None:
+            raise Unauthorized("Missing or wrong API key. Send it as `Authorization: Bearer <key>`.")
+        return caller
+
+
+def _fields(body: bytearray) -> str:
+    """A command's fields on one line."""
+    try:
+        return json.dumps(json.loads(body or b"{}"), separators=(",", ":"))
+    except ValueError:
+        return "unreadable"

@@ -1,0 +1,72 @@
+"""A request that has been read and checked makes its claim: the model is allowed, the tokens are within the key's quota.
+
+What it will take is estimated, before it is tokenized; what it took is charged in the end.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from starlette.requests import Request
+
+from gateway.admission.claim import Claim, enter_claim
+from gateway.bounds import count_prompts
+from gateway.errors import BadRequest, ModelNotFound
+from gateway.keys.caller import caller_of
+from gateway.state import Gateway
+
+BYTES_PER_TOKEN = 4
+"""Of a request's body.  English text has about so many; the estimate is corrected when the answer is there."""
+WAIT_HEADER = "x-outrider-max-wait-s"
+"""By which a client says how long its request may wait for room; never longer than `gateway.queue_wait_s`."""
+
+
+def admit(gateway: Gateway, request: Request, asked: Any) -> Claim:
+    """Enters the claim of `asked`, so that what this task submits belongs to it.
+
+    Raises `ModelNotFound`, `RateLimited` or `BadRequest`.
+    """
+    caller = caller_of(request)
+    check_model(gateway, request, asked)
+    claim: Claim = request.scope["state"].get("claim") or Claim(caller, caller.priority, accounts=gateway.doors.quotas)
+    claim.wait_s = _wait_s(request.headers.get(WAIT_HEADER), gateway.settings.gateway.queue_wait_s)
+    claim.choices = getattr(asked, "n", None) or 1
+    prompts = count_prompts(getattr(asked, "prompt", None))
+    claim.sequences = claim.choices * prompts
+    context = gateway.client.model_config.max_model_len
+    size = int(request.scope["state"].get("body_bytes", 0))
+    prompt_tokens = min(math.ceil(size / BYTES_PER_TOKEN), prompts * context)
+    output_tokens = claim.sequences * min(_longest(asked) or round(gateway.client.core.response_tokens), context)
+    claim.expected_tokens = max(1, prompt_tokens + output_tokens)
+    gateway.doors.quotas.spend(caller, claim.expected_tokens)
+    claim.charged_tokens = claim.expected_tokens
+    enter_claim(claim)
+    return claim
+
+
+def check_model(gateway: Gateway, request: Request, asked: Any) -> None:
+    """Raises `ModelNotFound` for a model that the caller may not use: what there is for others is not told."""
+    if not caller_of(request).may_use(getattr(asked, "model", None) or gateway.services.models.model_name()):
+        raise ModelNotFound("The model does not exist, or this key has no access to it.", param="model")
+
+
+def _longest(asked: Any) -> int | None:
+    """Tokens of one output at most, where the request says so."""
+    for name in ("max_completion_tokens", "max_tokens", "max_output_tokens"):
+        value = getattr(asked, name, None)
+        if value:
+            return int(value)
+    return None
+
+
+def _wait_s(text: str | None, most: float) -> float:
+    if text is None:
+        return most
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise BadRequest(f"The header `{WAIT_HEADER}` must be a number of seconds.", param=WAIT_HEADER)
+    return min(seconds, most)

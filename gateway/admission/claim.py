@@ -1,0 +1,96 @@
+"""What one request asks of the fleet and what it has taken, from the route to the place that submits its sequences.
+
+A context variable carries it through vLLM's pipeline, as a session.  What runs inside the gateway, without an HTTP request of
+its own, makes one claim per request and enters it in its task before anything is submitted:
+`enter_claim(Claim(caller, Priority.BATCH, wait_s=None, accounts=gateway.doors.quotas, closed=True))`.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from gateway.keys.caller import ANYBODY, Caller, Priority
+
+
+class Accounts(Protocol):
+    """Where tokens are charged; `gateway.keys.quotas.Quotas`."""
+
+    def correct(self, caller: Caller, tokens: int) -> None: ...
+
+
+@dataclass(eq=False, slots=True)
+class Claim:
+    """One request's."""
+
+    caller: Caller = ANYBODY
+    priority: Priority = Priority.INTERACTIVE
+    wait_s: float | None = field(default=-1.0)
+    """How long it may wait for room, in seconds; None: as long as it takes; negative: as the settings say."""
+    sequences: int = 1
+    choices: int = 1
+    """Sequences that share a prompt (`n`)."""
+    expected_tokens: int = 0
+    """Prompt and what it will probably generate, of all sequences."""
+    charged_tokens: int = 0
+    """Of the caller's quota."""
+    accounts: Accounts | None = None
+    closed: bool = False
+    """The HTTP request is over, or there was none: what else its sequences take is charged as they end."""
+    granted: bool = False
+    """Its sequences may go to the verifiers."""
+    prompt_tokens: float = 0.0
+    output_tokens: int = 0
+    running: int = 0
+    """Sequences that have been submitted and have not ended."""
+    queued_s: float = 0.0
+    """Waited for room."""
+    placed_at: float | None = None
+    """When its first sequence went to a verifier; monotonic seconds, as the next."""
+    heard_at: float | None = None
+    """When a verifier last sent something."""
+    verifier: str | None = None
+    """Where a sequence went last."""
+
+    @property
+    def tokens(self) -> int:
+        """Taken so far."""
+        return round(self.prompt_tokens) + self.output_tokens
+
+    def settle(self) -> None:
+        """Charges what was taken and not charged yet; gives back what was charged and not taken."""
+        if self.accounts is not None and self.tokens != self.charged_tokens:
+            self.accounts.correct(self.caller, self.tokens - self.charged_tokens)
+            self.charged_tokens = self.tokens
+
+    def close(self) -> None:
+        """The HTTP request is over."""
+        self.closed = True
+        self.settle()
+
+    def began(self, prompt_tokens: int, now: float) -> None:
+        """One of its sequences went to a verifier."""
+        self.running += 1
+        self.prompt_tokens += prompt_tokens / self.choices
+        if self.placed_at is None:
+            self.placed_at = now
+
+    def ended(self) -> None:
+        """One of its sequences is."""
+        self.running -= 1
+        if self.closed:
+            self.settle()
+
+
+_claim: ContextVar[Claim | None] = ContextVar("claim", default=None)
+
+
+def enter_claim(claim: Claim) -> None:
+    """What this task submits from now on belongs to `claim`."""
+    _claim.set(claim)
+
+
+def current_claim() -> Claim:
+    """The claim of the request at hand; one of nobody in particular where there is none."""
+    return _claim.get() or Claim()

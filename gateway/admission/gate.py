@@ -1,0 +1,225 @@
+"""Requests wait here until verifiers have room: the queue's clock, timer and futures.  The gateway's event loop.
+
+While there is room and nobody waits, `enter` places a sequence without suspending.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from gateway.admission.claim import Claim
+from gateway.admission.queue import FairQueue, Item
+from gateway.errors import Overloaded, Unavailable
+from gateway.in_flight import InFlight
+
+MAX_RETRY_AFTER_S = 60
+"""Nobody knows what will be later."""
+
+
+@dataclass(eq=False, slots=True)
+class _Waiting:
+    """A request in the queue, and those of its sequences that have come so far."""
+
+    item: Item
+    claim: Claim
+    since: float
+    sequences: list[tuple[InFlight, asyncio.Future[None]]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Queueing:
+    """The bounds of the queue."""
+
+    max_sequences: int = 1024
+    max_tokens: int = 1 << 20
+    """Prompts and expected outputs."""
+    wait_s: float = 60.0
+    """A request that waits longer, or would, is turned away."""
+
+
+class Gate:
+    """`room()` says how many more sequences verifiers can take now; `place(sequence)` gives one to a verifier, and raises
+    `NoVerifier` or what encoding it raises.
+    """
+
+    def __init__(
+        self,
+        room: Callable[[], float],
+        place: Callable[[InFlight], None],
+        queueing: Queueing,
+    ) -> None:
+        self._room = room
+        self._place = place
+        self._queue = FairQueue(queueing.max_sequences, queueing.max_tokens)
+        self._wait_s = queueing.wait_s
+        self._waiting: dict[Item, _Waiting] = {}
+        self._by_claim: dict[Claim, _Waiting] = {}
+        self._promised = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self.shed = 0
+        """Requests turned away."""
+
+    @property
+    def sequences(self) -> int:
+        """Waiting, of requests whose other sequences may not even have come."""
+        return self._queue.sequences
+
+    @property
+    def tokens(self) -> int:
+        """Of those, expected outputs included."""
+        return self._queue.tokens
+
+    def limit(self, queueing: Queueing) -> None:
+        """Other bounds, from the next request on."""
+        self._queue.max_sequences, self._queue.max_tokens = queueing.max_sequences, queueing.max_tokens
+        self._wait_s = queueing.wait_s
+
+    async def enter(self, sequence: InFlight) -> None:
+        """Returns when the sequence has a verifier.  Raises `Overloaded`, and whatever `place` raises."""
+        claim = sequence.claim
+        if not claim.granted:
+            waiting = self._by_claim.get(claim)
+            if waiting is not None or self._queue or self._room() - self._promised < 1:
+                await self._wait(sequence, waiting or self._queue_up(claim, sequence))
+                return
+            item = _item(claim, sequence, math.inf)
+            self._queue.bypass(item)
+            self._grant(claim, 1)
+        self._place(sequence)
+
+    def withdraw(self, request_id: str) -> None:
+        """Nobody wants this sequence any more."""
+        for waiting in list(self._waiting.values()):
+            for each in list(waiting.sequences):
+                if each[0].request.request_id == request_id:
+                    each[1].set_result(None)
+                    self._leave(waiting, each)
+
+    def settle(self, claim: Claim) -> None:
+        """All of its sequences have ended: its flow pays for what they took instead of what was thought."""
+        expected, claim.expected_tokens = claim.expected_tokens, claim.tokens
+        caller = claim.caller
+        if claim.tokens != expected:
+            self._queue.settle(caller.name, caller.weight, claim.priority, claim.tokens - expected)
+
+    def look(self) -> None:
+        """There may be room."""
+        if not self._queue:
+            return
+        now = time.monotonic()
+        for item in self._queue.expire(now):
+            self._refuse(self._waiting[item], now)
+        while self._queue and self._room() - self._promised >= 1:
+            following = self._queue.pop(now)
+            if following is not None:
+                self._admit(self._waiting[following], now)
+        self._set_timer()
+
+    def fail_all(self, error: type[Unavailable]) -> None:
+        """Nobody will be served any more."""
+        for waiting in list(self._waiting.values()):
+            self._fail(waiting, error())
+
+    # Details
+
+    def _queue_up(self, claim: Claim, sequence: InFlight) -> _Waiting:
+        now = time.monotonic()
+        wait_s = self._wait_s if claim.wait_s is not None and claim.wait_s < 0 else claim.wait_s
+        item = _item(claim, sequence, math.inf if wait_s is None else now + wait_s)
+        expected_s = self._queue.expected_wait_s(item.flow, item.priority, now)
+        if wait_s is not None and (wait_s <= 0 or (expected_s is not None and expected_s > wait_s)):
+            self.shed += 1
+            raise Overloaded.after(_retry_after(expected_s, wait_s))
+        waiting = _Waiting(item, claim, now)
+        self._waiting[item] = self._by_claim[claim] = waiting
+        for victim in self._queue.push(item):
+            self._refuse(self._waiting[victim], now)
+        self._set_timer()
+        if item not in self._waiting:
+            raise Overloaded.after(_retry_after(expected_s, 0.0))
+        return waiting
+
+    async def _wait(self, sequence: InFlight, waiting: _Waiting) -> None:
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        waiting.sequences.append((sequence, future))
+        try:
+            await future
+        except asyncio.CancelledError:
+            if waiting.item in self._waiting:
+                self._leave(waiting, (sequence, future))
+            raise
+
+    def _leave(self, waiting: _Waiting, each: tuple[InFlight, asyncio.Future[None]]) -> None:
+        waiting.sequences.remove(each)
+        if not waiting.sequences:
+            self._drop(waiting)
+            self._set_timer()
+
+    def _admit(self, waiting: _Waiting, now: float) -> None:
+        self._drop(waiting)
+        claim = waiting.claim
+        claim.queued_s += now - waiting.since
+        self._grant(claim, len(waiting.sequences))
+        for sequence, future in waiting.sequences:
+            if future.done():
+                continue
+            try:
+                self._place(sequence)
+            except Exception as error:
+                future.set_exception(error)
+            else:
+                future.set_result(None)
+
+    def _grant(self, claim: Claim, come: int) -> None:
+        """Its sequences go to verifiers as they come: those that have not yet, come before the loop turns twice."""
+        claim.granted = True
+        rest = claim.sequences - come
+        if rest > 0:
+            self._promised += rest
+            loop = asyncio.get_running_loop()
+            loop.call_soon(loop.call_soon, self._keep_promise, rest)
+
+    def _keep_promise(self, count: int) -> None:
+        self._promised -= count
+        self.look()
+
+    def _refuse(self, waiting: _Waiting, now: float) -> None:
+        item = waiting.item
+        self.shed += 1
+        self._fail(waiting, Overloaded.after(_retry_after(self._queue.expected_wait_s(item.flow, item.priority, now), 0.0)))
+
+    def _fail(self, waiting: _Waiting, error: Exception) -> None:
+        self._drop(waiting)
+        for _, future in waiting.sequences:
+            if not future.done():
+                future.set_exception(error)
+
+    def _drop(self, waiting: _Waiting) -> None:
+        self._queue.remove(waiting.item)
+        self._waiting.pop(waiting.item, None)
+        self._by_claim.pop(waiting.claim, None)
+
+    def _set_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        deadline = self._queue.next_deadline()
+        if deadline is not None:
+            delay = max(0.0, deadline - time.monotonic())
+            self._timer = asyncio.get_running_loop().call_later(delay, self.look)
+
+
+def _item(claim: Claim, sequence: InFlight, deadline: float) -> Item:
+    if not claim.expected_tokens:
+        claim.expected_tokens = max(1, sequence.tokens)
+    caller = claim.caller
+    return Item(caller.name, caller.weight, claim.priority, claim.sequences, claim.expected_tokens, deadline)
+
+
+def _retry_after(expected_s: float | None, wait_s: float) -> int:
+    """After so many seconds a request would probably be served in time."""
+    return min(MAX_RETRY_AFTER_S, max(1, math.ceil((expected_s or 0.0) - wait_s)))

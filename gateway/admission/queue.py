@@ -1,0 +1,237 @@
+"""The order in which waiting requests are served.  Pure: what arrives and `now` in, who is next or turned away out.
+
+Higher priorities first.  Within one, start-time fair queueing over tokens (Goyal, Vin and Cheng, 1996): each key has a virtual
+clock that advances by tokens / weight per request, and the smallest start time is next.  So keys that compete get tokens in
+proportion to their weights, a key's own requests stay in order, and none waits for ever behind others of its priority.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+LONGEST_MEMORY_S = 30.0
+"""How far back grants count for the measured rate."""
+GRANTS = 64
+"""And how many of them."""
+
+
+@dataclass(eq=False, slots=True)
+class Item:
+    """One waiting request."""
+
+    flow: str
+    """Whose it is: among flows the fleet is shared."""
+    weight: float
+    priority: int
+    """Smaller numbers are served first."""
+    sequences: int
+    tokens: int
+    """Prompt and what it will probably generate."""
+    deadline: float = float("inf")
+    """It is turned away at this time."""
+    start: float = 0.0
+    """Virtual time; set by the queue."""
+    waiting: bool = False
+
+
+@dataclass(slots=True)
+class _Flow:
+    finish: float = 0.0
+    """Virtual time at which what it has had, or waits for, is paid."""
+    debt: float = 0.0
+    """What requests took beyond expectation, in virtual time; negative: what they left.  The next request pays it."""
+    items: deque[Item] = field(default_factory=deque)
+    tokens: int = 0
+
+
+class _Class:
+    """The requests of one priority."""
+
+    def __init__(self) -> None:
+        self.clock = 0.0
+        self.flows: dict[str, _Flow] = {}
+        self.heap: list[tuple[float, int, Item]] = []
+        self.tokens = 0
+        self.count = 0
+
+    def stamp(self, item: Item) -> _Flow:
+        """Gives it its start time, and takes its tokens from its flow's share."""
+        flow = self.flows.setdefault(item.flow, _Flow())
+        owed = flow.finish + flow.debt
+        item.start = max(self.clock, owed)
+        flow.debt = 0.0
+        if flow.items and flow.items[-1].start > item.start:
+            # A flow's own order stays; what it is owed beyond that comes later.
+            item.start = flow.items[-1].start
+            flow.debt = owed - item.start
+        flow.finish = item.start + item.tokens / item.weight
+        return flow
+
+
+class FairQueue:
+    """Holds `max_sequences` and `max_tokens` at most; a single request may be larger than that when nobody else waits."""
+
+    def __init__(self, max_sequences: int, max_tokens: int) -> None:
+        self.max_sequences = max_sequences
+        self.max_tokens = max_tokens
+        self.sequences = 0
+        self.tokens = 0
+        self._classes: dict[int, _Class] = {}
+        self._deadlines: list[tuple[float, int, Item]] = []
+        self._count = 0
+        self._number = 0
+        self._grants: deque[tuple[float, int]] = deque(maxlen=GRANTS)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def bypass(self, item: Item) -> None:
+        """It is served at once, because there is room and nobody waits; its flow pays all the same."""
+        of = self._classes.setdefault(item.priority, _Class())
+        of.stamp(item)
+        of.clock = item.start
+        self._forget_flows(of)
+
+    def push(self, item: Item) -> list[Item]:
+        """Lets it wait.  Returns those that are turned away to keep the bounds, perhaps this one.
+
+        The newest request of the flow that holds most for its weight goes first, of the lowest priority.
+        """
+        of = self._classes.setdefault(item.priority, _Class())
+        flow = of.stamp(item)
+        item.waiting = True
+        self._number += 1
+        heapq.heappush(of.heap, (item.start, self._number, item))
+        if item.deadline != float("inf"):
+            heapq.heappush(self._deadlines, (item.deadline, self._number, item))
+        flow.items.append(item)
+        self._count_in(of, flow, item, 1)
+        shed = []
+        while self._count > 1 and (self.sequences > self.max_sequences or self.tokens > self.max_tokens):
+            # What alone is too large must not push out others.
+            alone = item.waiting and (item.sequences > self.max_sequences or item.tokens > self.max_tokens)
+            victim = item if alone else self._last_of_the_greediest()
+            self.remove(victim)
+            shed.append(victim)
+        return shed
+
+    def pop(self, now: float) -> Item | None:
+        """The next one to be served."""
+        for priority in sorted(self._classes):
+            of = self._classes[priority]
+            while of.heap:
+                item = heapq.heappop(of.heap)[2]
+                if item.waiting:
+                    of.clock = max(of.clock, item.start)
+                    self._take_out(item)
+                    self._grants.append((now, item.tokens))
+                    self._forget_flows(of)
+                    return item
+        return None
+
+    def remove(self, item: Item) -> None:
+        """It waits no more, and was not served: its flow gets back what it paid."""
+        if item.waiting:
+            self._take_out(item)
+            self.settle(item.flow, item.weight, item.priority, -item.tokens)
+
+    def _take_out(self, item: Item) -> None:
+        item.waiting = False
+        of = self._classes[item.priority]
+        flow = of.flows[item.flow]
+        self._count_in(of, flow, item, -1)
+        while flow.items and not flow.items[0].waiting:
+            flow.items.popleft()
+        while flow.items and not flow.items[-1].waiting:
+            flow.items.pop()
+        if len(of.heap) > 2 * of.count + 64:
+            of.heap = [each for each in of.heap if each[2].waiting]
+            heapq.heapify(of.heap)
+        if len(self._deadlines) > 2 * self._count + 64:
+            self._deadlines = [each for each in self._deadlines if each[2].waiting]
+            heapq.heapify(self._deadlines)
+
+    def expire(self, now: float) -> list[Item]:
+        """Takes out those whose deadline has passed."""
+        late = []
+        while self._deadlines and (self._deadlines[0][0] <= now or not self._deadlines[0][2].waiting):
+            item = heapq.heappop(self._deadlines)[2]
+            if item.waiting:
+                self.remove(item)
+                late.append(item)
+        return late
+
+    def next_deadline(self) -> float | None:
+        """When `expire` has something to do at the earliest."""
+        return self._deadlines[0][0] if self._deadlines else None
+
+    def settle(self, flow: str, weight: float, priority: int, tokens: int) -> None:
+        """A request took so many tokens more than was thought (or fewer): its flow pays, or gets back."""
+        of = self._classes.get(priority)
+        if of is None:
+            return
+        theirs = of.flows.get(flow)
+        if theirs is None and tokens > 0:
+            theirs = of.flows[flow] = _Flow(of.clock)
+        if theirs is not None:
+            theirs.debt += tokens / weight
+
+    # What to expect
+
+    def rate(self, now: float) -> float | None:
+        """Tokens per second of those that had to wait and were served of late; None: not measured."""
+        while self._grants and now - self._grants[0][0] > LONGEST_MEMORY_S:
+            self._grants.popleft()
+        if len(self._grants) < 2:
+            return None
+        elapsed = now - self._grants[0][0]
+        # The first grant ends the time before the measurement.
+        served = sum(tokens for _, tokens in self._grants) - self._grants[0][1]
+        return served / elapsed if elapsed > 0 and served > 0 else None
+
+    def ahead(self, flow: str, priority: int) -> float:
+        """Tokens that would be served before a request which came now."""
+        before = float(sum(of.tokens for level, of in self._classes.items() if level < priority))
+        of = self._classes.get(priority)
+        if of is None:
+            return before
+        own = of.flows.get(flow)
+        start = max(of.clock, own.finish + own.debt if own is not None else 0.0)
+        for each in of.flows.values():
+            if each.items:
+                first = each.items[0]
+                before += min(float(each.tokens), max(0.0, start - first.start) * first.weight)
+        return before
+
+    def expected_wait_s(self, flow: str, priority: int, now: float) -> float | None:
+        """How long a request that came now would wait, at the measured rate; None: nobody knows."""
+        rate = self.rate(now)
+        return None if rate is None else self.ahead(flow, priority) / rate
+
+    # Details
+
+    def __iter__(self) -> Iterator[Item]:
+        for of in self._classes.values():
+            for flow in of.flows.values():
+                yield from (item for item in flow.items if item.waiting)
+
+    def _count_in(self, of: _Class, flow: _Flow, item: Item, sign: int) -> None:
+        self.sequences += sign * item.sequences
+        self.tokens += sign * item.tokens
+        self._count += sign
+        of.tokens += sign * item.tokens
+        of.count += sign
+        flow.tokens += sign * item.tokens
+
+    def _last_of_the_greediest(self) -> Item:
+        of = next(self._classes[level] for level in sorted(self._classes, reverse=True) if self._classes[level].count)
+        flows = (flow for flow in of.flows.values() if flow.items)
+        return max(flows, key=lambda flow: flow.tokens / flow.items[-1].weight).items[-1]
+
+    def _forget_flows(self, of: _Class) -> None:
+        """A flow that the clock has overtaken has no history."""
+        if len(of.flows) > 256:
+            of.flows = {name: flow for name, flow in of.flows.items() if flow.items or flow.finish + flow.debt > of.clock}

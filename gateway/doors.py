@@ -1,0 +1,33 @@
+"""Who may come in, and what waits where, as the settings say.  Used at the start and by every reload."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from backend.config import Settings
+from gateway.access import Doors
+from gateway.admission.gate import Queueing
+from gateway.keys.quotas import Quotas
+from gateway.keys.ring import KeyRing, read_entries
+from gateway.keys.sharing import open_store
+
+
+def ring_of(settings: Settings) -> KeyRing:
+    """The keys.  Raises `KeyFileError`."""
+    asked = settings.gateway
+    entries = read_entries(Path(asked.keys_file).expanduser()) if asked.keys_file else []
+    return KeyRing(asked.api_key, asked.admin_key, entries)
+
+
+def queueing_of(settings: Settings) -> Queueing:
+    """The bounds of the queue."""
+    asked = settings.gateway
+    return Queueing(asked.max_queued, asked.max_queued_tokens, asked.queue_wait_s)
+
+
+def open_doors(settings: Settings, gateway_id: str, folder: Path | None) -> Doors:
+    """`folder` is where gateways of this host share what they count.  Raises `KeyFileError`, `OSError` or `ValueError`."""
+    ring = ring_of(settings)
+    # Without a keys file there is nothing to count, now or after a reload.
+    store = open_store(settings.gateway.quota_url, folder) if settings.gateway.keys_file else None
+    return Doors(ring, settings.gateway.max_in_flight, Quotas(gateway_id, store))
