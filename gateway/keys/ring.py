@@ -1,7 +1,7 @@
 """The keys there are: the file that holds their hashes, the two single keys of the settings, and how a key is made.
 
-A key is 256 random bits, so one round of SHA-256 hides it: there is nothing to guess.  Keys are found by their hash, so the time
-that takes says nothing of other keys.
+A key is 256 random bits, so one round of SHA-256 hides it: there is nothing to guess.  Keys are found by their hash: the
+time that takes says nothing of other keys.
 """
 
 from __future__ import annotations

@@ -1,0 +1,118 @@
+"""Limits hold in every window, also where several gateways share them; what was taken and given back comes out even."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.keys.caller import Limits
+from gateway.keys.quota import Ledger, Shared, duration
+
+PER_MINUTE = Limits(requests_per_minute=60)
+
+
+def test_a_minute_s_worth_at_once_and_then_as_it_drains():
+    ledger = Ledger()
+    assert [ledger.begin("a", PER_MINUTE, 0.0) for _ in range(60)] == [None] * 60
+    refusal = ledger.begin("a", PER_MINUTE, 0.0)
+    assert refusal is not None
+    assert (refusal.kind, refusal.limit, refusal.retry_after_s) == ("requests", 60, pytest.approx(1.0))
+    assert ledger.begin("a", PER_MINUTE, refusal.retry_after_s) is None
+    assert ledger.begin("b", PER_MINUTE, 0.0) is None
+
+
+def test_headers_are_openai_s():
+    ledger = Ledger()
+    limits = Limits(requests_per_minute=60, tokens_per_minute=600)
+    for _ in range(3):
+        ledger.begin("a", limits, 10.0)
+    ledger.spend("a", limits, 100, 10.0)
+    assert dict(ledger.headers("a", limits, 10.0)) == {
+        b"x-ratelimit-limit-requests": b"60",
+        b"x-ratelimit-remaining-requests": b"57",
+        b"x-ratelimit-reset-requests": b"3s",
+        b"x-ratelimit-limit-tokens": b"600",
+        b"x-ratelimit-remaining-tokens": b"500",
+        b"x-ratelimit-reset-tokens": b"10s",
+    }
+    assert [duration(each) for each in (0, 0.0121, 1.5, 59.9996, 61, 360)] == ["0ms", "13ms", "1.5s", "60s", "1m1s", "6m0s"]
+
+
+def test_tokens_are_corrected_and_too_many_are_refused_for_good():
+    ledger = Ledger()
+    limits = Limits(tokens_per_minute=100)
+    assert ledger.spend("a", limits, 90, 0.0) is None
+    assert ledger.spend("a", limits, 20, 0.0) is not None
+    ledger.correct("a", limits, -50, 0.0)
+    assert ledger.spend("a", limits, 60, 0.0) is None
+    ledger.correct("a", limits, 200, 0.0)
+    refusal = ledger.spend("a", limits, 1, 0.0)
+    assert refusal is not None
+    assert refusal.retry_after_s == pytest.approx(201 * 0.6)
+    never = ledger.spend("a", limits, 101, 0.0)
+    assert never is not None
+    assert never.retry_after_s is None
+
+
+def test_concurrent_requests():
+    ledger = Ledger()
+    limits = Limits(concurrent_requests=2)
+    assert ledger.begin("a", limits, 0.0) is None
+    assert ledger.begin("a", limits, 0.0) is None
+    refusal = ledger.begin("a", limits, 0.0)
+    assert refusal is not None
+    assert refusal.kind == "concurrency"
+    ledger.end("a")
+    assert ledger.begin("a", limits, 0.0) is None
+
+
+arrivals = st.lists(st.tuples(st.floats(0, 5), st.integers(0, 2), st.integers(1, 30)), min_size=1, max_size=80)
+
+
+@given(arrivals, st.integers(20, 200), st.integers(1, 5))
+def test_the_limit_holds_in_every_window_but_for_what_one_interval_lets_through(steps, limit, every):
+    """Three gateways that exchange every so many arrivals: never more than a minute's worth, what drained meanwhile, and what
+    the other two let through since the last exchange."""
+    limits = Limits(tokens_per_minute=limit)
+    ledgers = [Ledger() for _ in range(3)]
+    shared, shared_at, now = 0.0, 0.0, 0.0
+    admitted: list[tuple[float, int]] = []
+    unseen = [0, 0, 0]
+    excess = 0.0
+    for number, (gap, at, tokens) in enumerate(steps):
+        now += gap
+        if number % every == 0:
+            for ledger in ledgers:
+                for use in ledger.take(now):
+                    shared = max(0.0, max(0.0, shared - (now - shared_at) * limit / 60) + use.tokens)
+                    shared_at = now
+            for ledger in ledgers:
+                known = {name: Shared(0.0, shared, 0) for name in ledger._accounts}
+                ledger.absorb(known, now)
+            unseen = [0, 0, 0]
+        # A gateway that has no account yet hears of the others before it lets anything through.
+        fresh = not ledgers[at]._accounts
+        ledgers[at].account("a", limits, now)
+        if fresh:
+            ledgers[at].absorb({"a": Shared(0.0, max(0.0, shared - (now - shared_at) * limit / 60), 0)}, now)
+        if ledgers[at].spend("a", limits, tokens, now) is None:
+            excess = max(excess, sum(unseen) - unseen[at])
+            unseen[at] += tokens
+            admitted.append((now, tokens))
+    for first, last in itertools.combinations_with_replacement(range(len(admitted)), 2):
+        within = sum(tokens for _, tokens in admitted[first : last + 1])
+        assert within <= limit + (admitted[last][0] - admitted[first][0]) * limit / 60 + excess + 0.01
+
+
+@given(st.lists(st.tuples(st.floats(0, 2), st.sampled_from(["begin", "end"])), max_size=50))
+def test_open_requests_never_exceed_their_limit(steps):
+    ledger, limits, now, opened = Ledger(), Limits(concurrent_requests=3), 0.0, 0
+    for gap, what in steps:
+        now += gap
+        if what == "begin":
+            opened += ledger.begin("a", limits, now) is None
+        elif opened:
+            ledger.end("a")
+            opened -= 1
+        assert 0 <= opened <= 3

@@ -1,0 +1,104 @@
+import hashlib
+
+import pytest
+
+from gateway.keys.caller import ANYBODY, Priority
+from gateway.keys.ring import KeyFileError, KeyRing, make_key, read_entries
+
+
+def digest(key):
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def scope(header=None, name="authorization"):
+    return {"type": "http", "headers": [] if header is None else [(name.encode(), header.encode())]}
+
+
+def ring(tmp_path, text, **settings):
+    file = tmp_path / "keys.yaml"
+    file.write_text(text)
+    return KeyRing(entries=read_entries(file), **settings)
+
+
+def test_a_made_key_opens_and_its_entry_does_not_hold_it(tmp_path):
+    key, entry = make_key("alice")
+    assert key not in entry
+    assert len(key) > 40
+    keys = ring(tmp_path, f"keys:\n{entry}")
+    caller = keys.find(scope(f"Bearer {key}"))
+    assert caller is not None
+    assert (caller.name, caller.owner, caller.admin) == ("alice", "alice", False)
+    assert keys.find(scope(key, "x-api-key")) is caller
+    for wrong in (None, "Bearer nope", f"Bearer {key}x", f"Basic {key}", "Bearer ", f"Bearer {digest(key)}"):
+        assert keys.find(scope(wrong)) is None, wrong
+
+
+def test_an_entry_says_all_there_is_of_a_key(tmp_path):
+    keys = ring(
+        tmp_path,
+        f"""
+keys:
+  - name: team
+    sha256: [{digest("old")}, {digest("new")}]
+    models: [demo, mine]
+    requests_per_minute: 60
+    tokens_per_minute: 1000
+    concurrent_requests: 3
+    weight: 2.5
+    priority: batch
+    rights: [admin, metrics]
+""",
+    )
+    caller = keys.find(scope("Bearer old"))
+    assert caller is not None
+    assert caller is keys.find(scope("bearer  new"))
+    assert caller.may_use("mine")
+    assert not caller.may_use("other")
+    assert (caller.limits.requests_per_minute, caller.limits.tokens_per_minute, caller.limits.concurrent_requests) == (60, 1000, 3)
+    assert (caller.weight, caller.priority, caller.admin, caller.metrics) == (2.5, Priority.BATCH, True, True)
+    assert keys.find_administrator(scope("Bearer new")) is caller
+    assert keys.has_admin
+    assert keys.guards_metrics
+
+
+def test_single_keys_go_on_working():
+    assert KeyRing().find(scope()) is ANYBODY
+    assert KeyRing().find(scope("Bearer anything")) is ANYBODY
+    keys = KeyRing("api", "admin")
+    assert keys.find(scope()) is None
+    assert keys.find(scope("Bearer api")) is not None
+    assert keys.find(scope("Bearer admin")) is None
+    assert keys.find_administrator(scope("Bearer api")) is None
+    assert keys.find_administrator(scope("Bearer admin")) is not None
+    same = KeyRing("one", "one")
+    assert same.find(scope("Bearer one")) is not None
+    assert same.find_administrator(scope("Bearer one")) is not None
+
+
+ENTRY = f"  - name: a\n    sha256: {digest('a')}\n"
+WRONG = {
+    "keys: [": "not YAML",
+    "[]": "the file: ",
+    "keys:\n  - name: a\n": "keys.0.sha256 (a): field required",
+    f"keys:\n{ENTRY}    weigth: 2\n": "keys.0.weigth (a): extra inputs",
+    f"keys:\n{ENTRY}    weight: 0\n": "keys.0.weight (a): input should be greater than 0",
+    f"keys:\n{ENTRY}    rights: [root]\n": "keys.0.rights.0 (a): ",
+    "keys:\n  - name: a\n    sha256: secret\n": "expected 64 lower-case hexadecimal digits",
+    f"keys:\n  - name: a b\n    sha256: {digest('a')}\n": "expected up to 64 letters",
+    f"keys:\n{ENTRY}{ENTRY}": "the name a is there twice",
+    f"keys:\n{ENTRY}  - name: b\n    sha256: {digest('a')}\n": "the key is there twice",
+}
+
+
+@pytest.mark.parametrize("text", list(WRONG))
+def test_what_is_wrong_with_a_file_is_said_without_its_secrets(tmp_path, text):
+    with pytest.raises(KeyFileError) as error:
+        ring(tmp_path, text)
+    assert WRONG[text] in str(error.value)
+    assert "secret" not in str(error.value)
+    assert digest("a") not in str(error.value)
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    with pytest.raises(KeyFileError, match="cannot be read"):
+        read_entries(tmp_path / "none.yaml")

