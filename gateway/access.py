@@ -106,7 +106,8 @@ class Access:
 
     async def _administer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Has it done by who may, and logs who asked for what, and what came of it."""
-        who, status, asked = "nobody", 0, bytearray()
+        known = self._doors.ring.find(scope) or self._doors.ring.find_administrator(scope)
+        who, status, asked = "nobody" if known is None else known.name or "anybody", 0, bytearray()
 
         async def heard() -> Message:
             message = await receive()

@@ -89,7 +89,7 @@ class FleetCore(EngineCoreClient):
         self._arrival = asyncio.Event()
         self._sequences = Sequences()
         self._rooms = Rooms(slots)
-        self.gate = Gate(self._room, self._place_new, queueing or Queueing())
+        self.gate = Gate(self._room, queueing or Queueing())
         # What still runs at a verifier whose link was lost, should it come back: by its id and incarnation.
         self._strays: dict[tuple[str, str], list[str]] = {}
         self._outputs: asyncio.Queue[EngineCoreOutputs] = asyncio.Queue()
@@ -162,6 +162,16 @@ class FleetCore(EngineCoreClient):
                 await asyncio.wait_for(arrival.wait(), left)
             except TimeoutError:
                 raise NoVerifier from None
+
+    async def admit(self) -> None:
+        """Waits until the request at hand may be submitted.  Raises `NoVerifier`, or `Overloaded` when too many wait."""
+        if not self.routable():
+            raise NoVerifier
+        await self.gate.enter(current_claim())
+
+    def abandon(self) -> None:
+        """The request at hand will not be submitted, or not all of it."""
+        self.gate.abandon(current_claim())
 
     def _tell_arrival(self) -> None:
         self._arrival.set()
@@ -318,12 +328,6 @@ class FleetCore(EngineCoreClient):
         """How many more sequences the verifiers can run."""
         return sum(self._rooms.left(link.member.id, self._sequences.placed(link.member.id)) for link in self.routable())
 
-    def _place_new(self, record: InFlight) -> None:
-        if not self._place(record):
-            raise NoVerifier
-        prompt = len(record.request.prompt_token_ids or ())
-        record.claim.began(prompt, record.placed_at)
-
     # Moving sequences: cut, place
 
     def _fail_over(self, records: Sequence[InFlight], cause: str, died: bool = False) -> None:
@@ -419,22 +423,17 @@ class FleetCore(EngineCoreClient):
         raise NoVerifier
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
-        """Routes and submits, as soon as there is room.
-
-        Raises `NoVerifier` when nobody can take it, `Overloaded` when too many wait, `VLLMValidationError` when it does not
-        encode.
-        """
+        """Routes and submits; raises `NoVerifier` when nobody can take it, `VLLMValidationError` when it does not encode."""
         arrived = time.monotonic() - max(0.0, time.time() - request.arrival_time)
-        record = InFlight(request, None, arrived, session=current_session(), claim=current_claim())
-        if not self.routable():
-            raise NoVerifier
+        claim = current_claim()
+        record = InFlight(request, None, arrived, session=current_session(), claim=claim)
         try:
-            await self.gate.enter(record)
-        except asyncio.CancelledError:
-            await self.abort_requests_async([request.request_id])
-            raise
+            if not self._place(record):
+                raise NoVerifier
         except OverflowError:
             raise VLLMValidationError("A number in the request is out of range.") from None
+        claim.began(len(request.prompt_token_ids or ()), record.placed_at)
+        self.gate.placed(claim)
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
         """Never suspends, so that it also works in a task that is being cancelled."""
@@ -442,7 +441,6 @@ class FleetCore(EngineCoreClient):
         for request_id in request_ids:
             record = self._sequences.get(request_id)
             if record is None:
-                self.gate.withdraw(request_id)
                 continue
             if record.link is not None:
                 by_link.setdefault(id(record.link), (record.link, []))[1].append(record.place_id)

@@ -40,6 +40,8 @@ class Claim:
     """The HTTP request is over, or there was none: what else its sequences take is charged as they end."""
     granted: bool = False
     """Its sequences may go to the verifiers."""
+    promised: int = 0
+    """How many of them have room reserved and have not come."""
     prompt_tokens: float = 0.0
     output_tokens: int = 0
     running: int = 0
@@ -92,5 +94,9 @@ def enter_claim(claim: Claim) -> None:
 
 
 def current_claim() -> Claim:
-    """The claim of the request at hand; one of nobody in particular where there is none."""
-    return _claim.get() or Claim()
+    """The claim of the request at hand; where there is none, one of nobody in particular is entered."""
+    claim = _claim.get()
+    if claim is None:
+        claim = Claim()
+        _claim.set(claim)
+    return claim

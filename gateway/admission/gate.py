@@ -1,6 +1,6 @@
 """Requests wait here until verifiers have room: the queue's clock, timer and futures.  The gateway's event loop.
 
-While there is room and nobody waits, `enter` places a sequence without suspending.
+While there is room and nobody waits, `enter` returns without suspending.
 """
 
 from __future__ import annotations
@@ -14,20 +14,21 @@ from dataclasses import dataclass, field
 from gateway.admission.claim import Claim
 from gateway.admission.queue import FairQueue, Item
 from gateway.errors import Overloaded, Unavailable
-from gateway.in_flight import InFlight
 
 MAX_RETRY_AFTER_S = 60
 """Nobody knows what will be later."""
+UNKNOWN_TOKENS = 256
+"""Of a claim that does not say."""
 
 
 @dataclass(eq=False, slots=True)
 class _Waiting:
-    """A request in the queue, and those of its sequences that have come so far."""
+    """A claim in the queue, and those who wait for it: one per prompt of the request."""
 
     item: Item
     claim: Claim
     since: float
-    sequences: list[tuple[InFlight, asyncio.Future[None]]] = field(default_factory=list)
+    waiters: list[asyncio.Future[None]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -42,18 +43,14 @@ class Queueing:
 
 
 class Gate:
-    """`room()` says how many more sequences verifiers can take now; `place(sequence)` gives one to a verifier, and raises
-    `NoVerifier` or what encoding it raises.
+    """`room()` says how many more sequences verifiers can take now.
+
+    A claim that has entered is promised room for its sequences; the promise is kept one by one as they are placed (`placed`),
+    or given up (`abandon`).
     """
 
-    def __init__(
-        self,
-        room: Callable[[], float],
-        place: Callable[[InFlight], None],
-        queueing: Queueing,
-    ) -> None:
+    def __init__(self, room: Callable[[], float], queueing: Queueing) -> None:
         self._room = room
-        self._place = place
         self._queue = FairQueue(queueing.max_sequences, queueing.max_tokens)
         self._wait_s = queueing.wait_s
         self._waiting: dict[Item, _Waiting] = {}
@@ -65,7 +62,7 @@ class Gate:
 
     @property
     def sequences(self) -> int:
-        """Waiting, of requests whose other sequences may not even have come."""
+        """Waiting."""
         return self._queue.sequences
 
     @property
@@ -78,26 +75,31 @@ class Gate:
         self._queue.max_sequences, self._queue.max_tokens = queueing.max_sequences, queueing.max_tokens
         self._wait_s = queueing.wait_s
 
-    async def enter(self, sequence: InFlight) -> None:
-        """Returns when the sequence has a verifier.  Raises `Overloaded`, and whatever `place` raises."""
-        claim = sequence.claim
-        if not claim.granted:
-            waiting = self._by_claim.get(claim)
-            if waiting is not None or self._queue or self._room() - self._promised < 1:
-                await self._wait(sequence, waiting or self._queue_up(claim, sequence))
+    async def enter(self, claim: Claim) -> None:
+        """Returns when the claim's sequences may go to the verifiers.  Raises `Overloaded`."""
+        if claim.granted:
+            return
+        waiting = self._by_claim.get(claim)
+        if waiting is None:
+            if not self._queue and self._room() - self._promised >= 1:
+                self._queue.bypass(_item(claim, math.inf))
+                self._grant(claim)
                 return
-            item = _item(claim, sequence, math.inf)
-            self._queue.bypass(item)
-            self._grant(claim, 1)
-        self._place(sequence)
+            waiting = self._queue_up(claim)
+        await self._wait(waiting)
 
-    def withdraw(self, request_id: str) -> None:
-        """Nobody wants this sequence any more."""
-        for waiting in list(self._waiting.values()):
-            for each in list(waiting.sequences):
-                if each[0].request.request_id == request_id:
-                    each[1].set_result(None)
-                    self._leave(waiting, each)
+    def placed(self, claim: Claim) -> None:
+        """One of its sequences is at a verifier."""
+        if claim.promised:
+            claim.promised -= 1
+            self._promised -= 1
+
+    def abandon(self, claim: Claim) -> None:
+        """No more of its sequences will come; what was promised to them is free."""
+        if claim.promised:
+            self._promised -= claim.promised
+            claim.promised = 0
+            self.look()
 
     def settle(self, claim: Claim) -> None:
         """All of its sequences have ended: its flow pays for what they took instead of what was thought."""
@@ -123,13 +125,14 @@ class Gate:
         """Nobody will be served any more."""
         for waiting in list(self._waiting.values()):
             self._fail(waiting, error())
+        self._set_timer()
 
     # Details
 
-    def _queue_up(self, claim: Claim, sequence: InFlight) -> _Waiting:
+    def _queue_up(self, claim: Claim) -> _Waiting:
         now = time.monotonic()
         wait_s = self._wait_s if claim.wait_s is not None and claim.wait_s < 0 else claim.wait_s
-        item = _item(claim, sequence, math.inf if wait_s is None else now + wait_s)
+        item = _item(claim, math.inf if wait_s is None else now + wait_s)
         expected_s = self._queue.expected_wait_s(item.flow, item.priority, now)
         if wait_s is not None and (wait_s <= 0 or (expected_s is not None and expected_s > wait_s)):
             self.shed += 1
@@ -143,49 +146,30 @@ class Gate:
             raise Overloaded.after(_retry_after(expected_s, 0.0))
         return waiting
 
-    async def _wait(self, sequence: InFlight, waiting: _Waiting) -> None:
+    async def _wait(self, waiting: _Waiting) -> None:
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        waiting.sequences.append((sequence, future))
+        waiting.waiters.append(future)
         try:
             await future
         except asyncio.CancelledError:
-            if waiting.item in self._waiting:
-                self._leave(waiting, (sequence, future))
+            waiting.waiters.remove(future)
+            if not waiting.waiters and waiting.item in self._waiting:
+                self._drop(waiting)
+                self._set_timer()
             raise
-
-    def _leave(self, waiting: _Waiting, each: tuple[InFlight, asyncio.Future[None]]) -> None:
-        waiting.sequences.remove(each)
-        if not waiting.sequences:
-            self._drop(waiting)
-            self._set_timer()
 
     def _admit(self, waiting: _Waiting, now: float) -> None:
         self._drop(waiting)
-        claim = waiting.claim
-        claim.queued_s += now - waiting.since
-        self._grant(claim, len(waiting.sequences))
-        for sequence, future in waiting.sequences:
-            if future.done():
-                continue
-            try:
-                self._place(sequence)
-            except Exception as error:
-                future.set_exception(error)
-            else:
+        waiting.claim.queued_s += now - waiting.since
+        self._grant(waiting.claim)
+        for future in waiting.waiters:
+            if not future.done():
                 future.set_result(None)
 
-    def _grant(self, claim: Claim, come: int) -> None:
-        """Its sequences go to verifiers as they come: those that have not yet, come before the loop turns twice."""
+    def _grant(self, claim: Claim) -> None:
         claim.granted = True
-        rest = claim.sequences - come
-        if rest > 0:
-            self._promised += rest
-            loop = asyncio.get_running_loop()
-            loop.call_soon(loop.call_soon, self._keep_promise, rest)
-
-    def _keep_promise(self, count: int) -> None:
-        self._promised -= count
-        self.look()
+        claim.promised = claim.sequences
+        self._promised += claim.sequences
 
     def _refuse(self, waiting: _Waiting, now: float) -> None:
         item = waiting.item
@@ -194,7 +178,7 @@ class Gate:
 
     def _fail(self, waiting: _Waiting, error: Exception) -> None:
         self._drop(waiting)
-        for _, future in waiting.sequences:
+        for future in waiting.waiters:
             if not future.done():
                 future.set_exception(error)
 
@@ -213,11 +197,10 @@ class Gate:
             self._timer = asyncio.get_running_loop().call_later(delay, self.look)
 
 
-def _item(claim: Claim, sequence: InFlight, deadline: float) -> Item:
-    if not claim.expected_tokens:
-        claim.expected_tokens = max(1, sequence.tokens)
+def _item(claim: Claim, deadline: float) -> Item:
     caller = claim.caller
-    return Item(caller.name, caller.weight, claim.priority, claim.sequences, claim.expected_tokens, deadline)
+    tokens = claim.expected_tokens or UNKNOWN_TOKENS
+    return Item(caller.name, caller.weight, claim.priority, claim.sequences, tokens, deadline)
 
 
 def _retry_after(expected_s: float | None, wait_s: float) -> int:

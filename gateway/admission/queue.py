@@ -166,6 +166,8 @@ class FairQueue:
 
     def next_deadline(self) -> float | None:
         """When `expire` has something to do at the earliest."""
+        while self._deadlines and not self._deadlines[0][2].waiting:
+            heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else None
 
     def settle(self, flow: str, weight: float, priority: int, tokens: int) -> None:

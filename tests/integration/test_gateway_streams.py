@@ -7,7 +7,7 @@ import openai
 import pytest
 from vllm.v1.engine import FinishReason
 
-from tests.support.fake_verifier import count_up, eventually
+from tests.support.fake_verifier import count_up, eventually, gated
 from tests.support.running_gateway import CHAT, COMPLETION, running_gateway
 
 LENGTH = FinishReason.LENGTH
@@ -21,15 +21,6 @@ async def stall(verifier, sequence):
 
 async def silence(verifier, sequence):
     await sequence.aborted.wait()
-
-
-def gated(gate: asyncio.Event):
-    async def behaviour(verifier, sequence):
-        sequence.emit([300])
-        await gate.wait()
-        sequence.emit([301], LENGTH)
-
-    return behaviour
 
 
 def events(raw: bytes) -> list[dict]:

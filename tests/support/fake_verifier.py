@@ -53,6 +53,17 @@ async def count_up(verifier: FakeVerifier, sequence: Sequence) -> None:
         await asyncio.sleep(0)
 
 
+def gated(gate: asyncio.Event) -> Behaviour:
+    """A token at once, and the last one when `gate` is set."""
+
+    async def behaviour(verifier: FakeVerifier, sequence: Sequence) -> None:
+        sequence.emit([300])
+        await gate.wait()
+        sequence.emit([301], FinishReason.LENGTH)
+
+    return behaviour
+
+
 class FakeVerifier:
     """Start it in a running loop.  `behaviour` decides what each request emits; `sequences` keeps them all."""
 

@@ -47,14 +47,15 @@ class Running:
 
 @asynccontextmanager
 async def running_gateway(
-    verifiers: int = 1, mode: str = "sync", tracing: dict[str, Any] | None = None, **gateway: Any
+    verifiers: int = 1, mode: str = "sync", tracing: dict[str, Any] | None = None, slots: int = 64, **gateway: Any
 ) -> AsyncIterator[Running]:
-    """A gateway with `verifiers` fake verifiers connected, and `gateway` settings."""
+    """A gateway with `verifiers` fake verifiers connected, which run `slots` sequences at once, and `gateway` settings."""
     with tempfile.TemporaryDirectory() as folder:
         fakes = [FakeVerifier(Path(folder), f"verifier-{index}").start() for index in range(verifiers)]
         directory = StaticDirectory([fake.member for fake in fakes])
         gateway = {"port": 0, "state_dir": folder, **gateway}
-        settings = Settings.model_validate({"mode": mode, "gateway": gateway, "tracing": tracing or {}})
+        sections = {"gateway": gateway, "tracing": tracing or {}, "verifier": {"max_num_seqs": slots}}
+        settings = Settings.model_validate({"mode": mode, **sections})
         server = GatewayServer(settings, directory, MODEL_DIR, model_name="demo")
         task = asyncio.create_task(server.serve())
         try:

@@ -54,7 +54,11 @@ keys:
     assert caller is keys.find(scope("bearer  new"))
     assert caller.may_use("mine")
     assert not caller.may_use("other")
-    assert (caller.limits.requests_per_minute, caller.limits.tokens_per_minute, caller.limits.concurrent_requests) == (60, 1000, 3)
+    assert (caller.limits.requests_per_minute, caller.limits.tokens_per_minute, caller.limits.concurrent_requests) == (
+        60,
+        1000,
+        3,
+    )
     assert (caller.weight, caller.priority, caller.admin, caller.metrics) == (2.5, Priority.BATCH, True, True)
     assert keys.find_administrator(scope("Bearer new")) is caller
     assert keys.has_admin

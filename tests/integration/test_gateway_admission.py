@@ -1,0 +1,172 @@
+"""Requests beyond what verifiers run wait at the gateway: in which order, how long, and who is turned away."""
+
+import asyncio
+
+import openai
+import pytest
+
+from gateway.keys.ring import make_key
+from tests.support.fake_verifier import eventually, gated
+from tests.support.running_gateway import CHAT, COMPLETION, running_gateway
+
+SLOTS = 2
+ROOM = SLOTS + 1
+"""One more waits at the verifier."""
+
+
+def ask(running, name, headers=None, **fields):
+    body = {**COMPLETION, "prompt": name, **fields}
+    return asyncio.ensure_future(running.http.post("/v1/completions", json=body, headers=headers))
+
+
+def served(running):
+    """What has reached the verifier, in order, as the prompts' last tokens."""
+    return [each.request.prompt_token_ids[-1] for each in running.verifier.sequences]
+
+
+class Filled:
+    """A gateway whose verifier is full, and takes one more whenever a test says so."""
+
+    def __init__(self, running):
+        self.running = running
+        self.gates = []
+        self.requests = []
+
+    async def fill(self):
+        async def behaviour(verifier, sequence):
+            gate = asyncio.Event()
+            self.gates.append(gate)
+            await gated(gate)(verifier, sequence)
+
+        self.running.verifier.behaviour = behaviour
+        self.requests += [ask(self.running, "a") for _ in range(ROOM)]
+        await eventually(lambda: len(self.gates) == ROOM)
+
+    def release(self, count=1):
+        for gate in [each for each in self.gates if not each.is_set()][:count]:
+            gate.set()
+
+    async def finish(self):
+        while not all(each.done() for each in self.requests):
+            self.release()
+            await asyncio.sleep(0.01)
+        return [(await each).status_code for each in self.requests]
+
+    async def queue(self, count):
+        await eventually(lambda: self.running.core.gate.sequences == count)
+
+
+async def test_more_wait_until_there_is_room_and_nobody_waits_while_there_is():
+    async with running_gateway(slots=SLOTS) as running:
+        filled = Filled(running)
+        await filled.fill()
+        filled.requests += [ask(running, "b"), ask(running, "c", n=2)]
+        await filled.queue(3)
+        assert len(running.verifier.sequences) == ROOM
+        filled.release()
+        await eventually(lambda: len(running.verifier.sequences) == ROOM + 1)
+        await filled.queue(2)
+        filled.release()
+        # Both sequences of the last one come together.
+        await eventually(lambda: len(running.verifier.sequences) == ROOM + 3)
+        assert await filled.finish() == [200] * 5
+        await eventually(lambda: running.idle)
+        assert (running.core.gate.sequences, running.core.gate.tokens, running.core.gate._promised) == (0, 0, 0)
+
+
+async def test_keys_share_and_priorities_go_first(tmp_path):
+    made = {name: make_key(name) for name in ("flood", "light", "batch", "vip")}
+    more = {"batch": "    priority: batch\n", "vip": "    priority: high\n"}
+    file = tmp_path / "keys.yaml"
+    file.write_text("keys:\n" + "".join(entry + more.get(name, "") for name, (_, entry) in made.items()))
+    headers = {name: {"authorization": f"Bearer {key}"} for name, (key, _) in made.items()}
+    async with running_gateway(slots=SLOTS, keys_file=str(file)) as running:
+        order = []
+        gates = []
+
+        async def behaviour(verifier, sequence):
+            order.append(len(sequence.request.prompt_token_ids))
+            gates.append(asyncio.Event())
+            await gated(gates[-1])(verifier, sequence)
+
+        running.verifier.behaviour = behaviour
+        names = ["flood"] * (ROOM + 4) + ["batch", "light", "vip"]
+        lengths = {"flood": 10, "batch": 20, "light": 11, "vip": 40}
+        requests = []
+        for count, name in enumerate(names):
+            requests.append(ask(running, [5] * lengths[name], headers[name]))
+            await eventually(lambda count=count: len(order) + running.core.gate.sequences == count + 1)
+
+        async def reached(seen):
+            await eventually(lambda: len(order) > seen)
+
+        while len(order) < len(names):
+            next(each for each in gates if not each.is_set()).set()
+            await reached(len(order))
+        for each in gates:
+            each.set()
+        assert [(await each).status_code for each in requests] == [200] * len(names)
+        assert order[:ROOM] == [10] * ROOM
+        assert order[ROOM] == 40
+        assert 11 in order[ROOM + 1 : ROOM + 3]
+        assert order[-1] == 20
+
+
+async def test_who_would_wait_too_long_or_finds_it_full_is_told_when_to_come_again():
+    async with running_gateway(slots=SLOTS, max_queued=2) as running:
+        filled = Filled(running)
+        await filled.fill()
+        for stream in (False, True):
+            late = await ask(running, "b", {"x-outrider-max-wait-s": "0"}, stream=stream)
+            assert late.status_code == 503, stream
+            assert late.json()["error"]["code"] == "overloaded"
+            assert 1 <= int(late.headers["retry-after"]) <= 60
+        waited = await ask(running, "b", {"x-outrider-max-wait-s": "0.05"})
+        assert (waited.status_code, waited.json()["error"]["code"]) == (503, "overloaded")
+        filled.requests += [ask(running, "c"), ask(running, "d")]
+        await filled.queue(2)
+        full = await ask(running, "e")
+        assert (full.status_code, full.json()["error"]["code"]) == (503, "overloaded")
+        bad = await ask(running, "e", {"x-outrider-max-wait-s": "soon"})
+        assert (bad.status_code, bad.json()["error"]["param"]) == (400, "x-outrider-max-wait-s")
+        chat = await running.http.post("/v1/messages", json=CHAT, headers={"x-outrider-max-wait-s": "0"})
+        assert (chat.status_code, chat.json()["error"]["type"]) == (503, "overloaded_error")
+        assert len(running.verifier.sequences) == ROOM, "nothing of these was computed"
+        assert running.core.gate.shed == 5
+        assert await filled.finish() == [200] * 5
+
+
+async def test_who_leaves_the_queue_leaves_nothing_behind():
+    async with running_gateway(slots=SLOTS) as running:
+        filled = Filled(running)
+        await filled.fill()
+        async with openai.AsyncOpenAI(base_url=f"{running.server.url}/v1", api_key="x", max_retries=0, timeout=0.2) as client:
+            with pytest.raises(openai.APITimeoutError):
+                await client.completions.create(model="demo", prompt="b", n=2)
+        await filled.queue(0)
+        assert await filled.finish() == [200] * ROOM
+        await eventually(lambda: running.idle)
+        assert len(running.verifier.sequences) == ROOM
+
+
+async def test_those_who_wait_are_told_when_the_gateway_stops():
+    async with running_gateway(slots=SLOTS, drain_s=0) as running:
+        filled = Filled(running)
+        await filled.fill()
+        waiting = ask(running, "b")
+        await filled.queue(1)
+        running.server.stop()
+        assert (await waiting).json()["error"]["code"] == "shutting_down"
+        await asyncio.gather(*filled.requests)
+
+
+async def test_those_who_wait_go_on_at_another_verifier():
+    async with running_gateway(verifiers=2, slots=1) as running:
+        gate = asyncio.Event()
+        for each in running.verifiers:
+            each.behaviour = gated(gate)
+        requests = [ask(running, "a") for _ in range(6)]
+        await eventually(lambda: running.core.gate.sequences == 2)
+        running.verifiers[0].kill()
+        gate.set()
+        assert [(await each).status_code for each in requests] == [200] * 6

@@ -1,0 +1,213 @@
+"""Keys from a file, over HTTP: what each may use, what is counted, who administers, what is logged of that."""
+
+import asyncio
+import json
+import logging
+import ssl
+import subprocess
+
+import httpx
+import pytest
+
+from gateway.keys.ring import make_key
+from tests.support.fake_verifier import eventually, gated
+from tests.support.running_gateway import CHAT, COMPLETION, running_gateway
+
+
+class Keys:
+    """A keys file that a test writes."""
+
+    def __init__(self, folder):
+        self.file = folder / "keys.yaml"
+        self._entries = {}
+        self._keys = {}
+
+    def put(self, name, **fields):
+        if name not in self._keys:
+            self._keys[name], self._entries[name] = make_key(name)
+        entry = self._entries[name] + "".join(f"    {field}: {json.dumps(value)}\n" for field, value in fields.items())
+        self._entries[name] = entry
+        self.file.write_text("keys:\n" + "".join(self._entries.values()))
+        return {"authorization": f"Bearer {self._keys[name]}"}
+
+
+@pytest.fixture
+def keys(tmp_path):
+    return Keys(tmp_path)
+
+
+async def test_a_key_opens_its_models_and_no_others(keys):
+    free, other = keys.put("free"), keys.put("other", models=["mine"])
+    async with running_gateway(keys_file=str(keys.file)) as running:
+        http = running.http
+        assert (await http.post("/v1/completions", json=COMPLETION)).status_code == 401
+        assert (
+            await http.post("/v1/completions", json=COMPLETION, headers={"authorization": "Bearer or-x"})
+        ).status_code == 401
+        assert (await http.post("/v1/completions", json=COMPLETION, headers=free)).status_code == 200
+        key = {"x-api-key": free["authorization"].removeprefix("Bearer ")}
+        assert (await http.post("/v1/completions", json=COMPLETION, headers=key)).status_code == 200
+        assert [each["id"] for each in (await http.get("/v1/models", headers=free)).json()["data"]] == ["demo"]
+        assert (await http.get("/v1/models", headers=other)).json()["data"] == []
+        assert (await http.get("/v1/models/demo", headers=other)).status_code == 404
+        without = {name: value for name, value in CHAT.items() if name != "model"}
+        for path, body in (
+            ("/v1/completions", COMPLETION),
+            ("/v1/chat/completions", CHAT),
+            ("/v1/chat/completions", without),
+            ("/v1/responses", {"model": "demo", "input": "x"}),
+            ("/v1/messages", CHAT),
+            ("/v1/messages/count_tokens", {"model": "demo", "messages": CHAT["messages"]}),
+            ("/v1/responses/input_tokens", {"model": "demo", "input": "x"}),
+            ("/tokenize", {"model": "demo", "prompt": "x"}),
+            ("/detokenize", {"model": "demo", "tokens": [5]}),
+        ):
+            refused = await http.post(path, json=body, headers=other)
+            assert refused.status_code == 404, path
+            if "messages" not in path:
+                assert refused.json()["error"]["code"] == "model_not_found", path
+        assert len(running.verifier.sequences) == 2
+
+
+async def test_requests_are_counted_and_refused_as_openai_does(keys):
+    mine, other = keys.put("mine", requests_per_minute=3), keys.put("other")
+    async with running_gateway(keys_file=str(keys.file)) as running:
+        left = []
+        for _ in range(3):
+            answer = await running.http.post("/v1/completions", json=COMPLETION, headers=mine)
+            assert answer.status_code == 200
+            assert answer.headers["x-ratelimit-limit-requests"] == "3"
+            left.append(answer.headers["x-ratelimit-remaining-requests"])
+        assert left == ["2", "1", "0"]
+        refused = await running.http.post("/v1/completions", json=COMPLETION, headers=mine)
+        assert refused.status_code == 429
+        assert refused.json()["error"]["code"] == "rate_limit_exceeded"
+        assert refused.json()["error"]["type"] == "requests"
+        assert 18 <= int(refused.headers["retry-after"]) <= 20
+        assert int(refused.headers["retry-after-ms"]) <= 20_000
+        assert refused.headers["x-ratelimit-remaining-requests"] == "0"
+        # What is only looked up is free, and so are others.
+        assert (await running.http.get("/v1/models", headers=mine)).status_code == 200
+        answer = await running.http.post("/v1/completions", json=COMPLETION, headers=other)
+        assert answer.status_code == 200
+        assert "x-ratelimit-limit-requests" not in answer.headers
+
+
+async def test_tokens_are_estimated_first_and_corrected_in_the_end(keys):
+    mine = keys.put("mine", tokens_per_minute=300)
+    async with running_gateway(keys_file=str(keys.file), mode="sync") as running:
+        gate = asyncio.Event()
+        running.verifier.behaviour = gated(gate)
+        ask = {**COMPLETION, "max_tokens": 200}
+        first = asyncio.ensure_future(running.http.post("/v1/completions", json=ask, headers=mine))
+        await eventually(lambda: len(running.verifier.sequences) == 1)
+        refused = await running.http.post("/v1/completions", json=ask, headers=mine)
+        assert refused.status_code == 429
+        assert refused.json()["error"]["type"] == "tokens"
+        gate.set()
+        usage = (await first).json()["usage"]
+        refused = await running.http.post("/v1/completions", json={**ask, "max_tokens": 100_000, "n": 2}, headers=mine)
+        assert refused.status_code == 429
+        assert refused.headers["x-should-retry"] == "false"
+        answer = await running.http.get("/v1/models", headers=mine)
+        left = int(answer.headers["x-ratelimit-remaining-tokens"])
+        assert left == pytest.approx(300 - usage["total_tokens"], abs=5)
+
+
+async def test_requests_at_once(keys):
+    mine = keys.put("mine", concurrent_requests=1)
+    async with running_gateway(keys_file=str(keys.file)) as running:
+        gate = asyncio.Event()
+        running.verifier.behaviour = gated(gate)
+        first = asyncio.ensure_future(running.http.post("/v1/completions", json=COMPLETION, headers=mine))
+        await eventually(lambda: len(running.verifier.sequences) == 1)
+        refused = await running.http.post("/v1/completions", json=COMPLETION, headers=mine)
+        assert (refused.status_code, refused.json()["error"]["type"]) == (429, "rate_limit_error")
+        gate.set()
+        assert (await first).status_code == 200
+        assert (await running.http.post("/v1/completions", json=COMPLETION, headers=mine)).status_code == 200
+
+
+async def test_rights_and_the_log_of_what_administrators_did(keys, caplog):
+    caplog.set_level(logging.INFO, "outrider.audit")
+    plain, admin, scraper = (
+        keys.put("plain"),
+        keys.put("boss", rights=["admin"]),
+        keys.put("prom", models=[], rights=["metrics"]),
+    )
+    async with running_gateway(keys_file=str(keys.file)) as running:
+        http = running.http
+        assert (await http.post("/admin/sleep", json={})).status_code == 401
+        assert (await http.post("/admin/sleep", json={}, headers=plain)).status_code == 403
+        assert (await http.post("/admin/sleep", json={"level": 1}, headers=admin)).status_code == 200
+        assert (await http.post("/admin/nonsense", json={}, headers=admin)).status_code == 404
+        assert (await http.get("/metrics")).status_code == 401
+        assert (await http.get("/metrics", headers=plain)).status_code == 403
+        assert (await http.get("/metrics", headers=scraper)).status_code == 200
+        assert (await http.get("/livez")).status_code == 200
+    said = [each.fields for each in caplog.records if each.name == "outrider.audit"]
+    assert [(each["by"], each["fields"], each["status"]) for each in said] == [
+        ("nobody", "{}", 401),
+        ("plain", "{}", 403),
+        ("boss", '{"level":1}', 200),
+        ("boss", "{}", 404),
+    ]
+    assert "or-" not in caplog.text
+
+
+async def test_responses_belong_to_the_key_that_made_them(keys):
+    mine, other = keys.put("mine"), keys.put("other")
+    async with running_gateway(keys_file=str(keys.file)) as running:
+        made = await running.http.post("/v1/responses", json={"model": "demo", "input": "x"}, headers=mine)
+        path = f"/v1/responses/{made.json()['id']}"
+        assert (await running.http.get(path, headers=mine)).status_code == 200
+        assert (await running.http.get(path, headers=other)).status_code == 404
+
+
+async def test_gateways_of_one_host_share_counts(keys, tmp_path):
+    mine = keys.put("mine", requests_per_minute=3)
+    shared = {"keys_file": str(keys.file), "state_dir": str(tmp_path / "state")}
+    async with running_gateway(**shared) as first:
+        for _ in range(2):
+            assert (await first.http.post("/v1/completions", json=COMPLETION, headers=mine)).status_code == 200
+        async with running_gateway(**shared) as second:
+            quotas = first.server.gateway.doors.quotas
+            await quotas._exchange()
+            assert (await second.http.post("/v1/completions", json=COMPLETION, headers=mine)).status_code == 200
+            assert (await second.http.post("/v1/completions", json=COMPLETION, headers=mine)).status_code == 429
+
+
+async def test_web_pages_may_call_where_they_are_named():
+    page = {"origin": "https://app.example", "access-control-request-method": "POST"}
+    async with running_gateway(api_key="k", cors_origins=["https://app.example"]) as running:
+        preflight = await running.http.options("/v1/completions", headers=page)
+        assert preflight.status_code == 200
+        assert preflight.headers["access-control-allow-origin"] == "https://app.example"
+        refused = await running.http.options("/v1/completions", headers={**page, "origin": "https://evil.example"})
+        assert "access-control-allow-origin" not in refused.headers
+        answer = await running.http.post("/v1/completions", json=COMPLETION, headers={**page, "authorization": "Bearer k"})
+        assert answer.status_code == 200
+        assert answer.headers["access-control-allow-origin"] == "https://app.example"
+        assert "x-ratelimit-remaining-tokens" in answer.headers["access-control-expose-headers"].lower()
+    async with running_gateway(api_key="k") as running:
+        assert "access-control-allow-origin" not in (await running.http.options("/v1/completions", headers=page)).headers
+
+
+async def test_https_and_a_unix_socket(tmp_path):
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "1",
+         "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", cert],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    async with running_gateway(tls_cert=str(cert), tls_key=str(key)) as running:
+        assert running.server.url.startswith("https://")
+        async with httpx.AsyncClient(verify=ssl.create_default_context(cafile=str(cert))) as http:
+            assert (await http.get(f"{running.server.url}/livez")).status_code == 200
+    socket = tmp_path / "gateway.sock"
+    async with running_gateway(uds=str(socket)) as running:
+        await eventually(socket.exists)
+        async with httpx.AsyncClient(transport=httpx.AsyncHTTPTransport(uds=str(socket)), base_url="http://localhost") as http:
+            assert (await http.post("/v1/completions", json=COMPLETION)).status_code == 200
+            # A proxy may stand in front of it: being called through it proves nothing.
+            assert (await http.post("/admin/sleep", json={})).status_code == 403
