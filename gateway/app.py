@@ -18,7 +18,19 @@ from gateway.balancing import Balancer
 from gateway.errors import translate
 from gateway.guard import Guard
 from gateway.middleware import Envelope
-from gateway.routes import admin, conversations, generate, messages, models, operations, page, pooling, responses, weights
+from gateway.routes import (
+    admin,
+    conversations,
+    generate,
+    messages,
+    models,
+    operations,
+    page,
+    pooling,
+    reload,
+    responses,
+    weights,
+)
 from gateway.spans import RequestSpans
 from gateway.state import Gateway
 
@@ -56,7 +68,7 @@ def build_app(gateway: Gateway) -> FastAPI:
     app = FastAPI(title="Outrider", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
     app.router.redirect_slashes = False
     app.state.gateway = gateway
-    for routes in (weights, admin, generate, messages, responses, conversations, pooling, models, operations, page):
+    for routes in (weights, reload, admin, generate, messages, responses, conversations, pooling, models, operations, page):
         app.include_router(routes.router)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(RequestValidationError, _http_error)

@@ -18,6 +18,10 @@ class Choosing:
         self._measured: dict[str, Measured] = {}
         self._routed: Counter[str] = Counter()
 
+    def reroute(self, router: Router) -> None:
+        """Another router from now on; it knows of no sessions and prefixes yet."""
+        self._router = router
+
     def choose(self, ask: Ask, load: Mapping[str, tuple[int, int]]) -> str | None:
         """One of the verifiers in `load`, which has the tokens and sequences of this gateway at each; None: there is none."""
         measured, routed = self._measured, self._routed

@@ -43,6 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "status": status,
         "check-config": check_config,
         "make-key": make_key,
+        "reload": reload,
         "records": tools.records,
         "report": tools.report,
         "rollout": tools.rollout,
@@ -107,7 +108,7 @@ def serve(arguments: list[str]) -> int:
                 progress.say(present.ready(url, settings, models))
 
             info = fleet.coordinator.info()
-            _run_gateway(fleet.settings, models, fleet.coordinator, info.fleet_keys, announce)
+            _run_gateway(fleet.settings, models, fleet.coordinator, info.fleet_keys, announce, lambda: _read_again(arguments))
             return OK
         except (ClusterError, LaunchError, PlanError, StateError) as error:
             return fail(str(error), FAILED)
@@ -138,7 +139,7 @@ def gateway(arguments: list[str]) -> int:
             progress.say(present.ready(url, settings, info.models))
 
         try:
-            _run_gateway(settings, info.models, coordinator, info.fleet_keys, announce)
+            _run_gateway(settings, info.models, coordinator, info.fleet_keys, announce, lambda: _read_again(arguments))
         except OSError as error:
             return fail(f"{settings.gateway.host}:{settings.gateway.port}: {error.strerror or error}", FAILED)
         finally:
@@ -192,6 +193,27 @@ def make_key(arguments: list[str]) -> int:
     return OK
 
 
+def reload(arguments: list[str]) -> int:
+    """Has a running gateway read keys, limits and routing again: `outrider reload [NAMESPACE or PID] [--name value ...]`."""
+    from backend.config.runtime import StateError
+    from backend.launch import state
+    from gateway import reloading
+
+    rest = list(arguments)
+    name = rest.pop(0) if rest and not rest[0].startswith("-") else None
+    loaded = sources.load(rest, "outrider reload", "Has a gateway read its keys, limits and routing again: [NAMESPACE or PID].")
+    asked = loaded.settings.gateway
+    try:
+        # One that is named by its address may be any; others are those of `outrider serve` on this host.
+        named = any(("gateway", each) in loaded.origins for each in ("host", "port", "uds"))
+        url = reloading.url_of(asked) if named and name is None else state.find(name).url
+        for line in reloading.reload(url, asked):
+            print(line)
+    except (StateError, reloading.ReloadFailed) as error:
+        return fail(str(error), FAILED)
+    return OK
+
+
 # What the commands share.
 
 
@@ -204,6 +226,10 @@ def _resolved(settings: Settings, progress: present.Progress) -> ResolvedModels:
         raise ConfigError(str(error)) from error
     progress.say(present.plan_line(settings, models))
     return models
+
+
+def _read_again(arguments: list[str]) -> Settings:
+    return sources.load(arguments).settings
 
 
 def _check_gateway(settings: Settings) -> None:
@@ -286,6 +312,7 @@ def _run_gateway(
     coordinator: CoordinatorHandle,
     fleet_keys: ServerKeys | None,
     announce: Callable[[str], None],
+    read_settings: Callable[[], Settings],
 ) -> None:
     """Serves HTTP until a signal; the signals are the server's own meanwhile."""
     from backend.config import environment
@@ -306,6 +333,7 @@ def _run_gateway(
             model_name=models.name,
             wire=Wire(fleet_keys, node_id=member.node_id),
             on_ready=announce,
+            read_settings=read_settings,
         )
         server.run()
     finally:

@@ -28,6 +28,5 @@ def queueing_of(settings: Settings) -> Queueing:
 def open_doors(settings: Settings, gateway_id: str, folder: Path | None) -> Doors:
     """`folder` is where gateways of this host share what they count.  Raises `KeyFileError`, `OSError` or `ValueError`."""
     ring = ring_of(settings)
-    # Without a keys file there is nothing to count, now or after a reload.
-    store = open_store(settings.gateway.quota_url, folder) if settings.gateway.keys_file else None
-    return Doors(ring, settings.gateway.max_in_flight, Quotas(gateway_id, store))
+    # Also without a keys file: a reload may bring one.
+    return Doors(ring, settings.gateway.max_in_flight, Quotas(gateway_id, open_store(settings.gateway.quota_url, folder)))

@@ -204,7 +204,7 @@ class TooManyRequests(ApiError):
 class RateLimited(TooManyRequests):
     """`kind` is which limit; `retry_after_s` None: it will never fit."""
 
-    def __init__(self, message: str, kind: str, retry_after_s: float | None) -> None:
+    def __init__(self, message: str, kind: str = "requests", retry_after_s: float | None = 1.0) -> None:
         super().__init__(message)
         if kind in ("requests", "tokens"):
             self.type = kind

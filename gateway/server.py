@@ -35,6 +35,7 @@ from gateway.fleet_feed import FleetFeed
 from gateway.fleet_metrics import FleetCollector
 from gateway.metrics import GatewayMetrics
 from gateway.protocol import BoundedProtocol
+from gateway.reload import Reloader
 from gateway.responses.serving import Responses
 from gateway.responses.store import Store
 from gateway.spans import SequenceSpans
@@ -101,6 +102,8 @@ def _state_folder(settings: Settings) -> Path | None:
 class GatewayServer:
     """A gateway behind a listening socket.
 
+    `read_settings` reads the settings again for a reload.
+
     `on_listening(url)` is called when HTTP is served (`/livez` answers), `on_ready(url)` once when the first verifier is
     ready too (`/readyz` answers 200).  Call `run()` in a process's main thread, or await `serve()` in a loop of your own
     and end it with `stop()`.
@@ -116,8 +119,11 @@ class GatewayServer:
         wire: Wire | None = None,
         on_listening: Callable[[str], None] | None = None,
         on_ready: Callable[[str], None] | None = None,
+        read_settings: Callable[[], Settings] | None = None,
     ) -> None:
         self.gateway = build_gateway(settings, directory, model_dir, model_name=model_name, wire=wire)
+        if read_settings is not None:
+            self.gateway.reloader = Reloader(self.gateway, read_settings)
         self.url = ""
         self._settings = settings.gateway
         self._on_listening = on_listening
@@ -147,10 +153,11 @@ class GatewayServer:
         loop = asyncio.get_running_loop()
         for each in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(each, self.stop)
+        loop.add_signal_handler(signal.SIGHUP, self.reload)
         try:
             await self.serve()
         finally:
-            for each in (signal.SIGINT, signal.SIGTERM):
+            for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 loop.remove_signal_handler(each)
 
     def stop(self) -> None:
@@ -162,6 +169,13 @@ class GatewayServer:
         self.gateway.client.core.draining = True
         # Watchers would hold the server open for as long as they like.
         self.gateway.feed.close()
+
+    def reload(self) -> None:
+        """Has keys, limits and routing read again; the log says what came of it."""
+        if self.gateway.reloader is not None:
+            task = asyncio.ensure_future(self.gateway.reloader.reload())
+            # What is wrong has been logged.
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())
 
     async def serve(self) -> None:
         """Serves until `stop()`.  Raises `OSError` when the address cannot be bound."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 
@@ -19,10 +20,13 @@ from gateway.keys.caller import caller_of
 from gateway.metrics import GatewayMetrics
 from gateway.responses.serving import Responses
 
+if TYPE_CHECKING:
+    from gateway.reload import Reloader
 
-@dataclass(frozen=True)
+
+@dataclass
 class Gateway:
-    """The gateway's parts."""
+    """The gateway's parts.  They stay; a reload exchanges `settings`."""
 
     settings: Settings
     client: FleetClient[FleetCore]
@@ -32,6 +36,7 @@ class Gateway:
     responses: Responses
     doors: Doors
     tracing: Tracing | None = None
+    reloader: Reloader | None = None
     started: float = field(default_factory=time.time)
     """Unix seconds; also when its models were "created"."""
     tokenizing: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))

@@ -13,6 +13,7 @@ commands:
   status        show a running fleet
   check-config  show the settings in force and where each came from
   make-key      make an API key and its entry for the keys file
+  reload        have a running gateway read its keys, limits and routing again
   records       sum up, join or export what verifiers wrote down
   report        draw a recorded period, or a rollout, as one HTML page
   bench         measure every mode on this machine (it has options of its own)

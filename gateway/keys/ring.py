@@ -136,9 +136,9 @@ class KeyRing:
         if self._admin_digest is not None and api_key == admin_key:
             self._callers[self._admin_digest] = Caller("api-key", admin=True)
 
-    @property
-    def callers(self) -> list[Caller]:
-        return list(self._callers.values())
+    def __len__(self) -> int:
+        """Keys of the file."""
+        return len({caller.owner for caller in self._callers.values()} - {""})
 
     def find(self, scope: Scope) -> Caller | None:
         """Whose key the request shows; `ANYBODY` without one where none is needed.  None: it shows none, or a wrong one."""

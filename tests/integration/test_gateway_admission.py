@@ -93,9 +93,13 @@ async def test_keys_share_and_priorities_go_first(tmp_path):
         names = ["flood"] * (ROOM + 4) + ["batch", "light", "vip"]
         lengths = {"flood": 10, "batch": 20, "light": 11, "vip": 40}
         requests = []
+
+        async def come(count):
+            await eventually(lambda: len(order) + running.core.gate.sequences == count)
+
         for count, name in enumerate(names):
             requests.append(ask(running, [5] * lengths[name], headers[name]))
-            await eventually(lambda count=count: len(order) + running.core.gate.sequences == count + 1)
+            await come(count + 1)
 
         async def reached(seen):
             await eventually(lambda: len(order) > seen)

@@ -5,6 +5,7 @@ import json
 import logging
 import ssl
 import subprocess
+from typing import Any
 
 import httpx
 import pytest
@@ -166,7 +167,7 @@ async def test_responses_belong_to_the_key_that_made_them(keys):
 
 async def test_gateways_of_one_host_share_counts(keys, tmp_path):
     mine = keys.put("mine", requests_per_minute=3)
-    shared = {"keys_file": str(keys.file), "state_dir": str(tmp_path / "state")}
+    shared: dict[str, Any] = {"keys_file": str(keys.file), "state_dir": str(tmp_path / "state")}
     async with running_gateway(**shared) as first:
         for _ in range(2):
             assert (await first.http.post("/v1/completions", json=COMPLETION, headers=mine)).status_code == 200

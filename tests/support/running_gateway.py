@@ -47,7 +47,12 @@ class Running:
 
 @asynccontextmanager
 async def running_gateway(
-    verifiers: int = 1, mode: str = "sync", tracing: dict[str, Any] | None = None, slots: int = 64, **gateway: Any
+    verifiers: int = 1,
+    mode: str = "sync",
+    tracing: dict[str, Any] | None = None,
+    slots: int = 64,
+    read_settings: Any = None,
+    **gateway: Any,
 ) -> AsyncIterator[Running]:
     """A gateway with `verifiers` fake verifiers connected, which run `slots` sequences at once, and `gateway` settings."""
     with tempfile.TemporaryDirectory() as folder:
@@ -56,7 +61,7 @@ async def running_gateway(
         gateway = {"port": 0, "state_dir": folder, **gateway}
         sections = {"gateway": gateway, "tracing": tracing or {}, "verifier": {"max_num_seqs": slots}}
         settings = Settings.model_validate({"mode": mode, **sections})
-        server = GatewayServer(settings, directory, MODEL_DIR, model_name="demo")
+        server = GatewayServer(settings, directory, MODEL_DIR, model_name="demo", read_settings=read_settings)
         task = asyncio.create_task(server.serve())
         try:
             await eventually(lambda: server.url != "" and len(server.gateway.client.core.ready_links) == verifiers)

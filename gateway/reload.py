@@ -1,0 +1,99 @@
+"""New keys, limits and routing for a running gateway, all of them or none.  The gateway's event loop.
+
+The settings are read again from where they came from at the start.  Everything new is made first; only then does it take the
+place of the old, between two requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from backend.config import Settings
+from backend.config.sources import ConfigError
+from backend.routing.routers import make_router
+from gateway.doors import queueing_of, ring_of
+from gateway.keys.ring import KeyFileError
+from gateway.state import Gateway
+
+logger = logging.getLogger(__name__)
+
+RELOADABLE = frozenset(
+    {
+        "admin_key",
+        "affinity",
+        "api_key",
+        "keep_alive_s",
+        "keys_file",
+        "max_body_mib",
+        "max_in_flight",
+        "max_n",
+        "max_queued",
+        "max_queued_tokens",
+        "queue_wait_s",
+        "routing",
+    }
+)
+"""Of the section `gateway`; the keys file is read again in any case."""
+
+
+class ReloadError(Exception):
+    """What was read is wrong, and nothing has changed; the message is one line."""
+
+
+@dataclass(frozen=True)
+class Reloaded:
+    """What a reload did."""
+
+    changed: list[str]
+    """Settings that are in force now."""
+    needs_restart: list[str]
+    """Settings that are different, and will be in force after a restart."""
+    keys: int
+    """Keys that the file holds."""
+
+
+class Reloader:
+    """`read` reads the settings; it may raise `ConfigError`, and runs in a thread."""
+
+    def __init__(self, gateway: Gateway, read: Callable[[], Settings]) -> None:
+        self._gateway = gateway
+        self._read = read
+        self._turn = asyncio.Lock()
+
+    async def reload(self) -> Reloaded:
+        """Raises `ReloadError`."""
+        async with self._turn:
+            try:
+                done = await self._reload()
+            except (ConfigError, KeyFileError) as error:
+                logger.error("reload refused, nothing has changed: %s", error)
+                raise ReloadError(str(error)) from None
+        logger.info("reloaded: %d keys; changed: %s", done.keys, ", ".join(done.changed) or "nothing else")
+        if done.needs_restart:
+            logger.warning("these need a restart: %s", ", ".join(done.needs_restart))
+        return done
+
+    async def _reload(self) -> Reloaded:
+        gateway, old = self._gateway, self._gateway.settings
+        asked = (await asyncio.to_thread(self._read)).gateway
+        different = [name for name in type(asked).model_fields if getattr(asked, name) != getattr(old.gateway, name)]
+        changed = [name for name in different if name in RELOADABLE]
+        section = old.gateway.model_copy(update={name: getattr(asked, name) for name in changed})
+        new = old.model_copy(update={"gateway": section})
+        ring = await asyncio.to_thread(ring_of, new)
+        router = None
+        if {"routing", "affinity"} & set(changed):
+            slots = new.verifier.max_num_seqs
+            router = make_router(section.routing, section.affinity, seed=secrets.randbits(32), slots=slots)
+        # Nothing below fails or suspends.
+        gateway.settings = new
+        gateway.doors.ring, gateway.doors.max_in_flight = ring, section.max_in_flight
+        gateway.client.core.gate.limit(queueing_of(new))
+        if router is not None:
+            gateway.client.core.choosing.reroute(router)
+        restart = [f"gateway.{name}" for name in different if name not in RELOADABLE]
+        return Reloaded([f"gateway.{name}" for name in changed], restart, len(ring))

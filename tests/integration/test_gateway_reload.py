@@ -1,0 +1,118 @@
+"""Keys, limits and routing are read again while requests are served: all of what was read, or nothing."""
+
+import asyncio
+import os
+import signal
+from typing import Any
+
+import httpx
+import yaml
+
+from backend.config import Settings
+from backend.config.sources import merge, read_yaml
+from backend.routing.routers import LeastLoaded, PowerOfTwo
+from gateway import cli
+from gateway.keys.ring import make_key
+from tests.support.fake_verifier import eventually, gated
+from tests.support.running_gateway import COMPLETION, running_gateway
+
+ADMIN = {"authorization": "Bearer adm"}
+
+
+class Files:
+    """A settings file and a keys file."""
+
+    def __init__(self, folder):
+        self.settings = folder / "fleet.yaml"
+        self.keys = folder / "keys.yaml"
+        self.first: dict[str, Any] = {"admin_key": "adm", "keys_file": str(self.keys), "port": 0, "state_dir": str(folder)}
+
+    def write(self, entries, **gateway):
+        self.keys.write_text(entries if isinstance(entries, str) else "keys:\n" + "".join(entries))
+        self.settings.write_text(yaml.safe_dump({"gateway": {**self.first, **gateway}}))
+
+    def read(self) -> Settings:
+        return merge([read_yaml(self.settings)]).settings
+
+
+async def test_all_of_it_or_nothing(tmp_path, caplog):
+    files = Files(tmp_path)
+    (old, old_entry), (new, new_entry) = make_key("old"), make_key("new")
+    files.write([old_entry])
+    async with running_gateway(read_settings=files.read, **files.first) as running:
+        http, core, gateway = running.http, running.core, running.server.gateway
+
+        async def opens(key):
+            answer = await http.post("/v1/completions", json=COMPLETION, headers={"authorization": f"Bearer {key}"})
+            return answer.status_code == 200
+
+        assert await opens(old)
+        gate = asyncio.Event()
+        running.verifier.behaviour = gated(gate)
+        open_request = asyncio.ensure_future(opens(old))
+        await eventually(lambda: len(running.verifier.sequences) == 2)
+
+        files.write([new_entry], routing="power-of-two", max_in_flight=7, queue_wait_s=3, served_model_name="other")
+        assert (await http.post("/admin/reload", json={})).status_code == 401
+        done = await http.post("/admin/reload", json={}, headers=ADMIN)
+        assert done.json() == {
+            "changed": ["gateway.max_in_flight", "gateway.queue_wait_s", "gateway.routing"],
+            "needs_restart": ["gateway.served_model_name"],
+            "keys": 1,
+        }
+        assert isinstance(core.choosing._router, PowerOfTwo)
+        assert (gateway.doors.max_in_flight, core.gate._wait_s) == (7, 3)
+        gate.set()
+        assert await open_request, "what was open goes on"
+        assert not await opens(old)
+        assert await opens(new)
+
+        before = gateway.settings
+        for entries, changes in (
+            ("keys: [", {"routing": "least-loaded"}),
+            ([new_entry, "    weight: -1\n"], {"max_in_flight": 9}),
+            ([old_entry], {"max_in_flight": 0}),
+            ([old_entry], {"max_inflight": 5}),
+        ):
+            files.write(entries, **changes)
+            refused = await http.post("/admin/reload", json={}, headers=ADMIN)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_settings")
+            assert "Nothing has changed" in refused.json()["error"]["message"]
+            assert str(tmp_path) not in refused.text
+            assert gateway.settings is before
+            assert gateway.doors.max_in_flight == 7
+            assert isinstance(core.choosing._router, PowerOfTwo)
+            assert await opens(new)
+        assert "weight (new): input should be greater than 0" in caplog.text
+
+        # Another admin key is in force at once.
+        files.write([old_entry], admin_key="other")
+        assert (await http.post("/admin/reload", json={}, headers=ADMIN)).status_code == 200
+        assert (await http.post("/admin/reload", json={}, headers=ADMIN)).status_code == 401
+        assert isinstance(core.choosing._router, LeastLoaded)
+
+
+async def test_by_signal_and_from_the_command_line(tmp_path, capsys):
+    files = Files(tmp_path)
+    old_entry, new_entry = make_key("old")[1], make_key("new")[1]
+    files.write([old_entry])
+    async with running_gateway(read_settings=files.read, **files.first) as running:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, running.server.reload)
+        ring = running.server.gateway.doors
+        first = ring.ring
+        files.write([old_entry, new_entry])
+        os.kill(os.getpid(), signal.SIGHUP)
+        await eventually(lambda: ring.ring is not first)
+        assert len(ring.ring) == 2
+        address = httpx.URL(running.server.url)
+        flags = ["--host", address.host, "--port", str(address.port), "--gateway-admin-key", "adm"]
+        assert await asyncio.to_thread(cli.main, ["reload", *flags]) == 0
+        assert capsys.readouterr().out == "2 keys; changed: nothing else\n"
+        files.write("keys: 5")
+        assert await asyncio.to_thread(cli.main, ["reload", *flags]) == 1
+        assert "Nothing has changed: <path>: keys: input should be a valid list" in capsys.readouterr().err
+
+
+async def test_without_settings_to_read_there_is_nothing_to_reload():
+    async with running_gateway() as running:
+        assert (await running.http.post("/admin/reload", json={})).status_code == 501
