@@ -306,6 +306,7 @@ class FleetCore(EngineCoreClient):
         record.claim.ended()
         if not record.claim.running:
             self.gate.settle(record.claim)
+            self.gate.abandon(record.claim)
         self.gate.look()
 
     def _fail(self, records: Sequence[InFlight], error: type[Unavailable]) -> None:

@@ -32,12 +32,14 @@ def admit(gateway: Gateway, request: Request, asked: Any) -> Claim:
     claim: Claim = request.scope["state"].get("claim") or Claim(caller, caller.priority, accounts=gateway.doors.quotas)
     claim.wait_s = _wait_s(request.headers.get(WAIT_HEADER), gateway.settings.gateway.queue_wait_s)
     claim.choices = getattr(asked, "n", None) or 1
-    prompts = count_prompts(getattr(asked, "prompt", None))
+    prompts = max(count_prompts(getattr(asked, name, None)) for name in ("prompt", "input", "documents", "items", "text_2"))
     claim.sequences = claim.choices * prompts
     context = gateway.client.model_config.max_model_len
     size = int(request.scope["state"].get("body_bytes", 0))
     prompt_tokens = min(math.ceil(size / BYTES_PER_TOKEN), prompts * context)
-    output_tokens = claim.sequences * min(_longest(asked) or round(gateway.client.core.response_tokens), context)
+    output_tokens = 0
+    if not gateway.services.pooling.is_model:
+        output_tokens = claim.sequences * min(_longest(asked) or round(gateway.client.core.response_tokens), context)
     claim.expected_tokens = max(1, prompt_tokens + output_tokens)
     gateway.doors.quotas.spend(caller, claim.expected_tokens)
     claim.charged_tokens = claim.expected_tokens

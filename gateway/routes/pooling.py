@@ -9,6 +9,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from backend.engine.front import pooling as vllm
+from gateway.admission.admit import admit
 from gateway.errors import BadRequest
 from gateway.requests import parse, read_json
 from gateway.sse import unless_disconnected
@@ -53,6 +54,7 @@ async def _pool(request: Request, kind: str, model: Callable[[dict[str, Any]], M
     gateway = gateway_of(request)
     data = await read_json(request, gateway.max_body_bytes)
     asked: Any = parse(model(data), data)
+    admit(gateway, request, asked)
     await gateway.client.core.until_routable()
     serving = getattr(gateway.services.pooling, kind) if gateway.services.pooling.is_model else None
     if serving is None:
