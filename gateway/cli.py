@@ -82,7 +82,7 @@ def serve(arguments: list[str]) -> int:
     loaded = sources.load(arguments, "outrider serve", "Starts verifiers, drafters and a gateway.")
     settings = loaded.settings
     progress = present.Progress()
-    configure_logging(settings.log_level)
+    configure_logging(settings.log_level, settings.log_format)
     with signals() as forced:
         models = _resolved(settings, progress)
         _check_gateway(settings)
@@ -125,7 +125,7 @@ def serve(arguments: list[str]) -> int:
 def gateway(arguments: list[str]) -> int:
     """A gateway for a fleet that runs already; it takes the fleet's settings, and its own `--gateway-*` ones."""
     loaded = sources.load(arguments, "outrider gateway", "Starts a further gateway for a running fleet.")
-    configure_logging(loaded.settings.log_level)
+    configure_logging(loaded.settings.log_level, loaded.settings.log_format)
     progress = present.Progress()
     with signals() as forced, _found_fleet(loaded, None) as coordinator:
         _prepare_vllm()

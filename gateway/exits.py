@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 import sys
-import time
+
+from gateway.logs import LogFormat, formatter
 
 OK, FAILED, MISUSED, INTERRUPTED = 0, 1, 2, 130
 
 
-def configure_logging(level: str) -> None:
-    logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    logging.Formatter.converter = time.gmtime
+def configure_logging(level: str, kind: LogFormat = "text") -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(formatter(kind))
+    logging.basicConfig(level=level.upper(), handlers=[handler])
     for noisy in ("ray", "urllib3", "httpx", "filelock", "asyncio", "uvicorn.error", "vllm"):
         logging.getLogger(noisy).setLevel(logging.ERROR)
 

@@ -1,4 +1,4 @@
-"""What happens to every request before and after its route: id, counting, headers, errors.  Plain ASGI, no copies.
+"""What happens to every request before and after its route: id, counting, headers, log, errors.  Plain ASGI, no copies.
 
 Inside of it are `gateway.guard` and `gateway.access`.
 """
@@ -10,19 +10,26 @@ import logging
 import re
 import time
 import uuid
+from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from gateway.access import METRICS_PATH
+from gateway.admission.claim import Claim
 from gateway.errors import ApiError, translate
+from gateway.guard import PROBES
 from gateway.keys.caller import ANYBODY
 from gateway.keys.quotas import Quotas
 from gateway.metrics import GatewayMetrics
 from gateway.sse import ClientGone
 
 logger = logging.getLogger(__name__)
+access = logging.getLogger("outrider.access")
+"""A line per request: at `info`, those of probes and scrapers at `debug`."""
 
+QUIET_PATHS = PROBES | {METRICS_PATH}
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -56,6 +63,7 @@ class Envelope:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 MutableHeaders(scope=message)["x-request-id"] = request_id
+                message["headers"] += _times(started, scope["state"].get("claim"))
                 message["headers"] += self._quotas.headers(scope["state"].get("caller", ANYBODY))
             await send(message)
 
@@ -75,7 +83,51 @@ class Envelope:
         finally:
             route = getattr(scope.get("route"), "path", "unmatched")
             self._metrics.request_done(route, status or 499)
-            logger.debug("%s %s %d %.3f s", request_id, route, status or 499, time.monotonic() - started)
+            level = logging.DEBUG if scope["path"] in QUIET_PATHS else logging.INFO
+            if access.isEnabledFor(level):
+                said = _said(scope, route, status or 499, started, request_id)
+                access.log(level, "%s", _text(said), extra={"fields": said})
+
+
+def _times(started: float, claim: Claim | None) -> list[tuple[bytes, bytes]]:
+    """Milliseconds until the response begins, as OpenAI's API says them; and what of that was this gateway's own work."""
+    now = time.monotonic()
+    own = now - started
+    if claim is not None:
+        own -= claim.queued_s
+        if claim.placed_at is not None:
+            own -= max(0.0, (claim.heard_at or now) - claim.placed_at)
+    return [
+        (b"openai-processing-ms", b"%d" % round((now - started) * 1000)),
+        (b"x-outrider-gateway-ms", b"%.2f" % (max(0.0, own) * 1000)),
+    ]
+
+
+def _said(scope: Scope, route: str, status: int, started: float, request_id: str) -> dict[str, Any]:
+    """What the log says of a request."""
+    said: dict[str, Any] = {
+        "method": scope["method"],
+        "route": route,
+        "status": status,
+        "ms": round((time.monotonic() - started) * 1000, 2),
+        "key": scope["state"].get("caller", ANYBODY).name or None,
+        "request_id": request_id,
+    }
+    claim: Claim | None = scope["state"].get("claim")
+    if claim is not None:
+        said |= {
+            "prompt_tokens": round(claim.prompt_tokens),
+            "output_tokens": claim.output_tokens,
+            "queued_ms": round(claim.queued_s * 1000, 2),
+            "verifier": claim.verifier,
+        }
+    return said
+
+
+def _text(said: dict[str, Any]) -> str:
+    head = f"{said['method']} {said['route']} {said['status']} {said['ms']} ms"
+    rest = [f"{name}={value}" for name, value in list(said.items())[4:] if value is not None]
+    return " ".join([head, *rest])
 
 
 def _take_request_id(scope: Scope) -> str:

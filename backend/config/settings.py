@@ -320,6 +320,7 @@ class Settings(Section):
     drafters: int = Field(1, ge=0, description="drafters")
     seed: int = Field(0, description="seed of the engines")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="our own log level")
+    log_format: Literal["text", "json"] = Field("text", description="of the gateway's log: lines of text, or JSON objects")
     gateway: GatewaySettings = Field(default_factory=GatewaySettings)
     verifier: VerifierSettings = Field(default_factory=VerifierSettings)
     drafting: DraftingSettings = Field(default_factory=DraftingSettings)

@@ -1,0 +1,40 @@
+"""How log lines look: text for people, or one JSON object a line for machines.  No prompts, outputs or keys in either.
+
+A line may carry `extra={"fields": {...}}`: in JSON these are keys of the object; the text says them in its message.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+LogFormat = Literal["text", "json"]
+TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+class JsonLines(logging.Formatter):
+    """One JSON object a line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+def formatter(kind: LogFormat) -> logging.Formatter:
+    """What a handler needs."""
+    if kind == "json":
+        return JsonLines()
+    result = logging.Formatter(TEXT)
+    result.converter = time.gmtime
+    return result

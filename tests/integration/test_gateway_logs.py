@@ -1,0 +1,80 @@
+"""One line per request, with its id, key, tokens and verifier, and nothing that it said; its times in the headers."""
+
+import asyncio
+import io
+import json
+import logging
+
+from gateway.logs import formatter
+from tests.support.fake_verifier import eventually, gated
+from tests.support.running_gateway import CHAT, COMPLETION, running_gateway
+
+
+def lines(caplog):
+    return [each.fields for each in caplog.records if each.name == "outrider.access"]
+
+
+async def test_a_line_per_request_that_says_who_and_how_much_but_not_what(caplog):
+    caplog.set_level(logging.INFO)
+    async with running_gateway(api_key="s3cret") as running:
+        key = {"authorization": "Bearer s3cret"}
+        mine = {**key, "x-request-id": "my-id"}
+        body = {**CHAT, "messages": [{"role": "user", "content": "unspeakable"}], "n": 2}
+        answer = await running.http.post("/v1/chat/completions", json=body, headers=mine)
+        assert answer.status_code == 200
+        await running.http.post("/v1/completions", json=COMPLETION)
+        await running.http.get("/nowhere/unspeakable", headers=key)
+        await running.http.get("/livez")
+        assert all("my-id" in each.request_id for each in running.verifier.sequences), "to the verifier's records"
+        first, refused, unknown = lines(caplog)
+        assert first["ms"] > 0
+        usage = answer.json()["usage"]
+        assert {**first, "ms": 0, "queued_ms": 0} == {
+            "method": "POST",
+            "route": "/v1/chat/completions",
+            "status": 200,
+            "ms": 0,
+            "key": "api-key",
+            "request_id": "my-id",
+            "prompt_tokens": usage["prompt_tokens"],
+            "output_tokens": usage["completion_tokens"],
+            "queued_ms": 0,
+            "verifier": "verifier-0",
+        }
+        assert (refused["status"], refused["key"], "verifier" in refused) == (401, None, False)
+        assert (unknown["status"], unknown["route"]) == (404, "unmatched")
+    assert "unspeakable" not in caplog.text
+    assert "s3cret" not in caplog.text
+
+
+async def test_headers_say_how_long_it_took_and_how_much_of_that_was_ours():
+    async with running_gateway() as running:
+        gate = asyncio.Event()
+        running.verifier.behaviour = gated(gate)
+        request = asyncio.ensure_future(running.http.post("/v1/completions", json=COMPLETION))
+        await eventually(lambda: len(running.verifier.sequences) == 1)
+        await asyncio.sleep(0.2)
+        gate.set()
+        headers = (await request).headers
+        assert float(headers["openai-processing-ms"]) >= 200
+        assert 0 < float(headers["x-outrider-gateway-ms"]) < float(headers["openai-processing-ms"]) - 150
+
+
+def test_json_lines():
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(formatter("json"))
+    log = logging.getLogger("test.json")
+    log.addHandler(handler)
+    try:
+        log.warning("two\n%s", "lines", extra={"fields": {"status": 200}})
+        try:
+            raise ValueError("x")
+        except ValueError:
+            log.exception("broken")
+    finally:
+        log.removeHandler(handler)
+    first, second = map(json.loads, stream.getvalue().splitlines())
+    assert (first["message"], first["level"], first["status"], first["logger"]) == ("two\nlines", "warning", 200, "test.json")
+    assert first["time"].endswith("+00:00")
+    assert "ValueError: x" in second["exception"]
