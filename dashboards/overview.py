@@ -135,6 +135,20 @@ OVERVIEW = Dashboard(
                     "{{instance}}",
                 ),
                 Panel(
+                    "Waiting at the gateways",
+                    "Sequences that wait for room at a verifier, and requests per second answered 503 instead.",
+                    [
+                        Query(total(f"outrider_queue_sequences{{{JOB}}}"), "sequences"),
+                        Query(total(rate("outrider_shed_total", JOB)), "turned away"),
+                    ],
+                ),
+                plot(
+                    "Tokens waiting",
+                    "Prompts and expected outputs of sequences that wait, by gateway.",
+                    f"outrider_queue_tokens{{{JOB}}}",
+                    "{{instance}}",
+                ),
+                Panel(
                     "Tokens",
                     "Prompt tokens of sequences that began, and tokens generated, as the gateways saw them.",
                     [

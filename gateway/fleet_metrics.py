@@ -152,6 +152,12 @@ class FleetCollector(Collector):
         connected = _family("outrider_verifiers_connected")
         connected.add_metric([], len(self._core.ready_links))
         yield connected
+        gate = self._core.gate
+        queue = {"queue_sequences": gate.sequences, "queue_tokens": gate.tokens, "shed_total": gate.shed}
+        for name, value in queue.items():
+            family = _family(f"outrider_{name}")
+            family.add_metric([], value)
+            yield family
         without = _family("outrider_sequences_without_verifier")
         without.add_metric([], self._core.waiting)
         yield without

@@ -59,6 +59,11 @@ DEFINITIONS: dict[str, Definition] = {
     "outrider_sequences_without_verifier": Definition(
         "gauge", (), "sequences that have lost their verifier and wait for another to be ready"
     ),
+    "outrider_queue_sequences": Definition("gauge", (), "sequences that wait at this gateway for room at a verifier"),
+    "outrider_queue_tokens": Definition("gauge", (), "their tokens, prompts and expected outputs"),
+    "outrider_shed_total": Definition(
+        "counter", (), "requests answered 503 because they waited too long for room, would have, or the queue was full"
+    ),
     "outrider_prompt_tokens_total": Definition("counter", (), "prompt tokens of sequences that got a first token"),
     "outrider_generated_tokens_total": Definition(
         "counter", (), "tokens received from verifiers, also those after a stop string"

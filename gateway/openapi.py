@@ -123,6 +123,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("GET", "/admin/operations"): Operation(gives=_object("version", "operations")),
     ("GET", "/admin/operations/{operation_id}"): Operation(gives=_object("id")),
     ("POST", "/admin/{command}"): Operation(get_args(AnyCommand), _object("version", "dry_run", "effects", "operation")),
+    ("POST", "/admin/reload"): Operation(gives=_object("changed", "needs_restart", "keys")),
     ("POST", "/admin/sleep"): Operation((weights.Sleep,), _object("verifiers")),
     ("POST", "/admin/wake-up"): Operation((weights.WakeUp,), _object("verifiers")),
     ("POST", "/admin/reload-weights"): Operation((weights.ReloadWeights,), _object("verifiers")),

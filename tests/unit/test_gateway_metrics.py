@@ -32,6 +32,7 @@ class Core:
         self.reports = list(reports)
         self.ready_links = [None]
         self.waiting = 0
+        self.gate = SimpleNamespace(sequences=2, tokens=300, shed=1)
         self.links: dict[str, Any] = {}
         member = Member("v0", "verifier", "i", "ipc://x", "", "node", 7, "m", "ready")
         drafter = Member("d0", "drafter", "i", "ipc://y", "", "node", 8, "m", "lost")
