@@ -95,12 +95,15 @@ class Access:
 
     def _caller(self, scope: Scope, path: str) -> Caller:
         ring = self._doors.ring
-        if path in OPEN_PATHS and not (path == METRICS_PATH and ring.guards_metrics):
+        guarded = path == METRICS_PATH and ring.guards_metrics
+        if path in OPEN_PATHS and not guarded:
             return ANYBODY
-        caller = ring.find(scope) or ring.find_administrator(scope)
+        caller = ring.find(scope)
+        if guarded:
+            caller = ring.find_administrator(scope) or caller
         if caller is None:
             raise Unauthorized("Missing or wrong API key. Send it as `Authorization: Bearer <key>`.")
-        if path == METRICS_PATH and not (caller.metrics or caller.admin):
+        if guarded and not (caller.metrics or caller.admin):
             raise Forbidden("This key does not open the metrics.")
         return caller
 
@@ -143,7 +146,8 @@ class Access:
             caller = ring.find_administrator(scope)
             if caller is not None:
                 return caller
-            if ring.find(scope) not in (None, ANYBODY):
+            known = ring.find(scope)
+            if known is not None and known.owner:
                 raise Forbidden("This key may not administer the fleet.")
             raise Unauthorized("Missing or wrong admin key. Send it as `Authorization: Bearer <key>`.")
         client = scope.get("client")

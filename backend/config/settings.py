@@ -6,6 +6,7 @@ Every key is a command-line flag, an environment variable and a YAML key: `verif
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, Literal
 
@@ -109,8 +110,10 @@ class GatewaySettings(Section):
     @field_validator("cors_origins", mode="before")
     @classmethod
     def _listed(cls, value: Any) -> Any:
-        """Flags and variables have them in one text."""
-        return [each.strip() for each in value.split(",") if each.strip()] if isinstance(value, str) else value
+        """Flags and variables have them in one text, with commas or as JSON."""
+        if not isinstance(value, str):
+            return value
+        return json.loads(value) if value.startswith("[") else [each.strip() for each in value.split(",") if each.strip()]
 
     @field_validator("cors_origins")
     @classmethod
