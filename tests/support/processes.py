@@ -84,6 +84,10 @@ class Child:
         """One message to the child."""
         self._pipe.send(message)
 
+    def hear(self) -> Any:
+        """The child's next message."""
+        return self._pipe.recv()
+
     def close(self) -> None:
         """Ends its input and waits for it to stop."""
         self._pipe.close()

@@ -1,0 +1,159 @@
+"""`python -m tests.gateway_cost [--rounds N] [--streams 16,64] ...`: prints a table, writes JSON.  Parent process."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from tests.gateway_cost import engine, load, servers
+from tests.support.processes import Child, demo_models
+
+Figures = dict[str, dict[str, list[dict[str, float]]]]
+"""By what was measured, then by server: one entry per round."""
+
+
+def main() -> int:
+    """Measures and says."""
+    parser = argparse.ArgumentParser(prog="python -m tests.gateway_cost", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3, help="alternating rounds (default: 3)")
+    parser.add_argument("--seconds", type=float, default=6.0, help="of each measurement (default: 6)")
+    parser.add_argument("--streams", default="16,64", help="streams, or connections, at a time (default: 16,64)")
+    parser.add_argument("--interval-ms", type=float, default=50.0, help="between two tokens of a stream (default: 50)")
+    parser.add_argument("--only", choices=["gateway", "vllm"], help="one server")
+    parser.add_argument("--chunks", action="store_true", help="only streams, no one-token requests")
+    parser.add_argument("--idle", type=int, metavar="N", help="only hold N streams of this gateway on which nothing comes")
+    parser.add_argument("--output", type=Path, help="write every figure there, as JSON")
+    options = parser.parse_args()
+    if options.idle:
+        options.only, options.interval_ms = "gateway", 3.6e6
+    counts = [int(each) for each in options.streams.split(",")]
+    with tempfile.TemporaryDirectory(prefix="orgc") as name:
+        figures = _measure(Path(name), options, counts)
+    if options.output:
+        options.output.write_text(json.dumps(figures, indent=1) + "\n")
+    print(json.dumps(figures) if options.idle else table(figures))
+    return 0
+
+
+def _measure(folder: Path, options: argparse.Namespace, counts: list[int]) -> Figures:
+    model = demo_models().target_dir
+    cores = sorted(os.sched_getaffinity(0))
+    front, others = {cores[0]}, set(cores[1:]) or {cores[0]}
+    emissions = engine.Emissions.create(folder / "emissions")
+    children: dict[str, Child] = {}
+    engines: list[Child] = []
+    mains = {"gateway": servers.gateway, "vllm": servers.vllm_server}
+    try:
+        for name, main_ in mains.items():
+            if options.only not in (None, name):
+                continue
+            address = f"ipc://{folder}/{name}.sock"
+            job = {"model": model, "address": address, "emissions": emissions}
+            job |= {"interval_s": options.interval_ms / 1e3, "context": 4096}
+            engines.append(_on(others, Child(engine.main, job, folder)))
+            children[name] = _on(front, Child(main_, {"model": model, "engine": address, "port": _free_port()}, folder))
+            _wait_for(children[name].address)
+        client = _on(others, Child(load.main, {"model": model, "emissions": emissions}, folder))
+        engines.append(client)
+        if options.idle:
+            return _idle(options, children["gateway"], client)
+        return _rounds(options, counts, children, client)
+    finally:
+        for child in [*children.values(), *engines]:
+            child.close()
+
+
+def _idle(options: argparse.Namespace, server: Child, client: Child) -> Figures:
+    asked = {"url": server.address, "pid": server.pid, "count": options.idle, "seconds": options.seconds}
+    before = _resident_mib(server.pid)
+    client.tell(("idle", asked))
+    found = client.hear()
+    if isinstance(found, Exception):
+        raise found
+    return {f"{options.idle} idle streams": {"gateway": [found | {"mib_before": before}]}}
+
+
+def _resident_mib(pid: int) -> float:
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / (1 << 20)
+
+
+def _rounds(options: argparse.Namespace, counts: list[int], servers_: dict[str, Child], client: Child) -> Figures:
+    figures: Figures = {}
+
+    def ask(order: list[str], what: str, method: str, **arguments: Any) -> None:
+        for name in order:
+            server = servers_[name]
+            client.tell((method, {"url": server.address, "pid": server.pid, "seconds": options.seconds, **arguments}))
+            found = client.hear()
+            if isinstance(found, Exception):
+                raise found
+            figures.setdefault(what, {}).setdefault(name, []).append(found)
+
+    order = list(servers_)
+    for _ in range(options.rounds):
+        for count in counts:
+            ask(order, f"chunk, {count} streams", "streams", count=count)
+            if options.chunks:
+                continue
+            ask(order, f"one-token answer, {count} connections", "requests", count=count, stream=False)
+            ask(order, f"one-token stream, {count} connections", "requests", count=count, stream=True)
+        order = order[::-1]
+    return figures
+
+
+def table(figures: Figures) -> str:
+    """Medians over rounds, and the smallest and largest CPU time."""
+    rows = [
+        "| CPU of the front process per | server | us | us, least to most | per second | share of a core | p50 ms | p99 ms |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for what, by_server in figures.items():
+        for name, rounds in by_server.items():
+            middle = {key: statistics.median(each[key] for each in rounds) for key in rounds[0]}
+            costs = [each["us"] for each in rounds]
+            rows.append(
+                f"| {what} | {name} | {middle['us']:.0f} | {min(costs):.0f} to {max(costs):.0f} | {middle['per_s']:.0f} "
+                f"| {middle['core']:.0%} | {middle['p50_ms']:.2f} | {middle['p99_ms']:.2f} |"
+            )
+    return "\n".join(rows)
+
+
+def _on(cores: set[int], child: Child) -> Child:
+    """The child's threads, each on these cores only."""
+    for thread in os.listdir(f"/proc/{child.pid}/task"):
+        os.sched_setaffinity(int(thread), cores)
+    return child
+
+
+def _wait_for(url: str) -> None:
+    deadline = time.monotonic() + 120
+    while True:
+        try:
+            urllib.request.urlopen(f"{url}/health", timeout=5).close()
+            return
+        except (urllib.error.URLError, OSError):
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.2)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+if __name__ == "__main__":
+    sys.exit(main())
