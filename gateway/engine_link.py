@@ -154,7 +154,7 @@ class VerifierLink:
                 logger.warning("verifier %s sent what we cannot read: %s", self.member.id, type(error).__name__)
                 self.close(INCOMPATIBLE)
 
-    def _handle(self, frames: list[memoryview]) -> None:
+    def _handle(self, frames: list[bytes]) -> None:
         heard = self._speech.hear(frames)
         if isinstance(heard, EngineCoreOutputs):
             if heard.utility_output is not None:
