@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import uvicorn
+import uvloop
 
 from backend.config import Settings, environment
 from backend.engine.front.client import FleetClient
@@ -147,7 +148,10 @@ class GatewayServer:
 
     def run(self) -> None:
         """Serves until SIGINT or SIGTERM; a second one does not wait for open requests."""
-        asyncio.run(self._run())
+        # What was imported and built stays: looking through it again and again would hold up all streams for tens of ms.
+        gc.collect()
+        gc.freeze()
+        uvloop.run(self._run())
 
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()

@@ -1,8 +1,10 @@
-"""Server-sent events as clients expect them, from what vLLM's serving layer yields.
+"""Server-sent events as clients expect them: a stream's events, from whoever makes them, to the connection.
 
 A `Dialect` says how an API writes errors and ends its streams.  Between events there are only comments, which keep idle
 connections open.  The response is held back until the first event, so that a request that cannot be served gets its HTTP
 status; when that takes longer than the keep-alive interval the stream begins with a comment instead.
+
+Whoever makes events puts them into a buffer and never waits; the connection's task takes all there are and writes them at once.
 """
 
 from __future__ import annotations
@@ -10,23 +12,23 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
-from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from gateway.errors import ApiError, from_vllm, translate
 
 T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
+HEADERS = {"cache-control": "no-store", "connection": "keep-alive", "x-accel-buffering": "no"}
 _ERROR_PREFIX = 'data: {"error"'
 
 logger = logging.getLogger(__name__)
-# It logs every chunk at debug level, and chunks are outputs.
-logging.getLogger("sse_starlette").setLevel(logging.INFO)
 
 
 @dataclass(frozen=True)
@@ -75,101 +77,192 @@ async def _disconnect(request: Request) -> None:
         pass
 
 
-async def stream_response(
-    request: Request,
-    chunks: AsyncGenerator[str, None],
-    dialect: Dialect,
-    keep_alive_s: float,
-    on_disconnect: Callable[[], None],
-) -> EventSourceResponse:
-    """The streaming response for `chunks`; raises `ApiError` when the very first of them is an error."""
-    events = _events(chunks)
-    first = asyncio.ensure_future(anext(events))
-    try:
-        await unless_disconnected(request, asyncio.wait((first,), timeout=keep_alive_s))
-        if first.done():
-            first.result()
-    except BaseException:
-        first.cancel()
-        await asyncio.gather(first, return_exceptions=True)
-        await events.aclose()
-        raise
-    silence = _Silence(dialect.ends)
+class Events:
+    """Events on their way: put in by whoever makes them, taken out by the connection's task."""
 
-    async def left(message: object) -> None:
-        # The server reports a disconnect after a complete answer too.
-        if not silence.finished:
-            on_disconnect()
+    def __init__(self, keep_alive_s: float) -> None:
+        self.ended = False
+        self.error: ApiError | None = None
+        self.last = b""
+        self._loop = asyncio.get_running_loop()
+        self._parts: list[bytes] = []
+        self._waiting: asyncio.Future[None] | None = None
+        self._keep_alive_s = keep_alive_s
+        self._taken_at = self._loop.time()
+        self._timer = self._loop.call_later(keep_alive_s, self._silent)
 
-    return EventSourceResponse(
-        silence.watch(_after(first, events, dialect)),
-        sep="\n",
-        ping=keep_alive_s,
-        ping_message_factory=silence.comment,
-        client_close_handler_callable=left,
-    )
+    def put(self, events: bytes) -> None:
+        """Some whole events; nothing after the end."""
+        if not self.ended:
+            self._parts.append(events)
+            self.last = events
+            self.wake()
 
+    def end(self, error: Exception | None = None) -> None:
+        """There are no more, because all was said or because of `error`."""
+        if self.ended:
+            return
+        self.ended = True
+        if error is not None:
+            self.error = translate(error)
+            if self.error.status == 500:
+                logger.error("a stream failed: %s", type(error).__name__)
+        self.wake()
 
-class _Silence:
-    """Whether anything was sent since the last ping was due."""
+    def wake(self) -> None:
+        """Has whoever waits look again."""
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
 
-    def __init__(self, ends: tuple[bytes, ...]) -> None:
-        self._ends = ends
-        self._sent = False
-        self.finished = False
+    @property
+    def empty(self) -> bool:
+        return not self._parts
 
-    async def watch(self, events: AsyncGenerator[bytes, None]) -> AsyncIterator[bytes]:
+    def take(self) -> bytes:
+        """All there are."""
+        self._taken_at = self._loop.time()
+        parts = self._parts
+        if len(parts) == 1:
+            return parts.pop()
+        events = b"".join(parts)
+        parts.clear()
+        return events
+
+    async def more(self) -> None:
+        """Waits for an event, the end, or a `wake`."""
+        self._waiting = self._loop.create_future()
         try:
-            async for event in events:
-                self._sent = True
-                self.finished = event.startswith(self._ends) or event.endswith(self._ends)
-                yield event
+            await self._waiting
         finally:
-            await events.aclose()
+            self._waiting = None
 
-    def comment(self) -> ServerSentEvent:
-        """A comment after a silent interval, else nothing."""
-        sent, self._sent = self._sent, False
-        return _NoEvent() if sent else ServerSentEvent(comment="keep-alive", sep="\n")
+    def close(self) -> None:
+        """Stops the clock of the comments."""
+        self._timer.cancel()
+
+    def _silent(self) -> None:
+        """A comment when nothing was taken for a whole interval; looks again when that may next be so."""
+        due = self._taken_at + self._keep_alive_s
+        if due <= self._loop.time():
+            # One that waits already is enough for a client that takes nothing.
+            if not self._parts:
+                self.put(KEEP_ALIVE)
+            due = self._loop.time() + self._keep_alive_s
+        self._timer = self._loop.call_at(due, self._silent)
 
 
-class _NoEvent(ServerSentEvent):
-    """What a ping sends when there is no need for one."""
+class Source(Protocol):
+    """Where events come from."""
 
-    def encode(self) -> bytes:
-        return b""
+    async def start(self, events: Events) -> None:
+        """Begins to put events; raises what keeps it from it."""
+        ...
+
+    async def close(self) -> None:
+        """Whatever it still does is in vain."""
+        ...
 
 
-async def _after(
-    first: asyncio.Future[bytes], events: AsyncGenerator[bytes, None], dialect: Dialect
-) -> AsyncGenerator[bytes, None]:
-    """`first` and then the rest; an error that comes now can only be an event."""
+class Generated:
+    """The strings that vLLM's serving layer yields."""
+
+    def __init__(self, chunks: AsyncGenerator[str, None]) -> None:
+        self._chunks = chunks
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self, events: Events) -> None:
+        self._task = asyncio.create_task(self._pump(events))
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _pump(self, events: Events) -> None:
+        try:
+            async for chunk in self._chunks:
+                if chunk.startswith(_ERROR_PREFIX):
+                    raise from_vllm(json.loads(chunk.removeprefix("data: "))["error"])
+                events.put(chunk.encode())
+            events.end()
+        except Exception as error:
+            events.end(error)
+        finally:
+            await self._chunks.aclose()
+
+
+async def stream_response(
+    request: Request, source: Source, dialect: Dialect, keep_alive_s: float, on_disconnect: Callable[[], None]
+) -> EventStream:
+    """The streaming response for a source's events; raises `ApiError` when there is an error before any of them."""
+    events = Events(keep_alive_s)
+    leaving = asyncio.ensure_future(_disconnect(request))
+    leaving.add_done_callback(lambda _: events.wake())
+    stream = EventStream(source, events, dialect, leaving, on_disconnect)
     try:
-        if not first.done():
-            yield KEEP_ALIVE
-        yield await first
-        async for event in events:
-            yield event
-    except ApiError as error:
-        yield dialect.failed(error)
-    finally:
-        if not first.done():
-            first.cancel()
-            await asyncio.gather(first, return_exceptions=True)
-        await events.aclose()
-
-
-async def _events(chunks: AsyncGenerator[str, None]) -> AsyncGenerator[bytes, None]:
-    """vLLM's chunks as bytes; raises `ApiError` in place of its error chunk."""
-    try:
-        async for chunk in chunks:
-            if chunk.startswith(_ERROR_PREFIX):
-                raise from_vllm(json.loads(chunk.removeprefix("data: "))["error"])
-            yield chunk.encode()
+        await source.start(events)
+        while events.empty and not events.ended:
+            if leaving.done():
+                raise ClientGone
+            await events.more()
+        if events.empty and events.error is not None:
+            raise events.error
     except Exception as error:
-        known = translate(error)
-        if known.status == 500:
-            logger.error("a stream failed: %s", type(error).__name__)
-        raise known from None
-    finally:
-        await chunks.aclose()
+        await stream.close()
+        if isinstance(error, ClientGone):
+            raise
+        raise translate(error) from None
+    except BaseException:
+        await stream.close()
+        raise
+    return stream
+
+
+class EventStream(Response):
+    """What there is is written at once, in one piece."""
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        source: Source,
+        events: Events,
+        dialect: Dialect,
+        leaving: asyncio.Future[None],
+        on_disconnect: Callable[[], None],
+    ) -> None:
+        self.status_code = 200
+        self.background = None
+        self.init_headers(HEADERS)
+        self._source = source
+        self._events = events
+        self._dialect = dialect
+        self._leaving = leaving
+        self._on_disconnect = on_disconnect
+
+    async def close(self) -> None:
+        """Ends the source."""
+        self._events.close()
+        self._leaving.cancel()
+        await self._source.close()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        events = self._events
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            while not events.ended:
+                if not events.empty:
+                    await send({"type": "http.response.body", "body": events.take(), "more_body": True})
+                elif self._leaving.done():
+                    # Whoever has read the last event may go before the source has cleared up.
+                    if not (events.last.startswith(self._dialect.ends) or events.last.endswith(self._dialect.ends)):
+                        self._on_disconnect()
+                    return
+                else:
+                    await events.more()
+            rest = events.take()
+            if events.error is not None:
+                rest += self._dialect.failed(events.error)
+            await send({"type": "http.response.body", "body": rest, "more_body": False})
+        finally:
+            await self.close()

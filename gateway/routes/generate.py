@@ -10,12 +10,14 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from backend.engine.front import ChatCompletionRequest, CompletionRequest, ErrorResponse, VLLMValidationError
+from backend.engine.front.client import offer_plain
+from backend.engine.front.plain import PlainStream
 from gateway import answers
 from gateway.admission.admit import admit
 from gateway.errors import BadRequest, ContextTooLong, from_vllm
 from gateway.requests import check_generation, parse, read_json
 from gateway.session import enter_session
-from gateway.sse import CHAT, Dialect, stream_response, unless_disconnected
+from gateway.sse import CHAT, Dialect, Generated, stream_response, unless_disconnected
 from gateway.state import Gateway, gateway_of
 
 router = APIRouter()
@@ -47,8 +49,12 @@ async def respond(
     shown: Callable[[Any], dict[str, Any]] = answers.body,
 ) -> Response:
     """The answer to `asked`, streamed where it says so, else as `shown` makes it."""
+    if dialect is CHAT:
+        offer_plain()
     answer = await generate(gateway, request, asked, create)
     if isinstance(answer, AsyncGenerator):
+        answer = Generated(answer)
+    if isinstance(answer, Generated | PlainStream):
         keep_alive_s = gateway.settings.gateway.keep_alive_s
         return await stream_response(request, answer, dialect, keep_alive_s, gateway.metrics.client_left)
     return JSONResponse(shown(answer))

@@ -17,7 +17,7 @@ from gateway.requests import read_json
 from gateway.responses.events import DIALECT, Event
 from gateway.routes.generate import generate
 from gateway.routes.lists import page_of
-from gateway.sse import stream_response
+from gateway.sse import Generated, stream_response
 from gateway.state import Gateway, gateway_of, owner_of
 
 router = APIRouter()
@@ -95,7 +95,7 @@ async def _follow(gateway: Gateway, request: Request, response_id: str, after: i
 
 async def _stream(gateway: Gateway, request: Request, chunks: AsyncGenerator[str, None]) -> Response:
     settings = gateway.settings.gateway
-    return await stream_response(request, chunks, DIALECT, settings.keep_alive_s, gateway.metrics.client_left)
+    return await stream_response(request, Generated(chunks), DIALECT, settings.keep_alive_s, gateway.metrics.client_left)
 
 
 _dumps = partial(json.dumps, separators=(",", ":"))

@@ -39,8 +39,8 @@ class Sequence:
     def max_tokens(self) -> int:
         return self.request.sampling_params.max_tokens
 
-    def emit(self, tokens: list[int], finish: FinishReason | None = None) -> None:
-        output = EngineCoreOutput(request_id=self.request_id, new_token_ids=tokens, finish_reason=finish)
+    def emit(self, tokens: list[int], finish: FinishReason | None = None, stop_reason: int | str | None = None) -> None:
+        output = EngineCoreOutput(self.request_id, tokens, finish_reason=finish, stop_reason=stop_reason)
         self._verifier.send(self.client, wire.OUTPUTS, *MsgpackEncoder().encode(EngineCoreOutputs(outputs=[output])))
 
 

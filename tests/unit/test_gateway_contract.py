@@ -17,6 +17,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from backend.engine.front.client import FleetClient
 from backend.engine.front.config import build_vllm_config
+from backend.engine.front.plain import Chat, Choice, Completion
 from gateway.fleet_core import FleetCore
 
 USED_BY_REQUESTS = (
@@ -86,6 +87,23 @@ def test_an_exception_in_a_collector_is_not_overwritten():
     source = inspect.getsource(RequestOutputCollector.put)
     assert "self.output is None or isinstance(output, Exception)" in source
     assert {"queue", "parent_req"} <= set(attributes_of_self(RequestState.__init__))
+
+
+def test_where_plain_streams_stand_between():
+    """`backend/engine/front/plain.py` takes the places of a sequence's queue and of what makes its outputs."""
+    for function in (OutputProcessor.process_outputs, OutputProcessor.abort_requests):
+        source = inspect.getsource(function)
+        assert "req_state.make_request_output(" in source
+        assert "req_state.queue.put(" in source
+    given = list(inspect.signature(RequestState.make_request_output).parameters)
+    assert given[1:5] == list(inspect.signature(Choice.take).parameters)[1:5]
+    assert inspect.isasyncgenfunction(AsyncLLM.generate), "it must not submit before it is asked for an output"
+    for ours, theirs in ((Chat, OpenAIServingChat), (Completion, OpenAIServingCompletion)):
+        for name in ("chat_completion_stream_generator", "completion_stream_generator"):
+            if name in vars(ours):
+                assert list(inspect.signature(getattr(ours, name)).parameters) == list(
+                    inspect.signature(getattr(theirs, name)).parameters
+                )
 
 
 def test_our_errors_pass_through_generate():

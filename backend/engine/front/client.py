@@ -8,7 +8,9 @@ event loop.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextvars import ContextVar
+from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 import vllm  # noqa: F401  (first: its submodules do not import alone)
@@ -19,7 +21,7 @@ from vllm.renderers import renderer_from_config
 from vllm.utils.async_utils import cancel_task_threadsafe
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.input_processor import InputProcessor
-from vllm.v1.engine.output_processor import OutputProcessor
+from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 
 from backend.engine.adapters import adapter_number
 from backend.engine.front.grammar import GrammarChecks
@@ -67,6 +69,21 @@ class Core(Protocol):
 
 
 CoreT = TypeVar("CoreT", bound=Core)
+
+Submit = Callable[[], Awaitable[RequestOutputCollector]]
+"""Submits one prompt; what is returned names its request."""
+
+_submissions: ContextVar[list[Submit] | None] = ContextVar("submissions", default=None)
+
+
+def offer_plain() -> None:
+    """What this task asks of vLLM's serving classes from now on may be answered with a `PlainStream`."""
+    _submissions.set([])
+
+
+def submissions() -> list[Submit] | None:
+    """What the request at hand would submit, prompt by prompt; None where plain streams were not offered."""
+    return _submissions.get()
 
 
 class FleetClient(AsyncLLM, Generic[CoreT]):
@@ -158,6 +175,14 @@ class FleetClient(AsyncLLM, Generic[CoreT]):
         except BaseException:
             self.core.abandon()
             raise
+
+    def generate(self, prompt: Any, sampling_params: Any, request_id: str, **options: Any) -> AsyncGenerator[Any, None]:
+        """vLLM's, which submits when it is first asked for an output; a plain stream submits by itself instead."""
+        asked = submissions()
+        if asked is not None:
+            asked.append(partial(self.add_request, request_id, prompt, sampling_params, **options))
+        outputs: AsyncGenerator[Any, None] = super().generate(prompt, sampling_params, request_id, **options)
+        return outputs
 
     async def _add_request(self, request: Any, prompt: Any, parent_req: Any, index: int, queue: Any) -> None:
         try:

@@ -24,6 +24,7 @@ from backend.config import Settings
 from backend.engine.front import any_model  # noqa: F401  (registers itself)
 from backend.engine.front.client import FleetClient
 from backend.engine.front.messages import Messages, StreamFailed
+from backend.engine.front.plain import Chat, Completion
 from backend.engine.front.pooling import Pooling
 from backend.engine.parsers import tool_parser
 
@@ -82,8 +83,8 @@ def build_services(client: FleetClient[Any], settings: Settings, served_name: st
     chatting: dict[str, Any] = {"online_renderer": renderer, **parsing, **common}
     return Services(
         models=models,
-        chat=OpenAIServingChat(client, models, "assistant", **chatting),
-        completion=OpenAIServingCompletion(client, models, online_renderer=renderer, request_logger=None),
+        chat=Chat(client, models, "assistant", **chatting),
+        completion=Completion(client, models, online_renderer=renderer, request_logger=None),
         responses=OpenAIServingResponses(client, models, **chatting),
         messages=Messages(client, models, "assistant", **chatting),
         tokenization=ServingTokenization(models, renderer, **common),

@@ -1,0 +1,342 @@
+"""Plain streams: text as it comes, without tools, reasoning, logprobs or echo; what most streamed requests are.
+
+vLLM's serving classes check and render the request, its output processor detokenizes and finds stop strings.  Only what they
+do per chunk for the general case (a `RequestOutput`, a queue, three generators, pydantic) is replaced: a sequence's new text
+goes from the output processor into an event as bytes.  Every other stream is vLLM's.  The gateway's event loop.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Callable
+from types import SimpleNamespace
+from typing import Any, Protocol
+
+import vllm  # noqa: F401  (first: its submodules do not import alone)
+from vllm.entrypoints.generate.base.protocol import PerRequestMetrics
+from vllm.entrypoints.generate.base.serving import build_spec_decoding_metrics
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionStreamResponse
+from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat, _make_prompt_tokens_details
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest, CompletionStreamResponse
+from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+from vllm.entrypoints.serve.engine.protocol import PromptTokenUsageInfo, UsageInfo
+from vllm.entrypoints.serve.utils.api_utils import should_include_usage
+from vllm.exceptions import GenerationError
+from vllm.parser.abstract_parser import DelegatingParser, Parser
+from vllm.v1.engine import FinishReason
+from vllm.v1.engine.output_processor import RequestState
+
+from backend.engine.front.chunks import Template, chat_template, completion_template, to_json
+from backend.engine.front.client import FleetClient, Submit, submissions
+
+DONE = b"data: [DONE]\n\n"
+
+
+class Sink(Protocol):
+    """Where a stream's events go."""
+
+    def put(self, events: bytes) -> None:
+        """Some whole events."""
+        ...
+
+    def end(self, error: Exception | None = None) -> None:
+        """There are no more, because all was said or because of `error`."""
+        ...
+
+
+class Form:
+    """What a stream's chunks look like: the templates and what is common to all."""
+
+    def __init__(
+        self, request: Any, template: Callable[..., Template], fingerprint: str | None, sparse: bool = False, **common: Any
+    ) -> None:
+        self.include_usage, self.usage = should_include_usage(request.stream_options, False)
+        self.token_ids = bool(request.return_token_ids)
+        self.n = request.n or 1
+        self.sparse = sparse
+        self._template = template
+        # The fingerprint is on the last message: that is the usage, where it was asked for.
+        self._options = {
+            "token_ids": self.token_ids,
+            "usage": self.usage,
+            "fingerprint": None if self.include_usage else fingerprint,
+        }
+        self._common = common
+
+    def fill(self, kind: str, values: dict[str, Any], **mute: bool) -> bytes:
+        """One of the templates with what is common and these values."""
+        return self._template(kind, **self._options, **mute).fill(self._common | values)
+
+
+class PlainStream:
+    """One request's stream.  `start` submits its sequences; then events come to the sink as vLLM processes their outputs."""
+
+    def __init__(
+        self,
+        client: FleetClient[Any],
+        submit: list[Submit],
+        form: Form,
+        *,
+        role: str | None,
+        last: Callable[[UsageInfo, RequestState, bool], str],
+    ) -> None:
+        self._client = client
+        self._submit = submit
+        self._last = last
+        self._ids: list[str] = []
+        self._open = 0
+        self._first: RequestState | None = None
+        self._failed = False
+        self._prompt_tokens = self._completion_tokens = 0
+        self._role = role
+        self.form = form
+
+    async def start(self, sink: Sink) -> None:
+        """Submits; raises whatever keeps a request from being served."""
+        self.sink = sink
+        self._open = len(self._submit) * self.form.n
+        states = self._client.output_processor.request_states
+        parents = self._client.output_processor.parent_requests
+        for prompt, submit in enumerate(self._submit):
+            queue = await submit()
+            # No output is processed before this task suspends again.
+            self._ids.append(queue.request_id)
+            parent = parents.get(queue.request_id)
+            for each in parent.child_requests if parent is not None else (queue.request_id,):
+                state = states[each]
+                choice = Choice(self, state, prompt * self.form.n + state.request_index)
+                state.queue, state.make_request_output = choice, choice.take
+            self._prompt_tokens += state.prompt_len
+
+    async def close(self) -> None:
+        """Ends what still runs.  Never suspends, so that it also works in a task that is being cancelled."""
+        if self._ids and (self._open or self._failed):
+            await self._client.abort(self._ids, internal=True)
+
+    def begin(self, state: RequestState) -> None:
+        """Says who speaks, once, before anything else."""
+        if self._first is not None:
+            return
+        self._first = state
+        if self._role is not None:
+            asked = state.prompt_token_ids if self.form.token_ids else None
+            values = {"role": self._role, "prompt_tokens": self._prompt_tokens, "prompt_token_ids": asked}
+            for index in range(self.form.n):
+                self.sink.put(self.form.fill("role", values | {"index": index}) % ())
+
+    def choice_ended(self, state: RequestState, tokens: int) -> None:
+        """One of the sequences has said everything; after the last one comes the end."""
+        self._open -= 1
+        self._completion_tokens += tokens
+        if self._open:
+            return
+        if self.form.include_usage:
+            prompt, completion = self._prompt_tokens, self._completion_tokens
+            usage = UsageInfo(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion)
+            alone = len(self._submit) == self.form.n == 1
+            self.sink.put(b"data: %b\n\n" % self._last(usage, self._first or state, alone).encode())
+        self.sink.put(DONE)
+        self.sink.end()
+
+    def fail(self, error: Exception) -> None:
+        """Ends the stream with `error`."""
+        self._failed = True
+        self.sink.end(error)
+
+
+class Choice:
+    """One sequence, from vLLM's output processor to the sink; stands where that has a queue."""
+
+    def __init__(self, stream: PlainStream, state: RequestState, index: int) -> None:
+        form = stream.form
+        prompt_tokens = state.prompt_len
+        self._stream = stream
+        self._state = state
+        self._values = {"index": index, "prompt_tokens": prompt_tokens}
+        self._prompt_token_ids = state.prompt_token_ids if form.token_ids else None
+        self._text = form.fill("text", self._values)
+        self._more = form.token_ids or form.usage
+        self._tokens = 0
+
+    def put(self, error: Any) -> None:
+        """vLLM's hand-over; here it is only ever told of errors, for `take` returns nothing to be put."""
+        if isinstance(error, Exception):
+            self._stream.fail(error)
+
+    def take(
+        self,
+        new_token_ids: list[int],
+        pooling_output: Any,
+        finish_reason: FinishReason | None,
+        stop_reason: int | str | None,
+        *_: Any,
+        **__: Any,
+    ) -> None:
+        """In the place of `RequestState.make_request_output`: an event instead of an output."""
+        stream, state = self._stream, self._state
+        if finish_reason is not None:
+            # It holds this object, and this object holds it.
+            del state.make_request_output
+        stream.begin(state)
+        text = state.detokenizer.get_next_output_text(finish_reason is not None, True)
+        if finish_reason is FinishReason.ERROR:
+            stream.fail(GenerationError())
+            return
+        said = self._tokens
+        self._tokens = tokens = said + len(new_token_ids)
+        # A part of a long prompt was computed; nothing was said.
+        # And what parsers have no text for is no chunk, unless there is more to say than text.
+        mute = stream.form.sparse and not text
+        if (tokens or text) and not (mute and finish_reason is None and not stream.form.token_ids):
+            form = self._text
+            values = {b"text": to_json(text)}
+            if finish_reason is not None or mute:
+                kind = "text" if finish_reason is None else "end"
+                form = stream.form.fill(kind, self._values, **({"mute": True} if mute else {}))
+            if finish_reason is not None:
+                values[b"finish_reason"] = to_json(str(finish_reason))
+                values[b"stop_reason"] = to_json(stop_reason)
+            if self._more:
+                values[b"token_ids"] = to_json(new_token_ids)
+                values[b"prompt_token_ids"] = to_json(None if said else self._prompt_token_ids)
+                values[b"completion_tokens"] = b"%d" % tokens
+                values[b"total_tokens"] = b"%d" % (state.prompt_len + tokens)
+            stream.sink.put(form % values)
+        if finish_reason is not None:
+            if state.parent_req is not None:
+                state.parent_req.child_requests.discard(state.request_id)
+            stream.choice_ended(state, tokens)
+
+
+def _is_parsed(parser: type[Parser] | None, request: Any) -> bool:
+    """Whether vLLM's parsers would make anything but content of a chat's text."""
+    if parser is None:
+        return False
+    tools = parser.tool_parser_cls
+    return (
+        not issubclass(parser, DelegatingParser)
+        or parser.reasoning_parser_cls is not None
+        or request.tool_choice != "none"
+        or not request.include_reasoning
+        or (tools is not None and tools.engine_based_streaming)
+    )
+
+
+def is_plain(serving: Any, request: Any) -> bool:
+    """Whether a request's stream holds nothing but text, as this server is set up."""
+    # A chat's `logprobs` is a bool, a completion's a number, of which 0 is one.
+    asks = request.logprobs not in (None, False) or type(request.logprobs) is int
+    return not (
+        asks
+        or request.echo
+        or request.use_beam_search
+        or request.prompt_logprobs is not None
+        or request.stream_interval not in (None, 1)
+        or getattr(request, "return_prompt_text", False)
+        or _is_parsed(getattr(serving, "parser_cls", None), request)
+        or getattr(serving, "enable_log_outputs", False)
+        or serving.enable_per_request_metrics
+        or serving.enable_force_include_usage
+        or serving.engine_client.output_processor.stream_interval > 1
+    )
+
+
+def _dump(serving: Any, chunk: Any, usage: UsageInfo, state: RequestState, alone: bool, **dump: bool) -> str:
+    chunk.usage = usage
+    chunk.system_fingerprint = serving.system_fingerprint
+    # Such figures are one sequence's.
+    outputs = [SimpleNamespace(spec_decode_metrics=state.spec_decode_metrics)] if alone else []
+    stats = build_spec_decoding_metrics(SimpleNamespace(outputs=outputs))
+    if stats is not None:
+        chunk.metrics = PerRequestMetrics(speculative_decoding=stats)
+    text: str = chunk.model_dump_json(exclude_none=True, **dump)
+    return text
+
+
+class Chat(OpenAIServingChat):
+    """vLLM's chat completions; plain streams are ours where they are offered (`client.offer_plain`)."""
+
+    def chat_completion_stream_generator(
+        self,
+        request: ChatCompletionRequest,
+        result_generator: Any,
+        request_id: str,
+        model_name: str,
+        conversation: Any,
+        tokenizer: Any,
+        request_metadata: Any,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        mm_token_counts: dict[str, int] | None = None,
+    ) -> PlainStream | AsyncGenerator[str, None]:
+        submit = submissions()
+        if submit is None or not is_plain(self, request):
+            stream: AsyncGenerator[str, None] = super().chat_completion_stream_generator(
+                request,
+                result_generator,
+                request_id,
+                model_name,
+                conversation,
+                tokenizer,
+                request_metadata,
+                chat_template_kwargs=chat_template_kwargs,
+                mm_token_counts=mm_token_counts,
+            )
+            return stream
+        created = int(time.time())
+
+        def last(usage: UsageInfo, state: RequestState, alone: bool) -> str:
+            usage.prompt_tokens_details = _make_prompt_tokens_details(
+                self.enable_prompt_tokens_details, state.num_cached_tokens, state.num_cache_creation_tokens, mm_token_counts
+            )
+            chunk = ChatCompletionStreamResponse(
+                id=request_id, object="chat.completion.chunk", created=created, choices=[], model=model_name
+            )
+            return _dump(self, chunk, usage, state, alone, exclude_unset=True)
+
+        # With a parser vLLM sends no chunk, or one without content, where there is no text.
+        sparse = self.parser_cls is not None
+        common = {"id": request_id, "created": created, "model": model_name}
+        form = Form(request, chat_template, self.system_fingerprint, sparse, **common)
+        return PlainStream(self.engine_client, submit, form, role=self.get_chat_request_role(request), last=last)
+
+
+class Completion(OpenAIServingCompletion):
+    """vLLM's completions, likewise."""
+
+    def completion_stream_generator(
+        self,
+        request: CompletionRequest,
+        engine_inputs: Any,
+        result_generator: Any,
+        request_id: str,
+        created_time: int,
+        model_name: str,
+        num_prompts: int,
+        tokenizer: Any,
+        request_metadata: Any,
+    ) -> PlainStream | AsyncGenerator[str, None]:
+        submit = submissions()
+        if submit is None or not is_plain(self, request):
+            stream: AsyncGenerator[str, None] = super().completion_stream_generator(
+                request,
+                engine_inputs,
+                result_generator,
+                request_id,
+                created_time,
+                model_name,
+                num_prompts,
+                tokenizer,
+                request_metadata,
+            )
+            return stream
+
+        def last(usage: UsageInfo, state: RequestState, alone: bool) -> str:
+            if self.enable_prompt_tokens_details:
+                usage.prompt_tokens_details = PromptTokenUsageInfo(cached_tokens=state.num_cached_tokens)
+            chunk = CompletionStreamResponse(id=request_id, created=created_time, model=model_name, choices=[])
+            return _dump(self, chunk, usage, state, alone, exclude_unset=False)
+
+        form = Form(
+            request, completion_template, self.system_fingerprint, id=request_id, created=created_time, model=model_name
+        )
+        return PlainStream(self.engine_client, submit, form, role=None, last=last)

@@ -1,0 +1,186 @@
+"""Plain streams say what vLLM's own classes say: every request of a matrix by both ways, every event compared."""
+
+import asyncio
+import json
+
+import pytest
+from tokenizers import Tokenizer
+from vllm.v1.engine import FinishReason
+
+from backend.engine.front.plain import PlainStream
+from gateway.routes import generate
+from tests.support.fake_verifier import eventually
+from tests.support.running_gateway import MODEL_DIR, running_gateway
+
+TEXT = 'def naïve(x):\n\t"""漢字 🙂 100%s {content}""" # \\ end\n    return x'
+TOKENS = Tokenizer.from_file(f"{MODEL_DIR}/tokenizer.json").encode(TEXT).ids
+LENGTH, STOP, ERROR = FinishReason.LENGTH, FinishReason.STOP, FinishReason.ERROR
+USAGE = {"stream_options": {"include_usage": True}}
+CONTINUOUS = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+
+
+def steps(size: int, finish=LENGTH, stop_reason=None, tokens=TOKENS):
+    """The text in steps of `size` tokens: what a verifier emits, step by step."""
+    parts = [(tokens[at : at + size], None, None) for at in range(0, len(tokens), size)]
+    parts[-1] = (parts[-1][0], finish, stop_reason)
+    return parts
+
+
+BY_ONE, BY_FOUR = steps(1), steps(4)
+MATRIX = {
+    "one token at a time": ({}, BY_ONE),
+    "four at a time": ({}, BY_FOUR),
+    "all at once": ({}, steps(len(TOKENS))),
+    "one token in all": ({"max_tokens": 1}, steps(1, tokens=TOKENS[:1])),
+    "ends within a character": ({}, steps(1, tokens=TOKENS[:6])),
+    "usage": (USAGE, BY_FOUR),
+    "usage all the time": (CONTINUOUS, BY_FOUR),
+    "usage all the time, n": (CONTINUOUS | {"n": 3}, BY_FOUR),
+    "n": ({"n": 3}, BY_FOUR),
+    "n with seed and usage": (USAGE | {"n": 2, "seed": 7}, BY_FOUR),
+    "token ids": ({"return_token_ids": True}, BY_FOUR),
+    "token ids, n, usage": (CONTINUOUS | {"return_token_ids": True, "n": 2}, BY_FOUR),
+    "a stop token": ({"stop_token_ids": [TOKENS[-1]]}, steps(1, STOP, TOKENS[-1])),
+    "a stop token that is said": (
+        {"stop_token_ids": [TOKENS[-1]], "include_stop_str_in_output": True},
+        steps(2, STOP, TOKENS[-1]),
+    ),
+    "the end of the text": ({}, [*steps(4)[:-1], ([1], STOP, None)]),
+    "special tokens": ({"skip_special_tokens": False}, [*steps(4)[:-1], ([1], STOP, None)]),
+    "a stop string": ({"stop": ["return"]}, BY_ONE),
+    "a stop string within a step": ({"stop": ["naïve"]}, steps(len(TOKENS))),
+    "a stop string over steps": ({"stop": ["字 🙂", "x)!"]}, BY_ONE),
+    "a stop string that is said": ({"stop": ["🙂"], "include_stop_str_in_output": True}, steps(3)),
+    "a stop string that never comes": ({"stop": ["nowhere to be found"]}, BY_FOUR),
+    "a stop string, n, usage": (CONTINUOUS | {"stop": ["return"], "n": 2, "return_token_ids": True}, BY_FOUR),
+    "a stop string after so many tokens": ({"stop": ["x"], "min_tokens": 9}, BY_FOUR),
+    "a step without text": ({}, [([], None, None), *BY_FOUR]),
+    "nothing at all": (USAGE, [([], STOP, None)]),
+    "an error": ({}, [*BY_FOUR[:2], ([], ERROR, None)]),
+    "an error, n, usage": (USAGE | {"n": 3}, [*BY_FOUR[:2], ([], ERROR, None)]),
+}
+PROMPTS = {
+    "two prompts": ({"prompt": ["def f(", "class A:"]}, BY_FOUR),
+    "two prompts of tokens, n, usage": (
+        CONTINUOUS | {"prompt": [[5, 6], [7, 8, 9]], "n": 2, "return_token_ids": True},
+        BY_FOUR,
+    ),
+}
+
+
+class Turns:
+    """Every sequence emits its steps; the next step, of whichever sequence, comes when the last one has been dealt with."""
+
+    def __init__(self, script, core) -> None:
+        self.script = script
+        self.arrived = asyncio.Event()
+        self.turn = asyncio.Lock()
+        take = type(core).on_outputs
+
+        def on_outputs(link, outputs) -> None:
+            take(core, link, outputs)
+            self.arrived.set()
+
+        core.on_outputs = on_outputs
+
+    async def __call__(self, verifier, sequence) -> None:
+        for tokens, finish, stop_reason in self.script:
+            async with self.turn:
+                if sequence.aborted.is_set():
+                    return
+                self.arrived.clear()
+                sequence.emit(list(tokens), finish, stop_reason)
+                await self.arrived.wait()
+                for _ in range(20):
+                    # All is one loop: each of the tasks that it passes gets its turn.
+                    await asyncio.sleep(0)
+
+
+async def events(running, path: str, body: dict, script) -> list:
+    """The stream's events without what differs from one request to the next."""
+    turns = Turns(script, running.core)
+    running.verifier.behaviour = turns
+    found: list = []
+    rest = b""
+    async with running.http.stream("POST", path, json={**body, "stream": True}) as response:
+        async for data in response.aiter_raw():
+            *whole, rest = (rest + data).split(b"\n\n")
+            for event in whole:
+                payload = event.removeprefix(b"data: ")
+                found.append(json.loads(payload) if payload.startswith(b"{") else payload)
+        found.append(response.status_code)
+    found.append(rest)
+    await eventually(lambda: running.idle)
+    names = {(each.pop("id", None), type(each.pop("created", 0))) for each in found if isinstance(each, dict)}
+    assert len(names - {(None, int)}) <= 1
+    return found
+
+
+@pytest.fixture
+def plain(monkeypatch):
+    """The plain streams there were."""
+    started = []
+    start = PlainStream.start
+
+    async def counted(self, sink):
+        started.append(self)
+        await start(self, sink)
+
+    monkeypatch.setattr(PlainStream, "start", counted)
+    return started
+
+
+CHAT = {"model": "demo", "max_tokens": 99, "messages": [{"role": "user", "content": "def f("}]}
+COMPLETION = {"model": "demo", "max_tokens": 99, "prompt": "def f("}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "matrix"),
+    [("/v1/chat/completions", CHAT, MATRIX), ("/v1/completions", COMPLETION, MATRIX | PROMPTS)],
+)
+async def test_what_vllm_would_say(path, body, matrix, plain, monkeypatch):
+    async with running_gateway() as running:
+        for name, (fields, script) in matrix.items():
+            plain.clear()
+            with monkeypatch.context() as patch:
+                ours = await events(running, path, body | fields, script)
+                assert len(plain) == 1, name
+                processor = running.server.gateway.client.output_processor
+                assert not processor.parent_requests, name
+                assert not processor.external_req_ids, name
+                patch.setattr(generate, "offer_plain", lambda: None)
+                theirs = await events(running, path, body | fields, script)
+                assert len(plain) == 1, name
+            assert ours == theirs, name
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", CHAT | {"logprobs": True}),
+        ("/v1/chat/completions", CHAT | {"echo": True}),
+        ("/v1/chat/completions", CHAT | {"return_prompt_text": True}),
+        ("/v1/completions", COMPLETION | {"logprobs": 0}),
+        ("/v1/completions", COMPLETION | {"echo": True}),
+        ("/v1/completions", COMPLETION | {"stream_interval": 3}),
+    ],
+)
+async def test_what_is_more_than_text_is_left_to_vllm(path, body, plain):
+    async with running_gateway() as running:
+        running.verifier.behaviour = Turns([([], STOP, None)], running.core)
+        async with running.http.stream("POST", path, json={**body, "stream": True}) as response:
+            await response.aread()
+        assert not plain
+
+
+@pytest.mark.parametrize(("path", "body"), [("/v1/chat/completions", CHAT), ("/v1/completions", COMPLETION)])
+async def test_what_cannot_begin_is_refused_as_ever(path, body, plain, monkeypatch):
+    async with running_gateway() as running:
+        running.core._choose = lambda *_, **__: None
+        ours = await running.http.post(path, json={**body, "stream": True, "n": 2})
+        monkeypatch.setattr(generate, "offer_plain", lambda: None)
+        theirs = await running.http.post(path, json={**body, "stream": True, "n": 2})
+        assert len(plain) == 1
+        assert (ours.status_code, ours.json()) == (theirs.status_code, theirs.json())
+        assert ours.status_code == 503
+        assert running.idle

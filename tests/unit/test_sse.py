@@ -1,0 +1,63 @@
+"""Events on their way to a connection (`gateway/sse.py`): what is taken, and when a silent stream gets a comment."""
+
+import asyncio
+
+import pytest
+
+from gateway.errors import ShuttingDown
+from gateway.sse import KEEP_ALIVE, Events
+
+
+@pytest.fixture
+async def events():
+    events = Events(10.0)
+    yield events
+    events.close()
+
+
+def due_in(events: Events) -> float:
+    """Seconds until it is looked at whether the stream is silent."""
+    return events._timer.when() - asyncio.get_running_loop().time()
+
+
+async def test_what_came_together_is_taken_together(events):
+    for each in (b"a", b"b", b"c"):
+        events.put(each)
+    assert events.take() == b"abc"
+    assert events.empty
+    assert events.take() == b""
+
+
+async def test_nothing_comes_after_the_end(events):
+    events.put(b"a")
+    events.end(ShuttingDown())
+    events.put(b"b")
+    events.end()
+    assert events.take() == b"a"
+    assert isinstance(events.error, ShuttingDown)
+
+
+async def test_whoever_waits_is_woken_by_an_event_and_by_the_end(events):
+    for happen in (lambda: events.put(b"a"), events.end):
+        waiting = asyncio.ensure_future(events.more())
+        await asyncio.sleep(0)
+        happen()
+        await asyncio.wait_for(waiting, 1)
+
+
+async def test_a_comment_comes_one_interval_after_the_last_event(events):
+    events._taken_at -= 4
+    events._silent()
+    assert events.empty
+    assert due_in(events) == pytest.approx(6, abs=0.5)
+    events._taken_at -= 6
+    events._silent()
+    assert events.take() == KEEP_ALIVE
+    assert due_in(events) == pytest.approx(10, abs=0.5)
+
+
+async def test_a_client_that_takes_nothing_gets_no_heap_of_comments(events):
+    for _ in range(3):
+        events._taken_at -= 10
+        events._silent()
+    assert events.take() == KEEP_ALIVE
