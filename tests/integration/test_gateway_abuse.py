@@ -20,7 +20,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 STALL_S = 0.05
-PROBE_S = 0.1
+PROBE_S = 1.0
 MIB = 1 << 20
 JSON = {"content-type": "application/json"}
 
