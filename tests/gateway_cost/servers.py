@@ -11,7 +11,7 @@ from typing import Any
 from unittest import mock
 
 import uvloop
-import vllm  # noqa: F401  (first: its submodules do not import alone
+import vllm  # noqa: F401  (first: its submodules do not import alone)
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.core_client import EngineCoreClient
 
