@@ -20,7 +20,9 @@ from gateway.guard import Guard
 from gateway.middleware import Envelope
 from gateway.routes import (
     admin,
+    batches,
     conversations,
+    files,
     generate,
     messages,
     models,
@@ -54,11 +56,13 @@ def build_app(gateway: Gateway) -> FastAPI:
         gateway.doors.quotas.start()
         await gateway.services.models.init_static_loras()
         await gateway.responses.start()
+        gateway.batches.start(app, gateway.client.core, gateway.metrics, gateway.doors)
         try:
             yield
         finally:
             gateway.feed.close()
             balancer.stop()
+            await gateway.batches.close()
             await gateway.responses.close()
             await gateway.doors.quotas.close()
             gateway.client.shutdown()
@@ -68,7 +72,22 @@ def build_app(gateway: Gateway) -> FastAPI:
     app = FastAPI(title="Outrider", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
     app.router.redirect_slashes = False
     app.state.gateway = gateway
-    for routes in (weights, reload, admin, generate, messages, responses, conversations, pooling, models, operations, page):
+    parts = (
+        weights,
+        reload,
+        admin,
+        generate,
+        messages,
+        responses,
+        conversations,
+        files,
+        batches,
+        pooling,
+        models,
+        operations,
+        page,
+    )
+    for routes in parts:
         app.include_router(routes.router)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(RequestValidationError, _http_error)

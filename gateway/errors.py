@@ -11,6 +11,7 @@
     |-- RequestTimeout      408  the client took too long to send its request
     |-- Conflict            409  the fleet is not in the state that the command needs; not to be retried as it is
     |-- PayloadTooLarge     413
+    |   `-- StorageFull     413  the files that are kept take all the room there is
     |-- UriTooLong          414
     |-- UnsupportedMedia    415
     |-- TooManyRequests     429  with Retry-After
@@ -186,6 +187,10 @@ class PayloadTooLarge(ApiError):
     status = 413
     type = "invalid_request_error"
     code = "payload_too_large"
+
+
+class StorageFull(PayloadTooLarge):
+    code = "storage_full"
 
 
 class UnsupportedMedia(ApiError):

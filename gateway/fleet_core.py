@@ -49,7 +49,7 @@ class FleetCore(EngineCoreClient):
     """The fleet as vLLM's front half sees an engine core.
 
     `on_failed(request_ids, error)` is called when requests end without the client's doing; `on_welcome(link)` when a
-    verifier has become usable.
+    verifier has become usable; `on_interactive()` before a sequence that is no batch's is given to a verifier.
     """
 
     def __init__(
@@ -71,6 +71,7 @@ class FleetCore(EngineCoreClient):
         self.links: dict[str, VerifierLink] = {}
         self.on_failed: Callable[[list[str], Unavailable], None] = lambda ids, error: None
         self.on_welcome: Callable[[VerifierLink], None] = lambda link: None
+        self.on_interactive: Callable[[], None] = lambda: None
         self.first_ready = asyncio.Event()
         # AsyncLLM asks its engine core whether it is dead; a fleet never is.
         self.resources = SimpleNamespace(engine_dead=False)
@@ -116,6 +117,16 @@ class FleetCore(EngineCoreClient):
     def waiting(self) -> int:
         """Sequences that have lost their verifier and wait for another."""
         return len(self._sequences.waiting())
+
+    @property
+    def batched(self) -> int:
+        """Sequences of batches at verifiers."""
+        return sum(record.batched and record.link is not None for record in self._sequences)
+
+    @property
+    def held(self) -> int:
+        """Sequences of batches that have given way."""
+        return sum(record.held for record in self._sequences)
 
     @property
     def sequences(self) -> list[InFlight]:
@@ -375,6 +386,19 @@ class FleetCore(EngineCoreClient):
             logger.info("%d sequences migrated (%s)", moved, cause)
         return moved
 
+    def hold_batches(self, most: int) -> None:
+        """Lets batches have so many sequences at the verifiers: takes the latest away, or has the earliest go on."""
+        running = [record for record in self._sequences if record.batched and record.link is not None]
+        for record in running[max(most, 0) :]:
+            assert record.link is not None
+            record.link.abort([record.place_id])
+            self._sequences.cut(record, None)
+            record.held = True
+        if len(running) < most:
+            for record in [record for record in self._sequences if record.held][: most - len(running)]:
+                record.held = False
+                self._place(record)
+
     def _place_waiting(self) -> None:
         for record in self._sequences.waiting():
             self._place(record)
@@ -428,6 +452,8 @@ class FleetCore(EngineCoreClient):
         arrived = time.monotonic() - max(0.0, time.time() - request.arrival_time)
         claim = current_claim()
         record = InFlight(request, None, arrived, session=current_session(), claim=claim)
+        if not record.batched:
+            self.on_interactive()
         try:
             if not self._place(record):
                 raise NoVerifier

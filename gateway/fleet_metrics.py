@@ -158,6 +158,10 @@ class FleetCollector(Collector):
             family = _family(f"outrider_{name}")
             family.add_metric([], value)
             yield family
+        batches = _family("outrider_batch_sequences")
+        batches.add_metric(["running"], self._core.batched)
+        batches.add_metric(["held"], self._core.held)
+        yield batches
         without = _family("outrider_sequences_without_verifier")
         without.add_metric([], self._core.waiting)
         yield without

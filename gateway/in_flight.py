@@ -13,6 +13,7 @@ from backend.engine.front import EngineCoreRequest
 from backend.routing.routers import Ask
 from gateway.admission.claim import Claim
 from gateway.engine_link import VerifierLink
+from gateway.keys.caller import Priority
 
 MoveKind = Literal["failover", "migration"]
 
@@ -55,9 +56,16 @@ class InFlight:
     """Which the client named, for affinity."""
     claim: Claim = field(default_factory=Claim)
     """The request it belongs to."""
+    held: bool = False
+    """It is a batch's, has given way, and goes on when there is room."""
     cut: Cut | None = None
     giving_up: asyncio.TimerHandle | None = None
     """Runs while it waits for a verifier."""
+
+    @property
+    def batched(self) -> bool:
+        """Whether it is a batch's, and gives way to others."""
+        return self.claim.priority is Priority.BATCH
 
     @property
     def tokens(self) -> int:
@@ -114,7 +122,7 @@ class Sequences:
 
     def waiting(self) -> list[InFlight]:
         """Those that have lost their verifier and wait for another."""
-        return [record for record in self._by_id.values() if record.link is None]
+        return [record for record in self._by_id.values() if record.link is None and not record.held]
 
     def placed(self, verifier_id: str) -> int:
         """How many run at this verifier."""
@@ -127,7 +135,7 @@ class Sequences:
         self._by_id[record.request.request_id] = record
         self._by_place[record.place_id] = record
 
-    def cut(self, record: InFlight, cut: Cut) -> None:
+    def cut(self, record: InFlight, cut: Cut | None) -> None:
         """It no longer runs anywhere."""
         self._displace(record)
         record.link, record.cut = None, cut

@@ -56,6 +56,10 @@ DEFINITIONS: dict[str, Definition] = {
         "time without tokens of a sequence that was moved: from its last token before (or from the cut, where there was none) "
         "to its next one; kind is `failover` or `migration`",
     ),
+    "outrider_batch_lines_total": Definition("counter", ("status",), "lines of batches carried out, by HTTP status"),
+    "outrider_batch_sequences": Definition(
+        "gauge", ("state",), "sequences of batches: `running` at verifiers, or `held` while others are served"
+    ),
     "outrider_sequences_without_verifier": Definition(
         "gauge", (), "sequences that have lost their verifier and wait for another to be ready"
     ),
@@ -184,6 +188,7 @@ class GatewayMetrics:
         self._failovers = self._counter("outrider_failovers_total")
         self._migrations = self._counter("outrider_migrations_total")
         self._poisoned = self._counter("outrider_poisoned_total")
+        self._batch_lines = self._counter("outrider_batch_lines_total")
         self._recovery = self._histogram("outrider_recovery_seconds", _LATENCY_BUCKETS)
         self._prompt_tokens = self._counter("outrider_prompt_tokens_total")
         self._tokens = self._counter("outrider_generated_tokens_total")
@@ -216,6 +221,10 @@ class GatewayMetrics:
         """A request has been answered, or its client has gone."""
         self._requests.labels(route, str(status)).inc()
 
+    def batch_line(self, status: int) -> None:
+        """A line of a batch has its answer."""
+        self._batch_lines.labels(str(status)).inc()
+
     def client_left(self) -> None:
         """A client closed its connection before its answer was complete."""
         self._disconnects.inc()
@@ -232,6 +241,10 @@ class GatewayMetrics:
             self._recovery.labels(sequence.cut.kind).observe(now - since)
         if sequence.last_token is None:
             self._prompt_tokens.inc(len(sequence.request.prompt_token_ids or ()))
+        if sequence.batched:
+            # Nobody waits for it, and it waits for others.
+            return
+        if sequence.last_token is None:
             self._first_token.observe(now - sequence.arrived)
         else:
             self._inter_chunk.observe(now - sequence.last_token)
@@ -241,7 +254,7 @@ class GatewayMetrics:
         if reason == "poisoned":
             self._poisoned.inc()
         first, last, tokens = sequence.first_token, sequence.last_token, len(sequence.emitted)
-        if first is None or last is None or reason in ("aborted", "lost", "poisoned"):
+        if first is None or last is None or sequence.batched or reason in ("aborted", "lost", "poisoned"):
             return
         if last > first:
             self._tgs_decode.observe((tokens - 1) / (last - first))

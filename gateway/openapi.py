@@ -58,6 +58,19 @@ _RESPONSE = _object("id", "object", "status", "output", "created_at", object={"c
 _DELETED = _object("id", "object", "deleted", id=_STRING, deleted={"const": True})
 _CONVERSATION = _object("id", "object", "created_at", "metadata", object={"const": "conversation"})
 _ITEM = _object("id", id=_STRING)
+_FILE = _object("id", "object", "bytes", "created_at", "filename", "purpose", "status", object={"const": "file"})
+_UPLOAD = _object("file", "purpose", file={"type": "string", "format": "binary"}, purpose={"const": "batch"})
+_BATCH = _object("id", "object", "endpoint", "input_file_id", "status", "created_at", object={"const": "batch"})
+_NEW_BATCH = _object(
+    *("input_file_id", "endpoint", "completion_window"),
+    input_file_id=_STRING,
+    endpoint=_STRING,
+    completion_window={"const": "24h"},
+    metadata={"type": ["object", "null"], "maxProperties": 16, "additionalProperties": {"type": "string", "maxLength": 512}},
+    output_expires_after=_object(
+        "anchor", "seconds", anchor={"const": "created_at"}, seconds={"type": "integer", "minimum": 3600, "maximum": 2592000}
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -69,6 +82,8 @@ class Operation:
     streams: bool = False
     text: str | None = None
     """The answer's media type where it is no JSON."""
+    form: bool = False
+    """The body is a form, not JSON."""
 
 
 _TOKENIZE = Operation((vllm.TokenizeCompletionRequest, vllm.TokenizeChatRequest), vllm.TokenizeResponse)
@@ -92,6 +107,15 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("POST", "/v1/conversations/{conversation_id}/items"): Operation(_ITEMS, _LIST),
     ("GET", "/v1/conversations/{conversation_id}/items/{item_id}"): Operation(gives=_ITEM),
     ("DELETE", "/v1/conversations/{conversation_id}/items/{item_id}"): Operation(gives=_CONVERSATION),
+    ("POST", "/v1/files"): Operation(_UPLOAD, _FILE, form=True),
+    ("GET", "/v1/files"): Operation(gives=_LIST),
+    ("GET", "/v1/files/{file_id}"): Operation(gives=_FILE),
+    ("DELETE", "/v1/files/{file_id}"): Operation(gives=_DELETED),
+    ("GET", "/v1/files/{file_id}/content"): Operation(text="application/octet-stream"),
+    ("POST", "/v1/batches"): Operation(_NEW_BATCH, _BATCH),
+    ("GET", "/v1/batches"): Operation(gives=_LIST),
+    ("GET", "/v1/batches/{batch_id}"): Operation(gives=_BATCH),
+    ("POST", "/v1/batches/{batch_id}/cancel"): Operation(gives=_BATCH),
     ("POST", "/v1/messages"): Operation(vllm.AnthropicMessagesRequest, vllm.AnthropicMessagesResponse, streams=True),
     ("POST", "/v1/messages/count_tokens"): Operation(vllm.AnthropicCountTokensRequest, _object("input_tokens")),
     ("POST", "/v1/embeddings"): Operation((pooling.EmbeddingCompletionRequest, pooling.EmbeddingChatRequest), _LIST),
@@ -237,7 +261,8 @@ def _operation(operation: Operation, path: str, schemas: dict[str, Schema]) -> d
     if path == "/admin/{command}":
         shown["responses"]["202"] = {"description": "An operation will do it.", "content": content}
     if operation.takes is not None:
-        shown["requestBody"] = {"required": True, "content": {"application/json": {"schema": _ref(operation.takes)}}}
+        media = "multipart/form-data" if operation.form else "application/json"
+        shown["requestBody"] = {"required": True, "content": {media: {"schema": _ref(operation.takes)}}}
     return shown
 
 

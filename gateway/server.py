@@ -28,6 +28,7 @@ from backend.routing.routers import make_router
 from backend.tracing import open_tracing
 from backend.transport.sockets import Wire
 from gateway.app import build_app
+from gateway.batches.serving import Batches
 from gateway.directory import Directory
 from gateway.doors import open_doors, queueing_of
 from gateway.errors import ApiError, ShuttingDown
@@ -90,7 +91,8 @@ def build_gateway(
     folder = _state_folder(settings)
     responses = Responses(None if folder is None else Store(folder / "responses.sqlite", settings.gateway.state_mib << 20))
     doors = open_doors(settings, core.gateway_id, folder)
-    return Gateway(settings, client, services, metrics, feed, responses, doors, tracing)
+    batches = Batches(folder, settings, served_name)
+    return Gateway(settings, client, services, metrics, feed, responses, doors, batches, tracing)
 
 
 def _state_folder(settings: Settings) -> Path | None:

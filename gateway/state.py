@@ -14,6 +14,7 @@ from backend.engine.front.client import FleetClient
 from backend.engine.front.serving import Services
 from backend.tracing import Tracing
 from gateway.access import Doors
+from gateway.batches.serving import Batches
 from gateway.fleet_core import FleetCore
 from gateway.fleet_feed import FleetFeed
 from gateway.keys.caller import caller_of
@@ -35,6 +36,7 @@ class Gateway:
     feed: FleetFeed
     responses: Responses
     doors: Doors
+    batches: Batches
     tracing: Tracing | None = None
     reloader: Reloader | None = None
     started: float = field(default_factory=time.time)
@@ -59,5 +61,5 @@ def gateway_of(request: Request) -> Gateway:
 
 
 def owner_of(request: Request) -> str:
-    """Whose responses this request may see: those of its key, or of everybody where there are no keys."""
+    """Whose responses, files and batches this request may see: those of its key, or of everybody where there are no keys."""
     return caller_of(request).owner

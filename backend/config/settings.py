@@ -89,9 +89,11 @@ class GatewaySettings(Section):
     )
     state_dir: str = Field(
         "auto",
-        description="folder of what is kept (responses, conversations); auto: the user's state folder; none: nothing is kept",
+        description="folder of what is kept (responses, conversations, files, batches); auto: the user's state folder; none: "
+        "nothing is kept",
     )
     state_mib: int = Field(256, ge=1, description="MiB of responses and conversations kept; the oldest go first")
+    files_mib: int = Field(2048, ge=1, description="MiB of files kept, outputs of batches included; while they are full: 413")
     tool_call_parser: str = Field(
         "auto", description="vLLM's tool call parser; auto: by the model's family; none: tools are refused"
     )

@@ -140,6 +140,12 @@ class KeyRing:
         """Keys of the file."""
         return len({caller.owner for caller in self._callers.values()} - {""})
 
+    def of_owner(self, owner: str) -> Caller | None:
+        """Whose things these are; None: there is no such key any more."""
+        if not owner:
+            return ANYBODY
+        return next((caller for caller in self._callers.values() if caller.owner == owner), None)
+
     def find(self, scope: Scope) -> Caller | None:
         """Whose key the request shows; `ANYBODY` without one where none is needed.  None: it shows none, or a wrong one."""
         shown = _shown(scope)

@@ -31,7 +31,7 @@ class Core:
     def __init__(self, *reports: VerifierStats) -> None:
         self.reports = list(reports)
         self.ready_links = [None]
-        self.waiting = 0
+        self.waiting = self.batched = self.held = 0
         self.gate = SimpleNamespace(sequences=2, tokens=300, shed=1)
         self.links: dict[str, Any] = {}
         member = Member("v0", "verifier", "i", "ipc://x", "", "node", 7, "m", "ready")

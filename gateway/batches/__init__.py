@@ -1,0 +1,1 @@
+"""OpenAI's files and batches: requests from a file, carried out in process beside interactive ones, answers into files."""

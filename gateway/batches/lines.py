@@ -1,0 +1,112 @@
+"""The lines of an input file: checked before any is carried out, read again one by one while they are.  In a thread."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from gateway.batches.objects import Line, LineError
+
+MAX_LINES = 50_000
+"""As with OpenAI."""
+MAX_ERRORS = 100
+"""Shown of one file; who has that many has made one mistake."""
+LONGEST_ID = 512
+"""Characters of a `custom_id`."""
+ENVELOPE_BYTES = 1 << 12
+"""Of a line, besides its body."""
+
+_EMPTY = LineError("empty_file", "The input file is empty. It must have at least one request.")
+_TOO_MANY = LineError("too_many_tasks", f"The input file has more than {MAX_LINES} requests.")
+_NOT_JSON = "This line is not parseable as valid JSON."
+_line = msgspec.json.Decoder(Line)
+
+
+class Checked(NamedTuple):
+    """A whole input file."""
+
+    total: int
+    model: str | None
+    """The one that all requests name."""
+    errors: list[LineError]
+
+
+def read(path: Path, max_body_bytes: int) -> Iterator[tuple[int, bytes | None]]:
+    """Number, from 1, and text of each line that is not blank; None for one that is too long."""
+    most = max_body_bytes + ENVELOPE_BYTES
+    with path.open("rb") as file:
+        number = 0
+        while text := file.readline(most + 1):
+            number += 1
+            if len(text) <= most or text.endswith(b"\n"):
+                if text.strip():
+                    yield number, text
+                continue
+            while text and not text.endswith(b"\n"):
+                text = file.readline(1 << 20)
+            yield number, None
+
+
+def parsed(text: bytes) -> Line:
+    """A line that has been checked."""
+    return _line.decode(text)
+
+
+def check(path: Path, endpoint: str, max_body_bytes: int) -> Checked:
+    """Whether every line is a request to `endpoint`, with an id of its own."""
+    total = 0
+    errors: list[LineError] = []
+    models: set[str] = set()
+    seen: set[str] = set()
+    for number, text in read(path, max_body_bytes):
+        total += 1
+        if total > MAX_LINES:
+            return Checked(total, None, [_TOO_MANY])
+        if len(errors) == MAX_ERRORS:
+            break
+        if text is None:
+            errors.append(LineError("line_too_long", f"The request is larger than {max_body_bytes} bytes.", number))
+            continue
+        try:
+            fields = msgspec.json.decode(text)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            errors.append(LineError("invalid_json_line", _NOT_JSON, number))
+            continue
+        error = _error(fields, endpoint, seen)
+        if error is not None:
+            code, message, param = error
+            errors.append(LineError(code, message, number, param))
+            continue
+        seen.add(fields["custom_id"])
+        models.add(str(fields["body"].get("model")))
+    if not total:
+        errors.append(_EMPTY)
+    return Checked(total, models.pop() if len(models) == 1 else None, errors)
+
+
+def _error(fields: Any, endpoint: str, seen: set[str]) -> tuple[str, str, str | None] | None:
+    """Code, message and parameter of what is wrong with one line."""
+    if not isinstance(fields, dict):
+        return "invalid_json_line", "This line is not a JSON object.", None
+    for name, kind in (("custom_id", str), ("method", str), ("url", str), ("body", dict)):
+        if fields.get(name) is None:
+            return "missing_required_parameter", f"Missing required parameter: '{name}'.", name
+        if not isinstance(fields[name], kind):
+            return "invalid_type", f"'{name}' must be {'an object' if kind is dict else 'a string'}.", name
+    for name in fields.keys() - {"custom_id", "method", "url", "body"}:
+        return "unknown_parameter", f"Unknown parameter: '{name[:64]}'.", name[:64]
+    if not 0 < len(fields["custom_id"]) <= LONGEST_ID:
+        return "invalid_value", f"'custom_id' must have 1 to {LONGEST_ID} characters.", "custom_id"
+    if fields["custom_id"] in seen:
+        return "duplicate_custom_id", "Another request has this custom_id. It must be unique within a batch.", "custom_id"
+    if fields["method"] != "POST":
+        return "invalid_method", "The method must be POST.", "method"
+    if fields["url"] != endpoint:
+        return "mismatched_url", "The url does not match the endpoint of the batch.", "url"
+    for name in ("stream", "background"):
+        if fields["body"].get(name):
+            return "invalid_value", f"'{name}' has no place in a batch.", f"body.{name}"
+    return None

@@ -1,0 +1,111 @@
+"""How many sequences batches may have at the verifiers, beside what people wait for.
+
+`room` is pure.  `Pace` asks it several times a second, and whenever an interactive sequence comes: what batches have beyond it
+is taken from the verifiers at once, with the tokens it has, and goes on there when there is room again.  Event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+from backend.fleet.speed import Speed, mean_speed
+from gateway.fleet_core import FleetCore
+
+BUSY_STRETCH = 1.1
+"""While people wait, batches may make steps so much longer; an interactive token takes that much longer."""
+QUIET_STRETCH = 4.0
+"""While nobody does, so much longer than a step of one sequence: who comes next may have to wait for one such step."""
+QUIET_AFTER_S = 10.0
+"""So long after the last interactive sequence has ended, nobody is there."""
+KEPT_FREE = 0.25
+"""Share of a verifier's slots that batches leave to others, always."""
+LOOK_S = 0.1
+
+
+def room(foreground: float, quiet: bool, verifiers: int, slots: int, speed: Speed | None) -> int:
+    """Sequences that batches may have at so many `verifiers`, each with `slots`, beside `foreground` others.
+
+    One at least, so that batches end, unless others fill the slots.
+    """
+    if not verifiers:
+        return 0
+    others = foreground / verifiers
+    free = slots * (1 - KEPT_FREE) - others
+    if free <= 0:
+        return 0
+    if speed is None:
+        return verifiers
+    spare_s = (QUIET_STRETCH - 1) * speed.step_s(1) if quiet else (BUSY_STRETCH - 1) * speed.step_s(max(others, 1))
+    within = spare_s / speed.per_request_s if speed.per_request_s > 0 else math.inf
+    return max(1, int(verifiers * min(free, within)))
+
+
+class Pace:
+    """Gives lines of batches their turns."""
+
+    def __init__(self, core: FleetCore, slots: int) -> None:
+        self._core = core
+        self._slots = slots
+        self._lines = 0
+        self._busy_at = float("-inf")
+        self._changed = asyncio.Event()
+        self._looking: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._core.on_interactive = self._someone_comes
+        self._looking = asyncio.create_task(self._look_on(), name="batch-pace")
+
+    async def close(self) -> None:
+        self._core.on_interactive = lambda: None
+        if self._looking is not None:
+            self._looking.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._looking
+
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        """Waits for room for one line."""
+        while self._core.draining or max(self._lines, self._core.batched + self._core.held) >= self._room():
+            await self._changed.wait()
+        self._lines += 1
+        try:
+            yield
+        finally:
+            self._lines -= 1
+            self._tell()
+
+    @property
+    def quiet(self) -> bool:
+        """Whether nobody waits, or did a moment ago."""
+        return time.monotonic() - self._busy_at > QUIET_AFTER_S
+
+    def _someone_comes(self) -> None:
+        self._busy_at = time.monotonic()
+        self.look()
+
+    def look(self) -> None:
+        """Has batches keep to their room, now."""
+        if self._core.in_flight > self._core.batched + self._core.held:
+            self._busy_at = time.monotonic()
+        self._core.hold_batches(self._room())
+        self._tell()
+
+    async def _look_on(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            self.look()
+
+    def _room(self) -> int:
+        core = self._core
+        batched, own = core.batched, core.in_flight - core.batched - core.held
+        reported = sum(stats.running + stats.waiting for stats in core.stats()) - batched
+        speed = mean_speed([stats.speed for stats in core.stats() if stats.speed is not None])
+        return room(max(own, reported), self.quiet, len(core.routable()), self._slots, speed)
+
+    def _tell(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()

@@ -1,0 +1,299 @@
+"""What is kept of files and batches: rows in SQLite, contents in a folder.
+
+Several gateways on one host may share a folder.  Every change of a batch is one transaction that reads it first; an answer and
+the count of it are written together, so that each line is counted once, whoever carried it out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import sqlite3
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
+
+import msgspec
+
+from gateway.batches.objects import OPEN, Answer, Batch, Counts, File, new_id, shown
+from gateway.errors import Conflict, NotFound, StorageFull, TooManyRequests
+from gateway.sqlite import Database
+
+FILE_LIFETIME_S = 30 * 86400
+"""As long as OpenAI keeps files of batches; batches themselves are forgotten after it too."""
+WINDOW_S = 86400
+"""The one completion window there is: 24h."""
+MAX_OPEN = 100
+"""Batches of one owner that have not ended."""
+ORPHAN_S = 3600.0
+"""A file that no row names may be one that is just being written."""
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS files (
+    number INTEGER PRIMARY KEY, id TEXT UNIQUE, owner TEXT, purpose TEXT, bytes INTEGER, expires REAL, body BLOB);
+CREATE TABLE IF NOT EXISTS batches (
+    number INTEGER PRIMARY KEY, id TEXT UNIQUE, owner TEXT, created REAL, model TEXT, status TEXT, input TEXT, lifetime REAL,
+    body BLOB);
+CREATE TABLE IF NOT EXISTS answers (batch TEXT, line INTEGER, failed INTEGER, answer BLOB, PRIMARY KEY (batch, line));
+"""
+
+Outcome = Literal["output", "error"]
+
+
+class Kept(msgspec.Struct, frozen=True):
+    """A batch, and what its API does not show."""
+
+    batch: Batch
+    owner: str
+    lifetime_s: float
+    """Of its output files."""
+
+
+class Store:
+    """`max_bytes` is of all contents together.  Nobody but its owner finds a file or a batch."""
+
+    def __init__(self, folder: Path, max_bytes: int) -> None:
+        self._contents = folder / "files"
+        self._contents.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._max_bytes = max_bytes
+        self._database = Database(folder / "batches.sqlite", _SCHEMA)
+
+    def close(self) -> None:
+        self._database.close()
+
+    # Files
+
+    def path(self, file_id: str) -> Path:
+        """Where a file's contents are."""
+        return self._contents / file_id
+
+    async def add_file(self, source: BinaryIO, name: str, owner: str, lifetime_s: float) -> File:
+        """Keeps what `source` holds.  Raises `StorageFull`."""
+        file_id = new_id("file-")
+        size = await asyncio.to_thread(_copy, source, self.path(file_id))
+        now = time.time()
+        file = File(
+            id=file_id, bytes=size, created_at=int(now), filename=name, purpose="batch", expires_at=int(now + lifetime_s)
+        )
+
+        def work(db: sqlite3.Connection) -> None:
+            self._check_room(db, size)
+            _insert_file(db, file, owner)
+
+        try:
+            await self._database.run(work)
+        except BaseException:
+            self.path(file_id).unlink(missing_ok=True)
+            raise
+        return file
+
+    async def file(self, file_id: str, owner: str) -> File:
+        """Raises `NotFound`."""
+        return await self._database.run(lambda db: _file(db, file_id, owner))
+
+    async def files(self, owner: str, purpose: str | None) -> list[dict[str, Any]]:
+        """Oldest first."""
+        query = "SELECT body FROM files WHERE owner = ? AND purpose = coalesce(?, purpose) AND expires > ? ORDER BY number"
+        rows = await self._database.run(lambda db: db.execute(query, (owner, purpose, time.time())).fetchall())
+        return [msgspec.json.decode(body) for (body,) in rows]
+
+    async def delete_file(self, file_id: str, owner: str) -> None:
+        """Raises `NotFound`, or `Conflict` for what a batch still reads."""
+
+        def work(db: sqlite3.Connection) -> None:
+            _file(db, file_id, owner)
+            if _is_read(db, file_id):
+                raise Conflict("The file is the input of a batch that has not ended. Cancel the batch first.", param="file_id")
+            db.execute("DELETE FROM files WHERE id = ?", (file_id,))
+
+        await self._database.run(work)
+        self.path(file_id).unlink(missing_ok=True)
+
+    # Batches
+
+    async def add_batch(self, batch: Batch, owner: str, model: str, lifetime_s: float) -> None:
+        """`model` is the base model of the fleet that carries it out.  Raises `NotFound` or `TooManyRequests`."""
+
+        def work(db: sqlite3.Connection) -> None:
+            _file(db, batch.input_file_id, owner, "input_file_id")
+            self._check_room(db, 0)
+            query = f"SELECT count(*) FROM batches WHERE owner = ? AND {_IS_OPEN}"
+            if db.execute(query, (owner,)).fetchone()[0] >= MAX_OPEN:
+                raise TooManyRequests(f"{MAX_OPEN} batches have not ended yet.")
+            of = (batch.id, owner, batch.created_at, model, batch.status, batch.input_file_id, lifetime_s)
+            names = "id, owner, created, model, status, input, lifetime, body"
+            db.execute(f"INSERT INTO batches ({names}) VALUES (?,?,?,?,?,?,?,?)", (*of, msgspec.json.encode(batch)))
+
+        await self._database.run(_at_once(work))
+
+    async def batch(self, batch_id: str, owner: str | None = None) -> Kept:
+        """`owner` None: whosever it is.  Raises `NotFound`."""
+        return await self._database.run(lambda db: _batch(db, batch_id, owner))
+
+    async def batches(self, owner: str) -> list[dict[str, Any]]:
+        """Oldest first."""
+        query = "SELECT body FROM batches WHERE owner = ? ORDER BY number"
+        rows = await self._database.run(lambda db: db.execute(query, (owner,)).fetchall())
+        return [shown(msgspec.json.decode(body, type=Batch)) for (body,) in rows]
+
+    async def open_batches(self, model: str) -> list[str]:
+        """The ids of those that are this model's to carry out, oldest first."""
+        query = f"SELECT id FROM batches WHERE model = ? AND {_IS_OPEN} ORDER BY number"
+        rows = await self._database.run(lambda db: db.execute(query, (model,)).fetchall())
+        return [each for (each,) in rows]
+
+    async def change(self, batch_id: str, owner: str | None, change: Callable[[Batch], Batch]) -> Batch:
+        """The batch as `change` makes it, which may raise.  Raises `NotFound`."""
+
+        def work(db: sqlite3.Connection) -> Batch:
+            batch = change(_batch(db, batch_id, owner).batch)
+            _write(db, batch)
+            return batch
+
+        return await self._database.run(_at_once(work))
+
+    # Answers
+
+    async def answered(self, batch_id: str) -> set[int]:
+        """The lines that need not be carried out any more."""
+        query = "SELECT line FROM answers WHERE batch = ?"
+        rows = await self._database.run(lambda db: db.execute(query, (batch_id,)).fetchall())
+        return {line for (line,) in rows}
+
+    async def add_answers(self, batch_id: str, answers: Iterable[tuple[int, Answer]]) -> None:
+        """Keeps and counts them; a line that has an answer keeps that one."""
+        rows = [(line, answer, answer.line()) for line, answer in answers]
+
+        def work(db: sqlite3.Connection) -> None:
+            batch = _batch(db, batch_id, None).batch
+            counts, usage = batch.request_counts, batch.usage
+            completed, failed = counts.completed, counts.failed
+            for line, answer, text in rows:
+                row = (batch_id, line, answer.failed, text)
+                if db.execute("INSERT OR IGNORE INTO answers VALUES (?,?,?,?)", row).rowcount:
+                    completed, failed = completed + (not answer.failed), failed + answer.failed
+                    usage = usage.plus(answer.usage)
+            counts = Counts(counts.total, completed, failed)
+            _write(db, msgspec.structs.replace(batch, request_counts=counts, usage=usage))
+
+        await self._database.run(_at_once(work))
+
+    async def finish(self, batch_id: str, ended: Callable[[Batch], Batch]) -> None:
+        """Writes the answers into files, and has the batch be as `ended` makes it."""
+        kept = await self.batch(batch_id)
+        made: dict[str, File] = {}
+        for outcome, failed in (("output", False), ("error", True)):
+            file = await self._write_answers(kept, f"{batch_id}_{outcome}.jsonl", failed)
+            if file is not None:
+                made[f"{outcome}_file_id"] = file
+
+        def work(db: sqlite3.Connection) -> None:
+            for file in made.values():
+                _insert_file(db, file, kept.owner)
+            ids = {name: file.id for name, file in made.items()}
+            _write(db, msgspec.structs.replace(ended(_batch(db, batch_id, None).batch), **ids))
+            db.execute("DELETE FROM answers WHERE batch = ?", (batch_id,))
+
+        await self._database.run(_at_once(work))
+
+    async def _write_answers(self, kept: Kept, name: str, failed: bool) -> File | None:
+        file_id = new_id("file-")
+        query = "SELECT answer FROM answers WHERE batch = ? AND failed = ? ORDER BY line"
+
+        def work(db: sqlite3.Connection) -> int:
+            rows: Iterator[tuple[bytes]] = db.execute(query, (kept.batch.id, failed))
+            with _new(self.path(file_id)) as target:
+                target.writelines(part for (answer,) in rows for part in (answer, b"\n"))
+                return target.tell()
+
+        size = await self._database.run(work)
+        if not size:
+            self.path(file_id).unlink()
+            return None
+        now = time.time()
+        expires = int(now + kept.lifetime_s)
+        return File(id=file_id, bytes=size, created_at=int(now), filename=name, purpose="batch_output", expires_at=expires)
+
+    # Room
+
+    async def sweep(self) -> None:
+        """Drops what has expired, and contents that a gateway left when it was killed."""
+
+        def work(db: sqlite3.Connection) -> set[str]:
+            now = time.time()
+            old = [each for (each,) in db.execute("SELECT id FROM files WHERE expires <= ?", (now,))]
+            gone = [(each,) for each in old if not _is_read(db, each)]
+            db.executemany("DELETE FROM files WHERE id = ?", gone)
+            db.execute(f"DELETE FROM batches WHERE created < ? AND NOT {_IS_OPEN}", (now - FILE_LIFETIME_S,))
+            return {each for (each,) in db.execute("SELECT id FROM files")}
+
+        await asyncio.to_thread(_unlink_strangers, self._contents, await self._database.run(work))
+
+    def _check_room(self, db: sqlite3.Connection, more: int) -> None:
+        held = db.execute("SELECT coalesce(sum(bytes), 0) FROM files").fetchone()[0]
+        held += db.execute("SELECT coalesce(sum(length(answer)), 0) FROM answers").fetchone()[0]
+        if held + more > self._max_bytes:
+            raise StorageFull("The files that are kept take all the room there is. Delete some, or wait until they expire.")
+
+
+_IS_OPEN = f"status IN ({', '.join(repr(each) for each in sorted(OPEN))})"
+
+
+def _at_once(work: Callable[[sqlite3.Connection], Any]) -> Callable[[sqlite3.Connection], Any]:
+    """`work` with nobody else writing between what it reads and what it writes."""
+
+    def locked(db: sqlite3.Connection) -> Any:
+        db.execute("BEGIN IMMEDIATE")
+        return work(db)
+
+    return locked
+
+
+def _file(db: sqlite3.Connection, file_id: str, owner: str, param: str = "file_id") -> File:
+    query = "SELECT body FROM files WHERE id = ? AND owner = ? AND expires > ?"
+    row = db.execute(query, (file_id, owner, time.time())).fetchone()
+    if row is None:
+        raise NotFound("There is no such file, or it has expired.", param=param)
+    return msgspec.json.decode(row[0], type=File)
+
+
+def _insert_file(db: sqlite3.Connection, file: File, owner: str) -> None:
+    row = (file.id, owner, file.purpose, file.bytes, file.expires_at, msgspec.json.encode(file))
+    db.execute("INSERT INTO files (id, owner, purpose, bytes, expires, body) VALUES (?,?,?,?,?,?)", row)
+
+
+def _is_read(db: sqlite3.Connection, file_id: str) -> bool:
+    return db.execute(f"SELECT 1 FROM batches WHERE input = ? AND {_IS_OPEN}", (file_id,)).fetchone() is not None
+
+
+def _batch(db: sqlite3.Connection, batch_id: str, owner: str | None) -> Kept:
+    query = "SELECT body, owner, lifetime FROM batches WHERE id = ? AND owner = coalesce(?, owner)"
+    row = db.execute(query, (batch_id, owner)).fetchone()
+    if row is None:
+        raise NotFound("There is no such batch, or it is not kept any more.", param="batch_id")
+    return Kept(msgspec.json.decode(row[0], type=Batch), row[1], row[2])
+
+
+def _write(db: sqlite3.Connection, batch: Batch) -> None:
+    row = (batch.status, msgspec.json.encode(batch), batch.id)
+    db.execute("UPDATE batches SET status = ?, body = ? WHERE id = ?", row)
+
+
+def _new(path: Path) -> BinaryIO:
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")
+
+
+def _copy(source: BinaryIO, path: Path) -> int:
+    with _new(path) as target:
+        shutil.copyfileobj(source, target, 1 << 20)
+        return target.tell()
+
+
+def _unlink_strangers(folder: Path, known: set[str]) -> None:
+    for path in folder.iterdir():
+        with contextlib.suppress(OSError):
+            if path.name not in known and path.stat().st_mtime < time.time() - ORPHAN_S:
+                path.unlink()

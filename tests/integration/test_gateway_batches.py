@@ -1,0 +1,372 @@
+"""Files and batches, through OpenAI's client, in front of a fake verifier."""
+
+import asyncio
+import json
+import sqlite3
+import time
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from gateway.batches import runner
+from gateway.batches.lines import LONGEST_ID
+from tests.support.fake_verifier import count_up, eventually
+from tests.support.running_gateway import CHAT, COMPLETION, running_gateway
+
+CHATS, TEXTS = "/v1/chat/completions", "/v1/completions"
+
+
+def request(custom_id, body=CHAT, url=CHATS, **fields):
+    return {"custom_id": custom_id, "method": "POST", "url": url, "body": body, **fields}
+
+
+def jsonl(*lines):
+    return b"".join((each if isinstance(each, bytes) else json.dumps(each).encode()) + b"\n" for each in lines)
+
+
+@asynccontextmanager
+async def serving(folder=None, **settings):
+    """A running gateway and a client of it."""
+    more: dict[str, Any] = {"state_dir": str(folder)} if folder is not None else {}
+    async with (
+        running_gateway(**more, **settings) as running,
+        openai.AsyncOpenAI(base_url=f"{running.server.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        yield running, client
+
+
+async def begin(client, content, endpoint=CHATS, **fields):
+    file = await client.files.create(file=("in.jsonl", content), purpose="batch")
+    return await client.batches.create(input_file_id=file.id, endpoint=endpoint, completion_window="24h", **fields)
+
+
+async def until(client, batch, *statuses, timeout_s=15):
+    deadline = time.monotonic() + timeout_s
+    while (batch := await client.batches.retrieve(batch.id)).status not in statuses:
+        assert time.monotonic() < deadline, batch
+        assert batch.status in ("validating", "in_progress", "finalizing", "cancelling"), batch
+        await asyncio.sleep(0.02)
+    return batch
+
+
+async def lines_of(client, file_id):
+    return [json.loads(line) for line in (await client.files.content(file_id)).text.splitlines()] if file_id else []
+
+
+async def silent(verifier, sequence):
+    """Takes a request and says nothing until it is aborted."""
+    await sequence.aborted.wait()
+
+
+async def test_from_file_to_file():
+    async with serving() as (running, client):
+        content = jsonl(*(request(f"r{index}") for index in range(5)), b"  ", request("bad", {**CHAT, "temperature": -1}))
+        batch = await begin(client, content, metadata={"nightly": "yes"})
+        assert batch.status == "validating"
+        assert batch.expires_at == batch.created_at + 86400
+        batch = await until(client, batch, "completed")
+        assert batch.request_counts.model_dump() == {"total": 6, "completed": 5, "failed": 1}
+        assert batch.model == "demo"
+        assert batch.metadata == {"nightly": "yes"}
+        assert batch.in_progress_at <= batch.finalizing_at <= batch.completed_at
+        assert batch.usage.output_tokens == 30
+        assert batch.usage.total_tokens == 30 + batch.usage.input_tokens
+        answers = await lines_of(client, batch.output_file_id)
+        assert [each["custom_id"] for each in answers] == [f"r{index}" for index in range(5)]
+        alone = (await client.chat.completions.create(**CHAT)).choices[0].message.content
+        for each in answers:
+            assert each.keys() == {"id", "custom_id", "response", "error"}
+            assert each["error"] is None
+            assert each["response"]["status_code"] == 200
+            assert each["response"]["body"]["choices"][0]["message"]["content"] == alone
+        (failed,) = await lines_of(client, batch.error_file_id)
+        assert failed["response"]["status_code"] == 400
+        assert failed["response"]["body"]["error"]["param"] == "temperature"
+        output = await client.files.retrieve(batch.output_file_id)
+        assert output.purpose == "batch_output"
+        assert output.bytes == len((await client.files.content(output.id)).content)
+        assert running.idle
+
+
+async def test_every_endpoint_there_is():
+    async with serving() as (running, client):
+        assert set(running.server.gateway.batches.endpoints) >= {CHATS, TEXTS, "/v1/responses"}
+        responses = {"model": "demo", "input": "hi", "max_output_tokens": 4}
+        for url, body in ((TEXTS, COMPLETION), ("/v1/responses", responses)):
+            batch = await until(client, await begin(client, jsonl(request("a", body, url)), url), "completed")
+            (answer,) = await lines_of(client, batch.output_file_id)
+            assert answer["response"]["body"]["usage"]["total_tokens"] == batch.usage.total_tokens
+            assert batch.error_file_id is None
+
+
+async def test_files():
+    async with serving() as (_, client):
+        files = [await client.files.create(file=(f"{n}.jsonl", b"x" * n), purpose="batch") for n in range(5)]
+        assert files[3].bytes == 3
+        assert files[3].filename == "3.jsonl"
+        assert files[3].expires_at == files[3].created_at + 30 * 86400
+        first = await client.files.list(limit=2)
+        assert [each.id for each in first.data] == [files[4].id, files[3].id]
+        assert first.has_more
+        assert [each.id async for each in client.files.list(limit=2, order="asc")] == [each.id for each in files]
+        assert (await client.files.list(purpose="batch_output")).data == []
+        assert (await client.files.content(files[4].id)).content == b"xxxx"
+        assert (await client.files.delete(files[4].id)).deleted
+        for call in (client.files.retrieve, client.files.content, client.files.delete):
+            with pytest.raises(openai.NotFoundError):
+                await call(files[4].id)
+        short = await client.files.create(file=b"x", purpose="batch", expires_after={"anchor": "created_at", "seconds": 3600})
+        assert short.expires_at == short.created_at + 3600
+
+
+async def test_bad_uploads_name_the_field(monkeypatch):
+    monkeypatch.setattr("gateway.routes.files.MAX_FILE_BYTES", 1000)
+    async with serving(files_mib=1) as (running, client):
+        form = {"purpose": "batch"}
+        file = {"file": ("a", b"x")}
+        hour = {"expires_after[anchor]": "created_at", "expires_after[seconds]": "3599"}
+        cases: list[tuple[dict[str, Any], int, str | None]] = [
+            ({"data": {"purpose": "fine-tune"}, "files": file}, 400, "purpose"),
+            ({"data": form, "files": {"other": ("a", b"x")}}, 400, "other"),
+            ({"data": {**form, "file": "text"}, "files": {"x": ("a", b"x")}}, 400, "x"),
+            ({"data": {**form, **hour}, "files": file}, 400, "expires_after.seconds"),
+            ({"data": {**form, "expires_after[seconds]": "4000"}, "files": file}, 400, "expires_after"),
+            ({"data": form, "files": {"file": ("a", b"x" * 1001)}}, 413, "file"),
+            ({"data": form, "files": {"file": ("a", b"x" * 200_000)}}, 413, "file"),
+            ({"json": form}, 415, None),
+            ({"content": b"nothing", "headers": {"content-type": "multipart/form-data; boundary=x"}}, 400, None),
+            ({"content": b"nothing", "headers": {"content-type": "multipart/form-data"}}, 400, None),
+        ]
+        for call, status, param in cases:
+            answer = await running.http.post("/v1/files", **call)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (status, param), (call, answer.text)
+        assert (await client.files.list()).data == []
+        folder = running.server.gateway.batches.folder
+        assert list((folder / "files").iterdir()) == []
+
+
+async def test_a_full_store_says_so():
+    async with serving(files_mib=1) as (_, client):
+        kept = await client.files.create(file=b"x" * 700_000, purpose="batch")
+        with pytest.raises(openai.APIStatusError) as told:
+            await client.files.create(file=b"x" * 700_000, purpose="batch")
+        assert told.value.status_code == 413
+        assert told.value.code == "storage_full"
+        await client.files.delete(kept.id)
+        await client.files.create(file=b"x" * 700_000, purpose="batch")
+
+
+async def test_bad_batches_name_the_field():
+    async with serving() as (running, client):
+        file = await client.files.create(file=jsonl(request("a")), purpose="batch")
+        good = {"input_file_id": file.id, "endpoint": CHATS, "completion_window": "24h"}
+        cases: list[tuple[dict[str, Any], int, str]] = [
+            ({"input_file_id": "file-none"}, 404, "input_file_id"),
+            ({"input_file_id": None}, 400, "input_file_id"),
+            ({"endpoint": "/v1/models"}, 400, "endpoint"),
+            ({"completion_window": "1h"}, 400, "completion_window"),
+            ({"metadata": {"a": 1}}, 400, "metadata"),
+            ({"metadata": {"a" * 65: "x"}}, 400, "metadata"),
+            ({"metadata": {str(n): "x" for n in range(17)}}, 400, "metadata"),
+            ({"output_expires_after": {"anchor": "created_at", "seconds": 1}}, 400, "output_expires_after.seconds"),
+            ({"model": "demo"}, 400, "model"),
+        ]
+        for change, status, param in cases:
+            answer = await running.http.post("/v1/batches", json={**good, **change})
+            assert (answer.status_code, answer.json()["error"]["param"]) == (status, param), answer.text
+        assert (await client.batches.list()).data == []
+        for call in (client.batches.retrieve, client.batches.cancel):
+            with pytest.raises(openai.NotFoundError):
+                await call("batch_none")
+
+
+BAD_LINES = [
+    (b"{", "invalid_json_line", None),
+    (b"[]", "invalid_json_line", None),
+    (b"\xff", "invalid_json_line", None),
+    ({"method": "POST", "url": CHATS, "body": CHAT}, "missing_required_parameter", "custom_id"),
+    ({"custom_id": "a", "method": "POST", "url": CHATS}, "missing_required_parameter", "body"),
+    (request(7), "invalid_type", "custom_id"),
+    (request("a", body=[]), "invalid_type", "body"),
+    (request(""), "invalid_value", "custom_id"),
+    (request("x" * (LONGEST_ID + 1)), "invalid_value", "custom_id"),
+    (request("good"), "duplicate_custom_id", "custom_id"),
+    (request("a", method="GET"), "invalid_method", "method"),
+    (request("a", url=TEXTS), "mismatched_url", "url"),
+    (request("a", extra=1), "unknown_parameter", "extra"),
+    (request("a", {**CHAT, "stream": True}), "invalid_value", "body.stream"),
+    (request("a", {**CHAT, "user": "x" * (2 << 20)}), "line_too_long", None),
+]
+
+
+async def test_bad_lines_fail_the_batch_before_anything_is_carried_out():
+    async with serving(max_body_mib=1) as (running, client):
+        content = jsonl(request("good"), *(line for line, _, _ in BAD_LINES), request("last"))
+        batch = await until(client, await begin(client, content), "failed")
+        told = [(each.line, each.code, each.param) for each in batch.errors.data]
+        assert told == [(number, code, param) for number, (_, code, param) in enumerate(BAD_LINES, 2)]
+        assert all(each.message for each in batch.errors.data)
+        assert batch.errors.object == "list"
+        assert batch.failed_at
+        assert batch.output_file_id is None
+        empty = await until(client, await begin(client, b"\n"), "failed")
+        assert [each.code for each in empty.errors.data] == ["empty_file"]
+        assert running.verifier.sequences == []
+
+
+async def test_too_many_lines(monkeypatch):
+    monkeypatch.setattr("gateway.batches.lines.MAX_LINES", 2)
+    async with serving() as (_, client):
+        batch = await until(client, await begin(client, jsonl(*(request(str(n)) for n in range(3)))), "failed")
+        assert [each.code for each in batch.errors.data] == ["too_many_tasks"]
+
+
+async def test_batches_are_listed_in_pages():
+    async with serving() as (_, client):
+        batches = [await begin(client, jsonl(request("a"))) for _ in range(3)]
+        first = await client.batches.list(limit=2)
+        assert [each.id for each in first.data] == [batches[2].id, batches[1].id]
+        assert first.has_more
+        assert [each.id async for each in client.batches.list(limit=2)] == [each.id for each in reversed(batches)]
+
+
+async def test_cancelling_keeps_what_is_answered():
+    async with serving() as (running, client):
+
+        async def some(verifier, sequence):
+            await (count_up if len(verifier.sequences) <= 2 else silent)(verifier, sequence)
+
+        running.verifier.behaviour = some
+        batch = await begin(client, jsonl(*(request(f"r{index}") for index in range(20))))
+        await eventually(lambda: len(running.verifier.sequences) >= 3)
+        with pytest.raises(openai.ConflictError):
+            await client.files.delete(batch.input_file_id)
+        batch = await client.batches.cancel(batch.id)
+        assert batch.status == "cancelling"
+        batch = await until(client, batch, "cancelled")
+        assert batch.cancelling_at <= batch.cancelled_at
+        assert batch.request_counts.model_dump() == {"total": 20, "completed": 2, "failed": 18}
+        assert len(await lines_of(client, batch.output_file_id)) == 2
+        rest = await lines_of(client, batch.error_file_id)
+        assert {each["error"]["code"] for each in rest} == {"batch_cancelled"}
+        assert all(each["response"] is None for each in rest)
+        with pytest.raises(openai.ConflictError):
+            await client.batches.cancel(batch.id)
+        await eventually(lambda: running.idle)
+        await client.files.delete(batch.input_file_id)
+
+
+def expire(folder: Path, batch_id: str) -> None:
+    """A day passes."""
+    with sqlite3.connect(folder / "batches.sqlite") as db:
+        db.execute("UPDATE batches SET body = json_set(CAST(body AS TEXT), '$.expires_at', 1) WHERE id = ?", (batch_id,))
+    db.close()
+
+
+async def test_a_batch_expires(tmp_path):
+    async with serving(tmp_path) as (running, client):
+        running.verifier.behaviour = silent
+        batch = await begin(client, jsonl(*(request(f"r{index}") for index in range(3))))
+        await eventually(lambda: bool(running.verifier.sequences))
+    expire(tmp_path, batch.id)
+    async with serving(tmp_path) as (running, client):
+        batch = await until(client, batch, "expired")
+        assert batch.expired_at
+        assert batch.output_file_id is None
+        rest = await lines_of(client, batch.error_file_id)
+        assert [each["error"]["code"] for each in rest] == ["batch_expired"] * 3
+        await eventually(lambda: running.idle)
+
+
+async def test_the_next_gateway_goes_on(tmp_path):
+    done: list[str] = []
+
+    async def few(verifier, sequence):
+        await (count_up if len(verifier.sequences) <= 4 else silent)(verifier, sequence)
+
+    async with serving(tmp_path) as (running, client):
+        running.verifier.behaviour = few
+        batch = await begin(client, jsonl(*(request(f"r{index}") for index in range(12))))
+        await eventually(lambda: len(running.verifier.sequences) > 4)
+        while (now := await client.batches.retrieve(batch.id)).request_counts.completed < 4:
+            await asyncio.sleep(0.02)
+        assert now.status == "in_progress"
+    async with serving(tmp_path) as (running, client):
+        batch = await until(client, batch, "completed")
+        done = [each["custom_id"] for each in await lines_of(client, batch.output_file_id)]
+        assert done == [f"r{index}" for index in range(12)]
+        assert len(running.verifier.sequences) == 8
+        assert batch.request_counts.completed == 12
+
+
+async def test_one_gateway_of_several_carries_out(tmp_path):
+    async with serving(tmp_path) as (first, _), serving(tmp_path) as (second, client):
+        batch = await begin(client, jsonl(*(request(f"r{index}") for index in range(4))))
+        await until(client, batch, "completed")
+        assert (len(first.verifier.sequences), len(second.verifier.sequences)) == (4, 0)
+        first.verifier.behaviour = silent
+        batch = await begin(client, jsonl(request("a")))
+        await eventually(lambda: len(first.verifier.sequences) == 5)
+        await client.batches.cancel(batch.id)
+        await until(client, batch, "cancelled")
+
+
+async def test_lines_that_the_fleet_cannot_serve_now_are_tried_again(monkeypatch):
+    monkeypatch.setattr(runner, "RETRY_S", (0.01, 0.05))
+    async with serving(failover_wait_s=0.1) as (running, client):
+        running.verifier.behaviour = silent
+        batch = await begin(client, jsonl(request("a")))
+        await eventually(lambda: bool(running.verifier.sequences))
+        running.directory.set_members([])
+        running.verifier.hung = True
+        before = running.verifier.member
+        (link,) = running.core.links.values()
+        link.close()
+        await eventually(lambda: not running.core.in_flight)
+        running.verifier.hung = False
+        running.verifier.behaviour = count_up
+        running.directory.set_members([before])
+        batch = await until(client, batch, "completed")
+        assert batch.request_counts.completed == 1
+
+
+async def test_people_go_first(monkeypatch):
+    monkeypatch.setattr("gateway.batches.pace.QUIET_AFTER_S", 0.3)
+    async with serving() as (running, client):
+        running.verifier.behaviour = silent
+        batch = await begin(client, jsonl(*(request(f"r{index}") for index in range(8))))
+        await eventually(lambda: bool(running.core.batched))
+        pace = running.server.gateway.batches._runner._pace
+        pace._room = lambda: 3 if pace.quiet else 1
+        await eventually(lambda: running.core.batched == 3)
+        running.verifier.behaviour = count_up
+        talk = await client.chat.completions.create(**CHAT)
+        assert talk.choices[0].finish_reason == "length"
+        assert running.core.held == 2
+        await eventually(lambda: sum(each.aborted.is_set() for each in running.verifier.sequences) == 2)
+        await eventually(lambda: sum("~2" in each.request_id for each in running.verifier.sequences) == 2)
+        for each in running.verifier.sequences[:3]:
+            if not each.aborted.is_set():
+                asyncio.create_task(count_up(running.verifier, each))  # noqa: RUF006
+        batch = await until(client, batch, "completed")
+        assert batch.request_counts.completed == 8
+
+
+async def test_batches_take_no_places_of_others():
+    async with serving(max_in_flight=1) as (running, client):
+        running.verifier.behaviour = silent
+        await begin(client, jsonl(request("a")))
+        await eventually(lambda: bool(running.core.batched))
+        running.verifier.behaviour = count_up
+        assert (await running.http.post(CHATS, json=CHAT)).status_code == 200
+        assert 'outrider_batch_sequences{state="running"} 1.0' in (await running.http.get("/metrics")).text
+
+
+async def test_nothing_is_kept_without_a_folder():
+    async with serving("none") as (running, _):
+        for path in ("/v1/files", "/v1/batches"):
+            answer = await running.http.get(path)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (400, "not_stored")

@@ -1,0 +1,80 @@
+"""Batches: the room they have beside people, tokens summed over APIs, and lines read from a file."""
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from backend.fleet.speed import Speed
+from gateway.batches.lines import ENVELOPE_BYTES, read
+from gateway.batches.objects import Answer, Usage
+from gateway.batches.pace import BUSY_STRETCH, KEPT_FREE, QUIET_STRETCH, room
+
+speeds = st.none() | st.builds(Speed, st.floats(1e-4, 1), st.floats(0, 1))
+
+
+@given(st.floats(0, 500), st.booleans(), st.integers(0, 8), st.integers(1, 512), speeds)
+def test_batches_leave_slots_and_time(foreground, quiet, verifiers, slots, speed):
+    most = room(foreground, quiet, verifiers, slots, speed)
+    assert most >= 0
+    free = verifiers * slots * (1 - KEPT_FREE) - foreground
+    if not verifiers or free <= 0:
+        assert most == 0
+        return
+    assert 1 <= most <= max(1, free, verifiers if speed is None else 0)
+    if speed is None or most == 1:
+        return
+    others = foreground / verifiers
+    before = speed.step_s(1) if quiet else speed.step_s(max(others, 1))
+    grown = speed.per_request_s * most / verifiers
+    assert grown <= before * ((QUIET_STRETCH if quiet else BUSY_STRETCH) - 1) * (1 + 1e-9)
+
+
+def test_a_slow_verifier_has_less_room_while_people_wait():
+    speed = Speed(1.0, 0.125)
+    assert room(0, True, 1, 64, speed) == 27
+    assert room(4, False, 1, 64, speed) == 1
+    assert room(4, False, 1, 64, Speed(0.02, 0.0001)) == 20
+
+
+@pytest.mark.parametrize(
+    "usage",
+    [
+        {
+            "prompt_tokens": 3,
+            "completion_tokens": 5,
+            "prompt_tokens_details": {"cached_tokens": 1},
+            "completion_tokens_details": {"reasoning_tokens": 2},
+        },
+        {
+            "input_tokens": 3,
+            "output_tokens": 5,
+            "input_tokens_details": {"cached_tokens": 1},
+            "output_tokens_details": {"reasoning_tokens": 2},
+        },
+    ],
+)
+def test_tokens_of_either_api_are_summed(usage):
+    both = msgspec.to_builtins(Usage().plus(usage).plus(usage).plus(None).plus({"prompt_tokens_details": None}))
+    assert both == {
+        "input_tokens": 6,
+        "input_tokens_details": {"cached_tokens": 2},
+        "output_tokens": 10,
+        "output_tokens_details": {"reasoning_tokens": 4},
+        "total_tokens": 16,
+    }
+
+
+def test_lines_keep_their_numbers(tmp_path):
+    path = tmp_path / "in.jsonl"
+    long = b"x" * (11 + ENVELOPE_BYTES)
+    path.write_bytes(b"a\n\n" + long + b"\n" + long + b"y\n" + b" \r\nlast")
+    assert list(read(path, 10)) == [(1, b"a\n"), (3, None), (4, None), (6, b"last")]
+
+
+def test_an_answer_is_one_line():
+    answer = Answer("a", 200, msgspec.Raw(b'{"x":1}'), "r")
+    line = msgspec.json.decode(answer.line())
+    assert line.pop("id").startswith("batch_req_")
+    assert line == {"custom_id": "a", "response": {"status_code": 200, "request_id": "r", "body": {"x": 1}}, "error": None}
+    assert b"\n" not in answer.line()
