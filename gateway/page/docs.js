@@ -66,7 +66,8 @@ function group(path) {
 try {
   const document = await (await fetch("openapi.json")).json();
   const sections = new Map();
-  for (const [path, methods] of Object.entries(document.paths)) {
+  const firstTheApi = ([one], [other]) => other.startsWith("/v1/") - one.startsWith("/v1/");
+  for (const [path, methods] of Object.entries(document.paths).sort(firstTheApi)) {
     const name = group(path);
     if (!sections.has(name)) {
       const section = make("section");
