@@ -47,6 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "records": tools.records,
         "report": tools.report,
         "rollout": tools.rollout,
+        "run-batch": tools.run_batch,
         "trace": tools.trace,
         **{name: partial(tools.laboratory, name) for name in tools.LABORATORY},
         **{name: partial(administration, name) for name in administer.SUMMARIES},

@@ -56,6 +56,21 @@ def rollout(arguments: list[str]) -> int:
     return OK
 
 
+def run_batch(arguments: list[str]) -> int:
+    """Carries out a file of requests over HTTP; the command has its own options beside the settings."""
+    from gateway.run_batch import main
+
+    configure_logging("warning")
+    with signals() as forced:
+        try:
+            failed = main(arguments, present.Progress().say)
+        except CommandError as error:
+            return fail(str(error), FAILED)
+        finally:
+            forced.armed = True
+    return FAILED if failed else OK
+
+
 def trace(arguments: list[str]) -> int:
     """Makes traces; the command has its own options."""
     from backend.rollout.main import trace as run

@@ -18,6 +18,7 @@ commands:
   report        draw a recorded period, or a rollout, as one HTML page
   bench         measure every mode on this machine (it has options of its own)
   simulate      simulate a large fleet under the coordinator's policy (it has options of its own)
+  run-batch     carry out a file of OpenAI batch requests at a gateway (it has options of its own)
   rollout       run a trace's prompts over a fleet of its own, with a row of every step (it has options of its own)
   trace         make traces (it has options of its own)
   train-demo    train the built-in demo models again

@@ -55,15 +55,15 @@ def parsed(text: bytes) -> Line:
     return _line.decode(text)
 
 
-def check(path: Path, endpoint: str, max_body_bytes: int) -> Checked:
-    """Whether every line is a request to `endpoint`, with an id of its own."""
+def check(path: Path, endpoint: str | None, max_body_bytes: int) -> Checked:
+    """Whether every line is a request to `endpoint` (None: to any, and any number of them), with an id of its own."""
     total = 0
     errors: list[LineError] = []
     models: set[str] = set()
     seen: set[str] = set()
     for number, text in read(path, max_body_bytes):
         total += 1
-        if total > MAX_LINES:
+        if total > MAX_LINES and endpoint is not None:
             return Checked(total, None, [_TOO_MANY])
         if len(errors) == MAX_ERRORS:
             break
@@ -87,7 +87,7 @@ def check(path: Path, endpoint: str, max_body_bytes: int) -> Checked:
     return Checked(total, models.pop() if len(models) == 1 else None, errors)
 
 
-def _error(fields: Any, endpoint: str, seen: set[str]) -> tuple[str, str, str | None] | None:
+def _error(fields: Any, endpoint: str | None, seen: set[str]) -> tuple[str, str, str | None] | None:
     """Code, message and parameter of what is wrong with one line."""
     if not isinstance(fields, dict):
         return "invalid_json_line", "This line is not a JSON object.", None
@@ -104,7 +104,9 @@ def _error(fields: Any, endpoint: str, seen: set[str]) -> tuple[str, str, str | 
         return "duplicate_custom_id", "Another request has this custom_id. It must be unique within a batch.", "custom_id"
     if fields["method"] != "POST":
         return "invalid_method", "The method must be POST.", "method"
-    if fields["url"] != endpoint:
+    if endpoint is None and not fields["url"].startswith("/v1/"):
+        return "invalid_url", "The url must begin with /v1/.", "url"
+    if endpoint not in (None, fields["url"]):
         return "mismatched_url", "The url does not match the endpoint of the batch.", "url"
     for name in ("stream", "background"):
         if fields["body"].get(name):

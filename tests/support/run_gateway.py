@@ -11,6 +11,7 @@ from tests.support.static_directory import StaticDirectory
 
 
 def main(job: dict[str, Any], pipe: Connection) -> None:
-    """Serves no verifier until a signal comes."""
-    settings = Settings.model_validate({"gateway": {"port": 0}})
-    GatewayServer(settings, StaticDirectory(), job["model"], on_listening=pipe.send).run()
+    """Serves the job's `members`, none by default, until a signal comes."""
+    settings = Settings.model_validate({"gateway": {"port": 0, **job.get("gateway", {})}})
+    directory = StaticDirectory(job.get("members", ()))
+    GatewayServer(settings, directory, job["model"], on_listening=pipe.send).run()
