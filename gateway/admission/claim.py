@@ -40,6 +40,8 @@ class Claim:
     """The HTTP request is over, or there was none: what else its sequences take is charged as they end."""
     granted: bool = False
     """Its sequences may go to the verifiers."""
+    retry_after_s: int | None = None
+    """It was turned away, to come again in so many seconds."""
     promised: int = 0
     """How many of them have room reserved and have not come."""
     prompt_tokens: float = 0.0

@@ -79,6 +79,8 @@ class Gate:
         """Returns when the claim's sequences may go to the verifiers.  Raises `Overloaded`."""
         if claim.granted:
             return
+        if claim.retry_after_s is not None:
+            raise Overloaded.after(claim.retry_after_s)
         waiting = self._by_claim.get(claim)
         if waiting is None:
             if not self._queue and self._room() - self._promised >= 1:
@@ -135,15 +137,14 @@ class Gate:
         item = _item(claim, math.inf if wait_s is None else now + wait_s)
         expected_s = self._queue.expected_wait_s(item.flow, item.priority, now)
         if wait_s is not None and (wait_s <= 0 or (expected_s is not None and expected_s > wait_s)):
-            self.shed += 1
-            raise Overloaded.after(_retry_after(expected_s, wait_s))
+            raise self._turn_away(claim, _retry_after(expected_s, wait_s))
         waiting = _Waiting(item, claim, now)
         self._waiting[item] = self._by_claim[claim] = waiting
         for victim in self._queue.push(item):
             self._refuse(self._waiting[victim], now)
         self._set_timer()
-        if item not in self._waiting:
-            raise Overloaded.after(_retry_after(expected_s, 0.0))
+        if claim.retry_after_s is not None:
+            raise Overloaded.after(claim.retry_after_s)
         return waiting
 
     async def _wait(self, waiting: _Waiting) -> None:
@@ -173,8 +174,13 @@ class Gate:
 
     def _refuse(self, waiting: _Waiting, now: float) -> None:
         item = waiting.item
+        seconds = _retry_after(self._queue.expected_wait_s(item.flow, item.priority, now), 0.0)
+        self._fail(waiting, self._turn_away(waiting.claim, seconds))
+
+    def _turn_away(self, claim: Claim, seconds: int) -> Overloaded:
         self.shed += 1
-        self._fail(waiting, Overloaded.after(_retry_after(self._queue.expected_wait_s(item.flow, item.priority, now), 0.0)))
+        claim.retry_after_s = seconds
+        return Overloaded.after(seconds)
 
     def _fail(self, waiting: _Waiting, error: Exception) -> None:
         self._drop(waiting)

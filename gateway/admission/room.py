@@ -13,7 +13,9 @@ SPARE = 8
 @dataclass(frozen=True, slots=True)
 class _Reported:
     others: int
-    """Sequences of other gateways."""
+    """Sequences of other gateways, by the lower of two reports: one may count what is on its way here as ended."""
+    latest: int
+    """By this one alone."""
     most: float
     """It does not run more than this now, whatever its slots: it has no room in its KV cache, or computes prompts."""
 
@@ -28,9 +30,12 @@ class Rooms:
 
     def observe(self, stats: VerifierStats, own: int) -> None:
         """A verifier has reported; `own` of its sequences are this gateway's."""
-        held = stats.running + stats.waiting
-        full = stats.waiting > self._spare
-        self._reported[stats.verifier_id] = _Reported(max(0, held - own), max(1, stats.running) if full else self._slots)
+        before = self._reported.get(stats.verifier_id)
+        latest = max(0, stats.running + stats.waiting - own)
+        others = latest if before is None else min(latest, before.latest)
+        # What sleeps computes nothing, and has room all the same.
+        full = stats.waiting > self._spare and not stats.paused
+        self._reported[stats.verifier_id] = _Reported(others, latest, max(1, stats.running) if full else self._slots)
 
     def gone(self, verifier_id: str) -> None:
         """It was lost."""

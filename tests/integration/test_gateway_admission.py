@@ -10,6 +10,7 @@ from tests.support.fake_verifier import eventually, gated
 from tests.support.running_gateway import CHAT, COMPLETION, running_gateway
 
 SLOTS = 2
+RESPONSE = {"model": "demo", "input": "hi"}
 ROOM = SLOTS + 1
 """One more waits at the verifier."""
 
@@ -133,10 +134,16 @@ async def test_who_would_wait_too_long_or_finds_it_full_is_told_when_to_come_aga
         assert (full.status_code, full.json()["error"]["code"]) == (503, "overloaded")
         bad = await ask(running, "e", {"x-outrider-max-wait-s": "soon"})
         assert (bad.status_code, bad.json()["error"]["param"]) == (400, "x-outrider-max-wait-s")
-        chat = await running.http.post("/v1/messages", json=CHAT, headers={"x-outrider-max-wait-s": "0"})
-        assert (chat.status_code, chat.json()["error"]["type"]) == (503, "overloaded_error")
+        now = {"x-outrider-max-wait-s": "0"}
+        for path, body in (("/v1/messages", CHAT), ("/v1/chat/completions", CHAT), ("/v1/responses", RESPONSE)):
+            for stream in (False, True):
+                answer = await running.http.post(path, json={**body, "stream": stream}, headers=now)
+                assert answer.status_code == 503, (path, stream, answer.text)
+                assert int(answer.headers["retry-after"]) >= 1
+        many = await ask(running, ["a", "b", "c"], now)
+        assert (many.status_code, many.json()["error"]["code"]) == (503, "overloaded")
         assert len(running.verifier.sequences) == ROOM, "nothing of these was computed"
-        assert running.core.gate.shed == 5
+        assert running.core.gate.shed == 4 + 6 + 1
         assert await filled.finish() == [200] * 5
 
 

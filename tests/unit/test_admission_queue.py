@@ -185,6 +185,14 @@ def test_room_is_what_slots_reports_and_a_spare_one_leave():
     assert rooms.left("v", 18) == 0
     rooms.observe(stats(running=12), own=4)
     assert rooms.left("v", 4) == 6
+    # One report may count what has ended meanwhile.
+    rooms.observe(stats(running=16), own=2)
+    assert rooms.left("v", 2) == 8
+    rooms.observe(stats(running=16), own=2)
+    assert rooms.left("v", 2) == 2
+    rooms.observe(stats(waiting=18, paused=True), own=18)
+    rooms.observe(stats(waiting=14, paused=True), own=14)
+    assert rooms.left("v", 14) == 4
     # More wait there than the spare ones: it has no room for more than it runs.
     rooms.observe(stats(running=5, waiting=4), own=9)
     assert rooms.left("v", 9) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import socket
 from pathlib import Path
@@ -18,6 +19,7 @@ from backend.launch import state
 from backend.launch.cluster import ClusterError, RayCluster
 from backend.models.resolve import ResolvedModels
 from gateway import cli, present
+from gateway.keys.ring import read_entries
 
 DEMO = ResolvedModels("/t", "/d", "eagle", "demo")
 
@@ -57,6 +59,27 @@ def test_a_mistake_is_one_line_and_exit_2(arguments: list[str], line: str, capsy
     assert error.startswith("outrider: ")
     assert line in error
     assert error.count("\n") == 1
+
+
+def test_a_key_is_made_and_shown_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert cli.main(["make-key", "alice"]) == 0
+    out = capsys.readouterr().out
+    file = tmp_path / "keys.yaml"
+    file.write_text(f"keys:\n{out}")
+    (entry,) = read_entries(file)
+    key = next(line for line in out.splitlines() if line.startswith("# or-")).removeprefix("# ")
+    assert entry.name == "alice"
+    assert entry.sha256 == [hashlib.sha256(key.encode()).hexdigest()]
+    assert cli.main(["make-key", "two words"]) == 2
+    assert cli.main(["make-key"]) == 2
+
+
+@pytest.mark.parametrize("name", ["keys-file", "tls-cert"])
+def test_wrong_files_are_found_before_anything_starts(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "file"
+    file.write_text("keys: 5")
+    assert cli.main(["serve", f"--gateway-{name}", str(file), "--port", "0"]) == 2
+    assert name.replace("-", "_") in capsys.readouterr().err
 
 
 def test_a_busy_port_is_found_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
