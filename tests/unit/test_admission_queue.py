@@ -114,6 +114,32 @@ def test_nobody_starves_behind_a_flood(tokens, weight, flood):
         pytest.fail("never served")
 
 
+def test_who_was_away_has_saved_nothing_up():
+    queue = FairQueue(*WIDE)
+    for _ in range(40):
+        queue.push(item("old"))
+    for now in range(20):
+        queue.pop(float(now))
+    for _ in range(20):
+        queue.push(item("new"))
+    following = [queue.pop(20.0) for _ in range(10)]
+    assert 4 <= sum(each is not None and each.flow == "new" for each in following) <= 6
+
+
+def test_what_a_flow_gets_back_does_not_change_its_order():
+    queue = FairQueue(*WIDE)
+    mine = [item("a"), item("a")]
+    for each in mine:
+        queue.push(each)
+    queue.settle("a", 1.0, 1, -150)
+    mine.append(item("a", 1))
+    queue.push(mine[-1])
+    assert [queue.pop(0.0) for _ in mine] == mine
+    # It is not lost: the next one starts by so much earlier.
+    queue.push(item("a"))
+    assert queue.ahead("b", 1) == 0
+
+
 def test_higher_priorities_go_first():
     queue = FairQueue(*WIDE)
     given = [item("a", priority=2), item("b", priority=0), item("c", priority=1)]

@@ -68,6 +68,20 @@ def test_concurrent_requests():
     assert ledger.begin("a", limits, 0.0) is None
 
 
+def test_what_is_used_during_an_exchange_is_not_forgotten():
+    ledger, limits = Ledger(), Limits(tokens_per_minute=100)
+    ledger.spend("a", limits, 40, 0.0)
+    (use,) = ledger.take(0.0)
+    ledger.spend("a", limits, 30, 0.0)
+    ledger.absorb({"a": Shared(0.0, use.tokens + 20, 0)}, 0.0)
+    assert ledger.spend("a", limits, 11, 0.0) is not None
+    assert ledger.spend("a", limits, 10, 0.0) is None
+    (use,) = ledger.take(0.0)
+    assert use.tokens == 40
+    ledger.give_back([use])
+    assert ledger.take(0.0)[0].tokens == 40
+
+
 arrivals = st.lists(st.tuples(st.floats(0, 5), st.integers(0, 2), st.integers(1, 30)), min_size=1, max_size=80)
 
 
