@@ -13,7 +13,7 @@ from starlette.requests import Request
 from gateway.admission.claim import Claim, enter_claim
 from gateway.bounds import count_prompts
 from gateway.errors import BadRequest, ModelNotFound
-from gateway.keys.caller import Priority, caller_of
+from gateway.keys.caller import caller_of
 from gateway.state import Gateway
 
 BYTES_PER_TOKEN = 4
@@ -30,7 +30,7 @@ def admit(gateway: Gateway, request: Request, asked: Any) -> Claim:
     caller = caller_of(request)
     check_model(gateway, request, asked)
     claim: Claim = request.scope["state"].get("claim") or Claim(caller, caller.priority, accounts=gateway.doors.quotas)
-    if claim.priority is not Priority.BATCH:
+    if claim.wait_s is not None:
         claim.wait_s = _wait_s(request.headers.get(WAIT_HEADER), gateway.settings.gateway.queue_wait_s)
     claim.choices = getattr(asked, "n", None) or 1
     prompts = max(count_prompts(getattr(asked, name, None)) for name in ("prompt", "input", "documents", "items", "text_2"))

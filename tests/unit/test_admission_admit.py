@@ -1,0 +1,46 @@
+"""What a request claims, from what it asks for."""
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from starlette.requests import Request
+
+from gateway.access import Doors
+from gateway.admission.admit import admit
+from gateway.admission.claim import Claim, current_claim
+from gateway.errors import ModelNotFound
+from gateway.keys.caller import Caller, Priority
+
+
+def admitted(claim: Claim, asked: dict[str, Any], size: int = 400) -> Claim:
+    gateway = SimpleNamespace(
+        services=SimpleNamespace(models=SimpleNamespace(model_name=lambda: "demo"), pooling=SimpleNamespace(is_model=False)),
+        doors=Doors(),
+        settings=SimpleNamespace(gateway=SimpleNamespace(queue_wait_s=60.0)),
+        client=SimpleNamespace(model_config=SimpleNamespace(max_model_len=256), core=SimpleNamespace(response_tokens=32.0)),
+    )
+    state = {"caller": claim.caller, "claim": claim, "body_bytes": size}
+    return admit(cast(Any, gateway), Request({"type": "http", "headers": [], "state": state}), SimpleNamespace(**asked))
+
+
+def test_sequences_and_tokens():
+    claim = admitted(Claim(), {"prompt": ["a", "b"], "n": 3, "max_tokens": 10})
+    assert (claim.sequences, claim.choices, claim.expected_tokens) == (6, 3, 100 + 60)
+    assert current_claim() is claim
+    # Without a length of its own it gets the mean one; nothing is longer than the context.
+    assert admitted(Claim(), {}).expected_tokens == 100 + 32
+    assert admitted(Claim(), {"max_tokens": 10**6}, size=10**6).expected_tokens == 256 + 256
+
+
+def test_one_who_has_time_keeps_it():
+    assert admitted(Claim(), {}).wait_s == 60
+    assert admitted(Claim(priority=Priority.BATCH, wait_s=None), {}).wait_s is None
+
+
+def test_a_model_that_is_not_its_own():
+    mine = Caller("a", "a", models=frozenset({"mine"}))
+    assert admitted(Claim(mine), {"model": "mine"}).caller is mine
+    for asked in ({"model": "demo"}, {}):
+        with pytest.raises(ModelNotFound):
+            admitted(Claim(mine), asked)
