@@ -10,6 +10,7 @@ import time
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from backend.engine.accounts import Accounts
 from backend.engine.fixed import fixed_response
 from backend.engine.recording import Recording
 from backend.engine.spans import EngineSpans
@@ -17,6 +18,7 @@ from backend.fleet import DraftCounters, VerifierStats
 from backend.fleet.speed import Line
 from backend.records.recorder import name_for_records
 from backend.speculation.waiting import Plan
+from backend.wire.engine import Asked
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,8 @@ class Drafted(NamedTuple):
     ahead: bool = False
     draft_s: float = 0.0
     """Its drafter's compute for the round."""
+    source: str = "native"
+    """As in `Tally`."""
 
 
 class Counters:
@@ -105,6 +109,10 @@ class CountingScheduler:
     hurried: bool = True
     """See `StepOrders`."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.accounts = Accounts()
+
     def schedule(self, throttle_prefills: bool = False) -> Any:
         """vLLM's method of the same name; between its end and the outcome lies the target's own work."""
         output = super().schedule(throttle_prefills)  # type: ignore[misc]
@@ -159,6 +167,9 @@ class CountingScheduler:
             )
         if self.spans is not None:
             self.spans.began(request)
+        asked: Asked | None = getattr(request, "outrider", None)
+        if asked is not None and asked.account:
+            self.accounts.began(request.request_id, request.client_index)
         super().add_request(request)  # type: ignore[misc]
 
     def finish_requests(self, request_ids: Any, finished_status: Any) -> Any:
@@ -215,6 +226,8 @@ class CountingScheduler:
         sampled = model_runner_output.sampled_token_ids
         index = model_runner_output.req_id_to_index
         stats, records, prefilled = counters.stats, self.records, 0
+        accounts = self.accounts if self.accounts.any else None
+        waited_s = stats.idle_s["awaiting_draft"] - self._awaited_s
         for request_id, scheduled in scheduler_output.num_scheduled_tokens.items():
             request = self.requests.get(request_id)  # type: ignore[attr-defined]
             if request is None:
@@ -229,6 +242,9 @@ class CountingScheduler:
             stats.verifications += 1
             drafted = sum(token >= 0 for token in drafts)
             by = self.note_verification(counters, request_id, drafted, len(tokens) - 1)
+            if accounts is not None:
+                source, drafter_id = (by.source, by.drafter_id) if by is not None else ("", "")
+                accounts.verified(request_id, source, drafter_id, drafted if by is not None else 0, len(tokens) - 1, waited_s)
             if self.spans is not None:
                 self.spans.verified(request_id, drafted, len(tokens) - 1, by.drafter_id if by is not None else "")
             if records is None:
@@ -247,6 +263,7 @@ class CountingScheduler:
                 stats.tokens += len(output.new_token_ids)
                 if self.records is not None and output.new_token_ids:
                     self.records.emitted(output.request_id, len(output.new_token_ids))
+                self.accounts.emitted(output.request_id, len(output.new_token_ids))
                 if self.spans is not None and output.new_token_ids:
                     self.spans.emitted(output.request_id, len(output.new_token_ids))
                 if output.prefill_stats is not None:
@@ -260,6 +277,7 @@ class CountingScheduler:
             self.records.ended(request_id, reason)
         if self.spans is not None:
             self.spans.ended(request_id, reason)
+        self.accounts.ended(request_id)
 
     def read_load(self, stats: VerifierStats) -> None:
         """Puts the present load and speed into `stats`."""

@@ -24,6 +24,7 @@ from backend.records.kept import KeptRows, RowBatch
 from backend.transport import Router
 from backend.wire.engine import (
     ABORT,
+    ACCOUNTS,
     ADD,
     ENGINE_WIRE_VERSION,
     HELLO,
@@ -124,6 +125,7 @@ class GatewayPort:
 
     def send_outputs(self, outputs: dict[int, EngineCoreOutputs] | None) -> None:
         """Sends one step's outputs to the gateways they belong to."""
+        self._send_accounts()
         for index, its_outputs in (outputs or {}).items():
             gateway = self._by_index.get(index)
             if gateway is None or not (its_outputs.outputs or its_outputs.utility_output):
@@ -132,6 +134,12 @@ class GatewayPort:
             if not self._router.send(gateway.identity, OUTPUTS, *(bytes(frame) for frame in frames)):
                 logger.error("gateway %d does not read its outputs; dropping it", index)
                 self._forget(gateway)
+
+    def _send_accounts(self) -> None:
+        for index, accounts in self._core.scheduler.accounts.take().items():
+            gateway = self._by_index.get(index)
+            if gateway is not None:
+                self._router.send(gateway.identity, ACCOUNTS, msgspec.msgpack.encode(accounts))
 
     def send_stats(self, stats: VerifierStats) -> None:
         """Sends the counters to every gateway; one that does not read misses some."""
@@ -178,6 +186,7 @@ class GatewayPort:
             self._add(gateway, msgspec.msgpack.decode(payload[0], type=Addition), payload[1:])
         elif kind == ABORT:
             self._core.abort_requests(msgspec.msgpack.decode(payload[0], type=list[str]))
+            self._send_accounts()
         elif kind == UTILITY:
             call_id, method, arguments = self._plain.decode(payload)
             self._utility(gateway, call_id, method, arguments)
@@ -194,7 +203,7 @@ class GatewayPort:
             request = self._requests.decode(frames)
             request.request_id, request.client_index = addition.request_id, gateway.index
             refuse_unfit(request, self._fixed_responses, self._vocab_size, self._max_model_len)
-            add_request(self._core, request, addition.emitted, addition.noise_seed)
+            add_request(self._core, request, addition.emitted, addition.noise_seed, addition.asked)
             self._router.send(gateway.identity, TAKEN, addition.request_id.encode())
         except Exception as error:
             # Whatever is wrong with one request, unreadable frames included, must not end the engine for the others.

@@ -22,13 +22,17 @@ from vllm.utils import length_from_prompt_token_ids_or_embeds
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
 
-from backend.wire.engine import GREEDY_BELOW, NOISE_SEED
+from backend.wire.engine import GREEDY_BELOW, NOISE_SEED, Asked
 
 
 def add_request(
-    core: EngineCore, request: EngineCoreRequest, emitted: Sequence[int] = (), noise_seed: int | None = None
+    core: EngineCore,
+    request: EngineCoreRequest,
+    emitted: Sequence[int] = (),
+    noise_seed: int | None = None,
+    asked: Asked | None = None,
 ) -> None:
-    """Adds `request` to the engine, to go on after its `emitted` output tokens; `noise_seed` as in `Addition`.
+    """Adds `request` to the engine, to go on after its `emitted` output tokens; `noise_seed` and `asked` as in `Addition`.
 
     Raises what vLLM raises for a request it cannot take, and `ValueError` when the tokens cannot be its output.
     """
@@ -43,7 +47,10 @@ def add_request(
         _seed(request.sampling_params, noise_seed)
     elif emitted and request.sampling_params.seed is not None:
         request.sampling_params.seed = continued_seed(request.sampling_params.seed, len(emitted))
+    if asked is not None:
+        _check_vocabulary(core, asked.prediction, "a token of the prediction")
     made, wave = core.preprocess_add_request(request)
+    made.outrider = asked
     if emitted:
         made.append_output_token_ids(list(emitted))
         # Its prompt was counted where the request began, and the client's usage has been told of cached tokens.
@@ -63,14 +70,17 @@ def _check(core: EngineCore, request: EngineCoreRequest, emitted: Sequence[int])
     params = request.sampling_params
     if params is None:
         raise ValueError("only a request that generates tokens can be continued")
-    vocab = core.vllm_config.model_config.get_vocab_size()
-    if not all(0 <= token < vocab for token in emitted):
-        raise ValueError("a token to continue after is not in the vocabulary")
+    _check_vocabulary(core, emitted, "a token to continue after")
     if params.max_tokens is not None and len(emitted) >= params.max_tokens:
         raise ValueError("nothing is left to generate")
     prompt = length_from_prompt_token_ids_or_embeds(request.prompt_token_ids, request.prompt_embeds)
     if prompt + len(emitted) >= core.vllm_config.model_config.max_model_len:
         raise ValueError("the request is longer than this verifier's context")
+
+
+def _check_vocabulary(core: EngineCore, tokens: Sequence[int], name: str) -> None:
+    if tokens and not 0 <= min(tokens) <= max(tokens) < core.vllm_config.model_config.get_vocab_size():
+        raise ValueError(f"{name} is not in the vocabulary")
 
 
 def _seed(params: Any, noise_seed: int | None) -> None:

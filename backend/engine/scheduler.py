@@ -97,9 +97,10 @@ class DraftingScheduler(CountingScheduler, Scheduler):
         asks = self.speculator.ask(now)
         if self.counters is not None:
             for drafter_id, items in asks.items():
-                if self.speculator.outcomes:
-                    counters, misses = self.counters.drafter(drafter_id), sum(not item.verifying for item in items)
-                    counters.ahead_hits += len(items) - misses
+                ahead = [item for item in items if item.outcomes]
+                if ahead:
+                    counters, misses = self.counters.drafter(drafter_id), sum(not item.verifying for item in ahead)
+                    counters.ahead_hits += len(ahead) - misses
                     counters.ahead_misses += misses
         return asks
 
@@ -132,7 +133,7 @@ class DraftingScheduler(CountingScheduler, Scheduler):
         if draft is None:
             return None
         counters.verification(draft.source.drafter_id, drafted, accepted, self.is_teacher_forced(request_id))
-        return Drafted(draft.source.drafter_id, draft.source.ahead, draft.draft_s)
+        return Drafted(draft.source.drafter_id, draft.source.ahead, draft.draft_s, draft.source.kind)
 
     def plan_in_force(self) -> Plan:
         """What drafters are asked for at present."""
@@ -159,6 +160,12 @@ class DraftingScheduler(CountingScheduler, Scheduler):
         stats.lookup_step_s, stats.lookup_length = at(n * (1 + load.alone.tokens[-1])), 1 + load.alone.gains[-1]
 
     # -- vLLM's hooks --------------------------------------------------------------------------------------------------
+
+    def add_request(self, request: Any) -> None:
+        """vLLM's method of the same name."""
+        if getattr(request, "outrider", None) is not None:
+            self.speculator.asked(request.request_id, request.outrider, request.num_prompt_tokens)
+        super().add_request(request)
 
     def schedule(self, throttle_prefills: bool = False) -> Any:
         """vLLM's method of the same name: attach what is worth verifying, then schedule."""

@@ -17,6 +17,7 @@ from backend.fleet import VerifierStats
 from backend.records.kept import RowBatch
 from backend.wire.engine import (
     ABORT,
+    ACCOUNTS,
     ADD,
     ENGINE_WIRE_VERSION,
     HELLO,
@@ -28,7 +29,9 @@ from backend.wire.engine import (
     TAKEN,
     UTILITY,
     WELCOME,
+    Account,
     Addition,
+    Asked,
     EngineHello,
     EngineWelcome,
     Refusal,
@@ -60,10 +63,15 @@ class EngineSpeech:
         return [HELLO, _pack(EngineHello(ENGINE_WIRE_VERSION, vllm.__version__, name))]
 
     def add(
-        self, request: EngineCoreRequest, place_id: str, emitted: Sequence[int] = (), noise_seed: int | None = None
+        self,
+        request: EngineCoreRequest,
+        place_id: str,
+        emitted: Sequence[int] = (),
+        noise_seed: int | None = None,
+        asked: Asked | None = None,
     ) -> list[Buffer]:
         """A request to be continued after its `emitted` tokens; its outputs come under `place_id`."""
-        return [ADD, _pack(Addition(place_id, list(emitted), noise_seed)), *self._encoder.encode(request)]
+        return [ADD, _pack(Addition(place_id, list(emitted), noise_seed, asked)), *self._encoder.encode(request)]
 
     def abort(self, place_ids: Sequence[str]) -> list[Buffer]:
         """These end without further outputs."""
@@ -82,7 +90,8 @@ class EngineSpeech:
         return [PING]
 
     def hear(self, frames: Sequence[Buffer]) -> Any:
-        """One message: vLLM's outputs, `Taken`, `VerifierStats`, `EngineWelcome`, `Refusal`, `RowBatch`, or None for an echo.
+        """One message: vLLM's outputs, `Taken`, a list of `Account`, `VerifierStats`, `EngineWelcome`, `Refusal`, `RowBatch`; None for
+        an echo.
 
         Raises `msgspec.DecodeError`, `IndexError`, `UnicodeError` for what cannot be read, `UnknownKind`.
         """
@@ -91,6 +100,8 @@ class EngineSpeech:
             return self._decoder.decode(rest)
         if kind == TAKEN:
             return Taken(bytes(rest[0]).decode())
+        if kind == ACCOUNTS:
+            return msgspec.msgpack.decode(rest[0], type=list[Account])
         if kind == STATS:
             return msgspec.msgpack.decode(rest[0], type=VerifierStats)
         if kind == WELCOME:

@@ -17,8 +17,13 @@ from backend.speculation.calibration import Calibration
 from backend.speculation.chances import chances
 from backend.speculation.guesses import Guesses, Resolved
 from backend.speculation.lookups import Lookups
-from backend.speculation.waiting import Foresight, Outlook
+from backend.speculation.prediction import Prediction
+from backend.speculation.waiting import Ask, Foresight, Outlook
 from backend.wire.drafting import Block, Draft
+from backend.wire.engine import Asked
+
+_ASKS = {"off": Ask.PLAIN, "sync": Ask.DRAFT, "ahead": Ask.AHEAD, "auto": None}
+_NOTHING_ASKED = Asked(), 0
 
 SAMPLED = 8
 """Requests per step whose drafts are learned from, by turns: in larger batches all of them would cost more than they tell."""
@@ -30,10 +35,14 @@ class Source(NamedTuple):
     drafter_id: str
     greedy: bool
     ahead: bool = False
+    predicted: bool = False
+    """Looked up in what the client predicted, and not in the request's own text."""
 
     @property
     def kind(self) -> str:
-        """`lookup`, `ahead` or `fresh`."""
+        """`prediction`, `lookup`, `ahead` or `fresh`."""
+        if self.predicted:
+            return "prediction"
         return LOOKUP if self.drafter_id == LOOKUP else "ahead" if self.ahead else "fresh"
 
 
@@ -57,6 +66,11 @@ class Request:
     text: list[int]
     """All tokens; the engine's own list, which grows."""
     greedy: bool
+    longest: int
+    """Its longest draft."""
+    ask: Ask | None = None
+    """What its drafter is asked for, whatever is decided for all; None: that."""
+    prediction: Prediction | None = None
     hand: Hand | None = None
     """Of a drafter."""
     looked_up: Hand | None = None
@@ -85,6 +99,9 @@ class Hands:
         self.drafted, self.alone = Outlook(longest, prior), Outlook(longest)
         """What drafts bring with drafters, and without."""
         self.steps = 0
+        self.forced = 0
+        """Requests that ask for drafts whatever is decided for all."""
+        self._asked: dict[str, tuple[Asked, int]] = {}
         self._longest, self._vocab_size = longest, vocab_size
         self._lookups = Lookups() if lookups else None
         self._guesses = Guesses()
@@ -98,11 +115,16 @@ class Hands:
         requests = self.requests
         return [(request_id, requests[request_id]) for request_id in request_ids if request_id in requests]
 
+    def asked(self, request_id: str, asked: Asked, prompt_len: int) -> None:
+        """A request that is to come wants something of its own."""
+        self._asked[request_id] = asked, prompt_len
+        self.forced += asked.mode in ("sync", "ahead")
+
     def grown(self, request_id: str, text: list[int], greedy: bool) -> None:
         """A step brought the request tokens."""
         request = self.requests.get(request_id)
         if request is None:
-            self.requests[request_id] = Request(text, greedy)
+            self.requests[request_id] = self._made(request_id, text, greedy)
         else:
             request.text = text
 
@@ -113,9 +135,12 @@ class Hands:
 
     def forget(self, request_id: str) -> None:
         """The request is over."""
+        if (wishes := self._asked.pop(request_id, None)) is not None:
+            self.forced -= wishes[0].mode in ("sync", "ahead")
         request = self.requests.pop(request_id, None)
         if request is not None:
-            self._learn_from(request_id, [*self._guesses.advance(request_id, request.text), *self._guesses.forget(request_id)])
+            left = [*self._guesses.advance(request_id, request.text), *self._guesses.forget(request_id)]
+            self._learn_from(request_id, request, left)
         for calibration in self._calibrations.values():
             calibration.forget(request_id)
         if self._lookups is not None:
@@ -131,7 +156,7 @@ class Hands:
         request_id, request = draft.request_id, self.requests.get(draft.request_id)
         if request is None or draft.base_len > len(request.text):
             return "stale"
-        hand = self._checked(request_id, Source(drafter_id, request.greedy), draft.tokens, draft.signs, draft_s)
+        hand = self._checked(request_id, request, Source(drafter_id, request.greedy), draft.tokens, draft.signs, draft_s)
         in_time = draft.base_len == len(request.text)
         if hand is not None:
             self._take(request_id, request, hand, draft.base_len)
@@ -164,7 +189,7 @@ class Hands:
             if rank is not None:
                 found = outcomes.outcomes[rank]
                 source = Source(drafter_id, request.greedy, ahead=True)
-                hand = self._checked(request_id, source, found.tokens, found.signs, draft_s)
+                hand = self._checked(request_id, request, source, found.tokens, found.signs, draft_s)
             if counts and is_new:
                 self.foresight.observe(rank, request.outcomes)
         if hand is not None:
@@ -184,7 +209,7 @@ class Hands:
 
     def learn(self, request_id: str, request: Request) -> None:
         """Compares the request's drafts with its text, and makes that findable."""
-        self._learn_from(request_id, self._guesses.advance(request_id, request.text))
+        self._learn_from(request_id, request, self._guesses.advance(request_id, request.text))
         if self._lookups is not None:
             self._lookups.advance(request_id, request.text)
 
@@ -201,17 +226,35 @@ class Hands:
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
+    def _made(self, request_id: str, text: list[int], greedy: bool) -> Request:
+        asked, prompt_len = self._asked.get(request_id, _NOTHING_ASKED)
+        longest = self._longest if asked.longest is None else min(asked.longest, self._longest)
+        prediction = Prediction(asked.prediction, prompt_len) if asked.prediction else None
+        return Request(text, greedy, 0 if asked.mode == "off" else longest, _ASKS[asked.mode], prediction)
+
     def _look_up(self, request_id: str, request: Request) -> Hand | None:
-        if self._lookups is None or request.looked_up_at == len(request.text):
+        if request.looked_up_at == len(request.text) or (self._lookups is None and request.prediction is None):
             return request.looked_up
         request.looked_up, request.looked_up_at = None, len(request.text)
-        tokens, signs = self._lookups.propose(request_id, request.text, self._longest)
-        if tokens:
-            request.looked_up = self._hand(request_id, Source(LOOKUP, request.greedy), tokens, signs, 0.0)
-            self._note(request_id, request, request.looked_up, request.looked_up_at)
+        if request.prediction is not None:
+            found = request.prediction.propose(request.text, request.longest)
+            self._found(request_id, request, Source(LOOKUP, request.greedy, predicted=True), *found)
+        if self._lookups is not None:
+            self._found(
+                request_id, request, Source(LOOKUP, request.greedy), *self._lookups.propose(request_id, request.text, request.longest)
+            )
         if self._is_sampled():
             self.alone.note(request.looked_up.survivals if request.looked_up is not None else [], self.steps)
         return request.looked_up
+
+    def _found(self, request_id: str, request: Request, source: Source, tokens: list[int], signs: list[float]) -> None:
+        """What was looked up for the request's present length; the better of two stays."""
+        if not tokens:
+            return
+        hand = self._hand(request_id, source, tokens, signs, 0.0)
+        self._note(request_id, request, hand, request.looked_up_at)
+        if request.looked_up is None or hand.worth > request.looked_up.worth:
+            request.looked_up = hand
 
     def _go_on(self, request_id: str, request: Request, hand: Hand, said: list[int]) -> bool:
         """The request has said this since the draft: if they agree, what is left is a draft, unless a better one is at hand."""
@@ -245,22 +288,26 @@ class Hands:
     def _note(self, request_id: str, request: Request, hand: Hand, base_len: int) -> None:
         if self._is_sampled():
             known = self._guesses.note(request_id, hand.source, base_len, hand.tokens, hand.signs, request.text)
-            self._learn_from(request_id, known)
+            self._learn_from(request_id, request, known)
 
-    def _learn_from(self, request_id: str, resolved: Iterable[Resolved]) -> None:
+    def _learn_from(self, request_id: str, request: Request, resolved: Iterable[Resolved]) -> None:
         for draft in resolved:
             source = draft.source
             assert isinstance(source, Source)
             self._calibration(source).observe(request_id, draft.signs, draft.matched, draft.seen)
-            if source.drafter_id == LOOKUP and self._lookups is not None:
+            if source.predicted and request.prediction is not None:
+                request.prediction.scored(draft.matched, draft.seen)
+            elif source.drafter_id == LOOKUP and self._lookups is not None:
                 self._lookups.scored(request_id, draft.matched, draft.seen)
 
-    def _checked(self, request_id: str, source: Source, tokens: list[int], signs: list[float], draft_s: float) -> Hand | None:
+    def _checked(
+        self, request_id: str, request: Request, source: Source, tokens: list[int], signs: list[float], draft_s: float
+    ) -> Hand | None:
         """A drafter's; None for no tokens, and for what cannot be a draft.  What is longer than was asked for is cut."""
-        signs = signs or [0.0] * (2 * len(tokens))
+        signs, longest = signs or [0.0] * (2 * len(tokens)), request.longest
         if not tokens or len(signs) != 2 * len(tokens) or min(tokens) < 0 or max(tokens) >= self._vocab_size:
             return None
-        return self._hand(request_id, source, tokens[: self._longest], signs[: 2 * self._longest], draft_s)
+        return self._hand(request_id, source, tokens[:longest], signs[: 2 * longest], draft_s)
 
     def _hand(self, request_id: str, source: Source, tokens: list[int], signs: list[float], draft_s: float) -> Hand:
         chances = survivals(self._calibration(source).chances(request_id, signs))

@@ -25,6 +25,7 @@ from backend.speculation.pairing import drafter_for
 from backend.speculation.step_times import DraftTimes, StepTimes
 from backend.speculation.waiting import Ask, Asking, Choice, Load, Pending, Plan, Prospect, Times, waiting_pays
 from backend.wire.drafting import Block, Draft, NextItem
+from backend.wire.engine import Asked
 
 RECONSIDER_EVERY = 16
 """Steps between two looks at what drafts are expected to bring: they cost some hundred microseconds."""
@@ -124,6 +125,10 @@ class Speculator:
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
+    def asked(self, request_id: str, asked: Asked, prompt_len: int) -> None:
+        """A request that is to come, with a prompt of so many tokens, wants something of its own."""
+        self.hands.asked(request_id, asked, prompt_len)
+
     def ended(self, request_id: str, text: list[int], began: int, greedy: bool) -> None:
         """A step brought the request tokens, from the length `began` on, and it goes on."""
         self.hands.grown(request_id, text, greedy)
@@ -174,7 +179,7 @@ class Speculator:
         self._probing = bool(self._drafter_ids) and self._fixed is None and self._asking.stepped()
         self._probed = self._probed + 1 if self._probing else 0
         self._probes += self._probed == 1
-        attached.hurried = self._probing or self.choice.ask != Ask.PLAIN
+        attached.hurried = self._probing or self.choice.ask != Ask.PLAIN or self.hands.forced > 0
         present = self.hands.present(decoding)
         self._base = max(len(present) + prefill, 1)
         hands, spent = self._spend(present, self._base)
@@ -201,14 +206,16 @@ class Speculator:
         """What every drafter is to draft for the requests whose step has ended."""
         asks: dict[str, list[NextItem]] = {}
         choice = self.choice
-        if self._drafter_ids and (choice.ask != Ask.PLAIN or self._probing):
+        of_all = choice.ask != Ask.PLAIN or self._probing
+        if self._drafter_ids and (of_all or self.hands.forced):
             k, outcomes = choice.k or self._longest, self.outcomes
             self._asked_ahead = outcomes > 0
             for request_id in self._ended:
-                self._ask_for(request_id, k, outcomes, asks, now)
-            if outcomes:
+                if of_all or self.hands.requests[request_id].ask is not None:
+                    self._ask_for(request_id, k, outcomes, asks, now)
+            if outcomes or self.hands.forced:
                 self._cut(asks, k)
-            if choice.ask == Ask.PLAIN:
+            if choice.ask == Ask.PLAIN and not self.hands.forced:
                 self.questions.stop_waiting()
         self._unlearned.update(self._ended)
         self._ended.clear()
@@ -220,6 +227,11 @@ class Speculator:
             return
         if request.outcomes and request.told_at == self._ended[request_id]:
             self.hands.look_up(request_id, request, self._ended[request_id], counts=self._is_telling)
+        k = min(k, request.longest)
+        if not k:
+            return
+        if request.ask is not None:
+            outcomes = (outcomes or self._few) if request.ask == Ask.AHEAD else 0
         request.outcomes, request.told_at = outcomes, len(request.text)
         best, length = self.hands.best(request_id, request), len(request.text)
         if best is not None and request.hand is None and best.worth < self._expected().gains[k]:

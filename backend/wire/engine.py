@@ -5,13 +5,15 @@ A gateway's DEALER talks to the verifier's ROUTER.  The first frame says what fo
 
 gateway -> verifier   HELLO EngineHello | ADD Addition EngineCoreRequest... | ABORT list of request ids | UTILITY (call id,
                       method, args) | ROWS | PING
-verifier -> gateway   WELCOME EngineWelcome | TAKEN request id | OUTPUTS EngineCoreOutputs... | STATS VerifierStats |
-                      ROWS RowBatch | REFUSED Refusal | PING
+verifier -> gateway   WELCOME EngineWelcome | TAKEN request id | OUTPUTS EngineCoreOutputs... | ACCOUNTS list of Account |
+                      STATS VerifierStats | ROWS RowBatch | REFUSED Refusal | PING
 
 ROWS takes what the verifier keeps of its steps (`verifier.kept_rows`); it is answered after everything that came before it.
 
 A gateway pings every second and the verifier echoes it; a verifier aborts the requests of a gateway it has not heard of for
 `gateway_lease_s`, and asks that gateway to greet it again (`Refusal.reason == "unknown"`).
+
+ACCOUNTS says what speculation did for requests that asked for it; it comes before their last outputs, or after their abortion.
 
 TAKEN says, before anything is computed, that the engine has a request: should the verifier die now, the request may be why.
 
@@ -25,10 +27,10 @@ from typing import Literal
 
 import msgspec
 
-ENGINE_WIRE_VERSION = 3
+ENGINE_WIRE_VERSION = 4
 
 HELLO, ADD, ABORT, UTILITY, ROWS, PING = b"h", b"a", b"x", b"u", b"q", b"p"
-WELCOME, TAKEN, OUTPUTS, STATS, REFUSED = b"w", b"t", b"o", b"s", b"r"
+WELCOME, TAKEN, OUTPUTS, ACCOUNTS, STATS, REFUSED = b"w", b"t", b"o", b"c", b"s", b"r"
 
 FIXED_RESPONSE = "outrider_fixed_response"
 """Key of `SamplingParams.extra_args`: the token ids a request must emit (`backend/engine/fixed.py`)."""
@@ -47,6 +49,45 @@ class EngineHello(msgspec.Struct, frozen=True):
     gateway_id: str
 
 
+class Asked(msgspec.Struct, frozen=True):
+    """What a request asks of speculation.  It changes no token."""
+
+    account: bool = False
+    """Whether its `Account` is wanted."""
+    mode: Literal["off", "sync", "ahead", "auto"] = "auto"
+    """`off`: no drafts; `sync`: fresh ones only; `ahead`: for likely outcomes, too; `auto`: as the verifier decides for all."""
+    longest: int | None = None
+    """Its longest draft; None: the verifier's own."""
+    prediction: list[int] = []
+    """Tokens that the answer is likely to repeat: they are drafts, too."""
+
+
+class Tally(msgspec.Struct):
+    """The drafts of one drafter and source that were verified for a request."""
+
+    source: str
+    """`fresh`, `ahead`, `lookup`, `prediction`, or `native`."""
+    drafter: str
+    drafts: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    """Draft tokens."""
+
+
+class Account(msgspec.Struct):
+    """What speculation did for one request at one verifier."""
+
+    request_id: str
+    tokens: int = 0
+    verifications: int = 0
+    """Steps that brought it tokens, the end of its prefill among them."""
+    accepted_lengths: list[int] = []
+    """Drafted verifications by how many draft tokens were accepted, from none upwards."""
+    tallies: list[Tally] = []
+    waited_s: float = 0.0
+    """How long its steps waited for drafts, of whichever request."""
+
+
 class Addition(msgspec.Struct, frozen=True):
     """Comes before the request itself."""
 
@@ -58,6 +99,8 @@ class Addition(msgspec.Struct, frozen=True):
     noise_seed: int | None = None
     """The seed of a request that names none itself, below 2**64; the same at every verifier the request is given to.  None: the
     verifier draws one."""
+    asked: Asked | None = None
+    """None: nothing that is not as for all requests."""
 
 
 class Refusal(msgspec.Struct, frozen=True):

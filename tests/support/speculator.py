@@ -18,6 +18,7 @@ def assert_nothing_is_left(speculator: Speculator) -> None:
     """No table has an entry for any request, known or not: all have been forgotten."""
     tables: dict[str, Any] = {
         "requests": speculator.hands.requests,
+        "asked": speculator.hands._asked,
         "ended": speculator._ended,
         "not learned from": speculator._unlearned,
         "pending": speculator.questions.pending,
@@ -28,5 +29,6 @@ def assert_nothing_is_left(speculator: Speculator) -> None:
         tables["look-ups"] = speculator.hands._lookups._own
     for source, calibration in speculator.hands._calibrations.items():
         tables[f"offsets of {source}"] = calibration._requests
+    assert speculator.hands.forced == 0
     held = {name: set(table) for name, table in tables.items() if table}
     assert not held, held
