@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from backend.fleet import LOOKUP
 from backend.speculation.speculator import Speculator
 from backend.wire.drafting import Block, Draft, NextItem, Outcome
+from backend.wire.engine import Asked
 from tests.support.driven_speculator import LONGEST_WAIT_S, OUTCOMES, K
 from tests.support.properties import examples
 from tests.support.speculator import assert_nothing_is_left
@@ -17,6 +18,17 @@ from tests.support.speculator import assert_nothing_is_left
 FAULTS = ("sender", "length", "token", "signs", "long", "empty")
 SMALL = 4
 """Tokens of the machine's alphabet: right drafts, repetitions and outcomes that come true all happen."""
+
+PREDICTED = [(i * i + i // 3) % SMALL for i in range(40)]
+ASKED = [
+    None,
+    Asked(mode="off"),
+    Asked(mode="sync"),
+    Asked(mode="ahead"),
+    Asked(longest=1),
+    Asked(prediction=PREDICTED),
+    Asked(mode="off", prediction=PREDICTED),
+]
 
 
 class SpeculatorMachine(RuleBasedStateMachine):
@@ -33,6 +45,7 @@ class SpeculatorMachine(RuleBasedStateMachine):
         self.open: set[tuple[str, str, int]] = set()
         """Questions not answered yet: drafter, request, length."""
         self.link: list[tuple[str, NextItem]] = []
+        self.asked: dict[str, Asked] = {}
         self.next_id = 0
         self.drafters = ["d0", "d1"]
 
@@ -41,15 +54,18 @@ class SpeculatorMachine(RuleBasedStateMachine):
         self.speculator = Speculator(mode, K, OUTCOMES, lookups, SMALL, LONGEST_WAIT_S)
         self.speculator.set_drafters(self.drafters)
         for _ in range(requests):
-            self.new_request(sampled=False)
+            self.new_request(sampled=False, asked=None)
 
-    @rule(sampled=st.booleans())
-    def new_request(self, sampled: bool) -> None:
+    @rule(sampled=st.booleans(), asked=st.sampled_from(ASKED))
+    def new_request(self, sampled: bool, asked: Asked | None) -> None:
         """Its prompt has been computed, its first token is there."""
         self.next_id += 1
         name = f"r{self.next_id}"
         self.texts[name] = [self.dice.randrange(SMALL) for _ in range(6)]
         self.decoding.add(name)
+        self.asked[name] = asked or Asked()
+        if asked is not None:
+            self.speculator.asked(name, asked, 5)
         self.speculator.ended(name, self.texts[name], 5, not sampled)
         self._ask()
 
@@ -74,9 +90,12 @@ class SpeculatorMachine(RuleBasedStateMachine):
         length = len(text)
         if draft:
             assert hand is not None
-            assert 0 < len(draft) <= K
+            assert 0 < len(draft) <= self._longest(name)
             assert draft == hand.tokens[: len(draft)]
-            if hand.source.drafter_id == LOOKUP:
+            if hand.source.predicted:
+                assert self.asked[name].prediction
+                self._is_predicted(text[5:], draft)
+            elif hand.source.drafter_id == LOOKUP:
                 assert any(text[i : i + 3] == [*text[-2:], draft[0]] for i in range(length - 2)), "it stands there already"
             else:
                 assert self._was_made(name, text, tuple(hand.tokens)), "made for another length, or by nobody"
@@ -84,6 +103,16 @@ class SpeculatorMachine(RuleBasedStateMachine):
         rejected = draft[accepted] if accepted < len(draft) else -1
         text += [*draft[:accepted], self.dice.choice([token for token in range(SMALL) if token != rejected])]
         self.speculator.ended(name, text, length, name != "r2")
+
+    def _longest(self, name: str) -> int:
+        asked = self.asked[name]
+        return 0 if asked.mode == "off" else asked.longest or K
+
+    @staticmethod
+    def _is_predicted(said: list[int], draft: list[int]) -> None:
+        n, places = len(draft), range(len(PREDICTED))
+        aligned = [at for at in places if PREDICTED[at : at + n] == draft]
+        assert any(PREDICTED[max(at - 2, 0) : at] == said[-2:] for at in aligned), "it follows there what was said"
 
     def _was_made(self, name: str, text: list[int], tokens: tuple[int, ...]) -> bool:
         """Whether that is a draft for the text, or what is left of one whose beginning the text has said."""
@@ -96,7 +125,9 @@ class SpeculatorMachine(RuleBasedStateMachine):
             assert len({item.request_id for item in items}) == len(items)
             for item in items:
                 assert item.base_len == len(self.texts[item.request_id])
-                assert 0 < item.k <= K
+                asked = self.asked[item.request_id]
+                assert 0 < item.k <= self._longest(item.request_id)
+                assert not (item.outcomes and asked.mode == "sync")
                 if not item.verifying:
                     self.open.add((drafter_id, item.request_id, item.base_len))
                 self.link.append((drafter_id, item))
