@@ -12,11 +12,13 @@ _SILENT_WHEN_NULL = frozenset(
         "audio",
         "cache_creation_input_tokens",
         "cache_read_input_tokens",
+        "created_cache_tokens",
         "ec_transfer_params",
         "function_call",
         "input_messages",
         "kv_transfer_params",
         "metrics",
+        "multimodal_tokens",
         "output_messages",
         "parent",
         "prompt_logprobs",
@@ -29,7 +31,7 @@ _SILENT_WHEN_NULL = frozenset(
         "token_strs",
     }
 )
-_ANSWERED = ("choices", "message", "usage")
+_ANSWERED = ("choices", "message", "prompt_tokens_details", "usage")
 """Where else they stand than at the top."""
 
 

@@ -21,7 +21,7 @@ from backend.engine.speech import EngineSpeech, Taken, UnknownKind
 from backend.fleet import Member, VerifierStats
 from backend.transport.aio import AsyncDealer
 from backend.transport.sockets import Wire
-from backend.wire.engine import ENGINE_WIRE_VERSION, EngineWelcome, Refusal
+from backend.wire.engine import ENGINE_WIRE_VERSION, Account, Asked, EngineWelcome, Refusal
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +64,10 @@ class LinkListener(Protocol):
 
     def on_outputs(self, link: VerifierLink, outputs: EngineCoreOutputs) -> None: ...
 
+    def on_accounts(self, link: VerifierLink, accounts: Sequence[Account]) -> None:
+        """What speculation did for requests that have ended there."""
+        ...
+
     def on_stats(self, link: VerifierLink, stats: VerifierStats) -> None: ...
 
     def on_forgotten(self, link: VerifierLink) -> None:
@@ -99,9 +103,11 @@ class VerifierLink:
         loops = (self._receive_loop(), self._ping_loop(), self._watch())
         self._tasks = [asyncio.create_task(loop, name=f"link-{self.member.id}") for loop in loops]
 
-    def add(self, request: EngineCoreRequest, place_id: str, emitted: Sequence[int], noise_seed: int) -> None:
+    def add(
+        self, request: EngineCoreRequest, place_id: str, emitted: Sequence[int], noise_seed: int, asked: Asked | None = None
+    ) -> None:
         """Submits a request to be continued after its `emitted` tokens; outputs come to the listener under `place_id`."""
-        self._dealer.send(self._speech.add(request, place_id, emitted, noise_seed))
+        self._dealer.send(self._speech.add(request, place_id, emitted, noise_seed, asked))
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """Ends requests without further outputs.  Never waits."""
@@ -163,6 +169,8 @@ class VerifierLink:
                 self._listener.on_outputs(self, heard)
         elif isinstance(heard, Taken):
             self._listener.on_taken(self, heard.request_id)
+        elif isinstance(heard, list):
+            self._listener.on_accounts(self, heard)
         elif isinstance(heard, VerifierStats):
             self.stats = heard
             self._listener.on_stats(self, heard)

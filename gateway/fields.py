@@ -33,6 +33,9 @@ NO_EFFECT: Mapping[str, Fits] = {
 }
 """Fields without effect, with the values for which that is true: the answer is the same without them.  Others are refused."""
 
+GENERATING: Mapping[str, Fits] = {**NO_EFFECT, "outrider": _anything, "prediction": _anything}
+"""What chat and text completions take besides vLLM's fields; `gateway/asking.py` reads the last two."""
+
 RESPONSES_NO_EFFECT: Mapping[str, Fits] = {
     "context_management": _one_of([]),
     "prompt_cache_options": _anything,

@@ -27,6 +27,7 @@ from backend.fleet import FleetSnapshot, Member, VerifierStats
 from backend.fleet.speed import RESPONSE_TOKENS
 from backend.routing.routers import LeastLoaded, Router
 from backend.transport.sockets import Wire
+from backend.wire.engine import Account
 from gateway.admission.claim import current_claim
 from gateway.admission.gate import Gate, Queueing
 from gateway.admission.room import Rooms
@@ -35,6 +36,7 @@ from gateway.directory import Directory, follow
 from gateway.engine_link import DECLARED_LOST, RESTARTED, Loss, VerifierLink
 from gateway.errors import NoVerifier, Poisoned, ShuttingDown, Unavailable, VerifierLost
 from gateway.in_flight import Cut, InFlight, Sequences, TrafficObserver
+from gateway.inquiry import Told, current_inquiry
 from gateway.session import current_session
 
 logger = logging.getLogger(__name__)
@@ -93,6 +95,8 @@ class FleetCore(EngineCoreClient):
         self.gate = Gate(self._room, queueing or Queueing())
         # What still runs at a verifier whose link was lost, should it come back: by its id and incarnation.
         self._strays: dict[tuple[str, str], list[str]] = {}
+        # Accounts that are to come, by the id at the verifier: one comes for every sequence, also for those that are aborted.
+        self._accounts: dict[str, tuple[VerifierLink, Told]] = {}
         self._outputs: asyncio.Queue[EngineCoreOutputs] = asyncio.Queue()
         self._poller: asyncio.Task[None] | None = None
 
@@ -261,15 +265,27 @@ class FleetCore(EngineCoreClient):
             outputs.outputs = kept
             self._outputs.put_nowait(outputs)
 
+    def on_accounts(self, link: VerifierLink, accounts: Sequence[Account]) -> None:
+        for account in accounts:
+            _, told = self._accounts.pop(account.request_id, (None, None))
+            if told is not None:
+                told.came(account)
+
     def on_stats(self, link: VerifierLink, stats: VerifierStats) -> None:
         self.choosing.observe(stats, link.welcome)
         self._rooms.observe(stats, self._sequences.placed(link.member.id))
         self.gate.look()
 
+    def _lose_accounts(self, link: VerifierLink) -> None:
+        for place_id in [place_id for place_id, (at, _) in self._accounts.items() if at is link]:
+            self._accounts.pop(place_id)[1].lost(place_id)
+
     def on_forgotten(self, link: VerifierLink) -> None:
+        self._lose_accounts(link)
         self._fail_over(self._sequences.at(link), "forgotten")
 
     def on_lost(self, link: VerifierLink, loss: Loss) -> None:
+        self._lose_accounts(link)
         if link.welcome is not None:
             self._served_at = time.monotonic()
         if self.links.get(link.member.id) is link:
@@ -307,6 +323,10 @@ class FleetCore(EngineCoreClient):
             record.cut = None
             record.emitted.extend(output.new_token_ids)
         if output.finish_reason is not None:
+            _, told = self._accounts.pop(record.place_id, (None, None))
+            if told is not None:
+                # It would have come before: the verifier has not taken the request in.
+                told.lost(record.place_id)
             self._end(record, str(output.finish_reason))
         return True
 
@@ -429,7 +449,11 @@ class FleetCore(EngineCoreClient):
         record.places += 1
         record.placed_at = time.monotonic()
         record.taken = False
-        link.add(record.request, record.place_id, record.emitted, record.noise_seed)
+        told = record.told
+        link.add(record.request, record.place_id, record.emitted, record.noise_seed, told.asked if told is not None else None)
+        if told is not None and told.asked.account:
+            told.placed(record.place_id, record.cut)
+            self._accounts[record.place_id] = link, told
         self._sequences.put(record, link)
         record.claim.verifier = link.member.id
         self.choosing.given(link.member.id)
@@ -454,6 +478,8 @@ class FleetCore(EngineCoreClient):
         record = InFlight(request, None, arrived, session=current_session(), claim=claim)
         if not record.batched:
             self.on_interactive()
+        if (inquiry := current_inquiry()) is not None:
+            record.told = inquiry.follow(record)
         try:
             if not self._place(record):
                 raise NoVerifier

@@ -13,6 +13,7 @@ from backend.engine.front import EngineCoreRequest
 from backend.routing.routers import Ask
 from gateway.admission.claim import Claim
 from gateway.engine_link import VerifierLink
+from gateway.inquiry import Told
 from gateway.keys.caller import Priority
 
 MoveKind = Literal["failover", "migration"]
@@ -52,6 +53,8 @@ class InFlight:
     """Incarnations of verifiers that had it in their engines when they were lost, and have not come back."""
     context: int = 0
     """Context length of the first verifier it was given to."""
+    told: Told | None = None
+    """What its client is told of speculation, and has asked of it."""
     session: str | None = None
     """Which the client named, for affinity."""
     claim: Claim = field(default_factory=Claim)

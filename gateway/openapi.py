@@ -16,6 +16,7 @@ from pydantic.json_schema import models_json_schema
 from backend.coordinator.commands import AnyCommand
 from backend.engine.front import pooling
 from backend.engine.front import schemas as vllm
+from gateway.asking import MODES
 from gateway.fields import MESSAGES_NO_EFFECT, NO_EFFECT, REFUSED, RESPONSES_NO_EFFECT
 from gateway.routes import weights
 
@@ -153,6 +154,26 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("POST", "/admin/reload-weights"): Operation((weights.ReloadWeights,), _object("verifiers")),
 }
 
+_SPECULATION: dict[str, Schema] = {
+    "outrider": _object(
+        stats={"type": ["boolean", "null"]},
+        mode={"enum": [*MODES["auto"], None]},
+        num_speculative_tokens={"type": ["integer", "null"], "minimum": 0},
+    )
+    | {"additionalProperties": False},
+    "prediction": _object(
+        "type",
+        "content",
+        type={"const": "content"},
+        content={
+            "anyOf": [
+                _STRING,
+                {"type": "array", "minItems": 1, "items": _object("type", "text", type={"const": "text"}, text=_STRING)},
+            ]
+        },
+    ),
+}
+
 _NO_EFFECT = {
     vllm.ResponsesRequest: RESPONSES_NO_EFFECT,
     vllm.AnthropicMessagesRequest: MESSAGES_NO_EFFECT,
@@ -202,6 +223,8 @@ def _schemas() -> dict[str, Schema]:
     _, made = models_json_schema([(each, "validation") for each in sorted(pydantics, key=str)], ref_template=_REF)
     schemas: dict[str, Schema] = made["$defs"]
     for model in taken & set(pydantics):
+        if model in (vllm.ChatCompletionRequest, vllm.CompletionRequest):
+            schemas[model.__name__]["properties"] |= _SPECULATION
         _as_taken(schemas[model.__name__], _NO_EFFECT.get(model, NO_EFFECT).keys())
     structs = sorted(taken - set(pydantics), key=str)
     _, components = msgspec.json.schema_components(structs, ref_template="#/components/schemas/{name}")

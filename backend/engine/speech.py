@@ -90,8 +90,8 @@ class EngineSpeech:
         return [PING]
 
     def hear(self, frames: Sequence[Buffer]) -> Any:
-        """One message: vLLM's outputs, `Taken`, a list of `Account`, `VerifierStats`, `EngineWelcome`, `Refusal`, `RowBatch`; None for
-        an echo.
+        """One message: vLLM's outputs, `Taken`, a list of `Account`, `VerifierStats`, `EngineWelcome`, `Refusal`, `RowBatch`;
+        None for an echo.
 
         Raises `msgspec.DecodeError`, `IndexError`, `UnicodeError` for what cannot be read, `UnknownKind`.
         """

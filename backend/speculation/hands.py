@@ -240,9 +240,8 @@ class Hands:
             found = request.prediction.propose(request.text, request.longest)
             self._found(request_id, request, Source(LOOKUP, request.greedy, predicted=True), *found)
         if self._lookups is not None:
-            self._found(
-                request_id, request, Source(LOOKUP, request.greedy), *self._lookups.propose(request_id, request.text, request.longest)
-            )
+            found = self._lookups.propose(request_id, request.text, request.longest)
+            self._found(request_id, request, Source(LOOKUP, request.greedy), *found)
         if self._is_sampled():
             self.alone.note(request.looked_up.survivals if request.looked_up is not None else [], self.steps)
         return request.looked_up

@@ -14,8 +14,12 @@ from backend.engine.front.client import offer_plain
 from backend.engine.front.plain import PlainStream
 from gateway import answers
 from gateway.admission.admit import admit
+from gateway.asking import inquire, with_usage
+from gateway.bounds import check_bounds
 from gateway.errors import BadRequest, ContextTooLong, from_vllm
-from gateway.requests import check_generation, parse, read_json
+from gateway.fields import GENERATING
+from gateway.inquiry import current_inquiry, enter_inquiry
+from gateway.requests import ModelT, check_generation, parse, read_json
 from gateway.session import enter_session
 from gateway.sse import CHAT, Dialect, Generated, stream_response, unless_disconnected
 from gateway.state import Gateway, gateway_of
@@ -28,7 +32,7 @@ Create = Callable[[Any, Request], Awaitable[Any]]
 async def chat_completions(request: Request) -> Response:
     """OpenAI's chat completions."""
     gateway = gateway_of(request)
-    asked = parse(ChatCompletionRequest, await read_json(request, gateway.max_body_bytes))
+    asked = await _read(gateway, request, ChatCompletionRequest)
     return await respond(gateway, request, asked, gateway.services.chat.create_chat_completion, CHAT)
 
 
@@ -36,8 +40,20 @@ async def chat_completions(request: Request) -> Response:
 async def completions(request: Request) -> Response:
     """OpenAI's (legacy) completions."""
     gateway = gateway_of(request)
-    asked = parse(CompletionRequest, await read_json(request, gateway.max_body_bytes))
+    asked = await _read(gateway, request, CompletionRequest)
     return await respond(gateway, request, asked, gateway.services.completion.create_completion, CHAT)
+
+
+async def _read(gateway: Gateway, request: Request, model: type[ModelT]) -> ModelT:
+    """The body as `model`; what it asks of speculation belongs to this task from now on."""
+    data = await read_json(request, gateway.max_body_bytes)
+    check_bounds(data)
+    inquiry = await inquire(gateway, request, data)
+    enter_inquiry(inquiry)
+    asked = parse(model, with_usage(data, inquiry), GENERATING)
+    if inquiry is not None:
+        inquiry.choices = getattr(asked, "n", None) or 1
+    return asked
 
 
 async def respond(
@@ -49,15 +65,17 @@ async def respond(
     shown: Callable[[Any], dict[str, Any]] = answers.body,
 ) -> Response:
     """The answer to `asked`, streamed where it says so, else as `shown` makes it."""
-    if dialect is CHAT:
+    inquiry = current_inquiry()
+    if dialect is CHAT and inquiry is None:
         offer_plain()
     answer = await generate(gateway, request, asked, create)
     if isinstance(answer, AsyncGenerator):
-        answer = Generated(answer)
+        answer = Generated(answer if inquiry is None else inquiry.add_to_stream(answer))
     if isinstance(answer, Generated | PlainStream):
         keep_alive_s = gateway.settings.gateway.keep_alive_s
         return await stream_response(request, answer, dialect, keep_alive_s, gateway.metrics.client_left)
-    return JSONResponse(shown(answer))
+    body = shown(answer)
+    return JSONResponse(body if inquiry is None else await inquiry.add_to(body))
 
 
 async def generate(gateway: Gateway, request: Request, asked: pydantic.BaseModel, create: Create) -> Any:

@@ -148,6 +148,9 @@ async def test_connections_come_and_go_without_harming_each_other(tmp_path):
         def on_outputs(self, link, outputs):
             pass
 
+        def on_accounts(self, link, accounts):
+            pass
+
         def on_stats(self, link, stats):
             pass
 

@@ -30,6 +30,7 @@ class Sequence:
     def __init__(self, verifier: FakeVerifier, client: bytes, request: EngineCoreRequest, addition: wire.Addition) -> None:
         self.request = request
         self.request_id = addition.request_id
+        self.addition = addition
         self.emitted = addition.emitted
         self.client = client
         self.aborted = asyncio.Event()

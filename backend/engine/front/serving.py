@@ -80,11 +80,12 @@ def build_services(client: FleetClient[Any], settings: Settings, served_name: st
         "reasoning_parser": client.vllm_config.structured_outputs_config.reasoning_parser,
     }
     renderer = OnlineRenderer(model_config=client.model_config, renderer=client.renderer, **parsing, **common)
-    chatting: dict[str, Any] = {"online_renderer": renderer, **parsing, **common}
+    counted: dict[str, Any] = {"enable_prompt_tokens_details": True}
+    chatting: dict[str, Any] = {"online_renderer": renderer, **counted, **parsing, **common}
     return Services(
         models=models,
         chat=Chat(client, models, "assistant", **chatting),
-        completion=Completion(client, models, online_renderer=renderer, request_logger=None),
+        completion=Completion(client, models, online_renderer=renderer, request_logger=None, **counted),
         responses=OpenAIServingResponses(client, models, **chatting),
         messages=Messages(client, models, "assistant", **chatting),
         tokenization=ServingTokenization(models, renderer, **common),

@@ -1,0 +1,189 @@
+"""What a request asks of speculation, and is told: over HTTP, in front of fake verifiers."""
+
+import asyncio
+import json
+from typing import Any
+
+import msgspec
+
+from backend.wire import engine as wire
+from backend.wire.engine import Account, Asked, Tally
+from tests.support.fake_verifier import FakeVerifier, Sequence, count_up, eventually
+from tests.support.running_gateway import CHAT, COMPLETION, Running, running_gateway
+
+STATS = {"outrider": {"stats": True}}
+
+
+def tell(verifier: FakeVerifier, sequence: Sequence, **fields: Any) -> None:
+    account = Account(sequence.request_id, **fields)
+    verifier.send(sequence.client, wire.ACCOUNTS, msgspec.msgpack.encode([account]))
+
+
+async def drafting(verifier: FakeVerifier, sequence: Sequence) -> None:
+    """Six tokens in two verifications, one of which had a draft from each source."""
+    drafts = [Tally("fresh", "drafter-0", 1, 4, 2), Tally("prediction", "lookup", 2, 7, 3)]
+    tell(verifier, sequence, tokens=6, verifications=2, accepted_lengths=[0, 1, 0, 1], tallies=drafts, waited_s=0.25)
+    await count_up(verifier, sequence)
+
+
+def events(text: str) -> list[dict[str, Any]]:
+    lines = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+async def test_wishes_reach_the_verifier_and_nothing_else_does():
+    text = "def f(x):\n    return x\n"
+    parts = [{"type": "text", "text": "def f(x):\n"}, {"type": "text", "text": "    return x\n"}]
+    async with running_gateway(mode="auto") as running:
+        for path, base in (("/v1/chat/completions", CHAT), ("/v1/completions", COMPLETION)):
+            response = await running.http.post(path, json={**base, "outrider": {"mode": "fast"}})
+            assert (response.status_code, response.json()["error"]["param"]) == (400, "outrider.mode")
+        response = await running.http.post("/v1/completions", json=COMPLETION, headers={"X-Outrider-Stats": "yes"})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "x-outrider-stats")
+        assert not running.verifier.sequences
+
+        plain: list[dict[str, Any]] = [{"outrider": value} for value in (None, {}, {"mode": None, "stats": False})]
+        for body in ({}, {"prediction": None}, *plain):
+            response = await running.http.post("/v1/chat/completions", json={**CHAT, **body})
+            assert response.status_code == 200, response.text
+            assert "outrider" not in response.json()
+            assert response.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        assert [each.addition.asked for each in running.verifier.sequences] == [None] * 5
+
+        running.verifier.sequences.clear()
+        tokens = (await running.http.post("/tokenize", json={"prompt": text, "add_special_tokens": False})).json()["tokens"]
+        bodies: list[dict[str, Any]] = [{"outrider": {"mode": "ahead", "num_speculative_tokens": 2}}]
+        for body in (*bodies, *({"prediction": {"type": "content", "content": each}} for each in (text, parts))):
+            running.verifier.behaviour = drafting if "prediction" in body else count_up
+            assert (await running.http.post("/v1/chat/completions", json={**CHAT, **body})).status_code == 200
+        first, *others = [each.addition.asked for each in running.verifier.sequences]
+        assert first == Asked(mode="ahead", longest=2)
+        assert others == [Asked(account=True, prediction=tokens)] * 2
+
+
+async def test_an_answer_tells_what_drafts_did():
+    async with running_gateway() as running:
+        for path, base in (("/v1/chat/completions", CHAT), ("/v1/completions", COMPLETION)):
+            await tells(running, path, {**base, "prediction": {"type": "content", "content": "x = 1"}})
+        await tells_each_choice(running)
+        await waits_for_the_account_after_a_stop_string(running)
+        await forgets_who_leaves(running)
+
+
+async def tells(running: Running, path: str, predicted: dict[str, Any]) -> None:
+    running.verifier.behaviour = drafting
+    whole = (await running.http.post(path, json={**predicted, **STATS})).json()
+    (choice,) = whole["outrider"]["choices"]
+    assert choice.pop("tokens_per_second") > 0
+    assert choice == {
+        "index": 0,
+        "mode": "sync",
+        "tokens": 6,
+        "unaccounted_tokens": 0,
+        "verifications": 2,
+        "tokens_per_verification": 3.0,
+        "drafted": 11,
+        "accepted": 5,
+        "accepted_lengths": [0, 1, 0, 1],
+        "sources": [
+            {"source": "fresh", "drafter": "drafter-0", "drafts": 1, "drafted": 4, "accepted": 2},
+            {"source": "prediction", "drafter": "lookup", "drafts": 2, "drafted": 7, "accepted": 3},
+        ],
+        "waited_s": 0.25,
+        "moves": [],
+    }
+    wanted = {"accepted_prediction_tokens": 3, "rejected_prediction_tokens": 4}
+    assert whole["usage"]["completion_tokens_details"] == wanted
+    response = await running.http.post(path, json={**predicted, "stream": True}, headers={"X-Outrider-Stats": "1"})
+    *chunks, last = events(response.text)
+    assert all("outrider" not in chunk and not chunk.get("usage") for chunk in chunks)
+    assert last["choices"] == []
+    assert last["usage"]["completion_tokens_details"] == wanted
+    assert last["outrider"]["choices"][0]["accepted"] == 5
+    # A prediction alone brings no chunk that was not asked for.
+    response = await running.http.post(path, json={**predicted, "stream": True})
+    assert all(chunk["choices"] and "outrider" not in chunk for chunk in events(response.text))
+    assert running.idle
+
+
+async def tells_each_choice(running: Running) -> None:
+    async def numbered(verifier: FakeVerifier, sequence: Sequence) -> None:
+        # By the last token of its prompt, and in vLLM's order within it.
+        choice = int(sequence.request.request_id.partition("_")[0])
+        tell(verifier, sequence, tokens=6, verifications=1 + choice + 10 * (sequence.request.prompt_token_ids[-1] == 7))
+        await count_up(verifier, sequence)
+
+    running.verifier.behaviour = numbered
+    body = {**COMPLETION, **STATS, "prompt": [[5, 6], [5, 7]], "n": 3, "temperature": 1}
+    choices = (await running.http.post("/v1/completions", json=body)).json()["outrider"]["choices"]
+    assert [(each["index"], each["verifications"]) for each in choices] == list(enumerate([1, 2, 3, 11, 12, 13]))
+    body = {**CHAT, **STATS, "n": 3, "temperature": 1}
+    choices = (await running.http.post("/v1/chat/completions", json=body)).json()["outrider"]["choices"]
+    assert [(each["index"], each["verifications"]) for each in choices] == [(0, 1), (1, 2), (2, 3)]
+
+
+async def waits_for_the_account_after_a_stop_string(running: Running) -> None:
+    async def stopped(verifier: FakeVerifier, sequence: Sequence) -> None:
+        sequence.emit([300, 301])
+        await sequence.aborted.wait()
+        await asyncio.sleep(0.05)
+        tell(verifier, sequence, tokens=4, verifications=2)
+
+    first = (await running.http.post("/detokenize", json={"tokens": [300]})).json()["prompt"]
+    running.verifier.behaviour = stopped
+    body = {**COMPLETION, **STATS, "stop": [first[-1]]}
+    (choice,) = (await running.http.post("/v1/completions", json=body)).json()["outrider"]["choices"]
+    assert (choice["verifications"], choice["unaccounted_tokens"]) == (2, 0)
+
+
+async def silent(verifier: FakeVerifier, sequence: Sequence) -> None:
+    await sequence.aborted.wait()
+    tell(verifier, sequence)
+
+
+async def forgets_who_leaves(running: Running) -> None:
+    running.verifier.behaviour = silent
+    answer = asyncio.create_task(running.http.post("/v1/completions", json={**COMPLETION, **STATS, "stream": True}))
+    await eventually(lambda: len(running.core._accounts) == 1)
+    answer.cancel()
+    await eventually(lambda: running.idle and not running.core._accounts)
+
+
+async def test_a_moved_request_adds_up_and_a_lost_verifier_leaves_tokens_unaccounted():
+    async def first_half(verifier: FakeVerifier, sequence: Sequence) -> None:
+        if sequence.emitted:
+            rest = sequence.max_tokens - len(sequence.emitted)
+            tallies = [Tally("fresh", "b", 1, 2, 1)]
+            tell(verifier, sequence, tokens=rest, verifications=1, accepted_lengths=[0, 1], tallies=tallies)
+            await count_up(verifier, sequence)
+            return
+        sequence.emit([300, 301])
+        await sequence.aborted.wait()
+        tell(verifier, sequence, tokens=2, verifications=2, accepted_lengths=[1, 0, 1], tallies=[Tally("fresh", "b", 1, 2, 0)])
+
+    async with running_gateway(verifiers=2) as running:
+        for verifier in running.verifiers:
+            verifier.behaviour = first_half
+
+        def begun() -> list[Any]:
+            return [record for record in running.core.sequences if record.emitted]
+
+        for loses in (False, True):
+            answer = asyncio.create_task(running.http.post("/v1/completions", json={**COMPLETION, **STATS}))
+            await eventually(lambda: bool(begun()))
+            (record,) = begun()
+            if loses:
+                next(each for each in running.verifiers if each.name == record.link.member.id).kill()
+            else:
+                assert running.core.migrate([record.request.request_id], None, "test") == 1
+            (choice,) = (await answer).json()["outrider"]["choices"]
+            assert choice["tokens"] == 6
+            if loses:
+                assert (choice["unaccounted_tokens"], choice["verifications"]) == (2, 1)
+                assert choice["moves"][0]["kind"] == "failover"
+            else:
+                assert (choice["unaccounted_tokens"], choice["verifications"]) == (0, 3)
+                assert choice["accepted_lengths"] == [1, 1, 1]
+                assert choice["sources"] == [{"source": "fresh", "drafter": "b", "drafts": 2, "drafted": 4, "accepted": 1}]
+                assert choice["moves"] == [{"kind": "migration", "cause": "test"}]

@@ -1,0 +1,85 @@
+"""What a request may ask of speculation, and which field is named where it may not."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from backend.config import Settings
+from backend.wire.engine import Asked
+from gateway.asking import inquire, with_usage
+from gateway.errors import BadRequest
+from gateway.inquiry import Inquiry
+
+ROWS = [
+    ({"outrider": 5}, "outrider"),
+    ({"outrider": {"state": True}}, "outrider"),
+    ({"outrider": {"stats": 1}}, "outrider.stats"),
+    ({"outrider": {"mode": "fast"}}, "outrider.mode"),
+    ({"outrider": {"mode": "ahead"}}, "outrider.mode"),
+    ({"outrider": {"mode": ["off"]}}, "outrider.mode"),
+    ({"outrider": {"num_speculative_tokens": -1}}, "outrider.num_speculative_tokens"),
+    ({"outrider": {"num_speculative_tokens": True}}, "outrider.num_speculative_tokens"),
+    ({"outrider": {"num_speculative_tokens": 9}}, "outrider.num_speculative_tokens"),
+    ({"prediction": "x"}, "prediction"),
+    ({"prediction": {"type": "text", "content": "x"}}, "prediction"),
+    ({"prediction": {"type": "content", "content": 5}}, "prediction.content"),
+    ({"prediction": {"type": "content", "content": []}}, "prediction.content"),
+    ({"prediction": {"type": "content", "content": [{"type": "image", "text": "x"}]}}, "prediction.content"),
+    ({"prediction": {"type": "content", "content": [{"type": "text", "text": None}]}}, "prediction.content"),
+    ({"outrider": {"stats": True}, "use_beam_search": True}, "use_beam_search"),
+]
+
+
+async def asked(body: dict[str, Any], mode: str = "sync", **headers: str) -> Inquiry | None:
+    settings = Settings.model_validate({"mode": mode})
+    gateway: Any = SimpleNamespace(settings=settings)
+    request: Any = SimpleNamespace(headers={name.replace("_", "-"): value for name, value in headers.items()})
+    return await inquire(gateway, request, body)
+
+
+@pytest.mark.parametrize(("body", "param"), ROWS)
+async def test_wrong_wishes_are_named(body, param):
+    with pytest.raises(BadRequest) as caught:
+        await asked(body)
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("mode", "options", "param"),
+    [
+        ("native", {"mode": "off"}, "outrider.mode"),
+        ("native", {"num_speculative_tokens": 1}, "outrider.num_speculative_tokens"),
+        ("off", {"mode": "sync"}, "outrider.mode"),
+        ("off", {"num_speculative_tokens": 0}, "outrider.num_speculative_tokens"),
+        ("ahead", {"mode": "native"}, "outrider.mode"),
+    ],
+)
+async def test_what_the_fleet_cannot_do_is_refused(mode, options, param):
+    with pytest.raises(BadRequest) as caught:
+        await asked({"outrider": options}, mode)
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize("body", [{}, {"outrider": None}, {"outrider": {"mode": "auto"}}, {"outrider": {"stats": None}}])
+async def test_no_wish_is_no_inquiry(body):
+    assert await asked(body) is None
+
+
+async def test_the_header_asks_and_the_field_decides():
+    for body, header, wanted in (({}, "1", True), ({}, "0", False), ({"outrider": {"stats": False}}, "1", False)):
+        inquiry = await asked(body, x_outrider_stats=header)
+        assert (inquiry is not None and inquiry.stats) is wanted
+    with pytest.raises(BadRequest):
+        await asked({}, x_outrider_stats="yes")
+
+
+async def test_a_stream_that_asks_for_its_account_gets_its_usage():
+    inquiry = Inquiry(Asked(account=True), True, "sync")
+    assert with_usage({"stream": True}, inquiry)["stream_options"] == {"include_usage": True}
+    assert with_usage({"stream": True, "stream_options": {"x": 1}}, inquiry)["stream_options"] == {
+        "x": 1,
+        "include_usage": True,
+    }
+    for body, of in (({}, inquiry), ({"stream": True}, None), ({"stream": True}, Inquiry(Asked(mode="off"), False, "sync"))):
+        assert with_usage(body, of) == body
