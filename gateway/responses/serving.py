@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from backend.engine.front import ResponseRequest
+from gateway.calling import check_kinds, named_tools, only_allowed
 from gateway.errors import BadRequest, TooManyRequests, translate
 from gateway.fields import RESPONSES_NO_EFFECT
 from gateway.requests import parse
@@ -80,7 +81,12 @@ class Responses:
             history = await self.store.history(previous, owner)
         elif conversation is not None:
             history = await self.store.items(conversation, owner)
-        theirs = {name: value for name, value in data.items() if name not in ("conversation", "previous_response_id")}
+        if not history and not own:
+            raise BadRequest("`input` must not be empty.", param="input")
+        check_kinds(data.get("tools"))
+        theirs = {
+            name: value for name, value in only_allowed(data).items() if name not in ("conversation", "previous_response_id")
+        }
         asked = parse(
             ResponseRequest,
             {
@@ -93,7 +99,8 @@ class Responses:
             },
             RESPONSES_NO_EFFECT,
         )
-        return Turn(asked, owner, own, stored, background, data.get("stream") is True, previous, conversation)
+        echo = asked.model_dump(mode="json", by_alias=True, exclude={"input"}) | named_tools(data)
+        return Turn(asked, echo, owner, own, stored, background, data.get("stream") is True, previous, conversation)
 
     async def answer(self, turn: Turn, made: Any) -> dict[str, Any]:
         """The response object, of vLLM's whole answer."""

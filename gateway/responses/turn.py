@@ -20,6 +20,8 @@ class Turn:
     """`input` is what this request adds; `asked` is vLLM's request over that and all that came before."""
 
     asked: ResponseRequest
+    echo: dict[str, Any]
+    """What the response repeats of the request; vLLM changes `asked` while it serves it."""
     owner: str
     input: list[Item]
     store: bool
@@ -35,7 +37,7 @@ class Turn:
 
     def shown(self, made: dict[str, Any]) -> dict[str, Any]:
         """The response as clients get it, from vLLM's response object (or the little that is known before there is one)."""
-        asked = self.asked.model_dump(mode="json", by_alias=True)
+        asked = self.echo
         usage = made.get("usage")
         if usage is not None:
             usage = {
@@ -77,10 +79,19 @@ class Turn:
 def as_items(value: Any) -> list[Item]:
     """A request's `input` as a list of items, each with an id.  Raises `BadRequest`."""
     if isinstance(value, str):
-        value = [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": value}]}]
+        value = [{"role": "user", "content": value}]
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
         raise BadRequest("`input` must be a string or a list of items.", param="input")
-    return [item if item.get("id") else {**item, "id": _new_id(item)} for item in value]
+    return [_whole(item) for item in value]
+
+
+def _whole(item: Item) -> Item:
+    """An item with what clients may leave out of it."""
+    if isinstance(item.get("role"), str) and item.get("type", "message") == "message":
+        kind = "output_text" if item["role"] == "assistant" else "input_text"
+        text = item.get("content")
+        item = {"type": "message", **item, "content": [{"type": kind, "text": text}] if isinstance(text, str) else text}
+    return item if item.get("id") else {**item, "id": _new_id(item)}
 
 
 def _new_id(item: Item) -> str:

@@ -16,6 +16,7 @@ from gateway import answers
 from gateway.admission.admit import admit
 from gateway.asking import inquire, with_usage
 from gateway.bounds import check_bounds
+from gateway.calling import ended_apart, only_allowed
 from gateway.errors import BadRequest, ContextTooLong, from_vllm
 from gateway.fields import GENERATING
 from gateway.inquiry import current_inquiry, enter_inquiry
@@ -33,7 +34,12 @@ async def chat_completions(request: Request) -> Response:
     """OpenAI's chat completions."""
     gateway = gateway_of(request)
     asked = await _read(gateway, request, ChatCompletionRequest)
-    return await respond(gateway, request, asked, gateway.services.chat.create_chat_completion, CHAT)
+
+    async def create(asked: Any, request: Request) -> Any:
+        made = await gateway.services.chat.create_chat_completion(asked, request)
+        return ended_apart(made) if asked.tools and isinstance(made, AsyncGenerator) else made
+
+    return await respond(gateway, request, asked, create, CHAT)
 
 
 @router.post("/v1/completions")
@@ -50,7 +56,7 @@ async def _read(gateway: Gateway, request: Request, model: type[ModelT]) -> Mode
     check_bounds(data)
     inquiry = await inquire(gateway, request, data)
     enter_inquiry(inquiry)
-    asked = parse(model, with_usage(data, inquiry), GENERATING)
+    asked = parse(model, only_allowed(with_usage(data, inquiry)), GENERATING)
     if inquiry is not None:
         inquiry.choices = getattr(asked, "n", None) or 1
     return asked
@@ -93,6 +99,9 @@ async def generate(gateway: Gateway, request: Request, asked: pydantic.BaseModel
         if error.parameter == "max_tokens" and error.value == 0 and not _asked_for_nothing(asked):
             # vLLM's arithmetic: what the prompt leaves of the context, handed on as if the client had sent it.
             raise ContextTooLong("The prompt fills the model's whole context; no token could be generated.") from None
+        if error.parameter == "logprobs" and getattr(asked, "top_logprobs", None):
+            # vLLM's name for it, behind its API.
+            raise BadRequest(str(error.args[0]), param="top_logprobs") from None
         raise
     if isinstance(answer, ErrorResponse):
         raise from_vllm(answer.error.model_dump())

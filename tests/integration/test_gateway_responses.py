@@ -68,6 +68,40 @@ async def test_what_came_before_is_part_of_the_prompt(running):
         await responses.create(model="demo", input="four", previous_response_id=third.id)
 
 
+async def test_items_are_shown_whole(running):
+    responses = client(running).responses
+    said = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}, {"role": "user", "content": "three"}]
+    made = await responses.create(model="demo", input=said)
+    assert "one\ntwo\nthree" in prompt_of(running)
+    items = (await responses.input_items.list(made.id, order="asc")).data
+    assert [item.type for item in items] == ["message"] * 3
+    assert [item.content[0].type for item in items] == ["input_text", "output_text", "input_text"]
+    assert [item.content[0].text for item in items] == ["one", "two", "three"]
+
+
+async def test_what_is_empty_or_would_run_here_is_refused(running):
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client(running).responses.create(model="demo", input=[])
+    assert caught.value.param == "input"
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client(running).responses.create(model="demo", input="hi", tools=[{"type": "web_search"}])
+    assert caught.value.param == "tools"
+
+
+async def test_a_call_shows_what_was_asked_for(running):
+    running.verifier.behaviour = saying('[{"name":"paint","parameters":{}}]')
+    tools = [
+        {"type": "function", "name": name, "parameters": {"type": "object", "properties": {}}} for name in ("paint", "stop")
+    ]
+    for choice in ("required", {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "paint"}]}):
+        made = await client(running).responses.create(model="demo", input="hi", tools=tools, tool_choice=choice)
+        assert [item.name for item in made.output] == ["paint"]
+        assert running.verifier.sequences[-1].request.sampling_params.structured_outputs.json["maxItems"] == 16
+        assert made.text.format.type == "text"
+        assert [tool.name for tool in made.tools] == ["paint", "stop"]
+        assert made.tool_choice == choice or made.tool_choice.model_dump() == choice
+
+
 async def test_references_lead_to_outputs_that_are_kept(running):
     responses = client(running).responses
     first = await responses.create(model="demo", input="one")

@@ -11,13 +11,32 @@ from collections.abc import Sequence
 import vllm  # noqa: F401  (first: its submodules do not import alone)
 from vllm.entrypoints.generate.base.protocol import DeltaMessage, ExtractedToolCallInformation
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.tool_parsers import ToolParser, ToolParserManager
 
 from backend.engine.parsers import ANY_MODEL
 
 
+MOST_CALLS = 16
+"""In one answer.  A model that was not trained to call tools does not know when to stop."""
+
+
 class AnyModelToolParser(ToolParser):
     """Finds no call in text of its own accord."""
+
+    def adjust_request(
+        self, request: ChatCompletionRequest | ResponsesRequest
+    ) -> ChatCompletionRequest | ResponsesRequest:
+        adjusted: ChatCompletionRequest | ResponsesRequest = super().adjust_request(request)
+        if request.tools and request.tool_choice == "required":
+            if isinstance(adjusted, ChatCompletionRequest):
+                schema = getattr(adjusted.structured_outputs, "json", None)
+            else:
+                schema = getattr(getattr(adjusted.text, "format", None), "schema_", None)
+            # A structural tag of the request's own stands instead of it.
+            if isinstance(schema, dict):
+                schema.setdefault("maxItems", MOST_CALLS)
+        return adjusted
 
     def extract_tool_calls(self, model_output: str, request: ChatCompletionRequest) -> ExtractedToolCallInformation:
         return ExtractedToolCallInformation(tools_called=False, tool_calls=[], content=model_output)

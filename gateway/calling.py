@@ -1,0 +1,72 @@
+"""Tools as OpenAI's clients ask for them and hear of them, where vLLM knows less.  Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from gateway.errors import BadRequest
+
+CLIENTS = frozenset({"function", "custom", "namespace"})
+"""Kinds of tools that clients run themselves; others would run on the server."""
+
+
+def check_kinds(tools: Any) -> None:
+    """Refuses tools that would run on the server.  Raises `BadRequest`."""
+    for tool in tools if isinstance(tools, list) else ():
+        if isinstance(tool, dict) and tool.get("type", "function") not in CLIENTS:
+            raise BadRequest("`tools`: there are no tools on the server; only functions can be called.", param="tools")
+
+
+def only_allowed(data: dict[str, Any]) -> dict[str, Any]:
+    """A request whose `tool_choice` is of the kind `allowed_tools`: with those tools alone.  Raises `BadRequest`."""
+    if not named_tools(data):
+        return data
+    choice = data["tool_choice"]
+    # Chat completions have it one level deeper than responses.
+    said = choice.get("allowed_tools", choice)
+    tools, mode = data.get("tools"), said.get("mode") if isinstance(said, dict) else None
+    if mode not in ("auto", "required") or not isinstance(said.get("tools"), list):
+        raise BadRequest("`tool_choice`: `allowed_tools` needs a mode, `auto` or `required`, and tools.", param="tool_choice")
+    names = [_name(each) for each in said["tools"]]
+    kept = [each for each in tools if _name(each) in names] if isinstance(tools, list) else []
+    if not kept or None in names or len({_name(each) for each in kept}) < len(set(names)):
+        raise BadRequest("`tool_choice` names a tool that is not in `tools`.", param="tool_choice")
+    return {**data, "tools": kept, "tool_choice": mode}
+
+
+def named_tools(data: dict[str, Any]) -> dict[str, Any]:
+    """The two fields that `only_allowed` changes, if it does."""
+    choice = data.get("tool_choice")
+    allowed = isinstance(choice, dict) and choice.get("type") == "allowed_tools"
+    return {name: data.get(name) for name in ("tools", "tool_choice")} if allowed else {}
+
+
+def _name(tool: Any) -> str | None:
+    if isinstance(tool, dict) and isinstance(tool.get("function"), dict):
+        tool = tool["function"]
+    name = tool.get("name") if isinstance(tool, dict) else None
+    return name if isinstance(name, str) else None
+
+
+async def ended_apart(chunks: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
+    """Chat chunks, with the reason why a choice ended in a chunk of its own, as OpenAI sends it.
+
+    OpenAI's clients say that a call is complete when such a chunk comes, of the calls that earlier chunks brought.
+    """
+    try:
+        async for chunk in chunks:
+            if '"finish_reason":"' not in chunk or '"tool_calls":[{' not in chunk:
+                yield chunk
+                continue
+            last = json.loads(chunk.removeprefix("data: "))
+            choices = last["choices"]
+            yield _written({**last, "choices": [{**each, "finish_reason": None} for each in choices]})
+            yield _written({**last, "choices": [{**each, "delta": {}, "logprobs": None} for each in choices]})
+    finally:
+        await chunks.aclose()
+
+
+def _written(chunk: dict[str, Any]) -> str:
+    return f"data: {json.dumps(chunk, separators=(',', ':'))}\n\n"

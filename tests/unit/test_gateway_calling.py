@@ -1,0 +1,80 @@
+"""Tools as OpenAI's clients ask for them, and how their streams end."""
+
+import json
+
+import pytest
+
+from gateway.calling import check_kinds, ended_apart, only_allowed
+from gateway.errors import BadRequest
+
+PAINT = {"type": "function", "function": {"name": "paint"}}
+STOP = {"type": "function", "function": {"name": "stop"}}
+FLAT = [{"type": "function", "name": "paint"}, {"type": "function", "name": "stop"}]
+
+
+def test_what_is_allowed_in_a_chat():
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [PAINT]}}
+    asked = only_allowed({"model": "m", "tools": [STOP, PAINT], "tool_choice": choice})
+    assert asked == {"model": "m", "tools": [PAINT], "tool_choice": "required"}
+
+
+def test_what_is_allowed_in_a_response():
+    asked = only_allowed({"tools": FLAT, "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": FLAT[1:]}})
+    assert asked == {"tools": FLAT[1:], "tool_choice": "auto"}
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {},
+        {"mode": "none", "tools": FLAT},
+        {"mode": "auto", "tools": {}},
+        {"mode": "auto", "tools": []},
+        {"mode": "auto", "tools": [{"type": "function", "name": "other"}]},
+        {"mode": "auto", "tools": [FLAT[0], {"type": "function"}]},
+        {"mode": "auto", "tools": ["paint"]},
+        {"allowed_tools": 3},
+    ],
+)
+def test_what_cannot_be_allowed(choice):
+    with pytest.raises(BadRequest) as caught:
+        only_allowed({"tools": FLAT, "tool_choice": {"type": "allowed_tools", **choice}})
+    assert caught.value.param == "tool_choice"
+
+
+@pytest.mark.parametrize("choice", [None, "auto", "required", PAINT, {"type": "other"}])
+def test_other_choices_stay(choice):
+    asked = {"tools": [PAINT], "tool_choice": choice}
+    assert only_allowed(asked) is asked
+
+
+def test_tools_of_the_server_are_refused():
+    check_kinds(FLAT)
+    check_kinds(None)
+    with pytest.raises(BadRequest) as caught:
+        check_kinds([*FLAT, {"type": "web_search"}])
+    assert caught.value.param == "tools"
+
+
+async def said(*choices):
+    async def chunks():
+        for choice in choices:
+            yield f"data: {json.dumps({'id': 'c', 'choices': [choice]}, separators=(',', ':'))}\n\n"
+        yield "data: [DONE]\n\n"
+
+    return [chunk.removeprefix("data: ").strip() async for chunk in ended_apart(chunks())]
+
+
+async def test_the_end_of_a_call_comes_apart():
+    delta = {"tool_calls": [{"index": 0, "function": {"arguments": "{}"}}]}
+    *chunks, done = await said({"index": 0, "delta": delta, "logprobs": None, "finish_reason": "tool_calls"})
+    assert done == "[DONE]"
+    assert [json.loads(chunk)["choices"][0] for chunk in chunks] == [
+        {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None},
+        {"index": 0, "delta": {}, "logprobs": None, "finish_reason": "tool_calls"},
+    ]
+
+
+async def test_other_chunks_stay():
+    text = {"index": 0, "delta": {"content": "x"}, "finish_reason": "stop"}
+    assert len(await said(text, {"index": 0, "delta": {}, "finish_reason": "tool_calls"})) == 3
