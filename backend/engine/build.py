@@ -21,7 +21,7 @@ from backend.config.settings import MAX_NUM_BATCHED_TOKENS
 from backend.engine.adapters import adapter_arguments
 from backend.engine.parsers import reasoning_parser
 from backend.models.head_config import load_config, read_config, text_config
-from backend.models.resolve import ResolvedModels
+from backend.models.resolve import DEMO, ResolvedModels
 from backend.speculation.lookup import LONGEST, SHORTEST
 
 SUPPORTED_VLLM = "0.32."
@@ -93,6 +93,9 @@ def build_config(settings: Settings, paths: ResolvedModels, verifier_id: str) ->
         raise EngineSetupError(
             "the model embeds or scores text, and has nothing to draft: serve it with --mode off --drafters 0"
         )
+    if settings.model == DEMO:
+        # It knows Python: where JSON may hold space, it would indent for ever.
+        config.structured_outputs_config.disable_any_whitespace = True
     if settings.mode not in REMOTE_MODES:
         name = "PlainAsyncScheduler" if config.scheduler_config.async_scheduling else "PlainScheduler"
         config.scheduler_config.scheduler_cls = f"backend.engine.scheduler.{name}"
