@@ -9,7 +9,7 @@ TWO := -n 2 --no-loadscope-reorder
 MAKEFLAGS += --no-print-directory
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev setup-load serve status test test-fast campaign lint bench bench-fleet bench-gateway load chaos dashboards dashboards-check
+.PHONY: help setup setup-dev setup-load serve status test test-fast campaign clients lint bench bench-fleet bench-gateway load chaos dashboards dashboards-check
 .PHONY: monitoring-check records-cost rollout-demo format clean
 
 help: ## list these tasks
@@ -39,6 +39,9 @@ test-fast: setup-dev ## run the tests that start no engine, no Ray and no fleet 
 
 campaign: setup-dev ## run what `make test` leaves out, and property tests on new and ten times as many examples
 	@$(BIN)/python -m pytest -m "campaign or hypothesis" --hypothesis-profile campaign --timeout 1800 $(ARGS)
+
+clients: setup-dev ## call a fleet with LangChain, LiteLLM and Node's libraries (needs node 20 or newer; ARGS="-k stream")
+	@exec $(BIN)/python -m tests.clients $(ARGS)
 
 lint: setup-dev ## ruff, mypy and the import contracts
 	@$(BIN)/ruff check .
