@@ -16,7 +16,6 @@ from vllm.tool_parsers import ToolParser, ToolParserManager
 
 from backend.engine.parsers import ANY_MODEL
 
-
 MOST_CALLS = 16
 """In one answer.  A model that was not trained to call tools does not know when to stop."""
 
@@ -24,9 +23,7 @@ MOST_CALLS = 16
 class AnyModelToolParser(ToolParser):
     """Finds no call in text of its own accord."""
 
-    def adjust_request(
-        self, request: ChatCompletionRequest | ResponsesRequest
-    ) -> ChatCompletionRequest | ResponsesRequest:
+    def adjust_request(self, request: ChatCompletionRequest | ResponsesRequest) -> ChatCompletionRequest | ResponsesRequest:
         adjusted: ChatCompletionRequest | ResponsesRequest = super().adjust_request(request)
         if request.tools and request.tool_choice == "required":
             if isinstance(adjusted, ChatCompletionRequest):
