@@ -128,6 +128,11 @@ class FleetCore(EngineCoreClient):
         return sum(record.batched and record.link is not None for record in self._sequences)
 
     @property
+    def expecting(self) -> bool:
+        """Whether a sequence that is no batch's has no token yet."""
+        return any(record.first_token is None and not record.batched for record in self._sequences)
+
+    @property
     def held(self) -> int:
         """Sequences of batches that have given way."""
         return sum(record.held for record in self._sequences)

@@ -26,10 +26,11 @@ KEPT_FREE = 0.25
 LOOK_S = 0.1
 
 
-def room(foreground: float, quiet: bool, verifiers: int, slots: int, speed: Speed | None) -> int:
+def room(foreground: float, quiet: bool, expecting: bool, verifiers: int, slots: int, speed: Speed | None) -> int:
     """Sequences that batches may have at so many `verifiers`, each with `slots`, beside `foreground` others.
 
-    One at least, so that batches end, unless others fill the slots.
+    One at least, so that batches end, unless others fill the slots; or one is too much, and somebody is `expecting` a first
+    token.
     """
     if not verifiers:
         return 0
@@ -38,10 +39,10 @@ def room(foreground: float, quiet: bool, verifiers: int, slots: int, speed: Spee
     if free <= 0:
         return 0
     if speed is None:
-        return verifiers
+        return 0 if expecting else verifiers
     spare_s = (QUIET_STRETCH - 1) * speed.step_s(1) if quiet else (BUSY_STRETCH - 1) * speed.step_s(max(others, 1))
     within = spare_s / speed.per_request_s if speed.per_request_s > 0 else math.inf
-    return max(1, int(verifiers * min(free, within)))
+    return max(0 if expecting else 1, int(verifiers * min(free, within)))
 
 
 class Pace:
@@ -69,7 +70,7 @@ class Pace:
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
         """Waits for room for one line."""
-        while self._core.draining or max(self._lines, self._core.batched + self._core.held) >= self._room():
+        while self._core.draining or self._taken >= self._room(self._core.expecting):
             await self._changed.wait()
         self._lines += 1
         try:
@@ -79,19 +80,24 @@ class Pace:
             self._tell()
 
     @property
+    def _taken(self) -> int:
+        """Lines that have their turn, or what they have at verifiers and held where that is more."""
+        return max(self._lines, self._core.batched + self._core.held)
+
+    @property
     def quiet(self) -> bool:
         """Whether nobody waits, or did a moment ago."""
         return time.monotonic() - self._busy_at > QUIET_AFTER_S
 
     def _someone_comes(self) -> None:
         self._busy_at = time.monotonic()
-        self.look()
+        self._core.hold_batches(self._room(True))
 
     def look(self) -> None:
         """Has batches keep to their room, now."""
         if self._core.in_flight > self._core.batched + self._core.held:
             self._busy_at = time.monotonic()
-        self._core.hold_batches(self._room())
+        self._core.hold_batches(self._room(self._core.expecting))
         self._tell()
 
     async def _look_on(self) -> None:
@@ -99,12 +105,12 @@ class Pace:
             await asyncio.sleep(LOOK_S)
             self.look()
 
-    def _room(self) -> int:
+    def _room(self, expecting: bool) -> int:
         core = self._core
         batched, own = core.batched, core.in_flight - core.batched - core.held
         reported = sum(stats.running + stats.waiting for stats in core.stats()) - batched
         speed = mean_speed([stats.speed for stats in core.stats() if stats.speed is not None])
-        return room(max(own, reported), self.quiet, len(core.routable()), self._slots, speed)
+        return room(max(own, reported), self.quiet, expecting, len(core.routable()), self._slots, speed)
 
     def _tell(self) -> None:
         self._changed.set()

@@ -94,7 +94,7 @@ async def test_a_thousand_lines_and_a_gateway_that_is_killed_twice(tmp_path: Pat
 
 ASK: dict[str, Any] = {"model": "demo", "max_tokens": 32, "ignore_eos": True, "stream": True, "temperature": 0}
 WORK: dict[str, Any] = {**COMPLETION, "max_tokens": 128, "ignore_eos": True}
-ROUNDS, ASKS = 4, 100
+ROUNDS, ASKS = 8, 50
 
 
 def times_to_first_token(url: str, count: int) -> list[float]:
