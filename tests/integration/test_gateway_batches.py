@@ -334,7 +334,7 @@ async def test_lines_that_the_fleet_cannot_serve_now_are_tried_again(monkeypatch
 
 
 async def test_people_go_first(monkeypatch):
-    monkeypatch.setattr("gateway.batches.pace.QUIET_AFTER_S", 0.3)
+    monkeypatch.setattr("gateway.batches.pace.QUIET_AFTER_S", 1e9)
     async with serving() as (running, client):
         running.verifier.behaviour = silent
         batch = await begin(client, jsonl(*(request(f"r{index}") for index in range(8))))
@@ -347,6 +347,7 @@ async def test_people_go_first(monkeypatch):
         assert talk.choices[0].finish_reason == "length"
         assert running.core.held == 2
         await eventually(lambda: sum(each.aborted.is_set() for each in running.verifier.sequences) == 2)
+        monkeypatch.setattr("gateway.batches.pace.QUIET_AFTER_S", 0)
         await eventually(lambda: sum("~2" in each.request_id for each in running.verifier.sequences) == 2)
         for each in running.verifier.sequences[:3]:
             if not each.aborted.is_set():
@@ -357,12 +358,18 @@ async def test_people_go_first(monkeypatch):
 
 async def test_batches_take_no_places_of_others():
     async with serving(max_in_flight=1) as (running, client):
-        running.verifier.behaviour = silent
-        await begin(client, jsonl(request("a")))
+
+        async def for_others(verifier, sequence):
+            await (silent if sequence.max_tokens == 5 else count_up)(verifier, sequence)
+
+        running.verifier.behaviour = for_others
+        await begin(client, jsonl(request("a", {**CHAT, "max_tokens": 5})))
         await eventually(lambda: bool(running.core.batched))
-        running.verifier.behaviour = count_up
         assert (await running.http.post(CHATS, json=CHAT)).status_code == 200
-        assert 'outrider_batch_sequences{state="running"} 1.0' in (await running.http.get("/metrics")).text
+        await eventually(lambda: running.core.batched == 1)
+        text = (await running.http.get("/metrics")).text
+        assert 'outrider_batch_sequences{state="running"} 1.0' in text
+        assert 'outrider_batch_sequences{state="held"} 0.0' in text
 
 
 async def test_nothing_is_kept_without_a_folder():
