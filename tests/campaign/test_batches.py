@@ -94,7 +94,7 @@ async def test_a_thousand_lines_and_a_gateway_that_is_killed_twice(tmp_path: Pat
 
 ASK: dict[str, Any] = {"model": "demo", "max_tokens": 32, "ignore_eos": True, "stream": True, "temperature": 0}
 WORK: dict[str, Any] = {**COMPLETION, "max_tokens": 128, "ignore_eos": True}
-ROUNDS, ASKS = 8, 50
+ROUNDS, ASKS = 7, 100
 
 
 def times_to_first_token(url: str, count: int) -> list[float]:
@@ -118,33 +118,36 @@ def times_to_first_token(url: str, count: int) -> list[float]:
 async def test_people_hardly_notice_a_batch() -> None:
     fleet = await asyncio.to_thread(ServedFleet)
     try:
-        alone: list[float] = []
-        beside: list[float] = []
+        alone: list[list[float]] = []
+        beside: list[list[float]] = []
         lines = 0
         async with openai.AsyncOpenAI(base_url=f"{fleet.url}/v1", api_key="none") as client:
-            file = await client.files.create(file=jsonl(20_000, WORK), purpose="batch")
+            file = await client.files.create(file=jsonl(2_000, WORK), purpose="batch")
             await asyncio.to_thread(times_to_first_token, fleet.url, 30)
             for _ in range(ROUNDS):
-                alone += await asyncio.to_thread(times_to_first_token, fleet.url, ASKS)
+                alone.append(await asyncio.to_thread(times_to_first_token, fleet.url, ASKS))
                 batch = await client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
                 while not (await client.batches.retrieve(batch.id)).in_progress_at:
                     await asyncio.sleep(0.05)
-                beside += await asyncio.to_thread(times_to_first_token, fleet.url, ASKS)
+                beside.append(await asyncio.to_thread(times_to_first_token, fleet.url, ASKS))
                 counts = (await client.batches.retrieve(batch.id)).request_counts
                 assert counts is not None
                 lines += counts.completed
                 await client.batches.cancel(batch.id)
                 while (await client.batches.retrieve(batch.id)).status != "cancelled":
                     await asyncio.sleep(0.05)
-        figures = {
-            name: (statistics.median(of), statistics.quantiles(of, n=100)[98])
-            for name, of in (("alone", alone), ("beside", beside))
-        }
-        for name, (p50, p99) in figures.items():
-            print(f"{name}: time to first token p50 {1000 * p50:.1f} ms, p99 {1000 * p99:.1f} ms")
+        ratios = []
+        for name, percentile in (("p50", 49), ("p95", 94), ("p99", 98)):
+            # Of several rounds the median one: the machine has other things to do at times.
+            before, during = (
+                statistics.median(statistics.quantiles(times, n=100)[percentile] for times in rounds)
+                for rounds in (alone, beside)
+            )
+            ratios.append(during / before)
+            print(f"time to first token {name}: {1000 * before:.1f} ms alone, {1000 * during:.1f} ms beside a batch")
         print(f"{lines} lines of batches meanwhile")
         assert lines
-        assert figures["beside"][1] <= 1.2 * figures["alone"][1]
+        assert max(ratios) <= 1.2
     finally:
         with contextlib.suppress(Exception):
             fleet.stop()

@@ -212,3 +212,37 @@ async def test_https_and_a_unix_socket(tmp_path):
             assert (await http.post("/v1/completions", json=COMPLETION)).status_code == 200
             # A proxy may stand in front of it: being called through it proves nothing.
             assert (await http.post("/admin/sleep", json={})).status_code == 403
+
+
+async def test_files_and_batches_belong_to_a_key_and_have_its_rights(keys):
+    free, other = keys.put("free"), keys.put("other", models=["mine"])
+    line = json.dumps({"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": COMPLETION})
+    async with running_gateway(keys_file=str(keys.file)) as running:
+        http, batches = running.http, {}
+        for name, key in (("free", free), ("other", other)):
+            form = {"files": {"file": ("in.jsonl", line.encode())}, "data": {"purpose": "batch"}}
+            file = (await http.post("/v1/files", **form, headers=key)).json()["id"]
+            fields = {"input_file_id": file, "endpoint": "/v1/completions", "completion_window": "24h"}
+            batches[name] = (await http.post("/v1/batches", json=fields, headers=key)).json()
+        theirs = batches["other"]
+        for path in (f"/v1/files/{theirs['input_file_id']}", f"/v1/batches/{theirs['id']}"):
+            assert (await http.get(path, headers=free)).status_code == 404
+            assert (await http.get(path, headers=other)).status_code == 200
+        for path in ("/v1/files", "/v1/batches"):
+            assert theirs["id"] not in (await http.get(path, headers=free)).text
+        assert (await http.post(f"/v1/batches/{theirs['id']}/cancel", headers=free)).status_code == 404
+        stolen = {"input_file_id": theirs["input_file_id"], "endpoint": "/v1/completions", "completion_window": "24h"}
+        assert (await http.post("/v1/batches", json=stolen, headers=free)).status_code == 404
+
+        async def ended(name, key):
+            while True:
+                batch = (await http.get(f"/v1/batches/{batches[name]['id']}", headers=key)).json()
+                if batch["status"] == "completed":
+                    return batch
+                await asyncio.sleep(0.02)
+
+        assert (await ended("free", free))["request_counts"] == {"total": 1, "completed": 1, "failed": 0}
+        refused = await ended("other", other)
+        assert refused["request_counts"] == {"total": 1, "completed": 0, "failed": 1}
+        answer = (await http.get(f"/v1/files/{refused['error_file_id']}/content", headers=other)).json()
+        assert answer["response"]["body"]["error"]["code"] == "model_not_found"
