@@ -149,6 +149,14 @@ OVERVIEW = Dashboard(
                     "{{instance}}",
                 ),
                 Panel(
+                    "Batches",
+                    "Sequences of batches at verifiers, and held back while others are served; lines carried out per second.",
+                    [
+                        Query(total(f"outrider_batch_sequences{{{JOB}}}", "state"), "{{state}}"),
+                        Query(total(rate("outrider_batch_lines_total", JOB)), "lines per second"),
+                    ],
+                ),
+                Panel(
                     "Tokens",
                     "Prompt tokens of sequences that began, and tokens generated, as the gateways saw them.",
                     [

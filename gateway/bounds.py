@@ -124,9 +124,10 @@ def _check_parts(data: Mapping[str, Any]) -> None:
     prompt = data.get("prompt")
     if isinstance(prompt, list):
         # A model would report every single entry that is wrong.
-        if len(set(map(type, prompt))) > 1 or any(set(map(type, each)) - {int} for each in prompt if isinstance(each, list)):
+        kinds = set(map(type, prompt))
+        if len(kinds) > 1 or (list in kinds and any(set(map(type, each)) - {int} for each in prompt)):
             raise BadRequest("`prompt` must be text, token ids, or a list of either.", param="prompt")
-        if any(each in ("", []) for each in prompt):
+        if kinds & {str, list} and not all(prompt):
             raise BadRequest("`prompt` must not contain an empty prompt.", param="prompt")
     for name, kind in (("messages", dict), ("tokens", int)):
         entries = data.get(name)

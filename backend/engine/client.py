@@ -18,7 +18,7 @@ from backend.engine.speech import EngineSpeech
 from backend.fleet import VerifierStats
 from backend.records.kept import RowBatch
 from backend.transport import Hub, Wire
-from backend.wire.engine import FIXED_RESPONSE, EngineWelcome, Refusal
+from backend.wire.engine import FIXED_RESPONSE, Account, Asked, EngineWelcome, Refusal
 
 PING_EVERY_S = 1.0
 POLL_S = 0.2
@@ -39,6 +39,8 @@ class Answer:
     first_at: float = 0.0
     """When the first token came; 0 before."""
     last_at: float = 0.0
+    account: Account | None = None
+    """Where it was asked for."""
 
 
 def sampling(max_tokens: int, temperature: float) -> SamplingParams:
@@ -102,10 +104,11 @@ class EngineClient:
         params: SamplingParams,
         request_id: str | None = None,
         emitted: Sequence[int] = (),
+        asked: Asked | None = None,
         **fields: Any,
     ) -> str:
-        """Sends one request, to be continued after the `emitted` output tokens; `fields` replace further fields of vLLM's
-        `EngineCoreRequest`.  Returns its id."""
+        """Sends one request, to be continued after the `emitted` output tokens; `asked` as in `Addition`; `fields` replace
+        further fields of vLLM's `EngineCoreRequest`.  Returns its id."""
         request_id = request_id or f"req-{uuid.uuid4().hex[:8]}"
         values: dict[str, Any] = {
             "request_id": request_id,
@@ -120,7 +123,7 @@ class EngineClient:
         }
         request = EngineCoreRequest(**(values | fields))
         self.answers[request_id] = Answer(sent_at=time.monotonic())
-        self._send(self._speech.add(request, request_id, emitted))
+        self._send(self._speech.add(request, request_id, emitted, asked=asked))
         return request_id
 
     def abort(self, request_id: str) -> None:
@@ -203,6 +206,10 @@ class EngineClient:
         if isinstance(heard, EngineCoreOutputs):
             for output in heard.outputs:
                 self._take_output(output, now)
+        elif isinstance(heard, list):
+            for account in heard:
+                if account.request_id in self.answers:
+                    self.answers[account.request_id].account = account
         elif isinstance(heard, VerifierStats):
             self.stats, self.stats_at = heard, now
         elif isinstance(heard, RowBatch):

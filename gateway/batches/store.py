@@ -165,14 +165,13 @@ class Store:
 
     async def add_answers(self, batch_id: str, answers: Iterable[tuple[int, Answer]]) -> None:
         """Keeps and counts them; a line that has an answer keeps that one."""
-        rows = [(line, answer, answer.line()) for line, answer in answers]
 
         def work(db: sqlite3.Connection) -> None:
             batch = _batch(db, batch_id, None).batch
             counts, usage = batch.request_counts, batch.usage
             completed, failed = counts.completed, counts.failed
-            for line, answer, text in rows:
-                row = (batch_id, line, answer.failed, text)
+            for line, answer in answers:
+                row = (batch_id, line, answer.failed, answer.line())
                 if db.execute("INSERT OR IGNORE INTO answers VALUES (?,?,?,?)", row).rowcount:
                     completed, failed = completed + (not answer.failed), failed + answer.failed
                     usage = usage.plus(answer.usage)

@@ -21,6 +21,7 @@ from backend.config import REMOTE_MODES
 from backend.engine.client import Answer
 from backend.models.demo import TARGET_DIR
 from backend.noise import gumbel
+from backend.wire.engine import Asked
 from tests.support.processes import Drafter, Verifier, together
 from tests.support.statistics import chi_square, chi_square_tail
 
@@ -213,6 +214,38 @@ def test_native_greedy_text_is_the_same(
 ) -> None:
     assert_same(plain, "T = 0.0", expected["T = 0.0"], said["native"].result().texts["T = 0.0"])
     assert accepted(engines["native"]) > PROMPTS
+
+
+def wishes(text: list[int]) -> list[Asked]:
+    """Everything that a request may ask of speculation; predictions are right, right in part, and wrong."""
+    spoiled = [*text[:20], 7, 7, *text[30:60], *text[:20]]
+    predictions = (text, spoiled, text[::-1])
+    return [
+        *(Asked(True, mode) for mode in ("off", "sync", "ahead")),
+        *(Asked(True, longest=longest) for longest in (0, 1)),
+        *(Asked(True, prediction=tokens) for tokens in predictions),
+    ]
+
+
+@pytest.mark.parametrize("mode", sorted(REMOTE_MODES))
+def test_what_requests_ask_of_speculation_changes_no_token(
+    engines: dict[str, Verifier], plain: Verifier, said: dict[str, Future[Said]], expected: dict[str, list[Answer]], mode: str
+) -> None:
+    said[mode].result()
+    client, truth, count = engines[mode].client, expected["T = 1.0"], len(wishes([]))
+    ids = []
+    for i, prompt in enumerate(python_prompts(4 * count)):
+        asked = wishes(truth[i].tokens)[i % count]
+        ids.append(client.add(prompt, request(1000 + i, temperature=1.0), asked=asked))
+    client.finish_all()
+    found = [client.answers.pop(each) for each in ids]
+    assert_same(plain, "T = 1.0", truth[: 4 * count], found)
+    brought = [each.account.tokens / each.account.verifications for each in found]
+    by_wish = [sum(brought[i::count]) / 4 for i in range(count)]
+    assert by_wish[0] == by_wish[3] == 1.0, "no drafts"
+    assert 1.0 < by_wish[4] <= 2.0, "one token each"
+    true = [tally for each in found[5::count] for tally in each.account.tallies if tally.source == "prediction"]
+    assert sum(tally.accepted for tally in true) == sum(tally.drafted for tally in true) > 0, "of it, all is accepted"
 
 
 @pytest.mark.parametrize("mode", sorted(REMOTE_MODES))
