@@ -220,8 +220,8 @@ async def test_files_and_batches_belong_to_a_key_and_have_its_rights(keys):
     async with running_gateway(keys_file=str(keys.file)) as running:
         http, batches = running.http, {}
         for name, key in (("free", free), ("other", other)):
-            form = {"files": {"file": ("in.jsonl", line.encode())}, "data": {"purpose": "batch"}}
-            file = (await http.post("/v1/files", **form, headers=key)).json()["id"]
+            content, form = {"file": ("in.jsonl", line.encode())}, {"purpose": "batch"}
+            file = (await http.post("/v1/files", files=content, data=form, headers=key)).json()["id"]
             fields = {"input_file_id": file, "endpoint": "/v1/completions", "completion_window": "24h"}
             batches[name] = (await http.post("/v1/batches", json=fields, headers=key)).json()
         theirs = batches["other"]

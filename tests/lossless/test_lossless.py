@@ -21,7 +21,7 @@ from backend.config import REMOTE_MODES
 from backend.engine.client import Answer
 from backend.models.demo import TARGET_DIR
 from backend.noise import gumbel
-from backend.wire.engine import Asked
+from backend.wire.engine import Account, Asked
 from tests.support.processes import Drafter, Verifier, together
 from tests.support.statistics import chi_square, chi_square_tail
 
@@ -240,11 +240,12 @@ def test_what_requests_ask_of_speculation_changes_no_token(
     client.finish_all()
     found = [client.answers.pop(each) for each in ids]
     assert_same(plain, "T = 1.0", truth[: 4 * count], found)
-    brought = [each.account.tokens / each.account.verifications for each in found]
+    accounts = [each.account or Account("") for each in found]
+    brought = [each.tokens / each.verifications for each in accounts]
     by_wish = [sum(brought[i::count]) / 4 for i in range(count)]
     assert by_wish[0] == by_wish[3] == 1.0, "no drafts"
     assert 1.0 < by_wish[4] <= 2.0, "one token each"
-    true = [tally for each in found[5::count] for tally in each.account.tallies if tally.source == "prediction"]
+    true = [tally for each in accounts[5::count] for tally in each.tallies if tally.source == "prediction"]
     assert sum(tally.accepted for tally in true) == sum(tally.drafted for tally in true) > 0, "of it, all is accepted"
 
 
