@@ -128,18 +128,19 @@ class _Work:
         """Raises `CommandError` where no gateway was found for too long: then the rest would not find one either."""
         request_id = uuid.uuid4().hex
         headers = {"content-type": "application/json", "x-request-id": request_id}
-        began, (wait_s, most_s) = time.monotonic(), RETRY_S
+        since, (wait_s, most_s) = None, RETRY_S
         while True:
-            late = time.monotonic() - began > PATIENCE_S
             try:
                 response = await self._http.post(line.url, content=bytes(line.body), headers=headers)
             except httpx.TransportError as error:
-                if late:
+                since = since or time.monotonic()
+                if time.monotonic() - since > PATIENCE_S:
                     why = f"the gateway does not answer ({type(error).__name__}); run this again to go on"
                     raise CommandError(why) from error
                 after = 0.0
             else:
-                if response.status_code not in RETRIED or late:
+                since = since or time.monotonic()
+                if response.status_code not in RETRIED or time.monotonic() - since > PATIENCE_S:
                     return Answer(line.custom_id, response.status_code, _json(response.content), request_id)
                 after = _seconds(response.headers.get("retry-after"))
             await asyncio.sleep(max(after, random.uniform(0.5, 1) * wait_s))

@@ -102,7 +102,7 @@ async def test_wrong_files_are_told_before_anything_is_sent(files):
 
 
 async def test_it_gives_up_on_a_gateway_that_is_gone(files, monkeypatch):
-    monkeypatch.setattr(run_batch, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(run_batch, "PATIENCE_S", 0.5)
     monkeypatch.setattr(run_batch, "RETRY_S", (0.01, 0.1))
     source, target = files
     source.write_bytes(jsonl(request("a")))
