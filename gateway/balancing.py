@@ -10,12 +10,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
 
 from backend.config import Settings
 from backend.fleet import VerifierStats
-from backend.fleet.speed import RESPONSE_TOKENS, Speed, mean_speed
-from backend.routing.balance import Limits, Load, Movable, Move, expected_remaining, plan_moves
+from backend.fleet.speed import RESPONSE_TOKENS
+from backend.routing.balance import Limits, Movable, Move, Reported, expected_remaining, plan_moves, reported_loads
 from gateway.engine_link import VerifierLink
 from gateway.fleet_core import FleetCore
 from gateway.in_flight import InFlight
@@ -55,13 +54,11 @@ class Balancer:
 
     def balance(self, now: float) -> int:
         """Looks at the fleet once; returns how many requests were moved."""
-        known = [(link, link.stats) for link in self._core.ready_links if link.stats is not None]
-        usual, prefill = mean_speed([each.speed for _, each in known if each.speed is not None]), _prefill(known)
-        if len(known) < 2 or usual is None or prefill is None:
+        known = [_reported(link, link.stats) for link in self._core.ready_links if link.stats is not None]
+        loads = reported_loads(known, self._slots)
+        if len(loads) < 2:
             return 0
-        # One that has not worked yet is taken to be like the others.
-        loads = [self._load(link, stats, stats.speed or usual, _prefill([(link, stats)]) or prefill) for link, stats in known]
-        tokens = {link.member.id: stats.response_tokens for link, stats in known}
+        tokens = {each.id: each.stats.response_tokens for each in known}
         movables = [
             _movable(each, each.link, tokens.get(each.link.member.id, RESPONSE_TOKENS))
             for each in self._core.sequences
@@ -69,18 +66,6 @@ class Balancer:
         ]
         moves = plan_moves(loads, movables, self._limits, now)
         return sum(self._carry_out(move) for move in moves)
-
-    def _load(self, link: VerifierLink, stats: VerifierStats, speed: Speed, prefill: float) -> Load:
-        blocks = link.welcome.num_kv_blocks * link.welcome.block_size if link.welcome is not None else 0
-        return Load(
-            id=link.member.id,
-            requests=stats.running + stats.waiting,
-            speed=speed,
-            prefill_tokens_per_s=prefill,
-            slots=self._slots,
-            free_tokens=int((1 - stats.kv_usage) * blocks),
-            takes_requests=link.member.state == "ready",
-        )
 
     def _carry_out(self, move: Move) -> int:
         logger.info(
@@ -93,10 +78,9 @@ class Balancer:
         return self._core.migrate([move.request_id], move.target, "balance")
 
 
-def _prefill(known: Sequence[tuple[VerifierLink, VerifierStats]]) -> float | None:
-    """Prompt tokens per second, over all of these; None where none was computed yet."""
-    tokens, seconds = sum(each.prefill_tokens for _, each in known), sum(each.prefill_s for _, each in known)
-    return tokens / seconds if tokens and seconds > 0 else None
+def _reported(link: VerifierLink, stats: VerifierStats) -> Reported:
+    blocks = link.welcome.num_kv_blocks * link.welcome.block_size if link.welcome is not None else 0
+    return Reported(link.member.id, stats, blocks, link.member.state == "ready")
 
 
 def _movable(record: InFlight, link: VerifierLink, typical: float) -> Movable:

@@ -34,10 +34,10 @@ class Progress:
 
 def plan_line(settings: Settings, models: ResolvedModels) -> str:
     """What is about to be started, in one line."""
-    verifiers = f"{settings.verifiers} verifier{'s' if settings.verifiers > 1 else ''}"
+    verifiers = f"{settings.verifiers} verifier{'' if settings.verifiers == 1 else 's'}"
     how = {"off": "plain decoding", "native": f"vLLM's own drafting ({models.drafter_kind})"}.get(settings.mode)
     if how is None:
-        drafters = f"{settings.drafters} drafter{'s' if settings.drafters > 1 else ''}"
+        drafters = f"{settings.drafters} drafter{'' if settings.drafters == 1 else 's'}"
         how = f"{drafters} ({models.drafter_kind}), up to {settings.num_speculative_tokens} tokens per draft"
     return f"model {models.name}: {verifiers}, {how}"
 

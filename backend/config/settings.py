@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
@@ -321,8 +321,12 @@ class Settings(Section):
     num_speculative_tokens: int = Field(
         8, ge=1, le=32, description="the longest draft (K); how much of a draft is verified is decided in every step"
     )
-    verifiers: int = Field(1, ge=1, description="verifier replicas")
-    drafters: int = Field(1, ge=0, description="drafters")
+    verifiers: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+        1, description="verifier replicas; auto: as many as the devices hold, less one for drafters"
+    )
+    drafters: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
+        1, description="drafters; auto: on the devices that verifiers leave"
+    )
     seed: int = Field(0, description="seed of the engines")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="our own log level")
     log_format: Literal["text", "json"] = Field("text", description="of the gateway's log: lines of text, or JSON objects")

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
+from vllm.tokenizers.hf import get_cached_tokenizer
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 
 from backend.engine.speech import EngineSpeech
@@ -48,9 +50,24 @@ def sampling(max_tokens: int, temperature: float) -> SamplingParams:
     return SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True)
 
 
-def free_sampling(max_tokens: int, temperature: float, stop_token_ids: list[int], seed: int | None) -> SamplingParams:
-    """At most `max_tokens` tokens, fewer where one of `stop_token_ids` comes first."""
-    return SamplingParams(temperature=temperature, max_tokens=max_tokens, stop_token_ids=stop_token_ids, seed=seed)
+def free_sampling(given: Mapping[str, Any], eos_token_ids: Sequence[int], tokenizer: Any, vocab_size: int) -> SamplingParams:
+    """What every request draws by: `given`, by vLLM's names, for a Hugging Face `tokenizer`; one of `eos_token_ids` ends it,
+    unless it ignores these.  Raises `ValueError` for values that vLLM refuses.
+    """
+    bias = given.get("logit_bias")
+    try:
+        if bias is not None:
+            given = {**given, "logit_bias": {int(token): float(value) for token, value in bias.items()}}
+        params = SamplingParams(**given)
+        tokens = [*(params.logit_bias or ()), *(params.stop_token_ids or ())]
+        if any(not 0 <= token < vocab_size for token in tokens):
+            raise ValueError(f"the vocabulary has tokens 0 to {vocab_size - 1}")
+        params.update_from_generation_config({"eos_token_id": list(eos_token_ids)})
+        if params.bad_words:
+            params.update_from_tokenizer(get_cached_tokenizer(tokenizer))
+    except (VLLMValidationError, TypeError, AttributeError) as error:
+        raise ValueError(str(error)) from error
+    return params
 
 
 def fixed_sampling(tokens: list[int], temperature: float) -> SamplingParams:

@@ -199,7 +199,10 @@ class CountingScheduler:
     def record_step(self, seconds: float, verify_s: float) -> None:
         """The loop has accounted for a step."""
         if self.records is not None and self.counters is not None:
-            self.records.stepped(self.counters.stats, seconds, verify_s, self.plan_in_force())
+            scheduler: Any = self
+            _, waiting = scheduler.get_request_counts()
+            usage = scheduler.get_kv_cache_usage()
+            self.records.stepped(self.counters.stats, seconds, verify_s, self.plan_in_force(), waiting, usage)
 
     def note_step(self, seconds: float) -> None:
         """The step that just ended took `seconds`, bookkeeping and sending included."""

@@ -132,7 +132,9 @@ class Recording:
             )
         )
 
-    def stepped(self, stats: VerifierStats, seconds: float, verify_s: float, plan: Plan) -> None:
+    def stepped(
+        self, stats: VerifierStats, seconds: float, verify_s: float, plan: Plan, waiting: int, kv_usage: float
+    ) -> None:
         """The loop has accounted for a step of `seconds` that followed `plan`; nothing happens if the target did not run."""
         if not self._ran:
             return
@@ -157,6 +159,8 @@ class Recording:
             verify_ms=1e3 * verify_s,
             busy_ms=1e3 * (stats.busy_s - self._busy_s),
             idle_ms=idle_ms,
+            waiting=waiting,
+            kv_usage=kv_usage,
         )
         self._recorder.step(row)
         self._steps += 1

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
+from typing import Literal
 
 from backend.config import REMOTE_MODES, Settings
 from backend.fleet.members import NODE_HOST, MemberKind
@@ -73,10 +74,11 @@ class FleetPlan:
 
 def plan(settings: Settings, models: ResolvedModels, hardware: Hardware, runtime_dir: Path) -> FleetPlan:
     """Decides everything that can be decided before the first actor starts.  Raises `PlanError`."""
-    drafters = settings.drafters if settings.mode in REMOTE_MODES else 0
+    settings = counted(settings, models, hardware)
+    verifiers, drafters = _counts(settings)
     notes: list[str] = []
-    filled = _fill_gpus(settings, hardware, drafters, notes)
-    names: list[tuple[str, MemberKind]] = [(f"verifier-{i}", "verifier") for i in range(settings.verifiers)]
+    filled = _fill_gpus(settings, hardware, notes)
+    names: list[tuple[str, MemberKind]] = [(f"verifier-{i}", "verifier") for i in range(verifiers)]
     names += [(f"drafter-{i}", "drafter") for i in range(drafters)]
     counts = [_cores_wanted(filled, models, kind) if hardware.local else 0 for _, kind in names]
     shares = share_cores(hardware.cores, counts)
@@ -86,6 +88,37 @@ def plan(settings: Settings, models: ResolvedModels, hardware: Hardware, runtime
     around = _Surroundings(filled, models, hardware, runtime_dir, tcp)
     members = [_member(around, member_id, kind, cores) for (member_id, kind), cores in zip(names, shares, strict=True)]
     return FleetPlan(filled, members, tcp, notes)
+
+
+def counted(settings: Settings, models: ResolvedModels, hardware: Hardware) -> Settings:
+    """Settings with the numbers of verifiers and drafters decided, from GPUs, or where there are none, from CPU cores."""
+    if "auto" not in (settings.verifiers, settings.drafters):
+        return settings
+    if hardware.gpus and settings.verifier.gpus != 0:
+        devices: float = hardware.gpus
+        verifier = float(settings.verifier.gpus or settings.verifier.ranks)
+        drafter = 1.0 if settings.drafting.gpus is None else settings.drafting.gpus
+        drafter = 0.0 if models.drafter_kind == "ngram" else drafter
+    else:
+        devices = len(hardware.cores)
+        verifier, drafter = (float(_cores_wanted(settings, models, kind)) for kind in ("verifier", "drafter"))
+    verifiers = settings.verifiers
+    drafters: int | Literal["auto"] = settings.drafters if settings.mode in REMOTE_MODES else 0
+    if isinstance(verifiers, str):
+        drafting = drafter if isinstance(drafters, str) else drafter * drafters
+        verifiers = max(1, int((devices - drafting) / verifier))
+    left = devices - int(verifiers) * verifier
+    if isinstance(drafters, str):
+        drafters = max(1, int(left / drafter)) if drafter else 1
+    return settings.model_copy(update={"verifiers": verifiers, "drafters": drafters})
+
+
+def _counts(settings: Settings) -> tuple[int, int]:
+    """Verifiers and drafters of counted settings; modes without remote drafting have none of these."""
+    verifiers, drafters = settings.verifiers, settings.drafters
+    assert isinstance(verifiers, int)
+    assert isinstance(drafters, int)
+    return verifiers, drafters if settings.mode in REMOTE_MODES else 0
 
 
 def _uses_tcp(settings: Settings, hardware: Hardware) -> bool:
@@ -169,16 +202,17 @@ def share_cores(available: Sequence[int], counts: Sequence[int]) -> list[list[in
 def _gpu_share(settings: Settings, hardware: Hardware) -> float:
     """GPUs Ray sets aside for one verifier: a part of one where GPUs are shared."""
     per_verifier = settings.verifier.gpus or 0
-    drafters = settings.drafters if settings.mode in REMOTE_MODES else 0
-    need = per_verifier * settings.verifiers + (settings.drafting.gpus or 0) * drafters
+    verifiers, drafters = _counts(settings)
+    need = per_verifier * verifiers + (settings.drafting.gpus or 0) * drafters
     if per_verifier != 1 or need <= hardware.gpus:
         return per_verifier
     free = hardware.gpus - (settings.drafting.gpus or 0) * drafters
-    return math.floor(100 * free / settings.verifiers) / 100
+    return math.floor(100 * free / verifiers) / 100
 
 
-def _fill_gpus(settings: Settings, hardware: Hardware, drafters: int, notes: list[str]) -> Settings:
+def _fill_gpus(settings: Settings, hardware: Hardware, notes: list[str]) -> Settings:
     """Settings with `verifier.gpus` and `drafting.gpus` decided."""
+    verifiers, drafters = _counts(settings)
     default = 1 if hardware.gpus else 0
     ranks = settings.verifier.tensor_parallel
     verifier = default * (ranks or 1) if settings.verifier.gpus is None else settings.verifier.gpus
@@ -187,14 +221,14 @@ def _fill_gpus(settings: Settings, hardware: Hardware, drafters: int, notes: lis
     drafter = default if settings.drafting.gpus is None else settings.drafting.gpus
     if settings.drafter == "ngram" and settings.drafting.gpus is None:
         drafter = 0
-    need = verifier * settings.verifiers + drafter * drafters
+    need = verifier * verifiers + drafter * drafters
     engine_args = dict(settings.verifier.engine_args)
     if need > hardware.gpus:
         if verifier > 1 or settings.drafting.gpus is not None or not hardware.gpus:
             raise PlanError(f"the fleet needs {need:g} GPUs and the cluster has {hardware.gpus:g}")
-        share = math.floor(100 * hardware.gpus / (settings.verifiers + (drafters if drafter else 0))) / 100
+        share = math.floor(100 * hardware.gpus / (verifiers + (drafters if drafter else 0))) / 100
         if share < 0.05:
-            raise PlanError(f"{settings.verifiers + drafters} processes are too many for {hardware.gpus:g} GPUs")
+            raise PlanError(f"{verifiers + drafters} processes are too many for {hardware.gpus:g} GPUs")
         drafter = share if drafter else 0
         memory = engine_args.setdefault("gpu_memory_utilization", round(GPU_MEMORY_USABLE * share, 2))
         notes.append(f"{hardware.gpus:g} GPU(s) shared: {share:g} of one per process, gpu_memory_utilization {memory:g}")

@@ -42,6 +42,10 @@ class StepRow(msgspec.Struct, frozen=True):
     """
     idle_ms: dict[str, float]
     """Idle time since the step before, by cause."""
+    waiting: int = 0
+    """Requests that waited to enter the batch at its end."""
+    kv_usage: float = 0.0
+    """Share of the KV cache in use at its end."""
 
 
 class VerificationRow(msgspec.Struct, frozen=True, gc=False):

@@ -17,7 +17,7 @@ import pyarrow as pa
 from backend.fleet import IDLE_CAUSES
 from backend.records.rows import DecisionRow, RequestRow, Row, StepRow, VerificationRow
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 ABOUT = "about.json"
 VERSION_KEY = b"outrider.records"
 ABOUT_KEY = b"outrider.about"

@@ -14,7 +14,7 @@ class Dispatcher:
     """The requests of one round, by their place in `expected` (response tokens each is expected to take).
 
     A request waits, runs on one worker, has ended there (and is no load any more), or is done.  Until it is done it belongs to
-    its worker: it waits again when that worker leaves.
+    its worker: it waits again when that worker leaves, with as much to do as `expect` said last.
     """
 
     def __init__(self, expected: Sequence[int], window: int) -> None:
@@ -58,6 +58,15 @@ class Dispatcher:
             loads[worker] += self._expected[request]
             sent.append((request, worker))
         return sent
+
+    def expect(self, request: int, tokens: int) -> None:
+        """So many tokens of a response are left."""
+        self._expected[request] = tokens
+
+    def move(self, request: int, source: str, target: str) -> None:
+        """A running request goes on at another worker."""
+        self._running[source].remove(request)
+        self._running[target].add(request)
 
     def ended(self, request: int, worker: str) -> None:
         """The last token of a request has come; its worker has room for another."""

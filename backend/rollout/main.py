@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from backend.config import REMOTE_MODES, Settings, environment, sources
 from backend.config.sources import CommandError, ConfigError
 from backend.models.resolve import ModelError, ResolvedModels, resolve
-from backend.rollout.options import RolloutOptions, fleet_settings, rollout_options, trace_options
+from backend.rollout.options import RolloutOptions, fleet_settings, rollout_options, slices, trace_options
 
 if TYPE_CHECKING:
     from backend.launch.fleet import Fleet
@@ -30,23 +30,24 @@ def rollout(arguments: Sequence[str], say: Say) -> None:
     loaded = sources.load(rest, "outrider rollout")
     settings = fleet_settings(options, loaded)
     # Imported here, as are other heavy modules below: help and wrong flags come at once.
+    from backend.rollout.requests import Tokenizer
     from backend.rollout.trace import TraceError, trace_file
 
     try:
         file, step = trace_file(options.trace, options.step)
         cases = _cases(options, file)
+        rows = slices(options, len(cases))
         _check_out(options.out)
         models = _models(settings, options, say)
         _prepare_process()
-        requests, tokenizer = _requests(options, settings, models, cases, file)
+        tokenizer = Tokenizer(models.target_dir)
+        parts = [_requests(options, settings, models, cases[each.start : each.stop], file, tokenizer) for each in rows]
+        sampling = _sampling(options, models, tokenizer, settings.seed if ("seed",) in loaded.origins else None)
     except (TraceError, ModelError) as error:
         raise ConfigError(str(error)) from error
-    longest = max(request.expected for request in requests)
-    say(f"{file}: {len(requests)} requests, {sum(r.expected for r in requests)} response tokens expected, {longest} at most")
-    from backend.rollout.run import Sampling
-
-    seed = settings.seed if ("seed",) in loaded.origins else None
-    _run(options, settings, models, step, requests, tokenizer, Sampling(options.temperature, tokenizer.stops, seed), say)
+    lengths = [request.expected for part in parts for request in part]
+    say(f"{file}: {len(lengths)} requests, {sum(lengths)} response tokens expected, {max(lengths)} at most")
+    _run(options, settings, models, step, parts, tokenizer, sampling, say)
 
 
 def trace(arguments: Sequence[str], say: Say) -> None:
@@ -104,14 +105,34 @@ def _prepare_process() -> None:
 
 
 def _requests(
-    options: RolloutOptions, settings: Settings, models: ResolvedModels, cases: Sequence[Case], file: Path
-) -> tuple[list[Request], Tokenizer]:
-    from backend.rollout.requests import Tokenizer, context_length, make_requests
+    options: RolloutOptions,
+    settings: Settings,
+    models: ResolvedModels,
+    cases: Sequence[Case],
+    file: Path,
+    tokenizer: Tokenizer,
+) -> list[Request]:
+    from backend.rollout.requests import context_length, make_requests
 
-    tokenizer = Tokenizer(models.target_dir)
     room = context_length(models.target_dir, settings.verifier.max_model_len)
-    named = options.prompts or file
-    return make_requests(cases, tokenizer, named, options.fixed, options.max_tokens, DEFAULT_TOKENS, room), tokenizer
+    named, most = options.prompts or file, options.max_tokens
+    return make_requests(cases, tokenizer, named, options.fixed, options.samples, most, DEFAULT_TOKENS, room)
+
+
+def _sampling(options: RolloutOptions, models: ResolvedModels, tokenizer: Tokenizer, seed: int | None) -> Sampling:
+    from backend.engine.client import free_sampling
+    from backend.models.head_config import read_config, text_config
+    from backend.rollout.run import Sampling
+
+    if options.fixed:
+        return Sampling(options.temperature, None, seed)
+    vocab_size = int(text_config(read_config(models.target_dir))["vocab_size"])
+    given = {**options.sampling, "temperature": options.temperature}
+    try:
+        free = free_sampling(given, tokenizer.eos_token_ids, tokenizer.hugging_face, vocab_size)
+    except ValueError as error:
+        raise ConfigError(f"--sampling: {error}") from error
+    return Sampling(options.temperature, free, seed)
 
 
 def _run(
@@ -119,7 +140,7 @@ def _run(
     settings: Settings,
     models: ResolvedModels,
     step: int,
-    requests: Sequence[Request],
+    parts: Sequence[Sequence[Request]],
     tokenizer: Tokenizer,
     sampling: Sampling,
     say: Say,
@@ -137,7 +158,7 @@ def _run(
         fleet = Fleet.launch(settings, models, say)
         fleet.wait_ready(say)
         about = _about(options, fleet.settings, models, step)
-        _rounds(options, fleet, step, requests, tokenizer, sampling, about, say)
+        _rounds(options, fleet, step, parts, tokenizer, sampling, about, say)
     except (ClusterError, CoordinatorUnavailable, LaunchError, PlanError, RolloutError, StateError) as error:
         raise CommandError(str(error)) from error
     except OSError as error:
@@ -152,7 +173,7 @@ def _rounds(
     options: RolloutOptions,
     fleet: Fleet,
     step: int,
-    requests: Sequence[Request],
+    parts: Sequence[Sequence[Request]],
     tokenizer: Tokenizer,
     sampling: Sampling,
     about: dict[str, Any],
@@ -168,23 +189,20 @@ def _rounds(
     workers = Workers(fleet.coordinator, fleet.coordinator.info().fleet_keys, fleet.cluster.node_id)
     try:
         workers.look()
-        for number in range(options.rounds):
+        cases: dict[int, Case] = {}
+        for number, requests in enumerate(part for part in parts for _ in range(options.repeat)):
             bar = Bar(sys.stderr, f"round {number}", len(requests))
-            runner = RoundRunner(number, requests, workers, fleet.settings.verifier.max_num_seqs, sampling, bar)
+            slots, interval_s = fleet.settings.verifier.max_num_seqs, fleet.settings.gateway.balance_interval_s
+            runner = RoundRunner(number, requests, workers, slots, sampling, bar, interval_s)
             runner.say = say
             finished = runner.run()
             report = round_report(finished, about)
             directory = round_directory(options.out, step, number)
             write_round(directory, finished, report)
-            cases = [
-                Case(
-                    r.case.number,
-                    r.case.prompt,
-                    r.case.gen if r.fixed is not None else tokenizer.text(finished.responses[r.case.number]),
-                )
-                for r in requests
-            ]
-            write_cases(cases_file(options.out, step), cases)
+            for each in requests:
+                text = each.case.gen if each.fixed is not None else tokenizer.text(finished.responses[each.number])
+                cases[each.number] = Case(each.number, each.case.prompt, text)
+            write_cases(cases_file(options.out, step), [cases[each] for each in sorted(cases)])
             say(f"{directory}:\n{markdown(report)}")
     finally:
         workers.close()

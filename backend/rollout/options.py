@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NoReturn, get_args
+from typing import Any, Literal, NoReturn, get_args
 
 from backend.config import Settings
 from backend.config.arguments import at_least
@@ -21,6 +22,23 @@ Method = Literal["eagle3", "eagle", "ngram"]
 KEPT_ROWS = 1_000_000
 NEVER_S = 24 * 3600.0
 """This process is the fleet's only gateway, and its end is the fleet's."""
+
+SAMPLING = frozenset(
+    (
+        "bad_words",
+        "frequency_penalty",
+        "ignore_eos",
+        "logit_bias",
+        "min_p",
+        "min_tokens",
+        "presence_penalty",
+        "repetition_penalty",
+        "stop_token_ids",
+        "top_k",
+        "top_p",
+    )
+)
+"""What vLLM's sampler does by itself; stop strings and grammars need a gateway."""
 
 ALIASES = {
     "--k": "--num-speculative-tokens",
@@ -42,11 +60,17 @@ class RolloutOptions:
     impl: Implementation | None
     method: Method | None
     fixed: bool
-    rounds: int
+    offset: int
+    batch: int | None
+    rounds: int | None
+    repeat: int
+    samples: int
     step: int | None
     limit: int | None
     max_tokens: int | None
     temperature: float
+    sampling: dict[str, Any]
+    """Further sampling parameters, by vLLM's names."""
 
 
 @dataclass(frozen=True)
@@ -83,8 +107,23 @@ def rollout_options(arguments: Sequence[str]) -> tuple[RolloutOptions, list[str]
             nearest = difflib.get_close_matches(name, [*own, *known, *ALIASES], n=1, cutoff=0.5)
             raise ConfigError(f"unknown flag {name}" + (f"; did you mean {nearest[0]}?" if nearest else ""))
         settings.append(name + equals + value)
-    values = vars(given)
-    return RolloutOptions(**values), settings
+    options = RolloutOptions(**vars(given))
+    if options.fixed and (options.samples > 1 or options.sampling):
+        raise ConfigError("--fixed-responses says what is emitted: no --n and no --sampling beside it")
+    if options.batch is None and options.rounds is not None and options.rounds > 1:
+        raise ConfigError("--rounds counts parts of --batch rows each; the same rows again: --repeat")
+    return options, settings
+
+
+def slices(options: RolloutOptions, rows: int) -> list[range]:
+    """Which rows each part of the rollout takes.  Raises `ConfigError` where the trace has too few."""
+    if options.offset >= rows:
+        raise ConfigError(f"--offset {options.offset}: there are {rows} rows")
+    batch = options.batch or rows - options.offset
+    parts = [range(start, min(start + batch, rows)) for start in range(options.offset, rows, batch)]
+    if options.rounds is not None and options.rounds > len(parts):
+        raise ConfigError(f"--rounds {options.rounds}: {rows} rows from {options.offset} on are {len(parts)} parts of {batch}")
+    return parts[: options.rounds]
 
 
 def trace_options(arguments: Sequence[str]) -> TraceOptions:
@@ -146,10 +185,21 @@ def _rollout_parser() -> argparse.ArgumentParser:
     say("--impl", choices=get_args(Implementation), help="remote drafters, or vLLM's own (default: disaggregated)")
     say("--method", choices=get_args(Method), help="how drafts are made (default: what --drafter is)")
     say("--fixed-responses", dest="fixed", action="store_true", help="emit exactly the trace's responses (teacher-forced)")
-    say("--rounds", type=at_least(1), default=1, metavar="N", help="run the batch so often (default: 1)")
+    say("--offset", type=at_least(0), default=0, metavar="N", help="skip so many rows (default: 0)")
+    say("--batch", type=at_least(1), metavar="N", help="rows per round, each round the next ones (default: all of them)")
+    say("--rounds", type=at_least(1), metavar="N", help="so many rounds (default: until the rows end)")
+    say("--repeat", type=at_least(1), default=1, metavar="N", help="run each round's rows so often (default: 1)")
+    say("--n", dest="samples", type=at_least(1), default=1, metavar="N", help="responses per prompt (default: 1)")
     say("--step", type=at_least(0), metavar="S", help="the training step (default: the S of the trace's name)")
     say("--limit", type=at_least(1), metavar="N", help="the first N rows only")
     say("--max-tokens", type=at_least(1), metavar="N", help="longest response (default: 1024 for a free one)")
+    say(
+        "--sampling",
+        type=_sampling,
+        default={},
+        metavar="JSON",
+        help=f"further sampling parameters of free responses, by vLLM's names: {', '.join(sorted(SAMPLING))}",
+    )
     say("--temperature", type=_temperature, default=1.0, metavar="X", help="of free responses (default: 1)")
     return parser
 
@@ -172,6 +222,16 @@ def _trace_parser() -> argparse.ArgumentParser:
     say("--max-gen", type=at_least(1), default=512, metavar="N", help="and at most (default: 512)")
     say("--seed", type=int, default=0, metavar="N", help="of the cuts (default: 0)")
     return parser
+
+
+def _sampling(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON") from error
+    if not isinstance(value, dict) or value.keys() - SAMPLING:
+        raise argparse.ArgumentTypeError(f"{text}: an object with any of {', '.join(sorted(SAMPLING))}")
+    return value
 
 
 def _temperature(text: str) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from backend.records.kept import RowBatch
+from backend.records.rows import VerificationRow
 
 
 @dataclass(frozen=True)
@@ -15,8 +16,8 @@ class Death:
     reason: str
     at_s: float
     """Seconds into the round."""
-    restarted: int
-    """Requests that started again."""
+    resumed: int
+    """Requests that went on elsewhere."""
 
 
 @dataclass(eq=False)
@@ -26,7 +27,9 @@ class Part:
     number: int
     rows: RowBatch
     numbers: dict[str, int] = field(default_factory=dict)
-    """The requests it completed: their id in the rows, and their number."""
+    """The requests it had, in whole or in part: their id in the rows, and their number."""
+    completed: set[str] = field(default_factory=set)
+    """Those of these ids that ended here."""
     finished_s: float = 0.0
     """When its last token came, in seconds into the round."""
 
@@ -43,3 +46,16 @@ class Round:
     responses: dict[int, list[int]] = field(default_factory=dict)
     """By request number: its tokens."""
     deaths: list[Death] = field(default_factory=list)
+    began: dict[int, float] = field(default_factory=dict)
+    """By request number: when it was first sent, in Unix seconds."""
+    moves: int = 0
+    """Requests taken from one worker to another that had less to do."""
+
+    def verifications(self) -> dict[int, list[VerificationRow]]:
+        """By request number, wherever they were."""
+        found: dict[int, list[VerificationRow]] = {}
+        for part in self.parts:
+            for row in part.rows.verifications:
+                if row.request_id in part.numbers:
+                    found.setdefault(part.numbers[row.request_id], []).append(row)
+        return found

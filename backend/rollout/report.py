@@ -7,12 +7,16 @@ Sums of counters, never averages of ratios.  Acceptance with fixed responses is 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from backend.records.rows import RequestRow, StepRow
 from backend.rollout.outcome import Part, Round
-from backend.rollout.tables import ratio
+from backend.rollout.tables import ratio, whole_requests
 
+WORST = 10
+ENOUGH = 16
+"""Draft tokens below which a share of them says nothing."""
 LIVE, FORCED = "live", "teacher_forced"
 
 
@@ -23,13 +27,17 @@ def merged(parts: Sequence[Part]) -> list[Part]:
         known = by_number.setdefault(part.number, Part(part.number, type(part.rows)()))
         known.rows.add(part.rows)
         known.numbers.update(part.numbers)
+        known.completed |= part.completed
         known.finished_s = max(known.finished_s, part.finished_s)
     return list(by_number.values())
 
 
 def round_report(finished: Round, about: dict[str, Any]) -> dict[str, Any]:
     """Everything about one round, for `report.json`."""
-    workers = [_worker(part) for part in merged(finished.parts)]
+    parts = merged(finished.parts)
+    workers = [_worker(part) for part in parts]
+    verified = finished.verifications()
+    whole = {number: row for part in parts for number, row in whole_requests(part, finished, verified).items()}
     tokens = sum(len(response) for response in finished.responses.values())
     straggler = max(workers, key=lambda each: each["finished_s"])
     others = [each["finished_s"] for each in workers if each is not straggler]
@@ -47,11 +55,14 @@ def round_report(finished: Round, about: dict[str, Any]) -> dict[str, Any]:
             "finished_s": straggler["finished_s"],
             "behind_the_others_s": _round(straggler["finished_s"] - statistics.median(others)) if others else 0.0,
         },
+        "moved": finished.moves,
         "died": [
-            {"worker": death.worker, "reason": death.reason, "at_s": _round(death.at_s), "requests_restarted": death.restarted}
+            {"worker": death.worker, "reason": death.reason, "at_s": _round(death.at_s), "requests_resumed": death.resumed}
             for death in finished.deaths
         ],
         "workers": workers,
+        "summary": _summary(list(whole.values()), [row for part in parts for row in part.rows.steps]),
+        "worst_drafted": _worst_drafted(whole),
     }
 
 
@@ -79,7 +90,7 @@ def markdown(report: dict[str, Any]) -> str:
     ]
     lines += [
         f"- **worker {death['worker']} {death['reason']}** after {death['at_s']:.1f} s; "
-        f"{death['requests_restarted']} requests started again on others"
+        f"{death['requests_resumed']} requests went on at others"
         for death in report["died"]
     ]
     head = ("worker", "requests", "tokens", "steps", "batch mean/max", "verify s", "busy s", "awaiting drafts s", "done s")
@@ -97,7 +108,58 @@ def markdown(report: dict[str, Any]) -> str:
             f"{each['finished_s']:.1f}",
         )
         lines.append("| " + " | ".join(map(str, cells)) + " |")
+    lines += ["", "| | mean | least | most | sum |", "|---|---|---|---|---|"]
+    lines += [
+        f"| {name} | {each['mean']:.2f} | {each['min']:.2f} | {each['max']:.2f} | {each['sum']:.1f} |"
+        for name, each in report["summary"].items()
+    ]
+    if report["worst_drafted"]:
+        lines += [
+            "",
+            "Drafts agreed least with these requests:",
+            "",
+            "| request | tokens | draft tokens | accepted |",
+            "|---|---|---|---|",
+        ]
+        lines += [
+            f"| {each['request']} | {each['tokens']} | {each['draft_tokens']} | {each['accepted'] / each['draft_tokens']:.0%} |"
+            for each in report["worst_drafted"]
+        ]
     return "\n".join(lines) + "\n"
+
+
+def _summary(requests: Sequence[RequestRow], steps: Sequence[StepRow]) -> dict[str, dict[str, float]]:
+    """Mean, least, most and sum, by request and by step."""
+    values: dict[str, list[float]] = {
+        "response tokens": [row.tokens for row in requests],
+        "seconds of a request": [row.ended_at - row.arrived_at for row in requests],
+        "verifications": [row.verifications for row in requests],
+        "tokens per verification": [ratio(row.tokens, row.verifications) for row in requests],
+        "requests in a step": [row.requests for row in steps],
+        "requests waiting": [row.waiting for row in steps],
+        "share of the KV cache in use": [row.kv_usage for row in steps],
+        "ms of a verification step": [row.verify_ms for row in steps],
+    }
+    return {
+        name: {
+            "mean": _round(statistics.fmean(each)),
+            "min": _round(min(each)),
+            "max": _round(max(each)),
+            "sum": _round(sum(each)),
+        }
+        for name, each in values.items()
+        if each
+    }
+
+
+def _worst_drafted(requests: Mapping[int, RequestRow]) -> list[dict[str, int]]:
+    """The requests whose drafts were accepted least, of those with enough drafts to tell."""
+    drafted = [(row.accepted / row.draft_tokens, number) for number, row in requests.items() if row.draft_tokens >= ENOUGH]
+    rows = [(number, requests[number]) for _, number in sorted(drafted)[:WORST]]
+    return [
+        {"request": number, "tokens": row.tokens, "draft_tokens": row.draft_tokens, "accepted": row.accepted}
+        for number, row in rows
+    ]
 
 
 def _worker(part: Part) -> dict[str, Any]:
@@ -112,7 +174,7 @@ def _worker(part: Part) -> dict[str, Any]:
     accepted = sum(row.accepted for row in drafted)
     return {
         "worker": part.number,
-        "requests": len(part.numbers),
+        "requests": len(part.completed),
         "tokens": sum(row.tokens for row in verified),
         "steps": len(steps),
         "batch_mean": _round(statistics.fmean(emitting)) if emitting else 0.0,

@@ -14,8 +14,10 @@ from backend.rollout.trace import Case, TraceError, shown
 
 @dataclass(frozen=True)
 class Request:
-    """One request of every round."""
+    """One response to a prompt."""
 
+    number: int
+    """Its `req_id`: the row in the trace, times the responses per prompt, plus which of these it is."""
     case: Case
     prompt: list[int]
     fixed: list[int] | None
@@ -32,29 +34,38 @@ class Tokenizer:
         # Imported here: seconds, and a wrong trace is found before.
         from transformers import AutoTokenizer
 
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(target_dir)
-        self.stops = sorted({*_ids(self._tokenizer.eos_token_id), *_ids(_generation_config(target_dir).get("eos_token_id"))})
+        self.hugging_face: Any = AutoTokenizer.from_pretrained(target_dir)
+        self.eos_token_ids = sorted(
+            {*_ids(self.hugging_face.eos_token_id), *_ids(_generation_config(target_dir).get("eos_token_id"))}
+        )
 
     def prompt(self, text: str) -> list[int]:
         """A prompt's tokens, as the completions endpoint makes them."""
-        return list(self._tokenizer(text, verbose=False)["input_ids"])
+        return list(self.hugging_face(text, verbose=False)["input_ids"])
 
     def response(self, text: str) -> list[int]:
         """A response's tokens: what follows a prompt has no beginning of its own."""
-        return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        return list(self.hugging_face(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def text(self, tokens: list[int]) -> str:
         """The text of a response, without its end mark."""
-        return str(self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        return str(self.hugging_face.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
 def make_requests(
-    cases: Sequence[Case], tokenizer: Tokenizer, file: Path, fixed: bool, max_tokens: int | None, default_tokens: int, room: int
+    cases: Sequence[Case],
+    tokenizer: Tokenizer,
+    file: Path,
+    fixed: bool,
+    samples: int,
+    max_tokens: int | None,
+    default_tokens: int,
+    room: int,
 ) -> list[Request]:
     """Requests for a context of `room` tokens.  Raises `TraceError` naming the first row that does not fit.
 
-    A free request takes `max_tokens` (else `default_tokens`, both as far as the context goes); a fixed one takes its response,
-    which `max_tokens` may not cut.
+    There are `samples` requests of a prompt.  A free one takes `max_tokens` (else `default_tokens`, both as far as the context
+    goes); a fixed one takes its response, which `max_tokens` may not cut.
     """
     requests = []
     for case in cases:
@@ -66,7 +77,9 @@ def make_requests(
             raise TraceError(f"{where}: the prompt has {len(prompt)} tokens, the context {room}")
         if not fixed:
             most = min(max_tokens or default_tokens, room - len(prompt))
-            requests.append(Request(case, prompt, None, most, min(len(response), most) or most))
+            expected = min(len(response), most) or most
+            numbers = range(samples * case.number, samples * (case.number + 1))
+            requests += [Request(number, case, prompt, None, most, expected) for number in numbers]
             continue
         if not response:
             raise TraceError(f"{where}: the response to {shown(case.prompt)} is empty")
@@ -74,7 +87,7 @@ def make_requests(
             raise TraceError(f"{where}: {len(prompt)} tokens of prompt and {len(response)} of response, the context has {room}")
         if max_tokens is not None and len(response) > max_tokens:
             raise TraceError(f"{where}: the response has {len(response)} tokens, more than --max-tokens {max_tokens}")
-        requests.append(Request(case, prompt, response, len(response), len(response)))
+        requests.append(Request(case.number, case, prompt, response, len(response), len(response)))
     return requests
 
 

@@ -1,23 +1,28 @@
 """One round of a rollout: sends the batch to the fleet and gathers answers and rows.  The command's process, its main thread.
 
-A request is complete when its last token and its row have both come, so that tables and answers agree whatever dies meanwhile;
-what a lost worker leaves incomplete starts again on the others.
+A request is complete when its last token and its row have both come, so that tables and answers agree whatever dies meanwhile.
+What a lost worker leaves incomplete goes on at the others, behind the tokens that have come; a row that it had not sent is made
+of what is known here.  When nothing waits any more, requests move from slow workers to fast ones (`backend.routing.balance`).
 """
 
 from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from backend.engine.client import fixed_sampling, free_sampling
+from vllm.sampling_params import SamplingParams
+
+from backend.engine.client import fixed_sampling
 from backend.records.kept import RowBatch
+from backend.records.rows import RequestRow
 from backend.rollout.bar import Bar
 from backend.rollout.dispatch import Dispatcher
 from backend.rollout.outcome import Death, Part, Round
 from backend.rollout.requests import Request
 from backend.rollout.workers import Worker, Workers
+from backend.routing.balance import Limits, Movable, Reported, expected_remaining, plan_moves, reported_loads
 
 POLL_S = 0.05
 LOOK_S = 0.5
@@ -35,7 +40,8 @@ class Sampling:
     """What all requests have in common."""
 
     temperature: float
-    stops: list[int]
+    free: SamplingParams | None
+    """What free responses are drawn by, the most tokens of each and its seed apart; None where all are fixed."""
     seed: int | None
     """None: free responses at a temperature are not reproducible."""
 
@@ -45,14 +51,26 @@ class _Sent:
     place: int
     """Of the request in the batch."""
     worker: Worker
+    emitted: list[int] = field(default_factory=list)
+    """Tokens of the response that came from other workers."""
+    at: float = 0.0
+    """When, in `time.monotonic()` seconds."""
 
 
 class RoundRunner:
     """Runs one round; made anew for each."""
 
     def __init__(
-        self, number: int, requests: Sequence[Request], workers: Workers, window: int, sampling: Sampling, bar: Bar
+        self,
+        number: int,
+        requests: Sequence[Request],
+        workers: Workers,
+        window: int,
+        sampling: Sampling,
+        bar: Bar,
+        balance_interval_s: float = 0.0,
     ) -> None:
+        """`window` requests run on a worker at a time; with an interval of 0 none of them moves."""
         self.say: Callable[[str], None] = lambda line: None
         self._round = Round(number)
         self._requests = requests
@@ -60,12 +78,16 @@ class RoundRunner:
         self._sampling = sampling
         self._bar = bar
         self._dispatcher = Dispatcher([request.expected for request in requests], window)
+        self._slots = window
         self._attempts = [0] * len(requests)
+        self._emitted: list[list[int]] = [[] for _ in requests]
+        """What has come of requests that wait to go on."""
         self._running: dict[str, _Sent] = {}
         self._ended: dict[str, _Sent] = {}
         self._parts: dict[Worker, Part] = {}
         self._tokens = 0
-        self._began = self._next_look = self._next_tend = 0.0
+        self._balance_interval_s = balance_interval_s
+        self._began = self._next_look = self._next_tend = self._next_balance = 0.0
         self._busy_at = 0.0
 
     def run(self) -> Round:
@@ -80,6 +102,7 @@ class RoundRunner:
             self._receive()
             self._look_after(time.monotonic())
             self._show()
+        self._workers.last_rows()
         self._round.wall_s = max(part.finished_s for part in self._parts.values())
         self._bar.end(len(self._requests), self._tokens)
         return self._round
@@ -92,17 +115,22 @@ class RoundRunner:
 
     def _send(self) -> None:
         for place, name in self._dispatcher.assign():
-            request, worker = self._requests[place], self._workers.present[name]
-            self._attempts[place] += 1
-            request_id = f"{self._round.number}-{request.case.number}-{self._attempts[place]}"
-            if request.fixed is not None:
-                params = fixed_sampling(request.fixed, self._sampling.temperature)
-            else:
-                params = free_sampling(
-                    request.max_tokens, self._sampling.temperature, self._sampling.stops, self._seed(request.case.number)
-                )
-            worker.client.add(request.prompt, params, request_id)
-            self._running[request_id] = _Sent(place, worker)
+            self._send_to(place, self._workers.present[name])
+
+    def _send_to(self, place: int, worker: Worker) -> None:
+        request, emitted, number = self._requests[place], self._emitted[place], self._requests[place].number
+        self._attempts[place] += 1
+        request_id = f"{self._round.number}-{number}-{self._attempts[place]}"
+        if request.fixed is not None:
+            params = fixed_sampling(request.fixed, self._sampling.temperature)
+        else:
+            assert self._sampling.free is not None
+            params = self._sampling.free.clone()
+            params.max_tokens, params.seed = request.max_tokens, self._seed(number)
+        worker.client.add(request.prompt, params, request_id, emitted)
+        self._round.began.setdefault(number, time.time())
+        self._parts[worker].numbers[request_id] = number
+        self._running[request_id] = _Sent(place, worker, emitted, time.monotonic())
 
     def _seed(self, number: int) -> int | None:
         seed = self._sampling.seed
@@ -129,12 +157,12 @@ class RoundRunner:
         answer = sent.worker.client.answers[request_id]
         request, where = self._requests[sent.place], sent.worker.name
         if answer.finish_reason == "abort":
-            del sent.worker.client.answers[request_id]
+            self._keep(request_id, sent)
             self._dispatcher.again(sent.place, where)
             return
         if answer.finish_reason not in ("stop", "length"):
             raise RolloutError(f"row {request.case.number}: {where} refused the request ({answer.finish_reason})")
-        if request.fixed is not None and answer.tokens != request.fixed:
+        if request.fixed is not None and sent.emitted + answer.tokens != request.fixed:
             raise RolloutError(f"row {request.case.number}: {where} did not keep to the response")
         self._ended[request_id] = sent
         self._dispatcher.ended(sent.place, where)
@@ -143,12 +171,52 @@ class RoundRunner:
         """Its row has come too."""
         sent = self._ended.pop(request_id)
         answer = sent.worker.client.answers.pop(request_id)
-        number, part = self._requests[sent.place].case.number, self._parts[sent.worker]
-        part.numbers[request_id] = number
+        number, part = self._requests[sent.place].number, self._parts[sent.worker]
+        part.completed.add(request_id)
         part.finished_s = max(part.finished_s, answer.last_at - self._began)
-        self._round.responses[number] = answer.tokens
-        self._tokens += len(answer.tokens)
+        self._round.responses[number] = sent.emitted + answer.tokens
+        self._tokens += len(self._round.responses[number])
         self._dispatcher.done(sent.place, sent.worker.name)
+
+    def _keep(self, request_id: str, sent: _Sent) -> None:
+        """What has come of a request is what it goes on from."""
+        self._emitted[sent.place] = sent.emitted + sent.worker.client.answers.pop(request_id).tokens
+        left = self._requests[sent.place].expected - len(self._emitted[sent.place])
+        self._dispatcher.expect(sent.place, max(1, left))
+
+    def _row(self, request_id: str) -> RequestRow:
+        """Of an ended request whose verifier did not send one; what verifications it took, their own rows say."""
+        sent = self._ended[request_id]
+        answer, request = sent.worker.client.answers[request_id], self._requests[sent.place]
+        since, fixed = time.time() - time.monotonic(), request.fixed is not None
+        times = (since + answer.sent_at, since + answer.first_at, since + answer.last_at)
+        return RequestRow(request_id, *times, len(request.prompt), 0, 0, 0, 0, str(answer.finish_reason), fixed)
+
+    def _balance(self, now: float) -> None:
+        """Moves requests to workers where they, and those they leave behind, are faster."""
+        reported = [
+            Reported(name, client.stats, client.welcome.num_kv_blocks * client.welcome.block_size)
+            for name, client in ((name, worker.client) for name, worker in self._workers.present.items())
+            if client.stats is not None and client.welcome is not None
+        ]
+        tokens = {each.id: each.stats.response_tokens for each in reported}
+        movables = [self._movable(each, sent, tokens) for each, sent in self._running.items() if sent.worker.name in tokens]
+        for move in plan_moves(reported_loads(reported, self._slots), movables, Limits(), now):
+            sent = self._running.pop(move.request_id)
+            sent.worker.client.abort(move.request_id)
+            self._keep(move.request_id, sent)
+            self._dispatcher.move(sent.place, move.source, move.target)
+            self._send_to(sent.place, self._workers.present[move.target])
+            self._round.moves += 1
+
+    def _movable(self, request_id: str, sent: _Sent, typical: Mapping[str, float]) -> Movable:
+        request, worker = self._requests[sent.place], sent.worker
+        emitted = len(sent.emitted) + len(worker.client.answers[request_id].tokens)
+        if request.fixed is not None:
+            remaining = float(len(request.fixed) - emitted)
+        else:
+            remaining = expected_remaining(emitted, request.max_tokens, typical[worker.name])
+        return Movable(request_id, worker.name, len(request.prompt) + emitted, remaining, sent.at)
 
     def _look_after(self, now: float) -> None:
         if now >= self._next_tend:
@@ -164,23 +232,28 @@ class RoundRunner:
                 self._bury(worker, reason, now)
             for worker in come:
                 self._welcome(worker)
+        if self._balance_interval_s and now >= self._next_balance:
+            self._next_balance = now + self._balance_interval_s
+            self._balance(now)
         if self._workers.present:
             self._busy_at = now
         elif now - self._busy_at > NOBODY_S:
             raise RolloutError(f"no verifier is left, and none has come back for {NOBODY_S:g} s")
 
     def _bury(self, worker: Worker, reason: str, now: float) -> None:
-        for owned in (self._running, self._ended):
-            for request_id in [each for each, sent in owned.items() if sent.worker is worker]:
-                del owned[request_id]
+        for request_id in [each for each, sent in self._ended.items() if sent.worker is worker]:
+            worker.rows.requests.append(self._row(request_id))
+            self._complete(request_id)
+        for request_id in [each for each, sent in self._running.items() if sent.worker is worker]:
+            self._keep(request_id, self._running.pop(request_id))
         if worker not in self._parts:
             return
         lost = self._dispatcher.leave(worker.name)
         self._round.deaths.append(Death(worker.number, reason, now - self._began, len(lost)))
-        self.say(f"{worker.name} {reason} in round {self._round.number}; {len(lost)} requests start again")
+        self.say(f"{worker.name} {reason} in round {self._round.number}; {len(lost)} requests go on elsewhere")
 
     def _show(self) -> None:
         if self._bar.is_due:
             done = len(self._requests) - self._dispatcher.unfinished
-            running = sum(len(sent.worker.client.answers[i].tokens) for i, sent in self._running.items())
+            running = sum(len(sent.emitted) + len(sent.worker.client.answers[i].tokens) for i, sent in self._running.items())
             self._bar.show(done, self._tokens + running)

@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from msgspec.structs import replace
+
 from backend.records.rows import RequestRow, StepRow, VerificationRow
+from backend.rollout.outcome import Part, Round
 
 PERF_COLUMNS = (
     "step_tgs",
@@ -71,11 +74,35 @@ def perf_table(steps: Sequence[StepRow]) -> Table:
     return rows
 
 
-def request_table(requests: Iterable[RequestRow], numbers: Mapping[str, int]) -> Table:
-    """One row per request in `numbers` (its id in the rows: its number), by length, then number."""
+def whole_requests(part: Part, finished: Round, verified: Mapping[int, Sequence[VerificationRow]]) -> dict[int, RequestRow]:
+    """By number: what each request that ended in `part` took, there and wherever it was before.
+
+    `verified` are the round's verifications by number.  What a verifier had not told before it died is missing.
+    """
+    whole = {}
+    for row in part.rows.requests:
+        if row.request_id not in part.completed:
+            continue
+        number = part.numbers[row.request_id]
+        if row.tokens != len(finished.responses[number]):
+            rows = verified.get(number, ())
+            row = replace(
+                row,
+                arrived_at=finished.began[number],
+                tokens=len(finished.responses[number]),
+                verifications=len(rows),
+                draft_tokens=sum(each.draft_tokens for each in rows),
+                accepted=sum(each.accepted for each in rows),
+            )
+        whole[number] = row
+    return whole
+
+
+def request_table(requests: Mapping[int, RequestRow]) -> Table:
+    """One row per request, by length, then number."""
     rows: Table = [
         (
-            numbers[row.request_id],
+            number,
             _decimals(1e3 * (row.ended_at - row.arrived_at)),
             row.verifications,
             row.prompt_tokens,
@@ -85,8 +112,7 @@ def request_table(requests: Iterable[RequestRow], numbers: Mapping[str, int]) ->
             row.draft_tokens,
             row.tokens,
         )
-        for row in requests
-        if row.request_id in numbers
+        for number, row in requests.items()
     ]
     return sorted(rows, key=lambda row: (row[4], row[0]))
 

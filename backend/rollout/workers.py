@@ -100,6 +100,13 @@ class Workers:
                 worker.client.fetch_rows(ANSWER_S)
             worker.client.rows = RowBatch()
 
+    def last_rows(self) -> None:
+        """Everything that verifiers have done up to now; one that does not answer will be found to be gone."""
+        for worker in self.present.values():
+            with contextlib.suppress(TimeoutError):
+                worker.client.rows = worker.client.fetch_rows(ANSWER_S)
+            worker.take_rows()
+
     def ask_rows(self) -> None:
         """Asks those who have answered the last time."""
         for worker in self.present.values():

@@ -16,6 +16,7 @@ from backend.rollout.tables import (
     markov_table,
     perf_table,
     request_table,
+    whole_requests,
 )
 
 
@@ -35,10 +36,11 @@ def write_round(directory: Path, finished: Round, report: dict[str, Any]) -> Non
     for stale in directory.glob("worker_*_*.csv"):
         # An earlier rollout to the same place may have had more workers.
         stale.unlink()
+    verified = finished.verifications()
     for part in merged(finished.parts):
         tables = {
             "perf": (PERF_COLUMNS, perf_table(part.rows.steps)),
-            "request": (REQUEST_COLUMNS, request_table(part.rows.requests, part.numbers)),
+            "request": (REQUEST_COLUMNS, request_table(whole_requests(part, finished, verified))),
             "markov": (MARKOV_COLUMNS, markov_table(part.rows.verifications, part.numbers)),
         }
         for name, (columns, rows) in tables.items():

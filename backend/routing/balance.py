@@ -12,8 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from backend.fleet.speed import Speed
+from backend.fleet import VerifierStats
+from backend.fleet.speed import Speed, mean_speed
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,45 @@ class Load:
     def seconds(self, requests: int) -> float:
         """Request-seconds until each of `requests` requests has one more token."""
         return requests * self.seconds_per_token(requests)
+
+
+class Reported(NamedTuple):
+    """What a verifier said last, and what does not change about it."""
+
+    id: str
+    stats: VerifierStats
+    kv_tokens: int
+    """Room in its KV cache when that is empty."""
+    takes_requests: bool = True
+
+
+def reported_loads(reported: Sequence[Reported], slots: int) -> list[Load]:
+    """The loads of all these, each of so many `slots`; none before one of them has worked.
+
+    One that has not worked yet is taken to be like the others.
+    """
+    usual = mean_speed([each.stats.speed for each in reported if each.stats.speed is not None])
+    prefill = _prefill([each.stats for each in reported])
+    if usual is None or prefill is None:
+        return []
+    return [
+        Load(
+            id=name,
+            requests=stats.running + stats.waiting,
+            speed=stats.speed or usual,
+            prefill_tokens_per_s=_prefill([stats]) or prefill,
+            slots=slots,
+            free_tokens=int((1 - stats.kv_usage) * kv_tokens),
+            takes_requests=takes_requests,
+        )
+        for name, stats, kv_tokens, takes_requests in reported
+    ]
+
+
+def _prefill(stats: Sequence[VerifierStats]) -> float | None:
+    """Prompt tokens per second, over all of these; None where none was computed yet."""
+    tokens, seconds = sum(each.prefill_tokens for each in stats), sum(each.prefill_s for each in stats)
+    return tokens / seconds if tokens and seconds > 0 else None
 
 
 @dataclass(frozen=True)

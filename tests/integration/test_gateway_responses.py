@@ -296,3 +296,20 @@ async def test_counting(running):
     answer = await running.http.post("/v1/responses/input_tokens", json={"model": "demo", "input": "hi"})
     assert answer.json()["object"] == "response.input_tokens"
     assert answer.json()["input_tokens"] > 1
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ([], ""),
+        ([{"type": "refusal", "refusal": "no"}], "no"),
+        ([{"type": "output_text", "text": part, "annotations": []} for part in ("first", "second")], "firstsecond"),
+    ],
+)
+async def test_what_an_assistant_said_is_all_its_parts(running, content, text):
+    said = {"type": "message", "id": "m", "role": "assistant", "status": "completed", "content": content}
+    body = {"model": "demo", "input": [said, {"role": "user", "content": "go on"}]}
+    answer = await running.http.post("/v1/responses", json=body)
+    assert answer.status_code == 200, answer.text
+    assert f"{text}" in prompt_of(running)
+    assert (await running.http.post("/v1/responses/input_tokens", json=body)).status_code == 200

@@ -42,7 +42,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     assert made.returncode == 0, made.stderr
     fleet = ["--verifiers", "2", "--drafters", "2", "--draft-mode", "sync", "--k", "3"]
-    run = ["--trace", str(trace), "--out", str(directory), "--rounds", str(ROUNDS), "--fixed-responses"]
+    run = ["--trace", str(trace), "--out", str(directory), "--repeat", str(ROUNDS), "--fixed-responses"]
     done = outrider(directory, "rollout", *run, *fleet)
     assert done.returncode == 0, done.stderr
     assert "9/9 requests" in done.stderr

@@ -142,3 +142,24 @@ def test_resources_of_ones_own_put_members_somewhere() -> None:
     for wrong in ({"GPU": 1}, {"big": 0}):
         with pytest.raises(ValueError, match=r"resource|more than 0"):
             decide({"verifier": {"ray_resources": wrong}})
+
+
+@pytest.mark.parametrize(
+    ("changes", "hardware", "counts"),
+    [
+        ({}, {}, (1, 1)),
+        ({}, {"cores": list(range(8))}, (7, 1)),
+        ({"verifier": {"cores": 3}}, {"cores": list(range(8))}, (2, 2)),
+        ({}, {"gpus": 8.0}, (7, 1)),
+        ({}, {"gpus": 1.0}, (1, 1)),
+        ({"verifier": {"tensor_parallel": 3}}, {"gpus": 8.0}, (2, 2)),
+        ({"drafters": 4}, {"gpus": 8.0}, (4, 4)),
+        ({"verifiers": 2, "verifier": {"tensor_parallel": 2}}, {"gpus": 8.0}, (2, 4)),
+        ({"mode": "off"}, {"gpus": 8.0}, (8, 0)),
+        ({"drafter": "ngram"}, {"gpus": 8.0}, (8, 1)),
+    ],
+)
+def test_counts_follow_from_the_devices(changes: dict[str, Any], hardware: dict[str, Any], counts: tuple[int, int]) -> None:
+    models = ResolvedModels("/t", None, "ngram") if changes.get("drafter") == "ngram" else EAGLE
+    kinds = [m.kind for m in decide({"verifiers": "auto", "drafters": "auto", **changes}, models, **hardware).members]
+    assert (kinds.count("verifier"), kinds.count("drafter")) == counts

@@ -217,12 +217,12 @@ def foreign(directory: Path) -> None:
 
 def newer(directory: Path) -> None:
     file = record(directory, small()) / ABOUT
-    file.write_text(file.read_text().replace('"version": 3', '"version": 4'))
+    file.write_text(file.read_text().replace('"version": 4', '"version": 5'))
 
 
 def older(directory: Path) -> None:
     file = record(directory, small()) / ABOUT
-    file.write_text(file.read_text().replace('"version": 3', '"version": 2'))
+    file.write_text(file.read_text().replace('"version": 4', '"version": 3'))
 
 
 def damaged(directory: Path) -> None:
@@ -238,8 +238,8 @@ def nothing(directory: Path) -> None:
     [
         (nothing, ["summary"], 1, "is empty: verifiers write there with --records-dir"),
         (foreign, ["summary"], 1, "holds no records"),
-        (newer, ["summary"], 1, "records of version 4; this release reads version 3"),
-        (older, ["summary"], 1, "records of version 2; this release reads version 3"),
+        (newer, ["summary"], 1, "records of version 5; this release reads version 4"),
+        (older, ["summary"], 1, "records of version 3; this release reads version 4"),
         (damaged, ["summary"], 1, "is not what a verifier writes"),
         (nothing, ["fly"], 2, "invalid choice: 'fly'"),
         (nothing, ["summary", "--since", "yesterday"], 2, "'yesterday' is no time"),
@@ -283,7 +283,7 @@ def test_a_file_of_another_shape_is_refused(tmp_path: Path, capsys: pytest.Captu
     pq.write_table(table, file)
     status, _, err = run(capsys, tmp_path, "summary")
     assert status == 1
-    assert "is not of version 3" in err
+    assert "is not of version 4" in err
 
 
 def test_an_incarnations_own_directory_can_be_read_alone(tmp_path: Path) -> None:

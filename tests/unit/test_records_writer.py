@@ -75,7 +75,7 @@ def test_a_file_says_whose_it_is(tmp_path: Path) -> None:
     (file,) = files(tmp_path)
     assert file.parent.parent.name == "verifier-0"
     metadata = pq.read_metadata(file).metadata
-    assert metadata[VERSION_KEY] == b"3"
+    assert metadata[VERSION_KEY] == b"4"
     assert msgspec.json.decode(metadata[ABOUT_KEY], type=About) == ABOUT_V0
     assert books(store).about == ABOUT_V0
     assert books(store).ended

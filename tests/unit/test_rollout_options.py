@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from backend.config import Settings, sources
 from backend.config.sources import ConfigError
-from backend.rollout.options import KEPT_ROWS, fleet_settings, rollout_options, trace_options
+from backend.engine.client import free_sampling
+from backend.models.demo import TARGET_DIR
+from backend.rollout.options import KEPT_ROWS, fleet_settings, rollout_options, slices, trace_options
+from backend.rollout.requests import Tokenizer
 from gateway import cli
 
 NEEDED = ("--trace", "train.3.parquet", "--out", "o")
@@ -21,7 +25,8 @@ def settings(*arguments: str) -> Settings:
 
 def test_defaults() -> None:
     options, rest = rollout_options(NEEDED)
-    assert (options.rounds, options.limit, options.temperature, options.fixed, rest) == (1, None, 1.0, False, [])
+    assert (options.rounds, options.repeat, options.samples, options.sampling) == (None, 1, 1, {})
+    assert (options.limit, options.temperature, options.fixed, rest) == (None, 1.0, False, [])
     made = settings()
     assert (made.mode, made.verifier.kept_rows, made.verifier.fixed_responses) == ("auto", KEPT_ROWS, False)
 
@@ -60,6 +65,10 @@ def test_implementation_and_method(arguments: list[str], mode: str, drafter: str
         (["--method", "eagle", "--mode", "off"], "drafts nothing"),
         (["--impl", "remote"], "invalid choice"),
         (["--rounds", "0"], "1 is the least"),
+        (["--rounds", "2"], "the same rows again: --repeat"),
+        (["--fixed-responses", "--n", "2"], "--fixed-responses says what is emitted"),
+        (["--sampling", "{"], "is no JSON"),
+        (["--sampling", '{"stop": ["x"]}'], "an object with any of bad_words"),
         (["--limit", "x"], "no number"),
         (["--temperature", "-1"], "between 0 and 100"),
         (["--fixed-response"], "did you mean --fixed-responses?"),
@@ -105,3 +114,47 @@ def test_help_shows_both_commands(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         rollout_options(["--help"])
     assert "--fixed-responses" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        ([], [range(10)]),
+        (["--offset", "4"], [range(4, 10)]),
+        (["--batch", "4"], [range(4), range(4, 8), range(8, 10)]),
+        (["--batch", "3", "--offset", "2", "--rounds", "2"], [range(2, 5), range(5, 8)]),
+    ],
+)
+def test_each_round_takes_the_next_rows(arguments: list[str], parts: list[range]) -> None:
+    options, _ = rollout_options([*NEEDED, *arguments])
+    assert slices(options, 10) == parts
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [(["--offset", "10"], "there are 10 rows"), (["--batch", "4", "--rounds", "4"], "are 3 parts of 4")],
+)
+def test_more_rows_than_there_are(arguments: list[str], complaint: str) -> None:
+    options, _ = rollout_options([*NEEDED, *arguments])
+    with pytest.raises(ConfigError, match=complaint):
+        slices(options, 10)
+
+
+EOS, VOCABULARY = [0, 3], 512
+
+
+def test_sampling_parameters_by_vllms_names() -> None:
+    given = {"temperature": 0.7, "top_p": 0.9, "logit_bias": {"5": -1}, "stop_token_ids": [7], "bad_words": ["import"]}
+    params = free_sampling(given, EOS, Tokenizer(str(TARGET_DIR)).hugging_face, VOCABULARY)
+    assert (params.temperature, params.top_p, params.logit_bias) == (0.7, 0.9, {5: -1.0})
+    assert sorted(params.stop_token_ids or ()) == [0, 3, 7]
+    assert params.bad_words_token_ids
+    assert not free_sampling({"ignore_eos": True}, EOS, None, VOCABULARY).stop_token_ids
+
+
+@pytest.mark.parametrize(
+    "given", [{"top_p": 2}, {"logit_bias": {"512": 1}}, {"logit_bias": [1]}, {"top_k": "x"}, {"stop_token_ids": [-1]}]
+)
+def test_a_sampling_parameter_that_is_wrong(given: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"top_p|vocabulary|items|not supported"):
+        free_sampling(given, EOS, None, VOCABULARY)

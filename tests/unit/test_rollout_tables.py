@@ -109,7 +109,10 @@ def test_columns_are_the_contract() -> None:
 def test_tables_add_up(made: tuple[RowBatch, dict[str, int]]) -> None:
     batch, names = made
     perf = read(tables.PERF_COLUMNS, tables.perf_table(batch.steps))
-    requests = read(tables.REQUEST_COLUMNS, tables.request_table(batch.requests, names))
+    requests = read(
+        tables.REQUEST_COLUMNS,
+        tables.request_table({names[each.request_id]: each for each in batch.requests if each.request_id in names}),
+    )
     markov = read(tables.MARKOV_COLUMNS, tables.markov_table(batch.verifications, names))
 
     assert {int(row["req_id"]) for row in requests} == set(names.values())
@@ -185,7 +188,7 @@ def part(number: int, finished_s: float, tokens: int, first_step: int = 0) -> Pa
     name = f"0-{number}-{first_step}"
     verified = VerificationRow(first_step, name, 5, 4, tokens - 1, tokens, "d", False, True)
     rows = RowBatch(steps=[step(first_step, [verified], 1.0, 0.0)], verifications=[verified])
-    return Part(number, rows, {name: number * 10 + first_step}, finished_s)
+    return Part(number, rows, {name: number * 10 + first_step}, {name}, finished_s)
 
 
 def test_the_report_names_the_straggler_and_the_dead() -> None:
@@ -196,7 +199,7 @@ def test_the_report_names_the_straggler_and_the_dead() -> None:
     assert report["workers"][1]["steps"] == 2
     assert report["straggler"] == {"worker": 1, "finished_s": 4.0, "behind_the_others_s": 1.5}
     assert report["tokens_per_s"] == 2.5
-    assert report["died"][0]["requests_restarted"] == 7
+    assert report["died"][0]["requests_resumed"] == 7
     assert report["teacher_forced_acceptance_length"] == pytest.approx(1 + (2 + 4 + 1) / 3, abs=1e-3)
     text = markdown(report)
     assert "teacher-forced" in text

@@ -29,7 +29,7 @@ class Kept:
 
 def step(recording: Recording, counters: Counters, busy_s: float = 0.01, plan: Plan = Plan(4)) -> None:  # noqa: B008
     counters.step(busy_s, busy_s / 2, ran=True)
-    recording.stepped(counters.stats, busy_s, busy_s / 2, plan)
+    recording.stepped(counters.stats, busy_s, busy_s / 2, plan, 3, 0.25)
 
 
 def made() -> tuple[Kept, Recording, Counters]:
@@ -66,6 +66,7 @@ def test_a_request_from_prefill_to_its_end() -> None:
     assert prefill.idle_ms == {"no_work": 1500.0}
     assert prefill.interval_ms == 0
     assert (decode.step, decode.prefill_tokens, decode.drafted, decode.drafted_tokens, decode.plan_k) == (1, 0, 1, 3, 4)
+    assert (decode.waiting, decode.kv_usage) == (3, 0.25)
     assert decode.draft_ms == pytest.approx(4)
     assert decode.busy_ms == pytest.approx(12)
     assert decode.interval_ms == pytest.approx(10 + 2 + 250)
@@ -76,7 +77,7 @@ def test_a_request_from_prefill_to_its_end() -> None:
 def test_a_step_without_an_outcome_makes_no_row_and_loses_no_time() -> None:
     kept, recording, counters = made()
     counters.busy(0.5)
-    recording.stepped(counters.stats, 0.5, 0.0, Plan(0))
+    recording.stepped(counters.stats, 0.5, 0.0, Plan(0), 0, 0.0)
     assert kept.rows == []
     recording.prefilled(3)
     step(recording, counters)
