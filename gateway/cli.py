@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from backend.models.resolve import ResolvedModels
     from backend.transport import ServerKeys
 
-FOUND_FLEET_TIMEOUT_S = 10.0
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns the process's exit status."""
@@ -349,20 +347,12 @@ def _found_fleet(loaded: Loaded, name: str | None) -> Iterator[CoordinatorHandle
     """The coordinator of a running fleet: at `--ray-address`, or the one on this host.  Turns failures into exit 1."""
     from backend.config.runtime import StateError
     from backend.coordinator import CoordinatorUnavailable
-    from backend.launch import state
-    from backend.launch.cluster import ClusterError, RayCluster
+    from backend.launch.cluster import ClusterError
+    from backend.launch.finding import found_fleet
 
-    address, namespace = loaded.settings.ray.address, name or loaded.settings.ray.namespace
     try:
-        own = any(fleet.owns_cluster for fleet in state.running() if fleet.ray_address == address)
-        if address is None:
-            wanted = name or (namespace if ("ray", "namespace") in loaded.origins else None)
-            fleet = state.find(wanted)
-            address, namespace, own = fleet.ray_address, fleet.namespace, fleet.owns_cluster
-        from backend.coordinator.actor import CoordinatorHandle
-
-        with RayCluster.start(address, namespace, {}, state.ray_token() if own else None):
-            yield CoordinatorHandle.connect(namespace, FOUND_FLEET_TIMEOUT_S)
+        with found_fleet(loaded, name) as (coordinator, _):
+            yield coordinator
     except (ClusterError, CoordinatorUnavailable, StateError) as error:
         sys.exit(fail(str(error), FAILED))
 

@@ -50,9 +50,13 @@ def sampling(max_tokens: int, temperature: float) -> SamplingParams:
     return SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True)
 
 
-def free_sampling(given: Mapping[str, Any], eos_token_ids: Sequence[int], tokenizer: Any, vocab_size: int) -> SamplingParams:
-    """What every request draws by: `given`, by vLLM's names, for a Hugging Face `tokenizer`; one of `eos_token_ids` ends it,
-    unless it ignores these.  Raises `ValueError` for values that vLLM refuses.
+FreeSampling = Callable[[int, int | None], SamplingParams]
+"""A request's parameters, from the most tokens it may take and its seed."""
+
+
+def free_sampling(given: Mapping[str, Any], eos_token_ids: Sequence[int], tokenizer: Any, vocab_size: int) -> FreeSampling:
+    """What every request draws by, its most tokens and its seed apart: `given` by vLLM's names, for a Hugging Face `tokenizer`;
+    one of `eos_token_ids` ends it, unless it ignores these.  Raises `ValueError` for values that vLLM refuses.
     """
     bias = given.get("logit_bias")
     try:
@@ -67,7 +71,13 @@ def free_sampling(given: Mapping[str, Any], eos_token_ids: Sequence[int], tokeni
             params.update_from_tokenizer(get_cached_tokenizer(tokenizer))
     except (VLLMValidationError, TypeError, AttributeError) as error:
         raise ValueError(str(error)) from error
-    return params
+
+    def of(max_tokens: int, seed: int | None) -> SamplingParams:
+        mine = params.clone()
+        mine.max_tokens, mine.seed = max_tokens, seed
+        return mine
+
+    return of
 
 
 def fixed_sampling(tokens: list[int], temperature: float) -> SamplingParams:

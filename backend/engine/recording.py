@@ -132,9 +132,7 @@ class Recording:
             )
         )
 
-    def stepped(
-        self, stats: VerifierStats, seconds: float, verify_s: float, plan: Plan, waiting: int, kv_usage: float
-    ) -> None:
+    def stepped(self, stats: VerifierStats, seconds: float, verify_s: float, plan: Plan, waiting: int, kv_usage: float) -> None:
         """The loop has accounted for a step of `seconds` that followed `plan`; nothing happens if the target did not run."""
         if not self._ran:
             return

@@ -1,19 +1,24 @@
-"""`outrider rollout` and `outrider trace`: options in, a fleet of its own, results out.  The command's process, main thread."""
+"""`outrider rollout` and `outrider trace`: options in, results out; the fleet is the rollout's own, or a running one.
+
+The command's process, main thread.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache as cached
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from backend.config import REMOTE_MODES, Settings, environment, sources
-from backend.config.sources import CommandError, ConfigError
+from backend.config.sources import CommandError, ConfigError, Loaded
 from backend.models.resolve import ModelError, ResolvedModels, resolve
-from backend.rollout.options import RolloutOptions, fleet_settings, rollout_options, slices, trace_options
+from backend.rollout.options import RolloutOptions, fleet_settings, joined_settings, rollout_options, slices, trace_options
 
 if TYPE_CHECKING:
-    from backend.launch.fleet import Fleet
+    from backend.coordinator.actor import CoordinatorHandle
     from backend.rollout.requests import Request, Tokenizer
     from backend.rollout.run import Sampling
     from backend.rollout.trace import Case
@@ -24,11 +29,44 @@ DEFAULT_TOKENS = 1024
 """Longest free response, unless told otherwise."""
 
 
+class _Work(NamedTuple):
+    """What a rollout is to do, checked."""
+
+    step: int
+    rounds: list[list[Request]]
+    tokenizer: Tokenizer
+    sampling: Sampling
+
+
+class _Place(NamedTuple):
+    """The fleet that does it."""
+
+    coordinator: CoordinatorHandle
+    settings: Settings
+    models: ResolvedModels
+    node_id: str
+
+
 def rollout(arguments: Sequence[str], say: Say) -> None:
     """Runs one rollout.  Raises `ConfigError` for what is wrong with the input, `CommandError` for what goes wrong later."""
     options, rest = rollout_options(arguments)
     loaded = sources.load(rest, "outrider rollout")
-    settings = fleet_settings(options, loaded)
+    seed = loaded.settings.seed if ("seed",) in loaded.origins else None
+    with _errors_of_one_line(options):
+        if options.join is not None:
+            with _joined_fleet(options, loaded) as place:
+                _rounds(options, place, _prepare(options, place.settings, lambda: place.models, seed, say), say)
+            return
+        settings, models = fleet_settings(options, loaded), cached(lambda: _models(settings, options, say))
+        work = _prepare(options, settings, models, seed, say)
+        with _own_fleet(settings, models(), say) as place:
+            _rounds(options, place, work, say)
+
+
+def _prepare(
+    options: RolloutOptions, settings: Settings, models: Callable[[], ResolvedModels], seed: int | None, say: Say
+) -> _Work:
+    """Every check that can be made before anything runs; `models` are asked for when the cheap ones have passed."""
     # Imported here, as are other heavy modules below: help and wrong flags come at once.
     from backend.rollout.requests import Tokenizer
     from backend.rollout.trace import TraceError, trace_file
@@ -38,16 +76,16 @@ def rollout(arguments: Sequence[str], say: Say) -> None:
         cases = _cases(options, file)
         rows = slices(options, len(cases))
         _check_out(options.out)
-        models = _models(settings, options, say)
+        found = models()
         _prepare_process()
-        tokenizer = Tokenizer(models.target_dir)
-        parts = [_requests(options, settings, models, cases[each.start : each.stop], file, tokenizer) for each in rows]
-        sampling = _sampling(options, models, tokenizer, settings.seed if ("seed",) in loaded.origins else None)
+        tokenizer = Tokenizer(found.target_dir)
+        parts = [_requests(options, settings, found, cases[each.start : each.stop], file, tokenizer) for each in rows]
+        sampling = _sampling(options, found, tokenizer, seed)
     except (TraceError, ModelError) as error:
         raise ConfigError(str(error)) from error
     lengths = [request.expected for part in parts for request in part]
     say(f"{file}: {len(lengths)} requests, {sum(lengths)} response tokens expected, {max(lengths)} at most")
-    _run(options, settings, models, step, parts, tokenizer, sampling, say)
+    return _Work(step, [part for part in parts for _ in range(options.repeat)], tokenizer, sampling)
 
 
 def trace(arguments: Sequence[str], say: Say) -> None:
@@ -135,50 +173,47 @@ def _sampling(options: RolloutOptions, models: ResolvedModels, tokenizer: Tokeni
     return Sampling(options.temperature, free, seed)
 
 
-def _run(
-    options: RolloutOptions,
-    settings: Settings,
-    models: ResolvedModels,
-    step: int,
-    parts: Sequence[Sequence[Request]],
-    tokenizer: Tokenizer,
-    sampling: Sampling,
-    say: Say,
-) -> None:
+@contextmanager
+def _errors_of_one_line(options: RolloutOptions) -> Iterator[None]:
     from backend.config.runtime import StateError
     from backend.coordinator import CoordinatorUnavailable
     from backend.launch.cluster import ClusterError
-    from backend.launch.fleet import Fleet
     from backend.launch.plan import PlanError
     from backend.launch.processes import LaunchError
     from backend.rollout.run import RolloutError
 
-    fleet: Fleet | None = None
     try:
-        fleet = Fleet.launch(settings, models, say)
-        fleet.wait_ready(say)
-        about = _about(options, fleet.settings, models, step)
-        _rounds(options, fleet, step, parts, tokenizer, sampling, about, say)
+        yield
     except (ClusterError, CoordinatorUnavailable, LaunchError, PlanError, RolloutError, StateError) as error:
         raise CommandError(str(error)) from error
     except OSError as error:
         raise CommandError(f"{error.filename or options.out}: {error.strerror or error}") from error
+
+
+@contextmanager
+def _own_fleet(settings: Settings, models: ResolvedModels, say: Say) -> Iterator[_Place]:
+    from backend.launch.fleet import Fleet
+
+    fleet = Fleet.launch(settings, models, say)
+    try:
+        fleet.wait_ready(say)
+        yield _Place(fleet.coordinator, fleet.settings, models, fleet.cluster.node_id)
     finally:
-        if fleet is not None:
-            say("stopping")
-            fleet.stop()
+        say("stopping")
+        fleet.stop()
 
 
-def _rounds(
-    options: RolloutOptions,
-    fleet: Fleet,
-    step: int,
-    parts: Sequence[Sequence[Request]],
-    tokenizer: Tokenizer,
-    sampling: Sampling,
-    about: dict[str, Any],
-    say: Say,
-) -> None:
+@contextmanager
+def _joined_fleet(options: RolloutOptions, loaded: Loaded) -> Iterator[_Place]:
+    from backend.launch.finding import found_fleet
+
+    with found_fleet(loaded, options.join or None) as (coordinator, cluster):
+        info = coordinator.info()
+        settings = joined_settings(options, loaded, Settings.model_validate_json(info.settings_json))
+        yield _Place(coordinator, settings, info.models, cluster.node_id)
+
+
+def _rounds(options: RolloutOptions, place: _Place, work: _Work, say: Say) -> None:
     from backend.rollout.bar import Bar
     from backend.rollout.report import markdown, round_report
     from backend.rollout.run import RoundRunner
@@ -186,30 +221,32 @@ def _rounds(
     from backend.rollout.workers import Workers
     from backend.rollout.write import cases_file, round_directory, write_round
 
-    workers = Workers(fleet.coordinator, fleet.coordinator.info().fleet_keys, fleet.cluster.node_id)
+    about = _about(options, place, work.step)
+    slots, interval_s = place.settings.verifier.max_num_seqs, place.settings.gateway.balance_interval_s
+    workers = Workers(place.coordinator, place.coordinator.info().fleet_keys, place.node_id)
+    cases: dict[int, Case] = {}
     try:
         workers.look()
-        cases: dict[int, Case] = {}
-        for number, requests in enumerate(part for part in parts for _ in range(options.repeat)):
+        for number, requests in enumerate(work.rounds):
             bar = Bar(sys.stderr, f"round {number}", len(requests))
-            slots, interval_s = fleet.settings.verifier.max_num_seqs, fleet.settings.gateway.balance_interval_s
-            runner = RoundRunner(number, requests, workers, slots, sampling, bar, interval_s)
+            runner = RoundRunner(number, requests, workers, slots, work.sampling, bar, interval_s)
             runner.say = say
             finished = runner.run()
             report = round_report(finished, about)
-            directory = round_directory(options.out, step, number)
+            directory = round_directory(options.out, work.step, number)
             write_round(directory, finished, report)
             for each in requests:
-                text = each.case.gen if each.fixed is not None else tokenizer.text(finished.responses[each.number])
+                text = each.case.gen if each.fixed is not None else work.tokenizer.text(finished.responses[each.number])
                 cases[each.number] = Case(each.number, each.case.prompt, text)
-            write_cases(cases_file(options.out, step), [cases[each] for each in sorted(cases)])
+            write_cases(cases_file(options.out, work.step), [cases[each] for each in sorted(cases)])
             say(f"{directory}:\n{markdown(report)}")
     finally:
         workers.close()
 
 
-def _about(options: RolloutOptions, settings: Settings, models: ResolvedModels, step: int) -> dict[str, Any]:
+def _about(options: RolloutOptions, place: _Place, step: int) -> dict[str, Any]:
     """What every round of this rollout has in common."""
+    _, settings, models, _ = place
     remote = settings.mode in REMOTE_MODES
     method = options.method or models.drafter_kind
     if method == "eagle" and models.drafter_dir is not None:

@@ -57,6 +57,8 @@ class RolloutOptions:
     trace: str
     prompts: Path | None
     out: Path
+    join: str | None
+    """Namespace or process id of a running fleet, empty for the only one; None: a fleet of its own."""
     impl: Implementation | None
     method: Method | None
     fixed: bool
@@ -110,6 +112,8 @@ def rollout_options(arguments: Sequence[str]) -> tuple[RolloutOptions, list[str]
     options = RolloutOptions(**vars(given))
     if options.fixed and (options.samples > 1 or options.sampling):
         raise ConfigError("--fixed-responses says what is emitted: no --n and no --sampling beside it")
+    if options.join is not None and (options.impl or options.method):
+        raise ConfigError("--join takes a fleet as it is: no --impl and no --method beside it")
     if options.batch is None and options.rounds is not None and options.rounds > 1:
         raise ConfigError("--rounds counts parts of --batch rows each; the same rows again: --repeat")
     return options, settings
@@ -154,6 +158,18 @@ def fleet_settings(options: RolloutOptions, loaded: Loaded) -> Settings:
     return settings.model_copy(update={"mode": mode, "drafter": drafter, "verifier": verifier})
 
 
+def joined_settings(options: RolloutOptions, loaded: Loaded, theirs: Settings) -> Settings:
+    """The settings of the fleet that a rollout joins.  Raises `ConfigError` where it cannot."""
+    for path, origin in loaded.origins.items():
+        if path[0] not in ("ray", "seed"):
+            raise ConfigError(f"--join takes a fleet as it is: {origin} says otherwise")
+    if not theirs.verifier.kept_rows:
+        raise ConfigError(f"this fleet keeps no rows for a rollout: serve it with --verifier-kept-rows {KEPT_ROWS}")
+    if options.fixed and not theirs.verifier.fixed_responses:
+        raise ConfigError("this fleet takes no fixed responses: serve it with --verifier-fixed-responses")
+    return theirs
+
+
 def _mode(options: RolloutOptions, mode: Mode, given: bool) -> Mode:
     if options.impl == "native":
         if given and mode != "native":
@@ -182,6 +198,9 @@ def _rollout_parser() -> argparse.ArgumentParser:
         help="run only these (parquet or JSON Lines, prompt); all must be in the trace",
     )
     say("--out", type=Path, required=True, metavar="DIR", help="where to write step{S}/round{R}/ and cases/train.{S}.parquet")
+    say(
+        "--join", nargs="?", const="", metavar="FLEET", help="use a running fleet (its namespace or pid; default: the only one)"
+    )
     say("--impl", choices=get_args(Implementation), help="remote drafters, or vLLM's own (default: disaggregated)")
     say("--method", choices=get_args(Method), help="how drafts are made (default: what --drafter is)")
     say("--fixed-responses", dest="fixed", action="store_true", help="emit exactly the trace's responses (teacher-forced)")

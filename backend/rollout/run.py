@@ -12,9 +12,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from vllm.sampling_params import SamplingParams
-
-from backend.engine.client import fixed_sampling
+from backend.engine.client import FreeSampling, fixed_sampling
 from backend.records.kept import RowBatch
 from backend.records.rows import RequestRow
 from backend.rollout.bar import Bar
@@ -40,8 +38,8 @@ class Sampling:
     """What all requests have in common."""
 
     temperature: float
-    free: SamplingParams | None
-    """What free responses are drawn by, the most tokens of each and its seed apart; None where all are fixed."""
+    free: FreeSampling | None
+    """What free responses are drawn by; None where all are fixed."""
     seed: int | None
     """None: free responses at a temperature are not reproducible."""
 
@@ -125,8 +123,7 @@ class RoundRunner:
             params = fixed_sampling(request.fixed, self._sampling.temperature)
         else:
             assert self._sampling.free is not None
-            params = self._sampling.free.clone()
-            params.max_tokens, params.seed = request.max_tokens, self._seed(number)
+            params = self._sampling.free(request.max_tokens, self._seed(number))
         worker.client.add(request.prompt, params, request_id, emitted)
         self._round.began.setdefault(number, time.time())
         self._parts[worker].numbers[request_id] = number

@@ -145,11 +145,12 @@ EOS, VOCABULARY = [0, 3], 512
 
 def test_sampling_parameters_by_vllms_names() -> None:
     given = {"temperature": 0.7, "top_p": 0.9, "logit_bias": {"5": -1}, "stop_token_ids": [7], "bad_words": ["import"]}
-    params = free_sampling(given, EOS, Tokenizer(str(TARGET_DIR)).hugging_face, VOCABULARY)
+    params = free_sampling(given, EOS, Tokenizer(str(TARGET_DIR)).hugging_face, VOCABULARY)(9, 4)
     assert (params.temperature, params.top_p, params.logit_bias) == (0.7, 0.9, {5: -1.0})
+    assert (params.max_tokens, params.seed) == (9, 4)
     assert sorted(params.stop_token_ids or ()) == [0, 3, 7]
     assert params.bad_words_token_ids
-    assert not free_sampling({"ignore_eos": True}, EOS, None, VOCABULARY).stop_token_ids
+    assert not free_sampling({"ignore_eos": True}, EOS, None, VOCABULARY)(9, None).stop_token_ids
 
 
 @pytest.mark.parametrize(

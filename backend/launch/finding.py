@@ -1,0 +1,29 @@
+"""How a command finds a fleet that runs already.  The command's process, main thread."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from backend.config.sources import Loaded
+from backend.coordinator.actor import CoordinatorHandle
+from backend.launch import state
+from backend.launch.cluster import RayCluster
+
+TIMEOUT_S = 10.0
+
+
+@contextmanager
+def found_fleet(loaded: Loaded, name: str | None) -> Iterator[tuple[CoordinatorHandle, RayCluster]]:
+    """A running fleet for the block: that at `--ray-address`, or the one on this host; `name` is its namespace or process id.
+
+    Raises `ClusterError`, `CoordinatorUnavailable`, `StateError`.
+    """
+    address, namespace = loaded.settings.ray.address, name or loaded.settings.ray.namespace
+    own = any(fleet.owns_cluster for fleet in state.running() if fleet.ray_address == address)
+    if address is None:
+        wanted = name or (namespace if ("ray", "namespace") in loaded.origins else None)
+        fleet = state.find(wanted)
+        address, namespace, own = fleet.ray_address, fleet.namespace, fleet.owns_cluster
+    with RayCluster.start(address, namespace, {}, state.ray_token() if own else None) as cluster:
+        yield CoordinatorHandle.connect(namespace, TIMEOUT_S), cluster
