@@ -1,0 +1,67 @@
+"""A verifier killed in the middle of a rollout: nothing starts again, and every token is what it would have been."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from tests.support.fleet_process import ROOT, ServedFleet, wait_for
+
+pytestmark = [pytest.mark.engine, pytest.mark.campaign, pytest.mark.timeout(600)]
+
+PROMPTS, SAMPLES, TOKENS = 16, 2, 800
+
+
+def outrider(*arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "gateway.cli", *arguments]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def test_a_killed_verifier_costs_time_and_no_token(tmp_path: Path) -> None:
+    trace = tmp_path / "train.1.parquet"
+    made = outrider("trace", "make", "stdlib", "--out", str(trace), "--limit", str(PROMPTS))
+    assert made.wait(120) == 0, made.stdout and made.stdout.read()
+    fleet = ServedFleet("--verifiers", "2", "--drafters", "1", "--verifier-kept-rows", "1000000")
+    try:
+        texts = []
+        for name, kill in (("disturbed", True), ("left alone", False)):
+            wait_for(lambda: [each["state"] for each in fleet.fleet()["verifiers"]] == ["ready", "ready"], 120, "two verifiers")
+            out = tmp_path / name
+            sampling = ("--max-tokens", str(TOKENS), "--sampling", '{"ignore_eos": true}', "--seed", "3")
+            work = outrider(
+                "rollout",
+                "--join",
+                str(fleet.process.pid),
+                "--trace",
+                str(trace),
+                "--out",
+                str(out),
+                "--n",
+                str(SAMPLES),
+                *sampling,
+            )
+            if kill:
+                doomed = fleet.fleet()["verifiers"][1]
+                wait_for(lambda doomed=doomed: fleet.metric("outrider_verifier_running", verifier=doomed["id"]) > 2, 60, "work")  # type: ignore[misc]
+                os.kill(doomed["pid"], signal.SIGKILL)
+            said, _ = work.communicate(timeout=300)
+            assert work.returncode == 0, said
+            directory = out / "step1" / "round0"
+            report = json.loads((directory / "report.json").read_text())
+            assert [each["worker"] for each in report["died"]] == ([1] if kill else [])
+            assert (report["died"][0]["requests_resumed"] > 0) if kill else True
+            rows = [row for file in directory.glob("*_request.csv") for row in csv.DictReader(file.open(encoding="utf-8"))]
+            assert sorted(int(row["req_id"]) for row in rows) == list(range(PROMPTS * SAMPLES))
+            assert {int(row["response_length"]) for row in rows} == {TOKENS}
+            texts.append(pq.read_table(out / "cases" / "train.1.parquet").to_pylist())
+        assert texts[0] == texts[1]
+    finally:
+        fleet.stop()
