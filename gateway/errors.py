@@ -264,6 +264,11 @@ class NoVerifier(Unavailable):
     text = "No verifier is ready to serve this model. Try again."
 
 
+class NotAllReady(Unavailable):
+    code = "gateway_starting"
+    text = "A gateway process is being started. Try again."
+
+
 class Overloaded(Unavailable):
     code = "overloaded"
     text = "The server is overloaded. Try again in 1 s."

@@ -149,6 +149,28 @@ class FleetCollector(Collector):
         yield operations
         yield _info(views, stats)
         yield _refused(views)
+
+    def _vllm_names(self) -> Iterator[Metric]:
+        sums = self._totals.sums()
+        for name, field in _FLEET_TOTALS.items():
+            family = _family(name)
+            family.add_metric([], sums[field])
+            yield family
+        by_position = _family("vllm:spec_decode_num_accepted_tokens_per_pos_total")
+        position = 0
+        while f"accepted@{position}" in sums:
+            by_position.add_metric([str(position)], sums[f"accepted@{position}"])
+            position += 1
+        yield by_position
+
+
+class GatewayCollector(Collector):
+    """What is connected to this gateway, and waits there."""
+
+    def __init__(self, core: FleetCore) -> None:
+        self._core = core
+
+    def collect(self) -> Iterator[Metric]:
         connected = _family("outrider_verifiers_connected")
         connected.add_metric([], len(self._core.ready_links))
         yield connected
@@ -165,19 +187,6 @@ class FleetCollector(Collector):
         without = _family("outrider_sequences_without_verifier")
         without.add_metric([], self._core.waiting)
         yield without
-
-    def _vllm_names(self) -> Iterator[Metric]:
-        sums = self._totals.sums()
-        for name, field in _FLEET_TOTALS.items():
-            family = _family(name)
-            family.add_metric([], sums[field])
-            yield family
-        by_position = _family("vllm:spec_decode_num_accepted_tokens_per_pos_total")
-        position = 0
-        while f"accepted@{position}" in sums:
-            by_position.add_metric([str(position)], sums[f"accepted@{position}"])
-            position += 1
-        yield by_position
 
 
 def _family(name: str) -> Any:

@@ -179,6 +179,8 @@ class GatewayMetrics:
         # One gauge of creation time per series is noise; the library can only be told for the whole process.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
+        self.fleet = CollectorRegistry()
+        """Of these, what is the same for every gateway of the fleet."""
         self.in_flight = 0
         self.moves: TotalBy[tuple[MoveKind, str, str]] = TotalBy()
         """Sequences that went on at another verifier, by kind, cause and that verifier; for the fleet page."""

@@ -56,6 +56,15 @@ class Reloaded:
     """Keys that the file holds."""
 
 
+async def reload_all(gateway: Gateway) -> Reloaded:
+    """In every process on this port.  Raises `ReloadError`; `gateway` has a reloader."""
+    assert gateway.reloader is not None
+    done = await gateway.reloader.reload()
+    if gateway.peers is not None:
+        await gateway.peers.reload()
+    return done
+
+
 class Reloader:
     """`read` reads the settings; it may raise `ConfigError`, and runs in a thread."""
 

@@ -34,10 +34,11 @@ from gateway.doors import open_doors, queueing_of
 from gateway.errors import ApiError, ShuttingDown
 from gateway.fleet_core import FleetCore
 from gateway.fleet_feed import FleetFeed
-from gateway.fleet_metrics import FleetCollector
+from gateway.fleet_metrics import FleetCollector, GatewayCollector
 from gateway.metrics import GatewayMetrics
+from gateway.peers import Peers
 from gateway.protocol import BoundedProtocol
-from gateway.reload import Reloader
+from gateway.reload import Reloader, reload_all
 from gateway.responses.serving import Responses
 from gateway.responses.store import Store
 from gateway.spans import SequenceSpans
@@ -85,7 +86,10 @@ def build_gateway(
     client = FleetClient(vllm_config, core)
     served_name = settings.gateway.served_model_name or model_name or Path(model_dir).name
     services = build_services(client, settings, served_name, ApiError)
-    metrics.registry.register(FleetCollector(core))
+    of_fleet = FleetCollector(core)
+    metrics.fleet.register(of_fleet)
+    metrics.registry.register(of_fleet)
+    metrics.registry.register(GatewayCollector(core))
     about = {"model": served_name, "mode": settings.mode, "num_speculative_tokens": settings.num_speculative_tokens}
     feed = FleetFeed(core, about, metrics)
     folder = _state_folder(settings)
@@ -105,7 +109,7 @@ def _state_folder(settings: Settings) -> Path | None:
 class GatewayServer:
     """A gateway behind a listening socket.
 
-    `read_settings` reads the settings again for a reload.
+    `read_settings` reads the settings again for a reload; `peers` are the other processes on the port.
 
     `on_listening(url)` is called when HTTP is served (`/livez` answers), `on_ready(url)` once when the first verifier is
     ready too (`/readyz` answers 200).  Call `run()` in a process's main thread, or await `serve()` in a loop of your own
@@ -123,10 +127,14 @@ class GatewayServer:
         on_listening: Callable[[str], None] | None = None,
         on_ready: Callable[[str], None] | None = None,
         read_settings: Callable[[], Settings] | None = None,
+        peers: Peers | None = None,
     ) -> None:
         self.gateway = build_gateway(settings, directory, model_dir, model_name=model_name, wire=wire)
         if read_settings is not None:
             self.gateway.reloader = Reloader(self.gateway, read_settings)
+        self.gateway.peers = self._peers = peers
+        if peers is not None:
+            self.gateway.responses.cancel_elsewhere = peers.cancel
         self.url = ""
         self._settings = settings.gateway
         self._on_listening = on_listening
@@ -173,13 +181,15 @@ class GatewayServer:
         self._stopping.set()
         # New requests are refused and /readyz says 503, for as long as open requests go on.
         self.gateway.client.core.draining = True
+        if self._peers is not None:
+            self._peers.stop()
         # Watchers would hold the server open for as long as they like.
         self.gateway.feed.close()
 
     def reload(self) -> None:
         """Has keys, limits and routing read again; the log says what came of it."""
         if self.gateway.reloader is not None:
-            task = asyncio.ensure_future(self.gateway.reloader.reload())
+            task = asyncio.ensure_future(reload_all(self.gateway))
             # What is wrong has been logged.
             task.add_done_callback(lambda done: done.cancelled() or done.exception())
 
@@ -191,13 +201,19 @@ class GatewayServer:
                 self.url = f"unix:{_path(self._settings.uds)}"
                 await self._server.serve()
             else:
-                listener = _listen(self._settings.host, self._settings.port)
+                peers = self._peers
+                asked = self._settings.port if peers is None or peers.port is None else peers.port
+                listener = _listen(self._settings.host, asked, shared=peers is not None)
                 host, port = listener.getsockname()[:2]
                 scheme = "https" if self._settings.tls_cert else "http"
                 self.url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+                if peers is not None:
+                    peers.start(self.gateway, port)
                 with contextlib.closing(listener):
                     await self._server.serve(sockets=[listener])
         finally:
+            if self._peers is not None:
+                await self._peers.close(self._settings.drain_s + 2 * CANCEL_GRACE_S)
             for watcher in watchers:
                 watcher.cancel()
             await asyncio.gather(*watchers, return_exceptions=True)
@@ -213,6 +229,8 @@ class GatewayServer:
         if self._on_listening is not None:
             self._on_listening(self.url)
         await self.gateway.client.core.first_ready.wait()
+        if self._peers is not None:
+            await self._peers.wait_ready()
         if self._on_ready is not None:
             self._on_ready(self.url)
             self.gateway.client.grammars.warm_up()
@@ -247,12 +265,15 @@ class _Server(uvicorn.Server):
             self.listening.set()
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def _listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # The protocol is named: asyncio sets TCP_NODELAY only where it is, and without it every token waits 40 ms.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared:
+            # Each process has a queue of its own, which Linux fills by a hash; one queue for all would serve who wakes first.
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind((host, port))
         listener.listen(2048)
         listener.setblocking(False)

@@ -22,6 +22,7 @@ from gateway.metrics import GatewayMetrics
 from gateway.responses.serving import Responses
 
 if TYPE_CHECKING:
+    from gateway.peers import Peers
     from gateway.reload import Reloader
 
 
@@ -39,6 +40,8 @@ class Gateway:
     batches: Batches
     tracing: Tracing | None = None
     reloader: Reloader | None = None
+    peers: Peers | None = None
+    """The other processes on this port; None: there are none."""
     started: float = field(default_factory=time.time)
     """Unix seconds; also when its models were "created"."""
     tokenizing: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))

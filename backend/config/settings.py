@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 Routing = Literal["least-loaded", "power-of-two", "predicted-tgs"]
 Affinity = Literal["none", "session", "prefix", "both"]
@@ -63,6 +63,9 @@ class GatewaySettings(Section):
     tls_cert: str | None = Field(None, description="certificate chain (PEM file): HTTPS is served")
     tls_key: str | None = Field(None, description="its private key (PEM file); default: in tls_cert")
     uds: str | None = Field(None, description="path of a Unix socket to listen on instead of host and port")
+    processes: int = Field(
+        1, ge=1, le=64, description="gateway processes that share the port; max_in_flight and queues are of each of them"
+    )
     served_model_name: str | None = Field(None, description="model name in the API; default: the model's own name")
     max_in_flight: int = Field(
         1024, ge=1, description="requests served at once, waiting ones included; more are answered 429 with Retry-After"
@@ -125,6 +128,12 @@ class GatewaySettings(Section):
             if each != "*" and (scheme not in ("http", "https") or not separator or not host or "/" in host):
                 raise ValueError("expected origins such as https://example.org, without a path, or *")
         return value
+
+    @model_validator(mode="after")
+    def _one_port(self) -> GatewaySettings:
+        if self.uds is not None and self.processes > 1:
+            raise ValueError("several processes share a port, and not a Unix socket (uds)")
+        return self
 
     @field_validator("quota_url")
     @classmethod

@@ -27,7 +27,12 @@ from backend.config.settings import Settings
 
 KeyPath = tuple[str, ...]
 
-ALIASES = {"--host": ("gateway", "host"), "--port": ("gateway", "port"), "--api-key": ("gateway", "api_key")}
+ALIASES = {
+    "--host": ("gateway", "host"),
+    "--port": ("gateway", "port"),
+    "--api-key": ("gateway", "api_key"),
+    "--gateways": ("gateway", "processes"),
+}
 SECRETS = frozenset({("gateway", "api_key"), ("gateway", "admin_key"), ("gateway", "quota_url")})
 CONFIG_VARIABLE = environment.PREFIX + "CONFIG"
 DEFAULT = "default"

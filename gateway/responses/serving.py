@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
 from backend.engine.front import ResponseRequest
@@ -25,6 +25,7 @@ BACKGROUND_AT_ONCE = 16
 BACKGROUND_QUEUED = 1000
 FLUSH_S = 0.2
 """Events of a stream in the background are written together, so often."""
+UNFINISHED = ("queued", "in_progress")
 INTERRUPTED = {"code": "server_error", "message": "The server was stopped while it made this response."}
 
 
@@ -36,6 +37,8 @@ class Responses:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._turns = asyncio.Semaphore(BACKGROUND_AT_ONCE)
         self._news: dict[str, asyncio.Event] = {}
+        self.cancel_elsewhere: Callable[[str, str], Awaitable[None]] | None = None
+        """Has other processes end a response that they make: of this id and owner."""
 
     @property
     def store(self) -> Store:
@@ -168,36 +171,49 @@ class Responses:
         kept = await self.store.get(response_id, owner)
         if not kept.body["background"]:
             raise BadRequest("Only a response made in the background can be cancelled.", param="response_id")
+        if response_id not in self._tasks:
+            if kept.body["status"] in UNFINISHED and self.cancel_elsewhere is not None:
+                await self.cancel_elsewhere(response_id, owner)
+                kept = await self.store.get(response_id, owner)
+            return kept.body
+        await self.end(response_id, owner)
+        return (await self.store.get(response_id, owner)).body
+
+    async def end(self, response_id: str, owner: str) -> None:
+        """Ends one that this process makes in the background; another's it leaves alone.  Raises `NotFound`."""
         task = self._tasks.get(response_id)
         if task is None:
-            return kept.body
+            return
+        await self.store.get(response_id, owner)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         kept = await self.store.get(response_id, owner)
-        if kept.body["status"] in ("queued", "in_progress"):
+        if kept.body["status"] in UNFINISHED:
             kept.body["status"] = "cancelled"
             await self.store.put(kept)
-        return kept.body
 
     async def delete(self, response_id: str, owner: str) -> None:
         """Forgets one, and ends it first if it is being made.  Raises `NotFound`."""
-        await self.store.get(response_id, owner)
-        task = self._tasks.get(response_id)
-        if task is not None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+        kept = await self.store.get(response_id, owner)
+        if kept.body["status"] in UNFINISHED and kept.body["background"]:
+            await self.cancel(response_id, owner)
         await self.store.delete(response_id, owner)
 
     async def follow(self, response_id: str, after: int) -> AsyncGenerator[str, None]:
         """The events of one made in the background with a greater number than `after`, as JSON, until it has ended."""
         while True:
             news = self._news.get(response_id)
+            # Before the events are read: none may come between.
+            elsewhere = news is None and await self.store.unfinished(response_id)
             for number, each in await self.store.events(response_id, after):
                 after = number
                 yield each
-            if news is None:
+            if news is not None:
+                await news.wait()
+            elif elsewhere:
+                await asyncio.sleep(FLUSH_S)
+            else:
                 return
-            await news.wait()
 
 
 def _text(data: dict[str, Any], name: str) -> str | None:

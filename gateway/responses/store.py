@@ -91,6 +91,11 @@ class Store:
         """Raises `NotFound`."""
         return await self._database.run(lambda db: _response(db, response_id, owner))
 
+    async def unfinished(self, response_id: str) -> bool:
+        """Whether some gateway is making it."""
+        query = "SELECT 1 FROM responses WHERE id = ? AND json_extract(body, '$.status') IN ('queued', 'in_progress')"
+        return await self._database.run(lambda db: db.execute(query, (response_id,)).fetchone() is not None)
+
     async def delete(self, response_id: str, owner: str) -> None:
         """Raises `NotFound`."""
 

@@ -10,7 +10,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import JSONResponse, Response
 
 from backend.engine.front import VLLM_VERSION
-from gateway.errors import InternalError, NoVerifier, ShuttingDown
+from gateway.errors import InternalError, NotAllReady, NoVerifier, ShuttingDown
 from gateway.fleet_metrics import fleet_document
 from gateway.openapi import document
 from gateway.state import gateway_of
@@ -32,19 +32,25 @@ async def livez(request: Request) -> Response:
 @router.api_route("/readyz", methods=PROBED)
 @router.api_route("/health", methods=PROBED)
 async def readyz(request: Request) -> Response:
-    """A request could be served now; 503 while no verifier is ready, or this gateway is going away."""
-    client = gateway_of(request).client
+    """A request could be served now, by every process on this port; 503 otherwise, and while this gateway is going away."""
+    gateway = gateway_of(request)
+    client = gateway.client
     if client.core.draining:
         raise ShuttingDown
     if not client.ready:
         raise NoVerifier
+    if gateway.peers is not None and not await gateway.peers.ready():
+        raise NotAllReady
     return JSONResponse({"status": "ok"})
 
 
 @router.api_route("/metrics", methods=PROBED)
 async def metrics(request: Request) -> Response:
     """Prometheus' text format."""
-    return Response(generate_latest(gateway_of(request).metrics.registry), media_type=CONTENT_TYPE_LATEST)
+    gateway = gateway_of(request)
+    if gateway.peers is not None:
+        return Response(await gateway.peers.metrics(gateway), media_type=CONTENT_TYPE_LATEST)
+    return Response(generate_latest(gateway.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
 
 @router.get("/fleet")

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from gateway.errors import BadRequest, NotSupported
-from gateway.reload import ReloadError
+from gateway.reload import ReloadError, reload_all
 from gateway.state import gateway_of
 
 router = APIRouter()
@@ -17,10 +17,10 @@ router = APIRouter()
 @router.post("/admin/reload")
 async def reload(request: Request) -> Response:
     """200: what was read is in force; 400: it is wrong, and everything stays as it was."""
-    reloader = gateway_of(request).reloader
-    if reloader is None:
+    gateway = gateway_of(request)
+    if gateway.reloader is None:
         raise NotSupported("This gateway was started without settings that could be read again.")
     try:
-        return JSONResponse(asdict(await reloader.reload()))
+        return JSONResponse(asdict(await reload_all(gateway)))
     except ReloadError as error:
         raise BadRequest(f"Nothing has changed: {error}.", code="invalid_settings") from None

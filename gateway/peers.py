@@ -1,0 +1,241 @@
+"""Several gateway processes on one port: what they say to each other, and how the first one keeps the others running.
+
+Each process listens on the port by itself (SO_REUSEPORT): Linux spreads connections over them by a hash of their addresses.
+Each also answers the others on a Unix socket in a folder that only this user may enter.  One event loop per process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import httpx
+import uvicorn
+from prometheus_client import generate_latest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from gateway.reload import ReloadError
+from gateway.state import Gateway
+
+logger = logging.getLogger(__name__)
+
+ASK_TIMEOUT_S = 5.0
+READY_TIMEOUT_S = 1.0
+LOOK_S = 0.1
+BACKOFF_S = (0.5, 30.0)
+"""Before a process that died is started again: at first, and at most."""
+LIVED_S = 60.0
+"""One that served for so long begins with the shortest wait again."""
+_SAMPLE = re.compile(r"^([^\s{]+)(?:\{(.*)\})? (\S+)$")
+
+Command = Callable[[int, int], Sequence[str]]
+"""The command line that starts process number i on a port."""
+
+
+class Peers:
+    """This process, number `index` of `count`.  `command` starts others: the first process alone has it."""
+
+    def __init__(
+        self, folder: Path, index: int, count: int, *, port: int | None = None, command: Command | None = None
+    ) -> None:
+        self.port = port
+        """Where the others listen; None in the first process, which takes the setting's."""
+        self._folder, self._index = folder, index
+        self._others = [number for number in range(count) if number != index]
+        self._command = command
+        self._children: dict[int, asyncio.subprocess.Process] = {}
+        self._keepers: list[asyncio.Task[None]] = []
+        self._server: uvicorn.Server | None = None
+        self._serving: asyncio.Task[None] | None = None
+        self._stopping = False
+
+    @property
+    def is_first(self) -> bool:
+        return self._index == 0
+
+    def start(self, gateway: Gateway, port: int) -> None:
+        """Begins to answer the others; the first process starts them."""
+        app = Starlette(
+            routes=[
+                Route("/ready", _ready),
+                Route("/metrics", _metrics),
+                Route("/reload", _reload, methods=["POST"]),
+                Route("/cancel", _cancel, methods=["POST"]),
+            ]
+        )
+        app.state.gateway = gateway
+        config = uvicorn.Config(app, uds=str(self._path(self._index)), lifespan="off", log_config=None, access_log=False)
+        self._server = uvicorn.Server(config)
+        # Not `serve`, which would take the signals.
+        self._serving = asyncio.create_task(self._server._serve(), name="peers")
+        if self._command is not None:
+            self._keepers = [asyncio.create_task(self._keep(number, port)) for number in self._others]
+
+    def stop(self) -> None:
+        """Has the processes that this one started drain; called again, they end at once."""
+        self._stopping = True
+        for child in self._children.values():
+            if child.returncode is None:
+                child.terminate()
+
+    async def close(self, patience_s: float) -> None:
+        """Waits for the processes that this one started; those that take longer are killed."""
+        self.stop()
+        alive = [child for child in self._children.values() if child.returncode is None]
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.gather(*(child.wait() for child in alive)), patience_s)
+        for child in alive:
+            if child.returncode is None:
+                child.kill()
+        for keeper in self._keepers:
+            keeper.cancel()
+        await asyncio.gather(*self._keepers, return_exceptions=True)
+        if self._server is not None and self._serving is not None:
+            self._server.should_exit = True
+            await asyncio.gather(self._serving, return_exceptions=True)
+
+    async def ready(self) -> bool:
+        """Whether all other processes could serve a request now."""
+        answers = await self._ask_all("GET", "/ready", timeout_s=READY_TIMEOUT_S)
+        return len(answers) == len(self._others) and all(answer.status_code == 200 for answer in answers.values())
+
+    async def wait_ready(self) -> None:
+        """Returns when all other processes are ready."""
+        while not await self.ready():
+            await asyncio.sleep(LOOK_S)
+
+    async def metrics(self, gateway: Gateway) -> str:
+        """What every process saw, with a label that tells them apart, and the fleet as the first process sees it.
+
+        Each process hears of the fleet at another moment.  Of several views, counters would jump back between two scrapes.
+        """
+        texts = {number: answer.text for number, answer in (await self._ask_all("GET", "/metrics")).items()}
+        texts[self._index] = exposed(gateway, fleet=self.is_first)
+        return merged([texts[number] for number in sorted(texts)])
+
+    async def reload(self) -> None:
+        """Has all other processes read keys, limits and routing again."""
+        answers = await self._ask_all("POST", "/reload", timeout_s=6 * ASK_TIMEOUT_S)
+        behind = [number for number in self._others if number not in answers or answers[number].status_code != 200]
+        # One that is being started reads the settings then.
+        if behind:
+            logger.error("gateway processes that did not reload: %s", ", ".join(map(str, behind)))
+
+    async def cancel(self, response_id: str, owner: str) -> None:
+        """Ends a response that another process makes in the background."""
+        await self._ask_all("POST", "/cancel", params={"id": response_id, "owner": owner})
+
+    async def _ask_all(
+        self, method: str, path: str, params: Mapping[str, str] | None = None, timeout_s: float = ASK_TIMEOUT_S
+    ) -> dict[int, httpx.Response]:
+        """The answers of those that give one in time."""
+
+        async def ask(number: int) -> tuple[int, httpx.Response] | None:
+            transport = httpx.AsyncHTTPTransport(uds=str(self._path(number)))
+            try:
+                async with httpx.AsyncClient(transport=transport, base_url="http://peer", timeout=timeout_s) as http:
+                    return number, await http.request(method, path, params=params)
+            except httpx.TransportError:
+                return None
+
+        return dict(filter(None, await asyncio.gather(*map(ask, self._others))))
+
+    def _path(self, index: int) -> Path:
+        return self._folder / f"gateway-{index}.sock"
+
+    async def _keep(self, index: int, port: int) -> None:
+        """Starts one process, again and again."""
+        assert self._command is not None
+        wait_s, most_s = BACKOFF_S
+        while not self._stopping:
+            began = time.monotonic()
+            # In a session of its own: the terminal's Ctrl-C is for the first process.  The pipe tells it when that one is gone.
+            child = await asyncio.create_subprocess_exec(
+                *self._command(index, port), stdin=asyncio.subprocess.PIPE, start_new_session=True
+            )
+            self._children[index] = child
+            if self._stopping:
+                child.terminate()
+            await child.wait()
+            if self._stopping:
+                return
+            if time.monotonic() - began > LIVED_S:
+                wait_s = BACKOFF_S[0]
+            logger.error("gateway process %d ended with %s; another starts in %g s", index, child.returncode, wait_s)
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, most_s)
+
+
+def exposed(gateway: Gateway, *, fleet: bool) -> str:
+    """This process's metrics, labelled; with or without those of the fleet, which are not."""
+    metrics = gateway.metrics
+    of_fleet = set(_families(generate_latest(metrics.fleet).decode()))
+    lines: list[str] = []
+    for name, family in _families(generate_latest(metrics.registry).decode()).items():
+        if name not in of_fleet:
+            lines += [_labelled(line, gateway.client.core.gateway_id) for line in family]
+        elif fleet:
+            lines += family
+    return "\n".join(lines) + "\n"
+
+
+def merged(texts: Sequence[str]) -> str:
+    """Prometheus' text format of several processes as one: all samples of a family stand together."""
+    families: dict[str, list[str]] = {}
+    for text in texts:
+        for name, family in _families(text).items():
+            families.setdefault(name, [line for line in family if line.startswith("#")])
+            families[name] += [line for line in family if not line.startswith("#")]
+    return "\n".join(line for family in families.values() for line in family) + "\n"
+
+
+def _families(text: str) -> dict[str, list[str]]:
+    families: dict[str, list[str]] = {}
+    current: list[str] = []
+    for line in text.splitlines():
+        if line.startswith("# HELP "):
+            current = families.setdefault(line.split(" ", 3)[2], [])
+        current.append(line)
+    return families
+
+
+def _labelled(line: str, gateway_id: str) -> str:
+    found = _SAMPLE.match(line)
+    if found is None:
+        return line
+    name, labels, value = found.groups()
+    return f'{name}{{gateway="{gateway_id}"{"," + labels if labels else ""}}} {value}'
+
+
+async def _ready(request: Request) -> Response:
+    client = request.app.state.gateway.client
+    return Response(status_code=200 if client.ready and not client.core.draining else 503)
+
+
+async def _metrics(request: Request) -> Response:
+    gateway: Gateway = request.app.state.gateway
+    assert gateway.peers is not None
+    return Response(exposed(gateway, fleet=gateway.peers.is_first))
+
+
+async def _reload(request: Request) -> Response:
+    reloader = request.app.state.gateway.reloader
+    try:
+        return JSONResponse(asdict(await reloader.reload()))
+    except ReloadError as error:
+        return Response(str(error), status_code=400)
+
+
+async def _cancel(request: Request) -> Response:
+    query = request.query_params
+    await request.app.state.gateway.responses.end(query["id"], query["owner"])
+    return Response()

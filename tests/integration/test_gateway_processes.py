@@ -1,0 +1,173 @@
+"""Several gateway processes on one port: `outrider serve --gateways 2` with two verifiers, as a user would run it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from backend.config.sources import ConfigError, load
+from gateway.keys.ring import make_key
+from gateway.peers import merged
+from tests.support.fleet_process import ServedFleet, wait_for
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+
+ADMIN = {"authorization": "Bearer adm"}
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("keys") / "keys.yaml"
+
+
+@pytest.fixture(scope="module")
+def first_key(keys: Path) -> str:
+    key, entry = make_key("first")
+    keys.write_text("keys:\n" + entry)
+    return key
+
+
+@pytest.fixture(scope="module")
+def fleet(keys: Path, first_key: str) -> Iterator[ServedFleet]:
+    flags = {
+        "gateways": 2,
+        "mode": "off",
+        "verifiers": 2,
+        "drafters": 0,
+        "gateway-admin-key": "adm",
+        "gateway-keys-file": keys,
+        "gateway-state-dir": keys.parent,
+    }
+    served = ServedFleet(*(word for name, value in flags.items() for word in (f"--{name}", str(value))))
+    yield served
+    served.stop()
+
+
+def samples(fleet: ServedFleet, name: str, label: str) -> dict[str, float]:
+    """A metric's samples by one label."""
+    families = text_string_to_metric_families(httpx.get(f"{fleet.url}/metrics", headers=ADMIN).text)
+    found: Counter[str] = Counter()
+    for family in families:
+        for sample in family.samples:
+            if sample.name == name:
+                found[sample.labels.get(label, "")] += sample.value
+    return dict(found)
+
+
+def post(fleet: ServedFleet, key: str, path: str = "/v1/completions", **fields: object) -> httpx.Response:
+    """Over a connection of its own, which either process may get."""
+    body = {"model": "demo", "temperature": 0, **fields}
+    return httpx.post(f"{fleet.url}{path}", json=body, headers={"authorization": f"Bearer {key}"}, timeout=60)
+
+
+def gateway_pids(fleet: ServedFleet) -> dict[str, int]:
+    """Of the gateways that `/fleet` shows as ready."""
+    members = httpx.get(f"{fleet.url}/fleet", headers=ADMIN).json()["members"]
+    return {each["id"]: each["pid"] for each in members if each["kind"] == "gateway" and each["state"] == "ready"}
+
+
+def test_both_serve_and_load_stays_balanced(fleet: ServedFleet, first_key: str) -> None:
+    wait_for(lambda: len(gateway_pids(fleet)) == 2, 10)
+    before = samples(fleet, "outrider_verifier_tokens_total", "verifier")
+
+    def ask(number: int) -> str:
+        answer = post(fleet, first_key, prompt=f"def f{number}(", max_tokens=16, ignore_eos=True)
+        assert answer.status_code == 200, answer.text
+        return answer.headers["x-request-id"]
+
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(ask, range(96)))
+    by_gateway = samples(fleet, "outrider_generated_tokens_total", "gateway")
+    assert len(by_gateway) == 2
+    assert sum(by_gateway.values()) == 96 * 16
+    # A fair hash gives one of the two fewer than 28 of 96 connections once in 25,000 runs.
+    assert min(by_gateway.values()) >= 28 * 16
+    wait_for(lambda: sum(samples(fleet, "outrider_verifier_tokens_total", "verifier").values()) >= 96 * 16, 5)
+    after = samples(fleet, "outrider_verifier_tokens_total", "verifier")
+    gained = [after[name] - before.get(name, 0) for name in after]
+    assert len(gained) == 2
+    assert min(gained) >= 0.4 * sum(gained), gained
+
+
+def test_counters_of_one_port_never_fall(fleet: ServedFleet, first_key: str) -> None:
+    last: dict[tuple[str, str], float] = {}
+    for number in range(12):
+        assert post(fleet, first_key, prompt=f"{number}", max_tokens=2).status_code == 200
+        families = text_string_to_metric_families(httpx.get(f"{fleet.url}/metrics", headers=ADMIN).text)
+        now = {(s.name, str(s.labels)): s.value for f in families if f.type == "counter" for s in f.samples}
+        assert all(now[series] >= value for series, value in last.items())
+        last = now
+
+
+def test_a_reload_reaches_all(fleet: ServedFleet, first_key: str, keys: Path) -> None:
+    second, entry = make_key("second")
+    old = keys.read_text()
+    keys.write_text(old + entry)
+    done = httpx.post(f"{fleet.url}/admin/reload", json={}, headers=ADMIN)
+    assert (done.status_code, done.json()["keys"]) == (200, 2)
+    assert {post(fleet, second, prompt="x", max_tokens=1).status_code for _ in range(16)} == {200}
+    keys.write_text(old)
+    os.kill(fleet.process.pid, signal.SIGHUP)
+    wait_for(lambda: {post(fleet, second, prompt="x", max_tokens=1).status_code for _ in range(16)} == {401}, 10)
+
+
+def test_background_responses_are_cancelled_and_followed_through_any(fleet: ServedFleet, first_key: str) -> None:
+    """Either process is asked; which one makes a response does not matter."""
+    bearer = {"authorization": f"Bearer {first_key}"}
+    for _ in range(6):
+        made = post(fleet, first_key, "/v1/responses", input="hi", background=True, max_output_tokens=400).json()
+        url = f"{fleet.url}/v1/responses/{made['id']}"
+        assert httpx.post(f"{url}/cancel", headers=bearer).json()["status"] in ("cancelled", "completed", "incomplete")
+    made = [
+        post(fleet, first_key, "/v1/responses", input="hi", background=True, stream=True, max_output_tokens=8).text
+        for _ in range(1)
+    ]
+    response_id = made[0].partition('"id":"')[2].partition('"')[0]
+    for _ in range(6):
+        url = f"{fleet.url}/v1/responses/{response_id}?stream=true"
+        assert httpx.get(url, headers=bearer).text == made[0].replace(": \n\n", "")
+
+
+def test_one_that_dies_is_started_again_and_the_other_goes_on(fleet: ServedFleet, first_key: str) -> None:
+    first = fleet.process.pid
+    victim = next(pid for pid in gateway_pids(fleet).values() if pid != first)
+    os.kill(victim, signal.SIGKILL)
+    wait_for(lambda: httpx.get(f"{fleet.url}/readyz").status_code == 503, 10)
+    assert {post(fleet, first_key, prompt="x", max_tokens=1).status_code for _ in range(8)} == {200}
+    wait_for(lambda: httpx.get(f"{fleet.url}/readyz").status_code == 200, 60)
+    wait_for(lambda: victim not in gateway_pids(fleet).values() and len(gateway_pids(fleet)) == 2, 10)
+
+
+def test_the_end_drains_all(fleet: ServedFleet, first_key: str) -> None:
+    pids = gateway_pids(fleet).values()
+    with ThreadPoolExecutor(8) as pool:
+        fields = {"prompt": "x", "max_tokens": 200, "ignore_eos": True}
+        asked = [pool.submit(post, fleet, first_key, **fields) for _ in range(8)]
+        flight = "outrider_requests_in_flight"
+        wait_for(lambda: sum(samples(fleet, flight, "gateway").values()) == 8, 10)
+        assert all(samples(fleet, flight, "gateway").values())
+        began = time.monotonic()
+        fleet.process.send_signal(signal.SIGTERM)
+        assert {each.result().status_code for each in asked} == {200}
+    assert fleet.process.wait(60) == 0
+    assert time.monotonic() - began < 30
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+
+
+def test_families_of_several_processes_stand_together() -> None:
+    one = '# HELP a_total x\n# TYPE a_total counter\na_total{gateway="1"} 1\n# HELP b y\n# TYPE b gauge\nb 2\n'
+    assert merged([one, one.replace('"1"', '"2"').partition("# HELP b")[0]]).count("# TYPE a_total") == 1
+
+
+def test_a_unix_socket_is_not_shared() -> None:
+    with pytest.raises(ConfigError, match="uds"):
+        load(["--gateways", "2", "--gateway-uds", "/tmp/x"])
