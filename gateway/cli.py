@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from backend.coordinator.actor import CoordinatorHandle
     from backend.models.resolve import ResolvedModels
     from backend.transport import ServerKeys
+    from gateway.peers import Peers
+
+GATEWAY_PROCESS = "gateway-process"
+"""What the first gateway process on a port starts the others with; not for people."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,6 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands: dict[str, Callable[[list[str]], int]] = {
         "serve": serve,
         "gateway": gateway,
+        GATEWAY_PROCESS: gateway_process,
         "status": status,
         "check-config": check_config,
         "make-key": make_key,
@@ -57,7 +62,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"outrider {version()}")
         return OK
     if given[0] not in commands:
-        return fail(f"no command {given[0]!r}; there are {', '.join(commands)}", MISUSED)
+        return fail(
+            f"no command {given[0]!r}; there are {', '.join(each for each in commands if each != GATEWAY_PROCESS)}", MISUSED
+        )
     try:
         return commands[given[0]](given[1:])
     except ConfigError as error:
@@ -107,7 +114,8 @@ def serve(arguments: list[str]) -> int:
                 progress.say(present.ready(url, settings, models))
 
             info = fleet.coordinator.info()
-            _run_gateway(fleet.settings, models, fleet.coordinator, info.fleet_keys, announce, lambda: _read_again(arguments))
+            with _peers(fleet.settings, arguments) as peers:
+                _run_gateway(fleet.settings, models, fleet.coordinator, info.fleet_keys, announce, arguments, peers)
             return OK
         except (ClusterError, LaunchError, PlanError, StateError) as error:
             return fail(str(error), FAILED)
@@ -138,9 +146,35 @@ def gateway(arguments: list[str]) -> int:
             progress.say(present.ready(url, settings, info.models))
 
         try:
-            _run_gateway(settings, info.models, coordinator, info.fleet_keys, announce, lambda: _read_again(arguments))
+            with _peers(settings, arguments) as peers:
+                _run_gateway(settings, info.models, coordinator, info.fleet_keys, announce, arguments, peers)
         except OSError as error:
             return fail(f"{settings.gateway.host}:{settings.gateway.port}: {error.strerror or error}", FAILED)
+        finally:
+            forced.armed = True
+        return OK
+
+
+def gateway_process(arguments: list[str]) -> int:
+    """One more process on a gateway's port: `FOLDER NUMBER PORT RAY_ADDRESS NAMESPACE` and the first one's arguments."""
+    from pathlib import Path
+
+    folder, number, port, address, namespace, *rest = arguments
+    loaded = sources.load(rest, GATEWAY_PROCESS)
+    ray = loaded.settings.ray.model_copy(update={"address": address, "namespace": namespace})
+    loaded = Loaded(loaded.settings.model_copy(update={"ray": ray}), loaded.origins)
+    configure_logging(loaded.settings.log_level, loaded.settings.log_format)
+    threading.Thread(target=_end_with_input, name="first process", daemon=True).start()
+    with signals() as forced, _found_fleet(loaded, None) as coordinator:
+        _prepare_vllm()
+        from gateway.peers import Peers
+
+        info = coordinator.info()
+        theirs = type(loaded.settings).model_validate_json(info.settings_json)
+        settings = theirs.model_copy(update={"gateway": loaded.settings.gateway})
+        peers = Peers(Path(folder), int(number), settings.gateway.processes, port=int(port))
+        try:
+            _run_gateway(settings, info.models, coordinator, info.fleet_keys, None, rest, peers)
         finally:
             forced.armed = True
         return OK
@@ -310,8 +344,9 @@ def _run_gateway(
     models: ResolvedModels,
     coordinator: CoordinatorHandle,
     fleet_keys: ServerKeys | None,
-    announce: Callable[[str], None],
-    read_settings: Callable[[], Settings],
+    announce: Callable[[str], None] | None,
+    arguments: list[str],
+    peers: Peers | None,
 ) -> None:
     """Serves HTTP until a signal; the signals are the server's own meanwhile."""
     from backend.config import environment
@@ -332,7 +367,8 @@ def _run_gateway(
             model_name=models.name,
             wire=Wire(fleet_keys, node_id=member.node_id),
             on_ready=announce,
-            read_settings=read_settings,
+            read_settings=lambda: _read_again(arguments),
+            peers=peers,
         )
         server.run()
     finally:
@@ -340,6 +376,39 @@ def _run_gateway(
             coordinator.deregister(member.id, member.incarnation)
         except CoordinatorUnavailable:
             logging.getLogger(__name__).debug("the coordinator was gone first")
+
+
+@contextmanager
+def _peers(settings: Settings, arguments: list[str]) -> Iterator[Peers | None]:
+    """The further processes that the settings ask for, and the folder they meet in."""
+    count = settings.gateway.processes
+    if count == 1:
+        yield None
+        return
+    import tempfile
+    from pathlib import Path
+
+    from backend.launch import state
+    from backend.launch.fleet import joined
+    from gateway.peers import Peers
+
+    # The folder is private to this user.
+    with tempfile.TemporaryDirectory(prefix="g-", dir=state.home()) as folder:
+
+        def command(number: int, port: int) -> list[str]:
+            own = [sys.executable, "-m", "gateway.cli", GATEWAY_PROCESS]
+            return [*own, folder, str(number), str(port), *joined(), *arguments]
+
+        yield Peers(Path(folder), 0, count, command=command)
+
+
+def _end_with_input() -> None:
+    """Drains this process when the one that started it is gone."""
+    import os
+    import signal
+
+    sys.stdin.buffer.read()
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 @contextmanager

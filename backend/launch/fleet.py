@@ -201,6 +201,12 @@ class Fleet:
                     raise LaunchError(f"{member.member_id} died {STARTS_ALLOWED} times while starting")
 
 
+def joined() -> tuple[str, str]:
+    """Address and namespace of the Ray cluster that this process is part of."""
+    context = ray.get_runtime_context()
+    return str(context.gcs_address), str(context.namespace)
+
+
 def gateway_member(model: str) -> Member:
     """This process as a gateway of the fleet."""
     incarnation = uuid.uuid4().hex
