@@ -42,7 +42,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands: dict[str, Callable[[list[str]], int]] = {
         "serve": serve,
         "gateway": gateway,
-        GATEWAY_PROCESS: gateway_process,
         "status": status,
         "check-config": check_config,
         "make-key": make_key,
@@ -61,12 +60,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given[0] in ("-V", "--version", "version"):
         print(f"outrider {version()}")
         return OK
-    if given[0] not in commands:
-        return fail(
-            f"no command {given[0]!r}; there are {', '.join(each for each in commands if each != GATEWAY_PROCESS)}", MISUSED
-        )
+    if given[0] not in commands and given[0] != GATEWAY_PROCESS:
+        return fail(f"no command {given[0]!r}; there are {', '.join(commands)}", MISUSED)
     try:
-        return commands[given[0]](given[1:])
+        return commands.get(given[0], gateway_process)(given[1:])
     except ConfigError as error:
         return fail(str(error), MISUSED)
     except (Interrupted, KeyboardInterrupt):
@@ -388,12 +385,12 @@ def _peers(settings: Settings, arguments: list[str]) -> Iterator[Peers | None]:
     import tempfile
     from pathlib import Path
 
-    from backend.launch import state
+    from backend.config.runtime import home
     from backend.launch.fleet import joined
     from gateway.peers import Peers
 
     # The folder is private to this user.
-    with tempfile.TemporaryDirectory(prefix="g-", dir=state.home()) as folder:
+    with tempfile.TemporaryDirectory(prefix="g-", dir=home()) as folder:
 
         def command(number: int, port: int) -> list[str]:
             own = [sys.executable, "-m", "gateway.cli", GATEWAY_PROCESS]

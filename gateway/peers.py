@@ -56,7 +56,7 @@ class Peers:
         self._keepers: list[asyncio.Task[None]] = []
         self._server: uvicorn.Server | None = None
         self._serving: asyncio.Task[None] | None = None
-        self._stopping = False
+        self._stopping = asyncio.Event()
 
     @property
     def is_first(self) -> bool:
@@ -82,7 +82,7 @@ class Peers:
 
     def stop(self) -> None:
         """Has the processes that this one started drain; called again, they end at once."""
-        self._stopping = True
+        self._stopping.set()
         for child in self._children.values():
             if child.returncode is None:
                 child.terminate()
@@ -156,17 +156,17 @@ class Peers:
         """Starts one process, again and again."""
         assert self._command is not None
         wait_s, most_s = BACKOFF_S
-        while not self._stopping:
+        while not self._stopping.is_set():
             began = time.monotonic()
             # In a session of its own: the terminal's Ctrl-C is for the first process.  The pipe tells it when that one is gone.
             child = await asyncio.create_subprocess_exec(
                 *self._command(index, port), stdin=asyncio.subprocess.PIPE, start_new_session=True
             )
             self._children[index] = child
-            if self._stopping:
+            if self._stopping.is_set():
                 child.terminate()
             await child.wait()
-            if self._stopping:
+            if self._stopping.is_set():
                 return
             if time.monotonic() - began > LIVED_S:
                 wait_s = BACKOFF_S[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -55,7 +55,7 @@ def fleet(keys: Path, first_key: str) -> Iterator[ServedFleet]:
 def samples(fleet: ServedFleet, name: str, label: str) -> dict[str, float]:
     """A metric's samples by one label."""
     families = text_string_to_metric_families(httpx.get(f"{fleet.url}/metrics", headers=ADMIN).text)
-    found: Counter[str] = Counter()
+    found: defaultdict[str, float] = defaultdict(float)
     for family in families:
         for sample in family.samples:
             if sample.name == name:
@@ -150,8 +150,7 @@ def test_one_that_dies_is_started_again_and_the_other_goes_on(fleet: ServedFleet
 def test_the_end_drains_all(fleet: ServedFleet, first_key: str) -> None:
     pids = gateway_pids(fleet).values()
     with ThreadPoolExecutor(8) as pool:
-        fields = {"prompt": "x", "max_tokens": 200, "ignore_eos": True}
-        asked = [pool.submit(post, fleet, first_key, **fields) for _ in range(8)]
+        asked = [pool.submit(post, fleet, first_key, prompt="x", max_tokens=200, ignore_eos=True) for _ in range(8)]
         flight = "outrider_requests_in_flight"
         wait_for(lambda: sum(samples(fleet, flight, "gateway").values()) == 8, 10)
         assert all(samples(fleet, flight, "gateway").values())
