@@ -265,7 +265,7 @@ def fleet_document(core: FleetCore) -> dict[str, Any]:
     own = {stats.verifier_id: stats for stats in core.stats()}
     views = snapshot.members if snapshot is not None else []
     lengths: dict[str, dict[str, float | None]] = {}
-    verifiers, drafters = [], []
+    verifiers, drafters, gateways = [], [], []
     for view in views:
         member = view.member
         entry: dict[str, Any] = {
@@ -289,10 +289,13 @@ def fleet_document(core: FleetCore) -> dict[str, Any]:
             entry["sequences"] = drafter.sequences if drafter else 0
             entry["cache_usage"] = drafter.cache_usage if drafter else 0.0
             drafters.append(entry)
+        else:
+            gateways.append(entry)
     return {
         "version": snapshot.version if snapshot else 0,
         "verifiers": verifiers,
         "drafters": drafters,
+        "gateways": gateways,
         "assignments": [
             {"verifier": each.verifier_id, "drafter": each.drafter_id, "generation": each.generation}
             for each in (snapshot.assignments if snapshot else [])

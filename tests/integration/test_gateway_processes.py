@@ -54,7 +54,7 @@ def fleet(keys: Path, first_key: str) -> Iterator[ServedFleet]:
 
 def samples(fleet: ServedFleet, name: str, label: str) -> dict[str, float]:
     """A metric's samples by one label."""
-    families = text_string_to_metric_families(httpx.get(f"{fleet.url}/metrics", headers=ADMIN).text)
+    families = text_string_to_metric_families(httpx.get(f"{fleet.url}/metrics").text)
     found: defaultdict[str, float] = defaultdict(float)
     for family in families:
         for sample in family.samples:
@@ -69,14 +69,14 @@ def post(fleet: ServedFleet, key: str, path: str = "/v1/completions", **fields: 
     return httpx.post(f"{fleet.url}{path}", json=body, headers={"authorization": f"Bearer {key}"}, timeout=60)
 
 
-def gateway_pids(fleet: ServedFleet) -> dict[str, int]:
+def gateway_pids(fleet: ServedFleet, key: str) -> dict[str, int]:
     """Of the gateways that `/fleet` shows as ready."""
-    members = httpx.get(f"{fleet.url}/fleet", headers=ADMIN).json()["members"]
-    return {each["id"]: each["pid"] for each in members if each["kind"] == "gateway" and each["state"] == "ready"}
+    gateways = httpx.get(f"{fleet.url}/fleet", headers={"authorization": f"Bearer {key}"}).json()["gateways"]
+    return {each["id"]: each["pid"] for each in gateways if each["state"] == "ready"}
 
 
 def test_both_serve_and_load_stays_balanced(fleet: ServedFleet, first_key: str) -> None:
-    wait_for(lambda: len(gateway_pids(fleet)) == 2, 10)
+    wait_for(lambda: len(gateway_pids(fleet, first_key)) == 2, 10)
     before = samples(fleet, "outrider_verifier_tokens_total", "verifier")
 
     def ask(number: int) -> str:
@@ -102,7 +102,7 @@ def test_counters_of_one_port_never_fall(fleet: ServedFleet, first_key: str) -> 
     last: dict[tuple[str, str], float] = {}
     for number in range(12):
         assert post(fleet, first_key, prompt=f"{number}", max_tokens=2).status_code == 200
-        families = text_string_to_metric_families(httpx.get(f"{fleet.url}/metrics", headers=ADMIN).text)
+        families = text_string_to_metric_families(httpx.get(f"{fleet.url}/metrics").text)
         now = {(s.name, str(s.labels)): s.value for f in families if f.type == "counter" for s in f.samples}
         assert all(now[series] >= value for series, value in last.items())
         last = now
@@ -139,16 +139,16 @@ def test_background_responses_are_cancelled_and_followed_through_any(fleet: Serv
 
 def test_one_that_dies_is_started_again_and_the_other_goes_on(fleet: ServedFleet, first_key: str) -> None:
     first = fleet.process.pid
-    victim = next(pid for pid in gateway_pids(fleet).values() if pid != first)
+    victim = next(pid for pid in gateway_pids(fleet, first_key).values() if pid != first)
     os.kill(victim, signal.SIGKILL)
     wait_for(lambda: httpx.get(f"{fleet.url}/readyz").status_code == 503, 10)
     assert {post(fleet, first_key, prompt="x", max_tokens=1).status_code for _ in range(8)} == {200}
     wait_for(lambda: httpx.get(f"{fleet.url}/readyz").status_code == 200, 60)
-    wait_for(lambda: victim not in gateway_pids(fleet).values() and len(gateway_pids(fleet)) == 2, 10)
+    wait_for(lambda: victim not in gateway_pids(fleet, first_key).values() and len(gateway_pids(fleet, first_key)) == 2, 10)
 
 
 def test_the_end_drains_all(fleet: ServedFleet, first_key: str) -> None:
-    pids = gateway_pids(fleet).values()
+    pids = gateway_pids(fleet, first_key).values()
     with ThreadPoolExecutor(8) as pool:
         asked = [pool.submit(post, fleet, first_key, prompt="x", max_tokens=200, ignore_eos=True) for _ in range(8)]
         flight = "outrider_requests_in_flight"
