@@ -8,7 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from backend.fleet import DraftCounters, FleetSnapshot, Member, MemberView, VerifierStats
 from gateway.fleet_core import FleetCore
-from gateway.fleet_metrics import FleetCollector, FleetTotals, fleet_document
+from gateway.fleet_metrics import FleetCollector, FleetTotals, GatewayCollector, fleet_document
 from gateway.in_flight import Cut, InFlight
 from gateway.metrics import DEFINITIONS, GatewayMetrics
 
@@ -54,7 +54,9 @@ def sequence(arrived: float, tokens: int) -> InFlight:
 @pytest.fixture
 def metrics() -> GatewayMetrics:
     made = GatewayMetrics()
-    made.registry.register(FleetCollector(cast(FleetCore, Core(stats()))))
+    core = cast(FleetCore, Core(stats()))
+    made.registry.register(FleetCollector(core))
+    made.registry.register(GatewayCollector(core))
     return made
 
 
