@@ -89,7 +89,9 @@ class Peers:
 
     async def close(self, patience_s: float) -> None:
         """Waits for the processes that this one started; those that take longer are killed."""
-        self.stop()
+        # A second SIGTERM would cut off what they still serve.
+        if not self._stopping.is_set():
+            self.stop()
         alive = [child for child in self._children.values() if child.returncode is None]
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(asyncio.gather(*(child.wait() for child in alive)), patience_s)
