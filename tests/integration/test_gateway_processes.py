@@ -127,16 +127,14 @@ def test_background_responses_are_cancelled_and_followed_through_any(fleet: Serv
         made = post(fleet, first_key, "/v1/responses", input="hi", background=True, max_output_tokens=400).json()
         url = f"{fleet.url}/v1/responses/{made['id']}"
         assert httpx.post(f"{url}/cancel", headers=bearer).json()["status"] in ("cancelled", "completed", "incomplete")
-    made = [
-        post(fleet, first_key, "/v1/responses", input="hi", background=True, stream=True, max_output_tokens=8).text
-        for _ in range(1)
-    ]
-    response_id = made[0].partition('"id":"')[2].partition('"')[0]
+    streamed = post(fleet, first_key, "/v1/responses", input="hi", background=True, stream=True, max_output_tokens=8).text
+    response_id = streamed.partition('"id":"')[2].partition('"')[0]
     for _ in range(6):
         url = f"{fleet.url}/v1/responses/{response_id}?stream=true"
-        assert httpx.get(url, headers=bearer).text == made[0].replace(": \n\n", "")
+        assert httpx.get(url, headers=bearer).text == streamed.replace(": \n\n", "")
 
 
+@pytest.mark.campaign
 def test_one_that_dies_is_started_again_and_the_other_goes_on(fleet: ServedFleet, first_key: str) -> None:
     first = fleet.process.pid
     victim = next(pid for pid in gateway_pids(fleet, first_key).values() if pid != first)
@@ -153,7 +151,6 @@ def test_the_end_drains_all(fleet: ServedFleet, first_key: str) -> None:
         asked = [pool.submit(post, fleet, first_key, prompt="x", max_tokens=50 * n, ignore_eos=True) for n in range(1, 9)]
         flight = "outrider_requests_in_flight"
         wait_for(lambda: sum(samples(fleet, flight, "gateway").values()) == 8, 10)
-        assert all(samples(fleet, flight, "gateway").values())
         began = time.monotonic()
         fleet.process.send_signal(signal.SIGTERM)
         assert {each.result().status_code for each in asked} == {200}
