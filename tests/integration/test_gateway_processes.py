@@ -148,14 +148,14 @@ def test_one_that_dies_is_started_again_and_the_other_goes_on(fleet: ServedFleet
 def test_the_end_drains_all(fleet: ServedFleet, first_key: str) -> None:
     pids = gateway_pids(fleet, first_key).values()
     with ThreadPoolExecutor(8) as pool:
-        asked = [pool.submit(post, fleet, first_key, prompt="x", max_tokens=50 * n, ignore_eos=True) for n in range(1, 9)]
+        asked = [pool.submit(post, fleet, first_key, prompt="x", max_tokens=3000, ignore_eos=True) for _ in range(8)]
         flight = "outrider_requests_in_flight"
-        wait_for(lambda: sum(samples(fleet, flight, "gateway").values()) == 8, 10)
+        wait_for(lambda: sum(samples(fleet, flight, "gateway").values()) == 8, 30)
         began = time.monotonic()
         fleet.process.send_signal(signal.SIGTERM)
         assert {each.result().status_code for each in asked} == {200}
     assert fleet.process.wait(60) == 0
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 60
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 
 
