@@ -9,7 +9,7 @@ TWO := -n 2 --no-loadscope-reorder
 MAKEFLAGS += --no-print-directory
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev setup-load serve status test test-fast campaign clients lint bench bench-fleet bench-gateway load chaos dashboards dashboards-check
+.PHONY: help setup setup-dev setup-load serve status test test-fast campaign clients vllm-tests lint bench bench-fleet bench-gateway load chaos dashboards dashboards-check
 .PHONY: monitoring-check records-cost rollout-demo format clean
 
 help: ## list these tasks
@@ -42,6 +42,9 @@ campaign: setup-dev ## run what `make test` leaves out, and property tests on ne
 
 clients: setup-dev ## call a fleet with LangChain, LiteLLM and Node's libraries (needs node 20 or newer; ARGS="-k stream")
 	@exec $(BIN)/python -m tests.clients $(ARGS)
+
+vllm-tests: setup-dev ## call a fleet as vLLM's own endpoint tests do (ARGS="--sdist vllm-0.32.0.tar.gz -k chat")
+	@exec $(BIN)/python -m tests.campaign.vllm_endpoint_tests $(ARGS)
 
 lint: setup-dev ## ruff, mypy and the import contracts
 	@$(BIN)/ruff check .

@@ -104,8 +104,9 @@ class ApiError(Exception):
         return {} if self.retry_after_s is None else {"retry-after": str(self.retry_after_s)}
 
     def anthropic_body(self) -> dict[str, object]:
-        """The same as Anthropic's API has it."""
-        return {"type": "error", "error": {"type": _ANTHROPIC.get(self.status, "api_error"), "message": self.message}}
+        """The same as Anthropic's API has it, with its name for what vLLM hands on as a chat completion's."""
+        message = self.message.replace("max_completion_tokens", "max_tokens")
+        return {"type": "error", "error": {"type": _ANTHROPIC.get(self.status, "api_error"), "message": message}}
 
     def body_for(self, path: str) -> dict[str, Any]:
         """As the API at this URL has it."""

@@ -82,10 +82,11 @@ REFUSED: Mapping[str, str] = {
 def without_nulls(data: dict[str, Any]) -> dict[str, Any]:
     """`data` with nulls left out where they mean "absent": its own fields, and those of the objects that OpenAI's API defines.
 
-    What clients define (JSON schemas, template arguments) stays as it is.
+    What clients define (JSON schemas, template arguments) stays as it is.  So do `stream_options`: without a stream they are
+    an error even where they ask for nothing.
     """
     kept = {name: value for name, value in data.items() if value is not None}
-    for name in ("stream_options", "reasoning", "text", "thinking", "output_config"):
+    for name in ("reasoning", "text", "thinking", "output_config"):
         if isinstance(kept.get(name), dict):
             kept[name] = _dropped(kept[name])
     for name in ("response_format", "tool_choice"):

@@ -93,6 +93,7 @@ _ITEMS = _object("items", items={"type": "array", "items": {"type": "object"}, "
 
 OPERATIONS: dict[tuple[str, str], Operation] = {
     ("POST", "/v1/chat/completions"): Operation(vllm.ChatCompletionRequest, vllm.ChatCompletionResponse, streams=True),
+    ("POST", "/v1/chat/completions/batch"): Operation(vllm.BatchChatCompletionRequest, vllm.ChatCompletionResponse),
     ("POST", "/v1/completions"): Operation(vllm.CompletionRequest, vllm.CompletionResponse, streams=True),
     ("POST", "/v1/responses"): Operation(vllm.ResponsesRequest, _RESPONSE, streams=True),
     ("POST", "/v1/responses/input_tokens"): Operation(vllm.ResponsesRequest, _object("object", "input_tokens")),
@@ -138,6 +139,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("POST", "/v1/tokenize"): _TOKENIZE,
     ("POST", "/detokenize"): _DETOKENIZE,
     ("POST", "/v1/detokenize"): _DETOKENIZE,
+    ("GET", "/tokenizer_info"): Operation(gives=vllm.TokenizerInfoResponse),
     ("GET", "/livez"): Operation(gives=_object("status")),
     ("GET", "/readyz"): Operation(gives=_object("status")),
     ("GET", "/health"): Operation(gives=_object("status")),

@@ -45,7 +45,7 @@ def plan_line(settings: Settings, models: ResolvedModels) -> str:
 def ready(url: str, settings: Settings, models: ResolvedModels) -> str:
     """The URL and a line to paste into a shell."""
     base = url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
-    name = settings.gateway.served_model_name or models.name
+    name = (settings.gateway.served_model_name or [models.name])[0]
     body: dict[str, Any]
     if models.name != "demo" and _has_chat_template(settings, Path(models.target_dir)):
         path, body = "chat/completions", {"model": name, "messages": [{"role": "user", "content": "Hello!"}]}

@@ -116,7 +116,7 @@ def check_generation(request: Any, *, max_n: int, vllm_speculates: bool) -> None
     n = getattr(request, "n", 1)
     if n is not None and not 1 <= n <= max_n:
         raise BadRequest(f"`n` must be between 1 and {max_n}.", param="n")
-    if FIXED_RESPONSE in (request.vllm_xargs or {}):
+    if FIXED_RESPONSE in (getattr(request, "vllm_xargs", None) or {}):
         raise BadRequest(f"`{FIXED_RESPONSE}` belongs to rollouts.", param="vllm_xargs")
     if vllm_speculates:
         unsupported = [name for name in ("min_p", "logit_bias") if getattr(request, name, None)]

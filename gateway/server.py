@@ -84,18 +84,18 @@ def build_gateway(
         queueing=queueing_of(settings),
     )
     client = FleetClient(vllm_config, core)
-    served_name = settings.gateway.served_model_name or model_name or Path(model_dir).name
-    services = build_services(client, settings, served_name, ApiError)
+    served_names = settings.gateway.served_model_name or [model_name or Path(model_dir).name]
+    services = build_services(client, settings, served_names, ApiError)
     of_fleet = FleetCollector(core)
     metrics.fleet.register(of_fleet)
     metrics.registry.register(of_fleet)
     metrics.registry.register(GatewayCollector(core))
-    about = {"model": served_name, "mode": settings.mode, "num_speculative_tokens": settings.num_speculative_tokens}
+    about = {"model": served_names[0], "mode": settings.mode, "num_speculative_tokens": settings.num_speculative_tokens}
     feed = FleetFeed(core, about, metrics)
     folder = _state_folder(settings)
     responses = Responses(None if folder is None else Store(folder / "responses.sqlite", settings.gateway.state_mib << 20))
     doors = open_doors(settings, core.gateway_id, folder)
-    batches = Batches(folder, settings, served_name)
+    batches = Batches(folder, settings, served_names[0])
     return Gateway(settings, client, services, metrics, feed, responses, doors, batches, tracing)
 
 

@@ -66,7 +66,10 @@ class GatewaySettings(Section):
     processes: int = Field(
         1, ge=1, le=64, description="gateway processes that share the port; max_in_flight and queues are of each of them"
     )
-    served_model_name: str | None = Field(None, description="model name in the API; default: the model's own name")
+    served_model_name: list[str] = Field(
+        default_factory=list,
+        description="model names in the API, with commas; answers carry the first; default: the model's own name",
+    )
     max_in_flight: int = Field(
         1024, ge=1, description="requests served at once, waiting ones included; more are answered 429 with Retry-After"
     )
@@ -112,7 +115,7 @@ class GatewaySettings(Section):
         "same beginning of a prompt, or both",
     )
 
-    @field_validator("cors_origins", mode="before")
+    @field_validator("cors_origins", "served_model_name", mode="before")
     @classmethod
     def _listed(cls, value: Any) -> Any:
         """Flags and variables have them in one text, with commas or as JSON."""

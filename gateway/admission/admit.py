@@ -18,6 +18,8 @@ from gateway.state import Gateway
 
 BYTES_PER_TOKEN = 4
 """Of a request's body.  English text has about so many; the estimate is corrected when the answer is there."""
+_MANY = ("prompt", "input", "messages", "documents", "items", "text_2")
+"""Fields that may hold more than one prompt."""
 WAIT_HEADER = "x-outrider-max-wait-s"
 """By which a client says how long its request may wait for room; never longer than `gateway.queue_wait_s`."""
 
@@ -33,7 +35,7 @@ def admit(gateway: Gateway, request: Request, asked: Any) -> Claim:
     if claim.wait_s is not None:
         claim.wait_s = _wait_s(request.headers.get(WAIT_HEADER), gateway.settings.gateway.queue_wait_s)
     claim.choices = getattr(asked, "n", None) or 1
-    prompts = max(count_prompts(getattr(asked, name, None)) for name in ("prompt", "input", "documents", "items", "text_2"))
+    prompts = max(count_prompts(getattr(asked, name, None)) for name in _MANY)
     claim.sequences = claim.choices * prompts
     context = gateway.client.model_config.max_model_len
     size = int(request.scope["state"].get("body_bytes", 0))

@@ -9,13 +9,19 @@ import pydantic
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
-from backend.engine.front import ChatCompletionRequest, CompletionRequest, ErrorResponse, VLLMValidationError
+from backend.engine.front import (
+    BatchChatCompletionRequest,
+    ChatCompletionRequest,
+    CompletionRequest,
+    ErrorResponse,
+    VLLMValidationError,
+)
 from backend.engine.front.client import offer_plain
 from backend.engine.front.plain import PlainStream
 from gateway import answers
 from gateway.admission.admit import admit
 from gateway.asking import inquire, with_usage
-from gateway.bounds import check_bounds
+from gateway.bounds import MAX_SEQUENCES, check_bounds
 from gateway.calling import ended_apart, only_allowed
 from gateway.errors import BadRequest, ContextTooLong, from_vllm
 from gateway.fields import GENERATING
@@ -40,6 +46,16 @@ async def chat_completions(request: Request) -> Response:
         return ended_apart(made) if asked.tools and isinstance(made, AsyncGenerator) else made
 
     return await respond(gateway, request, asked, create, CHAT)
+
+
+@router.post("/v1/chat/completions/batch")
+async def chat_completions_of_many(request: Request) -> Response:
+    """vLLM's: a list of conversations in `messages`, and a choice for each."""
+    gateway = gateway_of(request)
+    asked = parse(BatchChatCompletionRequest, await read_json(request, gateway.max_body_bytes))
+    if len(asked.messages) > MAX_SEQUENCES:
+        raise BadRequest(f"`messages` has more than {MAX_SEQUENCES} conversations.", param="messages")
+    return await respond(gateway, request, asked, gateway.services.chat_of_many.create_batch_chat_completion, CHAT)
 
 
 @router.post("/v1/completions")

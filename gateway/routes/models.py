@@ -51,18 +51,20 @@ def _cards(request: Request) -> list[dict[str, Any]]:
     models = gateway.services.models
     base = models.model_name()
     may_use = caller_of(request).may_use
-    cards = [_card(gateway, base, None), *(_card(gateway, name, base) for name in models.lora_requests)]
+    names = [each.name for each in models.base_model_paths]
+    cards = [_card(gateway, name, base) for name in names]
+    cards += [_card(gateway, name, base, parent=base) for name in models.lora_requests]
     return [card for card in cards if may_use(card["id"])]
 
 
-def _card(gateway: Gateway, name: str, parent: str | None) -> dict[str, Any]:
-    """`root` is the name too: the directory a model was found in is nobody's business."""
+def _card(gateway: Gateway, name: str, root: str, *, parent: str | None = None) -> dict[str, Any]:
+    """`root` is the base model's name: the directory a model was found in is nobody's business."""
     return {
         "id": name,
         "object": "model",
         "created": int(gateway.started),
         "owned_by": "outrider",
-        "root": parent or name,
+        "root": root,
         "parent": parent,
         "max_model_len": gateway.client.model_config.max_model_len,
         "type": "model",
@@ -119,6 +121,13 @@ async def detokenize(request: Request) -> Response:
     asked = parse(DetokenizeRequest, await read_json(request, gateway.max_body_bytes))
     check_model(gateway, request, asked)
     return _answer(await gateway.services.tokenization.create_detokenize(asked, request))
+
+
+@router.get("/tokenizer_info")
+async def tokenizer_info(request: Request) -> Response:
+    """The tokenizer's configuration and the chat template, without the places they were read from."""
+    said = answers.body(await gateway_of(request).services.tokenization.get_tokenizer_info())
+    return JSONResponse({name: each for name, each in said.items() if name != "name_or_path" and not name.endswith("_file")})
 
 
 def _answer(result: Any) -> Response:

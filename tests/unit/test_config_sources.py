@@ -173,4 +173,4 @@ def test_a_secret_is_read_from_the_file_it_names(tmp_path):
     assert load(["--api-key", f"@{key}"], "test").settings.gateway.api_key == "s3cret"
     with pytest.raises(ConfigError, match="cannot be read"):
         load(["--gateway-admin-key", f"@{tmp_path}/none"], "test")
-    assert load(["--gateway-served-model-name", "@x"], "test").settings.gateway.served_model_name == "@x"
+    assert load(["--gateway-served-model-name", "@x"], "test").settings.gateway.served_model_name == ["@x"]

@@ -18,14 +18,14 @@ def test_null_means_absent():
     asked = {
         "model": "demo",
         "temperature": None,
-        "stream_options": {"include_usage": True, "include_obfuscation": None},
+        "stream_options": {"include_usage": None},
         "messages": [{"role": "assistant", "content": None, "tool_calls": [{"id": "1"}], "refusal": None}],
         "tools": [{"type": "function", "strict": None, "function": {"name": "f", "description": None}}],
         "response_format": {"type": "json_schema", "json_schema": {"name": "x", "strict": None, "schema": {}}},
     }
     assert without_nulls(asked) == {
         "model": "demo",
-        "stream_options": {"include_usage": True},
+        "stream_options": {"include_usage": None},
         "messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}],
         "tools": [{"type": "function", "function": {"name": "f"}}],
         "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}},

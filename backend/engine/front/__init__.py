@@ -10,7 +10,7 @@ from __future__ import annotations
 import vllm  # first: its submodules do not import alone
 from vllm.config import VllmConfig
 from vllm.entrypoints.anthropic.protocol import AnthropicCountTokensRequest, AnthropicMessagesRequest
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.chat_completion.protocol import BatchChatCompletionRequest, ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.exception_handling.utils import sanitize_message
@@ -36,6 +36,7 @@ __all__ = [
     "VLLM_VERSION",
     "AnthropicCountTokensRequest",
     "AnthropicMessagesRequest",
+    "BatchChatCompletionRequest",
     "ChatCompletionRequest",
     "CompletionRequest",
     "DetokenizeRequest",

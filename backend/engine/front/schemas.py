@@ -8,7 +8,11 @@ from vllm.entrypoints.anthropic.protocol import (
     AnthropicMessagesRequest,
     AnthropicMessagesResponse,
 )
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse
+from vllm.entrypoints.openai.chat_completion.protocol import (
+    BatchChatCompletionRequest,
+    ChatCompletionRequest,
+    ChatCompletionResponse,
+)
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest, CompletionResponse
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest, UnloadLoRAAdapterRequest
@@ -18,12 +22,14 @@ from vllm.entrypoints.serve.tokenize.protocol import (
     TokenizeChatRequest,
     TokenizeCompletionRequest,
     TokenizeResponse,
+    TokenizerInfoResponse,
 )
 
 __all__ = [
     "AnthropicCountTokensRequest",
     "AnthropicMessagesRequest",
     "AnthropicMessagesResponse",
+    "BatchChatCompletionRequest",
     "ChatCompletionRequest",
     "ChatCompletionResponse",
     "CompletionRequest",
@@ -35,5 +41,6 @@ __all__ = [
     "TokenizeChatRequest",
     "TokenizeCompletionRequest",
     "TokenizeResponse",
+    "TokenizerInfoResponse",
     "UnloadLoRAAdapterRequest",
 ]

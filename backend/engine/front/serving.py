@@ -6,10 +6,12 @@ No request logger is ever given to them: prompts and outputs stay out of the log
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import vllm  # noqa: F401  (first: its submodules do not import alone)
+from vllm.entrypoints.openai.chat_completion.batch_serving import OpenAIServingChatBatch
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.openai.models.protocol import BaseModelPath, LoRAModulePath
@@ -46,6 +48,7 @@ class Services:
 
     models: OpenAIServingModels
     chat: OpenAIServingChat
+    chat_of_many: OpenAIServingChatBatch
     completion: OpenAIServingCompletion
     responses: OpenAIServingResponses
     messages: Messages
@@ -54,8 +57,10 @@ class Services:
     pooling: Pooling
 
 
-def build_services(client: FleetClient[Any], settings: Settings, served_name: str, expected: type[Exception]) -> Services:
-    """The serving objects for one base model under `served_name`.
+def build_services(
+    client: FleetClient[Any], settings: Settings, served_names: Sequence[str], expected: type[Exception]
+) -> Services:
+    """The serving objects for one base model under `served_names`; answers carry the first.
 
     `expected` are errors that need no traceback in the log.  Raises `TypeError` for a parser that does not fit the tokenizer.
     """
@@ -68,7 +73,8 @@ def build_services(client: FleetClient[Any], settings: Settings, served_name: st
     tools = tool_parser(settings.gateway.tool_call_parser, model_dir, settings.gateway.chat_template)
     adapters = [LoRAModulePath(name, path) for name, path in settings.verifier.adapters.items()]
     # `root` is what the model was asked for: the directory it was found in is nobody's business.
-    models = OpenAIServingModels(client, [BaseModelPath(name=served_name, model_path=served_name)], lora_modules=adapters)
+    names = [BaseModelPath(name=name, model_path=served_names[0]) for name in served_names]
+    models = OpenAIServingModels(client, names, lora_modules=adapters)
     common: dict[str, Any] = {
         "request_logger": None,
         "chat_template": template,
@@ -85,6 +91,7 @@ def build_services(client: FleetClient[Any], settings: Settings, served_name: st
     return Services(
         models=models,
         chat=Chat(client, models, "assistant", **chatting),
+        chat_of_many=OpenAIServingChatBatch(client, models, "assistant", **chatting),
         completion=Completion(client, models, online_renderer=renderer, request_logger=None, **counted),
         responses=OpenAIServingResponses(client, models, **chatting),
         messages=Messages(client, models, "assistant", **chatting),

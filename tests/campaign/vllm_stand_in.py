@@ -1,0 +1,254 @@
+"""A pytest plugin under which vLLM's endpoint tests meet our gateway instead of vLLM's server.  Runs in pytest's process.
+
+`tests` is vLLM's package here.  Whatever model a test names is the demo model, with a longer context: the working directory
+holds it under every name that the selected tests use, and the fleet goes under all of them.  One fleet runs at a time; it is
+exchanged where a test's flags need other settings.  The variable `OUTCOMES` names the file that takes one JSON line per test.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import httpx
+import pytest
+import torch
+import vllm.transformers_utils.repo_utils
+from safetensors.torch import load_file, save_file
+
+from tests import utils
+
+CHANGES: dict[str, dict[str, int]] = {
+    "config.json": {"max_position_embeddings": 40960, "vocab_size": 8192},
+    "tokenizer_config.json": {"model_max_length": 40960},
+    "generation_config.json": {"max_new_tokens": 64},
+}
+"""In the demo model's files.  It has learned a tenth of this context, and seldom ends by itself."""
+PADDING = 2
+"""The padding's token id."""
+OURS = Path(__file__).resolve().parents[2]
+OUTCOMES = "VLLM_TESTS_OUTCOMES"
+
+SAME_HERE = {
+    "--dtype": 1,
+    "--enable-auto-tool-choice": 0,
+    "--enable-chunked-prefill": 0,
+    "--enable-lora": 0,
+    "--enable-prompt-tokens-details": 0,
+    "--enable-tokenizer-info-endpoint": 0,
+    "--enforce-eager": 0,
+    "--gpu-memory-utilization": 1,
+    "--max-cpu-loras": 1,
+    "--max-lora-rank": 1,
+    "--max-num-seqs": 1,
+    "--no-async-scheduling": 0,
+    "--port": 1,
+    "--structured-outputs-config.backend": 1,
+    "--trust-remote-code": 0,
+}
+"""Flags of vLLM's server that need nothing: always on, or a matter of size; and how many values follow them."""
+SETTINGS = {"--chat-template": "--gateway-chat-template"}
+"""Flags that are settings of ours by another name."""
+ENGINE = {"--max-logprobs": "max_logprobs", "--max-num-batched-tokens": "max_num_batched_tokens"}
+"""Flags that are arguments of a verifier's engine."""
+ENVIRONMENT = {
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": ("--verifier-adapters-loadable", "true"),
+    "VLLM_ENABLE_RESPONSES_API_STORE": (),
+    "VLLM_SERVER_DEV_MODE": (),
+    "VLLM_WORKER_MULTIPROC_METHOD": (),
+}
+"""Variables of vLLM's server, and what sets the same here."""
+_NAMED = re.compile(r'(?:MODEL\w*|model_name) = "([^"]+)"|RemoteOpenAIServer\(\s*"([^"]+)"')
+"""Where the tests name models."""
+
+
+def _load(name: str, path: str) -> ModuleType:
+    """One of our own test supports, under a name that vLLM's package `tests` does not hide."""
+    spec = importlib.util.spec_from_file_location(name, OURS / path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+fleet_process = _load("outrider_fleet_process", "tests/support/fleet_process.py")
+lora = _load("outrider_lora", "tests/support/lora.py")
+
+
+class NotOffered(Exception):
+    """A flag or variable of vLLM's server that has no setting of ours."""
+
+
+class Fleet:
+    """The one that runs, with the settings that it was started with."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self._settings: list[str] | None = None
+        self._served: Any = None
+
+    def with_settings(self, settings: list[str], names: list[str]) -> Any:
+        """A fleet with these, the model going by `names` too; the one that runs where it has them."""
+        settings = ["--gateway-served-model-name", ",".join([*self.names, *names]), *settings]
+        if self._settings != settings:
+            self.stop()
+            print("outrider serve", *settings, flush=True)
+            apart = ["--ray-namespace", f"vllm-tests-{os.getpid()}", "--gateway-state-dir", tempfile.mkdtemp(dir=Path.cwd())]
+            pair = ["--model", str(Path("model").resolve()), "--drafter", str(lora.TARGET_DIR.with_name("drafter"))]
+            self._served = fleet_process.ServedFleet(*pair, *apart, *settings)
+            self._settings = settings
+        return self._served
+
+    def stop(self) -> None:
+        self._settings = None
+        if self._served is not None:
+            self._served.stop()
+        self._served = None
+
+
+fleet = Fleet()
+
+
+class StandIn(utils.RemoteOpenAIServer):  # type: ignore[misc]  # vLLM's tests have no types
+    """`vllm serve` as the tests start it, by a fleet of ours.  Raises `NotOffered`."""
+
+    def __init__(
+        self, model: str, vllm_serve_args: Sequence[str], *, env_dict: dict[str, str] | None = None, **wanted: Any
+    ) -> None:
+        if unknown := {name for name, value in wanted.items() if value} - {"auto_port", "max_wait_seconds", "seed"}:
+            raise NotOffered(*unknown)
+        self.uds = None
+        settings, names = settings_for(list(map(str, vllm_serve_args)), env_dict or {})
+        address = httpx.URL(fleet.with_settings(settings, names).url)
+        self.host, self.port = address.host, address.port
+        self.show_hidden_metrics = False
+
+    def __exit__(self, *_: object) -> None:
+        """The fleet is kept for the next file."""
+
+
+def settings_for(arguments: list[str], environment: dict[str, str]) -> tuple[list[str], list[str]]:
+    """Settings of ours for vLLM's flags and variables, and further names of the model.  Raises `NotOffered`."""
+    settings: list[str] = []
+    names: list[str] = []
+    adapters: dict[str, str] = {}
+    engine: dict[str, Any] = {}
+    for name in environment:
+        if name not in ENVIRONMENT:
+            raise NotOffered(name)
+        settings += ENVIRONMENT[name]
+    flags = [part for each in arguments for part in (each.split("=", 1) if each.startswith("--") else [each])]
+    while flags:
+        flag = flags.pop(0).replace("_", "-")
+        if flag in SAME_HERE:
+            del flags[: SAME_HERE[flag]]
+        elif flag == "--max-model-len":
+            settings += ["--verifier-max-model-len", flags.pop(0)]
+        elif flag in SETTINGS:
+            settings += [SETTINGS[flag], flags.pop(0)]
+        elif flag in ("--tool-call-parser", "--reasoning-parser"):
+            # The demo model speaks no family's language; by grammar, it calls tools with the parser for all others.
+            flags.pop(0)
+        elif flag in ENGINE:
+            engine[ENGINE[flag]] = int(flags.pop(0))
+        elif flag == "--no-enable-prefix-caching":
+            engine["enable_prefix_caching"] = False
+        elif flag == "--served-model-name":
+            while flags and not flags[0].startswith("--"):
+                names.append(flags.pop(0))
+        elif flag == "--lora-modules":
+            while flags and not flags[0].startswith("--"):
+                adapters.update(_adapter(flags.pop(0)))
+        else:
+            raise NotOffered(flag)
+    if adapters:
+        settings += ["--verifier-adapters", json.dumps(adapters)]
+    if engine:
+        settings += ["--verifier-engine-args", json.dumps(engine)]
+    return settings, names
+
+
+def _adapter(text: str) -> dict[str, str]:
+    """`name=path`, or the JSON object that vLLM takes besides."""
+    if text.startswith("{"):
+        said = json.loads(text)
+        return {said["name"]: said["path"]}
+    name, _, path = text.partition("=")
+    return {name: path}
+
+
+class _Hub:
+    """What of the hub's API the tests call: every repository is an adapter for the demo model."""
+
+    def snapshot_download(self, *_: Any, **__: Any) -> str:
+        directory = Path("adapter").resolve()
+        return str(directory if directory.is_dir() else lora.write_adapter(directory))
+
+
+utils.RemoteOpenAIServer = StandIn
+vllm.transformers_utils.repo_utils.hf_api = _Hub
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The demo model, under the names of the files that were asked for."""
+    model = Path("model").resolve()
+    _make_model(model)
+    files = {path for each in config.args for path in (Path(each), Path(each).with_name("conftest.py")) if path.is_file()}
+    found = {first or second for file in files for first, second in _NAMED.findall(file.read_text())}
+    fleet.names = [*sorted(found), "demo"]
+    for name in fleet.names:
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).symlink_to(model)
+
+
+def _make_model(directory: Path) -> None:
+    """The demo model with what tests take for granted: length, ids of many tokens, and answers that end."""
+    shutil.copytree(lora.TARGET_DIR, directory)
+    for file, changes in CHANGES.items():
+        said = json.loads((directory / file).read_text())
+        (directory / file).write_text(json.dumps(said | changes))
+    weights = load_file(directory / "model.safetensors")
+    tokens = weights["model.embed_tokens.weight"]
+    # The further ids are as unlikely as the padding, which no text has.
+    further = tokens[PADDING].expand(CHANGES["config.json"]["vocab_size"] - len(tokens), -1)
+    save_file(weights | {"model.embed_tokens.weight": torch.cat((tokens, further))}, directory / "model.safetensors")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out what needs no server."""
+    kept = [item for item in items if _needs_server(item)]
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = kept
+
+
+def _needs_server(item: Any) -> bool:
+    return any("server" in name or "client" in name for name in item.fixturenames) or "RemoteOpenAIServer" in inspect.getsource(
+        item.function
+    )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
+    """Writes how a test ended: its id, `passed`, `failed` or `skipped`, and why."""
+    report = yield
+    if report.when == "call" or (report.when == "setup" and not report.passed):
+        error = call.excinfo.value if call.excinfo is not None else None
+        why = f"{type(error).__name__}: {error}" if error is not None else ""
+        line = {"test": item.nodeid, "outcome": report.outcome, "not_offered": isinstance(error, NotOffered), "why": why[:2000]}
+        with open(os.environ[OUTCOMES], "a") as file:
+            file.write(json.dumps(line) + "\n")
+    return report
+
+
+def pytest_sessionfinish() -> None:
+    fleet.stop()
