@@ -29,41 +29,40 @@ import httpx
 
 HERE = Path(__file__).resolve().parent
 EXPECTED = HERE / "vllm_expected.toml"
-FILES = """
-    openai/completion/test_completion.py
-    openai/chat_completion/test_batched_chat_completions.py
-    openai/chat_completion/test_chat_completion.py
-    openai/chat_completion/test_logprob_token_ids.py
-    openai/test_return_token_ids.py
-    openai/chat_completion/test_chat.py
-    openai/test_return_tokens_as_ids.py
-    openai/models/test_models.py
-    serve/lora/test_lora_adapters.py
-    openai/completion/test_completion_with_prompt_embeds.py
-    openai/chat_completion/test_chat_completion_with_prompt_embeds.py
-    openai/chat_completion/test_chat_echo.py
-    openai/chat_completion/test_chat_logit_bias_validation.py
-    openai/chat_completion/test_completion_with_function_calling.py
-    openai/chat_completion/test_enable_force_include_usage.py
-    openai/chat_completion/test_include_reasoning.py
-    openai/chat_completion/test_root_path.py
-    openai/chat_completion/test_thinking_token_budget.py
-    openai/completion/test_prompt_validation.py
-    openai/completion/test_token_in_token_out.py
-    openai/test_chunked_prompt.py
-    openai/responses/test_simple.py
-    openai/responses/test_errors.py
-    openai/responses/test_basic.py
-    openai/responses/test_stateful.py
-    openai/responses/test_structured_output.py
-    openai/responses/test_streaming_events.py
-    openai/responses/test_function_call.py
-    anthropic/test_messages.py
-    serve/tokenize/test_tokenization.py
-    serve/instrumentator/test_basic.py
-    serve/instrumentator/test_orca_metrics.py
-    serve/instrumentator/test_uds.py
-""".split()
+FILES = [
+    "openai/completion/test_prompt_validation.py",
+    "openai/chat_completion/test_batched_chat_completions.py",
+    "openai/chat_completion/test_chat_completion.py",
+    "openai/chat_completion/test_chat_logit_bias_validation.py",
+    "openai/chat_completion/test_completion_with_function_calling.py",
+    "openai/chat_completion/test_enable_force_include_usage.py",
+    "openai/chat_completion/test_include_reasoning.py",
+    "openai/chat_completion/test_logprob_token_ids.py",
+    "openai/chat_completion/test_root_path.py",
+    "openai/chat_completion/test_thinking_token_budget.py",
+    "openai/test_return_token_ids.py",
+    "serve/tokenize/test_tokenization.py",
+    "serve/instrumentator/test_orca_metrics.py",
+    "anthropic/test_messages.py",
+    "openai/responses/test_simple.py",
+    "openai/completion/test_completion_with_prompt_embeds.py",
+    "openai/chat_completion/test_chat_completion_with_prompt_embeds.py",
+    "openai/completion/test_token_in_token_out.py",
+    "serve/instrumentator/test_basic.py",
+    "openai/responses/test_errors.py",
+    "openai/responses/test_basic.py",
+    "openai/responses/test_stateful.py",
+    "openai/responses/test_structured_output.py",
+    "openai/responses/test_streaming_events.py",
+    "openai/responses/test_function_call.py",
+    "openai/completion/test_completion.py",
+    "openai/chat_completion/test_chat.py",
+    "openai/models/test_models.py",
+    "openai/test_return_tokens_as_ids.py",
+    "serve/lora/test_lora_adapters.py",
+    "openai/chat_completion/test_chat_echo.py",
+    "openai/test_chunked_prompt.py",
+]
 """Below `tests/entrypoints`: those that ask a server of text.  Neighbours need the same fleet."""
 
 

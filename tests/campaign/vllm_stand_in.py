@@ -7,6 +7,7 @@ exchanged where a test's flags need other settings.  The variable `OUTCOMES` nam
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import inspect
 import json
@@ -25,14 +26,14 @@ import torch
 import vllm.transformers_utils.repo_utils
 from safetensors.torch import load_file, save_file
 
-from tests import utils
-
 CHANGES: dict[str, dict[str, int]] = {
-    "config.json": {"max_position_embeddings": 40960, "vocab_size": 8192},
+    "config.json": {"max_position_embeddings": 40960, "vocab_size": 5120},
     "tokenizer_config.json": {"model_max_length": 40960},
     "generation_config.json": {"max_new_tokens": 64},
 }
 """In the demo model's files.  It has learned a tenth of this context, and seldom ends by itself."""
+CONTEXT = 8192
+"""Tokens; what most tests ask for.  Shorter ones are not told apart: no test counts on one, and each would need a fleet."""
 PADDING = 2
 """The padding's token id."""
 OURS = Path(__file__).resolve().parents[2]
@@ -52,6 +53,7 @@ SAME_HERE = {
     "--max-num-seqs": 1,
     "--no-async-scheduling": 0,
     "--port": 1,
+    "--served-model-name": 1,
     "--structured-outputs-config.backend": 1,
     "--trust-remote-code": 0,
 }
@@ -67,7 +69,7 @@ ENVIRONMENT = {
     "VLLM_WORKER_MULTIPROC_METHOD": (),
 }
 """Variables of vLLM's server, and what sets the same here."""
-_NAMED = re.compile(r'(?:MODEL\w*|model_name) = "([^"]+)"|RemoteOpenAIServer\(\s*"([^"]+)"')
+_NAMED = re.compile(r'(?:MODEL\w*|model_name) = "([^"]+)"|(?:RemoteOpenAIServer\(|"--served-model-name",)\s*"([^"]+)"')
 """Where the tests name models."""
 
 
@@ -81,8 +83,10 @@ def _load(name: str, path: str) -> ModuleType:
     return module
 
 
-fleet_process = _load("outrider_fleet_process", "tests/support/fleet_process.py")
-lora = _load("outrider_lora", "tests/support/lora.py")
+utils: Any = importlib.import_module("tests.utils")
+"""vLLM's."""
+fleet_process: Any = _load("outrider_fleet_process", "tests/support/fleet_process.py")
+lora: Any = _load("outrider_lora", "tests/support/lora.py")
 
 
 class NotOffered(Exception):
@@ -97,13 +101,13 @@ class Fleet:
         self._settings: list[str] | None = None
         self._served: Any = None
 
-    def with_settings(self, settings: list[str], names: list[str]) -> Any:
-        """A fleet with these, the model going by `names` too; the one that runs where it has them."""
-        settings = ["--gateway-served-model-name", ",".join([*self.names, *names]), *settings]
+    def with_settings(self, settings: list[str]) -> Any:
+        """A fleet with these; the one that runs where it has them."""
         if self._settings != settings:
             self.stop()
             print("outrider serve", *settings, flush=True)
             apart = ["--ray-namespace", f"vllm-tests-{os.getpid()}", "--gateway-state-dir", tempfile.mkdtemp(dir=Path.cwd())]
+            apart += ["--gateway-served-model-name", ",".join(self.names)]
             pair = ["--model", str(Path("model").resolve()), "--drafter", str(lora.TARGET_DIR.with_name("drafter"))]
             self._served = fleet_process.ServedFleet(*pair, *apart, *settings)
             self._settings = settings
@@ -119,7 +123,7 @@ class Fleet:
 fleet = Fleet()
 
 
-class StandIn(utils.RemoteOpenAIServer):  # type: ignore[misc]  # vLLM's tests have no types
+class StandIn(utils.RemoteOpenAIServer):
     """`vllm serve` as the tests start it, by a fleet of ours.  Raises `NotOffered`."""
 
     def __init__(
@@ -128,8 +132,7 @@ class StandIn(utils.RemoteOpenAIServer):  # type: ignore[misc]  # vLLM's tests h
         if unknown := {name for name, value in wanted.items() if value} - {"auto_port", "max_wait_seconds", "seed"}:
             raise NotOffered(*unknown)
         self.uds = None
-        settings, names = settings_for(list(map(str, vllm_serve_args)), env_dict or {})
-        address = httpx.URL(fleet.with_settings(settings, names).url)
+        address = httpx.URL(fleet.with_settings(settings_for(list(map(str, vllm_serve_args)), env_dict or {})).url)
         self.host, self.port = address.host, address.port
         self.show_hidden_metrics = False
 
@@ -137,10 +140,10 @@ class StandIn(utils.RemoteOpenAIServer):  # type: ignore[misc]  # vLLM's tests h
         """The fleet is kept for the next file."""
 
 
-def settings_for(arguments: list[str], environment: dict[str, str]) -> tuple[list[str], list[str]]:
-    """Settings of ours for vLLM's flags and variables, and further names of the model.  Raises `NotOffered`."""
+def settings_for(arguments: list[str], environment: dict[str, str]) -> list[str]:
+    """Settings of ours for vLLM's flags and variables.  Raises `NotOffered`."""
     settings: list[str] = []
-    names: list[str] = []
+    context = CONTEXT
     adapters: dict[str, str] = {}
     engine: dict[str, Any] = {}
     for name in environment:
@@ -153,7 +156,7 @@ def settings_for(arguments: list[str], environment: dict[str, str]) -> tuple[lis
         if flag in SAME_HERE:
             del flags[: SAME_HERE[flag]]
         elif flag == "--max-model-len":
-            settings += ["--verifier-max-model-len", flags.pop(0)]
+            context = max(context, int(flags.pop(0)))
         elif flag in SETTINGS:
             settings += [SETTINGS[flag], flags.pop(0)]
         elif flag in ("--tool-call-parser", "--reasoning-parser"):
@@ -163,19 +166,17 @@ def settings_for(arguments: list[str], environment: dict[str, str]) -> tuple[lis
             engine[ENGINE[flag]] = int(flags.pop(0))
         elif flag == "--no-enable-prefix-caching":
             engine["enable_prefix_caching"] = False
-        elif flag == "--served-model-name":
-            while flags and not flags[0].startswith("--"):
-                names.append(flags.pop(0))
         elif flag == "--lora-modules":
             while flags and not flags[0].startswith("--"):
                 adapters.update(_adapter(flags.pop(0)))
         else:
             raise NotOffered(flag)
+    settings += ["--verifier-max-model-len", str(context)]
     if adapters:
         settings += ["--verifier-adapters", json.dumps(adapters)]
     if engine:
         settings += ["--verifier-engine-args", json.dumps(engine)]
-    return settings, names
+    return settings
 
 
 def _adapter(text: str) -> dict[str, str]:

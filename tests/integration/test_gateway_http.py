@@ -127,6 +127,16 @@ async def test_models():
         assert (await running.http.get("/v1/models/org/our-model")).json()["id"] == "org/our-model"
 
 
+async def test_a_model_of_several_names():
+    async with running_gateway(served_model_name="org/our-model, gpt-4") as running:
+        cards = (await running.http.get("/v1/models")).json()["data"]
+        assert [(card["id"], card["root"]) for card in cards] == [("org/our-model", "org/our-model"), ("gpt-4", "org/our-model")]
+        for name in ("org/our-model", "gpt-4"):
+            body = (await running.http.post("/v1/completions", json={**COMPLETION, "model": name})).json()
+            assert body["model"] == "org/our-model"
+        assert (await running.http.post("/v1/completions", json=COMPLETION)).status_code == 404
+
+
 async def test_a_whole_surrogate_pair_is_a_character():
     async with running_gateway() as running:
         body = b'{"model": "demo", "prompt": "\\ud83d\\ude00", "max_tokens": 2}'
@@ -142,6 +152,30 @@ async def test_tokenize_round_trip():
             assert text.endswith("def f(")
         messages = await running.http.post("/tokenize", json={"messages": CHAT["messages"]})
         assert messages.json()["count"] > 0
+        about = await running.http.get("/tokenizer_info")
+        assert about.json()["chat_template"]
+        assert MODEL_DIR not in about.text
+
+
+async def test_many_conversations_in_one_request():
+    async with running_gateway() as running:
+        path, conversations = "/v1/chat/completions/batch", [CHAT["messages"], [{"role": "user", "content": "a longer one"}]]
+        answer = (await running.http.post(path, json={**CHAT, "messages": conversations})).json()
+        assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+        alone = [(await running.http.post("/v1/chat/completions", json={**CHAT, "messages": each})).json() for each in conversations]
+        assert answer["usage"]["prompt_tokens"] == sum(each["usage"]["prompt_tokens"] for each in alone)
+        for wrong in ({"messages": conversations * 300}, {"messages": CHAT["messages"]}, {"n": 2}, {"stream": True}):
+            refused = await running.http.post(path, json={**CHAT, "messages": conversations, **wrong})
+            assert refused.status_code == 400, refused.text
+            assert refused.json()["error"]["param"] == next(iter(wrong)), refused.text
+        assert running.idle
+
+
+async def test_stream_options_need_a_stream():
+    async with running_gateway() as running:
+        for options in ({"include_usage": True}, {"include_usage": None}):
+            refused = await running.http.post("/v1/completions", json={**COMPLETION, "stream_options": options})
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "stream_options"), refused.text
 
 
 async def test_completion_with_usage_and_n():

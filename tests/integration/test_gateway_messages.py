@@ -75,6 +75,7 @@ async def test_errors_have_anthropics_shape(running, fields, status, kind):
     answer = await running.http.post("/v1/messages", json={**HI, **fields})
     assert answer.status_code == status, answer.text
     assert (answer.json()["type"], answer.json()["error"]["type"]) == ("error", kind)
+    assert "max_completion_tokens" not in answer.json()["error"]["message"]
     assert running.idle
 
 
