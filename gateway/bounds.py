@@ -129,12 +129,21 @@ def _check_parts(data: Mapping[str, Any]) -> None:
             raise BadRequest("`prompt` must be text, token ids, or a list of either.", param="prompt")
         if kinds & {str, list} and not all(prompt):
             raise BadRequest("`prompt` must not contain an empty prompt.", param="prompt")
-    for name, kind in (("messages", dict), ("tokens", int)):
-        entries = data.get(name)
-        if isinstance(entries, list) and set(map(type, entries)) - {kind}:
-            index = next(i for i, each in enumerate(entries) if type(each) is not kind)
-            raise BadRequest(f"`{name}[{index}]` must be {'an object' if kind is dict else 'an integer'}.", param=name)
     messages = data.get("messages")
+    # Lists are conversations of their own, where a route takes many.
+    for conversation in messages if isinstance(messages, list) and set(map(type, messages)) == {list} else (messages,):
+        _check_messages(conversation)
+    _check_entries("tokens", data.get("tokens"), int)
+
+
+def _check_entries(name: str, entries: Any, kind: type) -> None:
+    if isinstance(entries, list) and set(map(type, entries)) - {kind}:
+        index = next(i for i, each in enumerate(entries) if type(each) is not kind)
+        raise BadRequest(f"`{name}[{index}]` must be {'an object' if kind is dict else 'an integer'}.", param=name)
+
+
+def _check_messages(messages: Any) -> None:
+    _check_entries("messages", messages, dict)
     for index, message in enumerate(messages if isinstance(messages, list) else ()):
         if not isinstance(message.get("role"), str):
             raise BadRequest(f"`messages[{index}].role` must be a string.", param="messages")

@@ -33,7 +33,8 @@ CHANGES: dict[str, dict[str, int]] = {
 }
 """In the demo model's files.  It has learned a tenth of this context, and seldom ends by itself."""
 CONTEXT = 8192
-"""Tokens; what most tests ask for.  Shorter ones are not told apart: no test counts on one, and each would need a fleet."""
+"""Tokens; what most tests ask for.  Other lengths are not told apart, as each would need a fleet: shorter ones become this one,
+longer ones the model's own."""
 PADDING = 2
 """The padding's token id."""
 OURS = Path(__file__).resolve().parents[2]
@@ -108,7 +109,7 @@ class Fleet:
             print("outrider serve", *settings, flush=True)
             apart = ["--ray-namespace", f"vllm-tests-{os.getpid()}", "--gateway-state-dir", tempfile.mkdtemp(dir=Path.cwd())]
             apart += ["--gateway-served-model-name", ",".join(self.names)]
-            pair = ["--model", str(Path("model").resolve()), "--drafter", str(lora.TARGET_DIR.with_name("drafter"))]
+            pair = ["--model", str(Path("model").resolve()), "--drafter", "ngram"]
             self._served = fleet_process.ServedFleet(*pair, *apart, *settings)
             self._settings = settings
         return self._served
@@ -156,7 +157,7 @@ def settings_for(arguments: list[str], environment: dict[str, str]) -> list[str]
         if flag in SAME_HERE:
             del flags[: SAME_HERE[flag]]
         elif flag == "--max-model-len":
-            context = max(context, int(flags.pop(0)))
+            context = CONTEXT if int(flags.pop(0)) <= CONTEXT else CHANGES["config.json"]["max_position_embeddings"]
         elif flag in SETTINGS:
             settings += [SETTINGS[flag], flags.pop(0)]
         elif flag in ("--tool-call-parser", "--reasoning-parser"):

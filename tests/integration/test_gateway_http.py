@@ -130,7 +130,10 @@ async def test_models():
 async def test_a_model_of_several_names():
     async with running_gateway(served_model_name="org/our-model, gpt-4") as running:
         cards = (await running.http.get("/v1/models")).json()["data"]
-        assert [(card["id"], card["root"]) for card in cards] == [("org/our-model", "org/our-model"), ("gpt-4", "org/our-model")]
+        assert [(card["id"], card["root"]) for card in cards] == [
+            ("org/our-model", "org/our-model"),
+            ("gpt-4", "org/our-model"),
+        ]
         for name in ("org/our-model", "gpt-4"):
             body = (await running.http.post("/v1/completions", json={**COMPLETION, "model": name})).json()
             assert body["model"] == "org/our-model"
@@ -160,9 +163,13 @@ async def test_tokenize_round_trip():
 async def test_many_conversations_in_one_request():
     async with running_gateway() as running:
         path, conversations = "/v1/chat/completions/batch", [CHAT["messages"], [{"role": "user", "content": "a longer one"}]]
-        answer = (await running.http.post(path, json={**CHAT, "messages": conversations})).json()
+        response = await running.http.post(path, json={**CHAT, "messages": conversations})
+        assert response.status_code == 200, response.text
+        answer = response.json()
         assert [choice["index"] for choice in answer["choices"]] == [0, 1]
-        alone = [(await running.http.post("/v1/chat/completions", json={**CHAT, "messages": each})).json() for each in conversations]
+        alone = [
+            (await running.http.post("/v1/chat/completions", json={**CHAT, "messages": each})).json() for each in conversations
+        ]
         assert answer["usage"]["prompt_tokens"] == sum(each["usage"]["prompt_tokens"] for each in alone)
         for wrong in ({"messages": conversations * 300}, {"messages": CHAT["messages"]}, {"n": 2}, {"stream": True}):
             refused = await running.http.post(path, json={**CHAT, "messages": conversations, **wrong})
