@@ -133,4 +133,5 @@ async def tokenizer_info(request: Request) -> Response:
 def _answer(result: Any) -> Response:
     if isinstance(result, ErrorResponse):
         raise from_vllm(result.error.model_dump())
-    return JSONResponse(answers.body(result))
+    # vLLM's own routes, so with its nulls.
+    return JSONResponse(result.model_dump(mode="json"))

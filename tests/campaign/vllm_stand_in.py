@@ -29,7 +29,7 @@ from safetensors.torch import load_file, save_file
 CHANGES: dict[str, dict[str, int]] = {
     "config.json": {"max_position_embeddings": 40960, "vocab_size": 5120},
     "tokenizer_config.json": {"model_max_length": 40960},
-    "generation_config.json": {"max_new_tokens": 64},
+    "generation_config.json": {"max_new_tokens": 256},
 }
 """In the demo model's files.  It has learned a tenth of this context, and seldom ends by itself."""
 CONTEXT = 8192
@@ -67,6 +67,7 @@ ENVIRONMENT = {
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": ("--verifier-adapters-loadable", "true"),
     "VLLM_ENABLE_RESPONSES_API_STORE": (),
     "VLLM_SERVER_DEV_MODE": (),
+    "VLLM_SYSTEM_START_DATE": (),
     "VLLM_WORKER_MULTIPROC_METHOD": (),
 }
 """Variables of vLLM's server, and what sets the same here."""
@@ -146,11 +147,8 @@ def settings_for(arguments: list[str], environment: dict[str, str]) -> list[str]
     settings: list[str] = []
     context = CONTEXT
     adapters: dict[str, str] = {}
-    engine: dict[str, Any] = {}
-    for name in environment:
-        if name not in ENVIRONMENT:
-            raise NotOffered(name)
-        settings += ENVIRONMENT[name]
+    # A model of Python code indents for ever where JSON may hold space.
+    engine: dict[str, Any] = {"structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True}}
     flags = [part for each in arguments for part in (each.split("=", 1) if each.startswith("--") else [each])]
     while flags:
         flag = flags.pop(0).replace("_", "-")
@@ -172,12 +170,14 @@ def settings_for(arguments: list[str], environment: dict[str, str]) -> list[str]
                 adapters.update(_adapter(flags.pop(0)))
         else:
             raise NotOffered(flag)
+    for name in environment:
+        if name not in ENVIRONMENT:
+            raise NotOffered(name)
+        settings += ENVIRONMENT[name]
     settings += ["--verifier-max-model-len", str(context)]
     if adapters:
         settings += ["--verifier-adapters", json.dumps(adapters)]
-    if engine:
-        settings += ["--verifier-engine-args", json.dumps(engine)]
-    return settings
+    return [*settings, "--verifier-engine-args", json.dumps(engine)]
 
 
 def _adapter(text: str) -> dict[str, str]:

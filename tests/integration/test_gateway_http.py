@@ -155,6 +155,7 @@ async def test_tokenize_round_trip():
             assert text.endswith("def f(")
         messages = await running.http.post("/tokenize", json={"messages": CHAT["messages"]})
         assert messages.json()["count"] > 0
+        assert messages.json()["token_strs"] is None
         about = await running.http.get("/tokenizer_info")
         assert about.json()["chat_template"]
         assert MODEL_DIR not in about.text
