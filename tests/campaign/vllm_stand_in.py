@@ -111,7 +111,11 @@ class Fleet:
             apart = ["--ray-namespace", f"vllm-tests-{os.getpid()}", "--gateway-state-dir", tempfile.mkdtemp(dir=Path.cwd())]
             apart += ["--gateway-served-model-name", ",".join(self.names)]
             pair = ["--model", str(Path("model").resolve()), "--drafter", "ngram"]
-            self._served = fleet_process.ServedFleet(*pair, *apart, *settings)
+            try:
+                self._served = fleet_process.ServedFleet(*pair, *apart, *settings)
+            except RuntimeError:
+                # Ray gives up after half a minute; a second failure is the fixture's, and of all its tests.
+                self._served = fleet_process.ServedFleet(*pair, *apart, *settings)
             self._settings = settings
         return self._served
 
