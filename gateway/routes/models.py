@@ -19,7 +19,7 @@ from backend.engine.front import (
 )
 from gateway import answers
 from gateway.admission.admit import check_model
-from gateway.errors import Forbidden, ModelNotFound, from_vllm
+from gateway.errors import EngineFailed, Forbidden, ModelNotFound, from_vllm
 from gateway.keys.caller import caller_of
 from gateway.requests import ModelT, parse, read_json
 from gateway.sse import unless_disconnected
@@ -96,6 +96,9 @@ async def _adapter(request: Request, model: type[ModelT]) -> ModelT:
 
 def _said(result: Any) -> Response:
     if isinstance(result, ErrorResponse):
+        if result.error.code == 500:
+            # Only administrators come here, and only the reason tells them what is wrong with an adapter.
+            raise EngineFailed(result.error.message)
         raise from_vllm(result.error.model_dump())
     return JSONResponse({"message": result})
 

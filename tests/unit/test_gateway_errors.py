@@ -4,10 +4,21 @@ import pydantic
 import pytest
 import vllm.exceptions
 from starlette.exceptions import HTTPException
+from vllm.entrypoints.serve.engine.protocol import ErrorInfo, ErrorResponse
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from gateway import errors
-from gateway.errors import ApiError, BadRequest, ContextTooLong, InternalError, ModelNotFound, Unavailable, VerifierLost
+from gateway.errors import (
+    ApiError,
+    BadRequest,
+    ContextTooLong,
+    EngineFailed,
+    InternalError,
+    ModelNotFound,
+    Unavailable,
+    VerifierLost,
+)
+from gateway.routes.models import _said
 from gateway.sse import CHAT
 
 VLLM_ERRORS = {
@@ -141,3 +152,12 @@ def test_vllm_error_responses_become_ours():
     assert isinstance(errors.from_vllm({"message": "no such model", "code": 404}), ModelNotFound)
     assert isinstance(errors.from_vllm({"message": "boom", "code": 500}), InternalError)
     assert errors.from_vllm({"message": "bad", "code": 400, "param": "n"}).param == "n"
+
+
+def test_what_a_verifier_says_of_an_adapter_is_told_without_its_path():
+    said = ErrorInfo(
+        message="LoRA rank 512 is greater than max_lora_rank 16: /srv/x/adapter", type="InternalServerError", code=500
+    )
+    with pytest.raises(EngineFailed, match="is greater than max_lora_rank") as caught:
+        _said(ErrorResponse(error=said))
+    assert "/srv" not in caught.value.message
