@@ -22,6 +22,7 @@
     |-- InternalError       500  says nothing of what went wrong; the log does
     `-- Unavailable         503  with Retry-After
         |-- NoVerifier           none is ready
+        |-- NotAllReady          one of the processes on this port is not
         |-- Overloaded           too many requests wait for one, or this one would wait too long
         |-- VerifierLost         the one that served this request went away, and no other came in time
         |-- Poisoned        500  several verifiers were lost while they served this request
