@@ -30,22 +30,22 @@ class _Watched:
         self._loop.add_reader(socket.fileno(), self._look)
 
     async def receive(self) -> list[bytes]:
-        """The next message's frames."""
+        """The next message's frames.  Others get their turn first: a peer may send as fast as its messages are read."""
+        await asyncio.sleep(0)
         while True:
             try:
                 frames: list[bytes] = self.socket.recv_multipart(zmq.NOBLOCK)
                 return frames
             except zmq.Again:
                 self._waiting = self._loop.create_future()
+                if self._unsent:
+                    self._look()  # receiving may have been told that there is room
                 await self._waiting
 
     def send(self, frames: Sequence[Buffer]) -> None:
         """Sends, or keeps for later what the queue does not take."""
         self._unsent.append(frames)
-        self._flush()
-        # The descriptor tells of a change once, and sending may have been told.
-        if self._waiting is not None and self.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
-            self._wake()
+        self._look()
 
     def close(self) -> None:
         """Drops the socket and everything unsent."""
@@ -54,11 +54,11 @@ class _Watched:
         self.socket.close(linger=0)
 
     def _look(self) -> None:
-        events = self.socket.getsockopt(zmq.EVENTS)
-        if events & zmq.POLLIN:
-            self._wake()
-        if self._unsent and events & zmq.POLLOUT:
+        if self._unsent:
             self._flush()
+        # The descriptor tells of a change once, and sending may have been told.
+        if self._waiting is not None and self.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            self._wake()
 
     def _flush(self) -> None:
         while self._unsent:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -63,15 +64,19 @@ def samples(fleet: ServedFleet, name: str, label: str) -> dict[str, float]:
     return dict(found)
 
 
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
 def post(fleet: ServedFleet, key: str, path: str = "/v1/completions", **fields: object) -> httpx.Response:
     """Over a connection of its own, which either process may get."""
     body = {"model": "demo", "temperature": 0, **fields}
-    return httpx.post(f"{fleet.url}{path}", json=body, headers={"authorization": f"Bearer {key}"}, timeout=60)
+    return httpx.post(f"{fleet.url}{path}", json=body, headers=bearer(key), timeout=60)
 
 
 def gateway_pids(fleet: ServedFleet, key: str) -> dict[str, int]:
     """Of the gateways that `/fleet` shows as ready."""
-    gateways = httpx.get(f"{fleet.url}/fleet", headers={"authorization": f"Bearer {key}"}).json()["gateways"]
+    gateways = httpx.get(f"{fleet.url}/fleet", headers=bearer(key)).json()["gateways"]
     return {each["id"]: each["pid"] for each in gateways if each["state"] == "ready"}
 
 
@@ -122,16 +127,15 @@ def test_a_reload_reaches_all(fleet: ServedFleet, first_key: str, keys: Path) ->
 
 def test_background_responses_are_cancelled_and_followed_through_any(fleet: ServedFleet, first_key: str) -> None:
     """Either process is asked; which one makes a response does not matter."""
-    bearer = {"authorization": f"Bearer {first_key}"}
     for _ in range(6):
         made = post(fleet, first_key, "/v1/responses", input="hi", background=True, max_output_tokens=400).json()
         url = f"{fleet.url}/v1/responses/{made['id']}"
-        assert httpx.post(f"{url}/cancel", headers=bearer).json()["status"] in ("cancelled", "completed", "incomplete")
+        assert httpx.post(f"{url}/cancel", headers=bearer(first_key)).json()["status"] in ("cancelled", "completed", "incomplete")
     streamed = post(fleet, first_key, "/v1/responses", input="hi", background=True, stream=True, max_output_tokens=8).text
     response_id = streamed.partition('"id":"')[2].partition('"')[0]
     for _ in range(6):
         url = f"{fleet.url}/v1/responses/{response_id}?stream=true"
-        assert httpx.get(url, headers=bearer).text == streamed.replace(": \n\n", "")
+        assert httpx.get(url, headers=bearer(first_key)).text == streamed.replace(": \n\n", "")
 
 
 @pytest.mark.campaign
@@ -147,13 +151,16 @@ def test_one_that_dies_is_started_again_and_the_other_goes_on(fleet: ServedFleet
 
 def test_the_end_drains_all(fleet: ServedFleet, first_key: str) -> None:
     pids = gateway_pids(fleet, first_key).values()
-    with ThreadPoolExecutor(8) as pool:
-        asked = [pool.submit(post, fleet, first_key, prompt="x", max_tokens=3000, ignore_eos=True) for _ in range(8)]
-        flight = "outrider_requests_in_flight"
-        wait_for(lambda: sum(samples(fleet, flight, "gateway").values()) == 8, 30)
+    body = {"model": "demo", "prompt": "x", "max_tokens": 600, "ignore_eos": True, "stream": True}
+    with contextlib.ExitStack() as stack:
+        # Connections of their own, so that either process has some.
+        streams = [
+            stack.enter_context(httpx.stream("POST", f"{fleet.url}/v1/completions", json=body, headers=bearer(first_key), timeout=60))
+            for _ in range(8)
+        ]
         began = time.monotonic()
         fleet.process.send_signal(signal.SIGTERM)
-        assert {each.result().status_code for each in asked} == {200}
+        assert all(each.read().endswith(b"data: [DONE]\n\n") for each in streams)
     assert fleet.process.wait(60) == 0
     assert time.monotonic() - began < 60
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]

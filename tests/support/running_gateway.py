@@ -64,7 +64,7 @@ async def running_gateway(
         server = GatewayServer(settings, directory, MODEL_DIR, model_name="demo", read_settings=read_settings)
         task = asyncio.create_task(server.serve())
         try:
-            await eventually(lambda: server.url != "" and len(server.gateway.client.core.ready_links) == verifiers)
+            await eventually(lambda: server.url != "" and len(server.gateway.client.core.ready_links) == verifiers, 60)
             async with httpx.AsyncClient(base_url=server.url, timeout=20) as http:
                 yield Running(server, directory, fakes, http, task)
         finally:

@@ -63,6 +63,28 @@ async def test_what_the_queue_does_not_take_is_sent_later(wire, address):
     dealer.close()
 
 
+async def test_others_get_their_turn_while_messages_keep_coming(wire, address):
+    thread = echo(wire, address, 1, times=500)
+    dealer = AsyncDealer(wire, address, b"me")
+    dealer.send([b"hello"])
+    await asyncio.to_thread(thread.join)  # all 500 are on their way
+    turns = 0
+
+    async def other() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    task = asyncio.create_task(other())
+    async with asyncio.timeout(5):
+        for _ in range(500):
+            await dealer.receive()
+    task.cancel()
+    dealer.close()
+    assert turns > 250
+
+
 async def test_a_peer_that_goes_is_noticed(wire, address):
     thread = echo(wire, address, 1)
     dealer = AsyncDealer(wire, address, b"me")
