@@ -22,6 +22,8 @@ from tests.support.fleet_process import ServedFleet, wait_for
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
+FRESH = httpx.Client(limits=httpx.Limits(max_keepalive_connections=0), timeout=60)
+"""Each request goes over a connection of its own, which either process may get."""
 ADMIN = {"authorization": "Bearer adm"}
 
 
@@ -55,7 +57,7 @@ def fleet(keys: Path, first_key: str) -> Iterator[ServedFleet]:
 
 def samples(fleet: ServedFleet, name: str, label: str) -> dict[str, float]:
     """A metric's samples by one label."""
-    families = text_string_to_metric_families(httpx.get(f"{fleet.url}/metrics").text)
+    families = text_string_to_metric_families(FRESH.get(f"{fleet.url}/metrics").text)
     found: defaultdict[str, float] = defaultdict(float)
     for family in families:
         for sample in family.samples:
@@ -69,14 +71,13 @@ def bearer(key: str) -> dict[str, str]:
 
 
 def post(fleet: ServedFleet, key: str, path: str = "/v1/completions", **fields: object) -> httpx.Response:
-    """Over a connection of its own, which either process may get."""
     body = {"model": "demo", "temperature": 0, **fields}
-    return httpx.post(f"{fleet.url}{path}", json=body, headers=bearer(key), timeout=60)
+    return FRESH.post(f"{fleet.url}{path}", json=body, headers=bearer(key))
 
 
 def gateway_pids(fleet: ServedFleet, key: str) -> dict[str, int]:
     """Of the gateways that `/fleet` shows as ready."""
-    gateways = httpx.get(f"{fleet.url}/fleet", headers=bearer(key)).json()["gateways"]
+    gateways = FRESH.get(f"{fleet.url}/fleet", headers=bearer(key)).json()["gateways"]
     return {each["id"]: each["pid"] for each in gateways if each["state"] == "ready"}
 
 
@@ -107,7 +108,7 @@ def test_counters_of_one_port_never_fall(fleet: ServedFleet, first_key: str) -> 
     last: dict[tuple[str, str], float] = {}
     for number in range(12):
         assert post(fleet, first_key, prompt=f"{number}", max_tokens=2).status_code == 200
-        families = text_string_to_metric_families(httpx.get(f"{fleet.url}/metrics").text)
+        families = text_string_to_metric_families(FRESH.get(f"{fleet.url}/metrics").text)
         now = {(s.name, str(s.labels)): s.value for f in families if f.type == "counter" for s in f.samples}
         assert all(now[series] >= value for series, value in last.items())
         last = now
@@ -117,7 +118,7 @@ def test_a_reload_reaches_all(fleet: ServedFleet, first_key: str, keys: Path) ->
     second, entry = make_key("second")
     old = keys.read_text()
     keys.write_text(old + entry)
-    done = httpx.post(f"{fleet.url}/admin/reload", json={}, headers=ADMIN)
+    done = FRESH.post(f"{fleet.url}/admin/reload", json={}, headers=ADMIN)
     assert (done.status_code, done.json()["keys"]) == (200, 2)
     assert {post(fleet, second, prompt="x", max_tokens=1).status_code for _ in range(16)} == {200}
     keys.write_text(old)
@@ -130,12 +131,16 @@ def test_background_responses_are_cancelled_and_followed_through_any(fleet: Serv
     for _ in range(6):
         made = post(fleet, first_key, "/v1/responses", input="hi", background=True, max_output_tokens=400).json()
         url = f"{fleet.url}/v1/responses/{made['id']}"
-        assert httpx.post(f"{url}/cancel", headers=bearer(first_key)).json()["status"] in ("cancelled", "completed", "incomplete")
+        assert FRESH.post(f"{url}/cancel", headers=bearer(first_key)).json()["status"] in (
+            "cancelled",
+            "completed",
+            "incomplete",
+        )
     streamed = post(fleet, first_key, "/v1/responses", input="hi", background=True, stream=True, max_output_tokens=8).text
     response_id = streamed.partition('"id":"')[2].partition('"')[0]
     for _ in range(6):
         url = f"{fleet.url}/v1/responses/{response_id}?stream=true"
-        assert httpx.get(url, headers=bearer(first_key)).text == streamed.replace(": \n\n", "")
+        assert FRESH.get(url, headers=bearer(first_key)).text == streamed.replace(": \n\n", "")
 
 
 @pytest.mark.campaign
@@ -143,9 +148,9 @@ def test_one_that_dies_is_started_again_and_the_other_goes_on(fleet: ServedFleet
     first = fleet.process.pid
     victim = next(pid for pid in gateway_pids(fleet, first_key).values() if pid != first)
     os.kill(victim, signal.SIGKILL)
-    wait_for(lambda: httpx.get(f"{fleet.url}/readyz").status_code == 503, 10)
+    wait_for(lambda: FRESH.get(f"{fleet.url}/readyz").status_code == 503, 10)
     assert {post(fleet, first_key, prompt="x", max_tokens=1).status_code for _ in range(8)} == {200}
-    wait_for(lambda: httpx.get(f"{fleet.url}/readyz").status_code == 200, 60)
+    wait_for(lambda: FRESH.get(f"{fleet.url}/readyz").status_code == 200, 60)
     wait_for(lambda: victim not in gateway_pids(fleet, first_key).values() and len(gateway_pids(fleet, first_key)) == 2, 10)
 
 
@@ -155,7 +160,7 @@ def test_the_end_drains_all(fleet: ServedFleet, first_key: str) -> None:
     with contextlib.ExitStack() as stack:
         # Connections of their own, so that either process has some.
         streams = [
-            stack.enter_context(httpx.stream("POST", f"{fleet.url}/v1/completions", json=body, headers=bearer(first_key), timeout=60))
+            stack.enter_context(FRESH.stream("POST", f"{fleet.url}/v1/completions", json=body, headers=bearer(first_key)))
             for _ in range(8)
         ]
         began = time.monotonic()
