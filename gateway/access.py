@@ -43,6 +43,7 @@ LIMITED_PATHS = frozenset(
         "/v1/embeddings",
         "/v1/score",
         "/v1/rerank",
+        "/inference/v1/generate",
     }
 )
 """The paths whose requests count against `max_in_flight`."""

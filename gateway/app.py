@@ -31,6 +31,7 @@ from gateway.routes import (
     pooling,
     reload,
     responses,
+    tokens,
     weights,
 )
 from gateway.spans import RequestSpans
@@ -77,6 +78,7 @@ def build_app(gateway: Gateway) -> FastAPI:
         reload,
         admin,
         generate,
+        tokens,
         messages,
         responses,
         conversations,

@@ -74,6 +74,8 @@ FIELDS: Mapping[str, Bound] = {
     "text": SCHEMA,
     "text_1": TEXT,
     "text_2": TEXT,
+    "sampling_params": SCHEMA,
+    "token_ids": Bound(items=None, values=MAX_STRUCTURE),
     "tokens": Bound(items=None, values=MAX_STRUCTURE),
     "tool_choice": Bound(chars=4096),
     "tools": Bound(items=128, chars=1 << 20, values=50_000),
@@ -133,7 +135,8 @@ def _check_parts(data: Mapping[str, Any]) -> None:
     # Lists are conversations of their own, where a route takes many.
     for conversation in messages if isinstance(messages, list) and set(map(type, messages)) == {list} else (messages,):
         _check_messages(conversation)
-    _check_entries("tokens", data.get("tokens"), int)
+    for name in ("tokens", "token_ids"):
+        _check_entries(name, data.get(name), int)
 
 
 def _check_entries(name: str, entries: Any, kind: type) -> None:

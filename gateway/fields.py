@@ -57,8 +57,10 @@ _INTERNAL = "it belongs to vLLM's own processes"
 REFUSED: Mapping[str, str] = {
     "access_programs": "there are no tools on the server",
     "audio": "answers are text",
+    "content_parts": "send token ids",
     "container": "there are no tools on the server",
     "ec_transfer_params": _INTERNAL,
+    "features": "send token ids",
     "function_call": "use `tool_choice`",
     "functions": "use `tools`",
     "guided_choice": _GUIDED,

@@ -95,6 +95,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("POST", "/v1/chat/completions"): Operation(vllm.ChatCompletionRequest, vllm.ChatCompletionResponse, streams=True),
     ("POST", "/v1/chat/completions/batch"): Operation(vllm.BatchChatCompletionRequest, vllm.ChatCompletionResponse),
     ("POST", "/v1/completions"): Operation(vllm.CompletionRequest, vllm.CompletionResponse, streams=True),
+    ("POST", "/inference/v1/generate"): Operation(vllm.GenerateRequest, vllm.GenerateTokensResponse, streams=True),
     ("POST", "/v1/responses"): Operation(vllm.ResponsesRequest, _RESPONSE, streams=True),
     ("POST", "/v1/responses/input_tokens"): Operation(vllm.ResponsesRequest, _object("object", "input_tokens")),
     ("GET", "/v1/responses/{response_id}"): Operation(gives=_RESPONSE, streams=True),

@@ -10,7 +10,7 @@ import difflib
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -91,16 +91,17 @@ def check_fields(model: type[pydantic.BaseModel], data: dict[str, Any], no_effec
         if name in known and name not in REFUSED:
             kept[name] = value
         elif name not in no_effect or not no_effect[name](value):
-            raise BadRequest(_unknown(name, known, no_effect), param=name[:64], code="unknown_parameter")
+            raise BadRequest(unknown(name, known, no_effect), param=name[:64], code="unknown_parameter")
     options = kept.get("stream_options")
     if isinstance(options, dict):
         for name in options.keys() - {"include_usage", "continuous_usage_stats", "include_obfuscation"}:
-            raise BadRequest(_unknown(name, {"include_usage"}), param="stream_options", code="unknown_parameter")
+            raise BadRequest(unknown(name, {"include_usage"}), param="stream_options", code="unknown_parameter")
         kept["stream_options"] = {key: value for key, value in options.items() if key != "include_obfuscation"}
     return kept
 
 
-def _unknown(name: str, known: set[str], no_effect: Mapping[str, Fits] = MappingProxyType({})) -> str:
+def unknown(name: str, known: Set[str], no_effect: Mapping[str, Fits] = MappingProxyType({})) -> str:
+    """What to say of a field that is not `known`."""
     shown = name[:64]
     if name in REFUSED:
         return f"The parameter `{shown}` is not supported; {REFUSED[name]}."

@@ -81,7 +81,7 @@ async def _read(gateway: Gateway, request: Request, model: type[ModelT]) -> Mode
 async def respond(
     gateway: Gateway,
     request: Request,
-    asked: pydantic.BaseModel,
+    asked: Any,
     create: Create,
     dialect: Dialect,
     shown: Callable[[Any], dict[str, Any]] = answers.body,
@@ -100,7 +100,7 @@ async def respond(
     return JSONResponse(body if inquiry is None else await inquiry.add_to(body))
 
 
-async def generate(gateway: Gateway, request: Request, asked: pydantic.BaseModel, create: Create) -> Any:
+async def generate(gateway: Gateway, request: Request, asked: Any, create: Create) -> Any:
     """vLLM's answer, or its stream; cancelled when the client leaves.  Raises `ApiError`."""
     check_generation(asked, max_n=gateway.settings.gateway.max_n, vllm_speculates=gateway.vllm_speculates)
     if gateway.services.pooling.is_model:

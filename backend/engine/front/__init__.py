@@ -12,6 +12,7 @@ from vllm.config import VllmConfig
 from vllm.entrypoints.anthropic.protocol import AnthropicCountTokensRequest, AnthropicMessagesRequest
 from vllm.entrypoints.openai.chat_completion.protocol import BatchChatCompletionRequest, ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.exception_handling.utils import sanitize_message
 from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest, UnloadLoRAAdapterRequest
@@ -24,6 +25,7 @@ from vllm.exceptions import (
     VLLMServerError,
     VLLMValidationError,
 )
+from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.engine.core_client import EngineCoreClient
 
@@ -46,10 +48,12 @@ __all__ = [
     "EngineCoreRequest",
     "ErrorResponse",
     "FinishReason",
+    "GenerateRequest",
     "GracefulHTTPError",
     "LoadLoRAAdapterRequest",
     "ResponseRequest",
     "RetryableRequestError",
+    "SamplingParams",
     "StreamFailed",
     "TokenizeChatRequest",
     "TokenizeCompletionRequest",

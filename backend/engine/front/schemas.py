@@ -15,6 +15,7 @@ from vllm.entrypoints.openai.chat_completion.protocol import (
 )
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest, CompletionResponse
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest, GenerateTokensResponse
 from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest, UnloadLoRAAdapterRequest
 from vllm.entrypoints.serve.tokenize.protocol import (
     DetokenizeRequest,
@@ -36,6 +37,8 @@ __all__ = [
     "CompletionResponse",
     "DetokenizeRequest",
     "DetokenizeResponse",
+    "GenerateRequest",
+    "GenerateTokensResponse",
     "LoadLoRAAdapterRequest",
     "ResponsesRequest",
     "TokenizeChatRequest",

@@ -17,6 +17,7 @@ from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.openai.models.protocol import BaseModelPath, LoRAModulePath
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
+from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
 from vllm.entrypoints.serve.tokenize.serving import ServingTokenization
 from vllm.exceptions import VLLMClientError
 from vllm.renderers.chat_utils import load_chat_template
@@ -52,6 +53,7 @@ class Services:
     completion: OpenAIServingCompletion
     responses: OpenAIServingResponses
     messages: Messages
+    tokens: ServingTokens
     tokenization: ServingTokenization
     renderer: OnlineRenderer
     pooling: Pooling
@@ -64,7 +66,7 @@ def build_services(
 
     `expected` are errors that need no traceback in the log.  Raises `TypeError` for a parser that does not fit the tokenizer.
     """
-    for serving in (OpenAIServingChat, OpenAIServingCompletion, OpenAIServingResponses, Messages.__base__):
+    for serving in (OpenAIServingChat, OpenAIServingCompletion, OpenAIServingResponses, Messages.__base__, ServingTokens):
         vllm_logger = logging.getLogger(serving.__module__)
         if not any(isinstance(each, _NoTracebackForTheExpected) for each in vllm_logger.filters):
             vllm_logger.addFilter(_NoTracebackForTheExpected(expected))
@@ -95,6 +97,7 @@ def build_services(
         completion=Completion(client, models, online_renderer=renderer, request_logger=None, **counted),
         responses=OpenAIServingResponses(client, models, **chatting),
         messages=Messages(client, models, "assistant", **chatting),
+        tokens=ServingTokens(client, models, renderer, request_logger=None, **counted),
         tokenization=ServingTokenization(models, renderer, **common),
         renderer=renderer,
         pooling=Pooling(client, models, template),

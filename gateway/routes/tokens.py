@@ -1,0 +1,71 @@
+"""POST /inference/v1/generate: vLLM's route for trainers.  Token ids in; token ids, log probabilities and weight versions out."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from backend.engine.front import GenerateRequest, SamplingParams
+from gateway.asking import inquire
+from gateway.bounds import check_bounds
+from gateway.errors import BadRequest
+from gateway.fields import GENERATING
+from gateway.inquiry import enter_inquiry
+from gateway.requests import parse, read_json, unknown
+from gateway.routes.generate import respond
+from gateway.sse import CHAT
+from gateway.state import gateway_of
+
+router = APIRouter()
+
+INTERNAL = frozenset(
+    {
+        "extra_args",
+        "output_kind",
+        "output_text_buffer_length",
+        "routed_experts_prompt_start",
+        "skip_clone",
+        "skip_reading_prefix_cache",
+        "trace_decode_token_ids",
+    }
+)
+"""Sampling parameters that vLLM's front half sets, or hands on to what does not run here."""
+PARAMETERS = frozenset(field.name for field in msgspec.structs.fields(SamplingParams) if field.name[0] != "_") - INTERNAL
+
+
+@router.post("/inference/v1/generate")
+async def generate_tokens(request: Request) -> Response:
+    """vLLM's: token ids in, token ids out."""
+    gateway = gateway_of(request)
+    data = await read_json(request, gateway.max_body_bytes)
+    parameters = data.get("sampling_params")
+    if not isinstance(parameters, dict):
+        raise BadRequest("`sampling_params` must be an object.", param="sampling_params")
+    for name in parameters:
+        if name not in PARAMETERS:
+            raise BadRequest(unknown(name, PARAMETERS), param="sampling_params", code="unknown_parameter")
+    check_bounds(parameters)
+    inquiry = await inquire(gateway, request, data)
+    enter_inquiry(inquiry)
+    asked = parse(GenerateRequest, data, GENERATING)
+    sampling = asked.sampling_params
+    if inquiry is not None:
+        inquiry.choices = sampling.n
+    # Checked and counted as a text completion is.
+    view = SimpleNamespace(
+        model=asked.model,
+        prompt=asked.token_ids,
+        n=sampling.n,
+        max_tokens=sampling.max_tokens if "max_tokens" in parameters else None,
+        min_p=sampling.min_p,
+        logit_bias=sampling.logit_bias,
+    )
+
+    async def create(_: Any, request: Request) -> Any:
+        return await gateway.services.tokens.serve_tokens(asked, request)
+
+    return await respond(gateway, request, view, create, CHAT, shown=lambda answer: answer.model_dump(mode="json"))

@@ -1,0 +1,80 @@
+"""/inference/v1/generate in front of fake verifiers: vLLM's shape, our checks."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.support.running_gateway import running_gateway
+
+URL = "/inference/v1/generate"
+
+
+def asking(**fields: Any) -> dict[str, Any]:
+    return {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 4}, **fields}
+
+
+@pytest.fixture
+async def running():
+    async with running_gateway() as gateway:
+        yield gateway
+
+
+async def test_token_ids_come_back(running):
+    said = (await running.http.post(URL, json=asking())).json()
+    (choice,) = said["choices"]
+    assert len(choice["token_ids"]) == 4
+    assert choice["finish_reason"] == "length"
+    assert said["usage"]["completion_tokens"] == 4
+    assert said["usage"]["prompt_tokens"] == 3
+    assert running.verifier.sequences[-1].request.prompt_token_ids == [5, 6, 7]
+
+
+async def test_several_samples_with_a_session_and_an_account(running):
+    body = asking(sampling_params={"max_tokens": 3, "n": 3, "seed": 1}, outrider={"stats": True}, cache_salt="salt")
+    said = (await running.http.post(URL, json=body, headers={"X-Session-ID": "episode"})).json()
+    assert [choice["index"] for choice in said["choices"]] == [0, 1, 2]
+    assert all(len(choice["token_ids"]) == 3 for choice in said["choices"])
+    assert [each["index"] for each in said["outrider"]["choices"]] == [0, 1, 2]
+    assert running.verifier.sequences[-1].request.cache_salt == "salt"
+
+
+async def test_a_stream(running):
+    body = asking(stream=True, stream_options={"include_usage": True})
+    text = (await running.http.post(URL, json=body)).text
+    events = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
+    assert events[-1] == "[DONE]"
+    chunks = [json.loads(event) for event in events[:-1]]
+    assert sum(len(choice["token_ids"]) for chunk in chunks for choice in chunk["choices"]) == 4
+    assert chunks[-1]["usage"]["completion_tokens"] == 4
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"sampling_params": None}, "sampling_params"),
+        ({"sampling_params": {"max_tokns": 4}}, "sampling_params"),
+        ({"sampling_params": {"extra_args": {"outrider_fixed_response": [1]}}}, "sampling_params"),
+        ({"sampling_params": {"temperature": -1}}, None),
+        ({"sampling_params": {"n": 100_000}}, "n"),
+        ({"token_ids": []}, "token_ids"),
+        ({"token_ids": [1, "a"]}, "token_ids"),
+        ({"token_ids": [-1]}, "token_ids"),
+        ({"token_ids": [10**7]}, None),
+        ({"token_ids": [5] * 100_000}, None),
+        ({"features": {}}, "features"),
+        ({"kv_transfer_params": {}}, "kv_transfer_params"),
+        ({"tokens": [1]}, "tokens"),
+    ],
+)
+async def test_bad_input_is_named(running, fields, named):
+    answer = await running.http.post(URL, json=asking(**fields))
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert named is None or error["param"] == named, error
+
+
+async def test_an_unknown_model_is_404(running):
+    assert (await running.http.post(URL, json=asking(model="other"))).status_code == 404
