@@ -25,12 +25,30 @@ from gateway.page import FILES
 audit = logging.getLogger("outrider.audit")
 
 METRICS_PATH = "/metrics"
-OPEN_PATHS = frozenset({"/livez", "/readyz", "/health", METRICS_PATH, "/openapi.json", *FILES})
+OPEN_PATHS = frozenset({"/livez", "/liveness", "/readyz", "/health", METRICS_PATH, "/openapi.json", *FILES})
 """Reached without a key: probes and scrapers have none, and pages and the API's document say nothing of the fleet."""
 
 ADMIN_PATH = "/admin"
 """Here and below the fleet is changed."""
-ADMIN_PATHS = frozenset({ADMIN_PATH, "/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
+ADMIN_PATHS = frozenset(
+    {
+        ADMIN_PATH,
+        "/abort_requests",
+        "/finish_weight_update",
+        "/init_weight_transfer_engine",
+        "/load_lora_adapter",
+        "/pause",
+        "/reset_prefix_cache",
+        "/resume",
+        "/sleep",
+        "/start_weight_update",
+        "/unload_lora_adapter",
+        "/update_weights",
+        "/v1/load_lora_adapter",
+        "/v1/unload_lora_adapter",
+        "/wake_up",
+    }
+)
 """Also for administrators only."""
 
 LIMITED_PATHS = frozenset(

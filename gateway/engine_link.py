@@ -19,6 +19,7 @@ import msgspec
 from backend.engine.front import EngineCoreOutputs, EngineCoreRequest
 from backend.engine.speech import EngineSpeech, Taken, UnknownKind
 from backend.fleet import Member, VerifierStats
+from backend.fleet.stats import Weights
 from backend.transport.aio import AsyncDealer
 from backend.transport.sockets import Wire
 from backend.wire.engine import ENGINE_WIRE_VERSION, Account, Asked, EngineWelcome, Refusal
@@ -125,6 +126,13 @@ class VerifierLink:
             return await future
         finally:
             self._calls.pop(call_id, None)
+
+    @property
+    def weights(self) -> Weights:
+        """Which weights of the target it runs, as far as it has said."""
+        if self.stats is not None:
+            return self.stats.weights
+        return self.welcome.weights if self.welcome is not None else Weights()
 
     def answers(self, within_s: float) -> bool:
         """Whether it is ready and was heard of in the last `within_s` seconds."""

@@ -25,15 +25,16 @@ from backend.engine.front import (
 )
 from backend.fleet import FleetSnapshot, Member, VerifierStats
 from backend.fleet.speed import RESPONSE_TOKENS
+from backend.fleet.stats import Weights
 from backend.routing.routers import LeastLoaded, Router
 from backend.transport.sockets import Wire
-from backend.wire.engine import Account
+from backend.wire.engine import PAUSED, Account
 from gateway.admission.claim import current_claim
 from gateway.admission.gate import Gate, Queueing
 from gateway.admission.room import Rooms
 from gateway.choosing import Choosing
 from gateway.directory import Directory, follow
-from gateway.engine_link import DECLARED_LOST, RESTARTED, Loss, VerifierLink
+from gateway.engine_link import DECLARED_LOST, RESTARTED, Loss, UtilityError, VerifierLink
 from gateway.errors import NoVerifier, Poisoned, ShuttingDown, Unavailable, VerifierLost
 from gateway.in_flight import Cut, InFlight, Sequences, TrafficObserver
 from gateway.inquiry import Told, current_inquiry
@@ -85,6 +86,10 @@ class FleetCore(EngineCoreClient):
         self._failover_wait_s = failover_wait_s
         self._poison_after = poison_after
         self._stopping = False
+        self.weights = Weights()
+        """The newest weights of the target that any verifier was given for the whole fleet."""
+        # Verifiers that were behind, and which weights they were asked to load.
+        self._told: dict[VerifierLink, tuple[Weights, asyncio.Task[None]]] = {}
         self.draining = False
         """No new requests are taken."""
         # When a verifier was last there for a new request; and what those wait for that come while none is.
@@ -158,10 +163,14 @@ class FleetCore(EngineCoreClient):
         return sum(lengths) / len(lengths) if lengths else RESPONSE_TOKENS
 
     def routable(self) -> list[VerifierLink]:
-        """The verifiers that take new requests; those that sleep only while all do."""
-        ready = [link for link in self.ready_links if link.member.state == "ready"]
+        """The verifiers that take new requests: those with the newest weights; those that sleep only while all do."""
+        ready = [link for link in self.ready_links if link.member.state == "ready" and not self.is_behind(link)]
         awake = [link for link in ready if link.stats is None or not link.stats.paused]
         return awake or ready
+
+    def is_behind(self, link: VerifierLink) -> bool:
+        """Whether the fleet's last update of the weights has not reached it."""
+        return link.weights.update < self.weights.update
 
     async def until_routable(self) -> None:
         """Returns when there is a verifier for a new request: at once, or in a moment where one was lost a moment ago.
@@ -249,6 +258,7 @@ class FleetCore(EngineCoreClient):
         strays = self._strays.pop((link.member.id, link.member.incarnation), [])
         if strays:
             link.abort(strays)
+        self._compare_weights(link)
         for record in self._sequences:
             # It was stopped or starved, and nothing has killed it.
             record.lost.discard(link.member.incarnation)
@@ -277,9 +287,23 @@ class FleetCore(EngineCoreClient):
                 told.came(account)
 
     def on_stats(self, link: VerifierLink, stats: VerifierStats) -> None:
+        self._compare_weights(link)
         self.choosing.observe(stats, link.welcome)
         self._rooms.observe(stats, self._sequences.placed(link.member.id))
         self.gate.look()
+
+    def _compare_weights(self, link: VerifierLink) -> None:
+        """One that was started anew, or was away during an update, loads what the others have before it is given requests."""
+        if link.weights.update > self.weights.update:
+            self.weights = link.weights
+        elif self.is_behind(link) and self.weights.path and self._told.get(link, (None,))[0] != self.weights:
+            self._told[link] = self.weights, asyncio.create_task(self._catch_up(link, self.weights))
+
+    async def _catch_up(self, link: VerifierLink, weights: Weights) -> None:
+        try:
+            await link.call("catch_up", weights.path, weights.version, weights.update)
+        except UtilityError as error:
+            logger.error("verifier %s stays without requests: weights %s: %s", link.member.id, weights.version, error)
 
     def _lose_accounts(self, link: VerifierLink) -> None:
         for place_id in [place_id for place_id, (at, _) in self._accounts.items() if at is link]:
@@ -291,6 +315,7 @@ class FleetCore(EngineCoreClient):
 
     def on_lost(self, link: VerifierLink, loss: Loss) -> None:
         self._lose_accounts(link)
+        self._told.pop(link, None)
         if link.welcome is not None:
             self._served_at = time.monotonic()
         if self.links.get(link.member.id) is link:
@@ -314,7 +339,9 @@ class FleetCore(EngineCoreClient):
         record = self._sequences.running_as(output.request_id)
         if record is None or record.link is not link:
             return False
-        if output.finish_reason == FinishReason.ABORT:
+        if output.stop_reason == PAUSED:
+            output.stop_reason = None
+        elif output.finish_reason == FinishReason.ABORT:
             # Not at our request, or it would have no place: the verifier has given up on it.
             self._fail_over([record], "given_up", died=True)
             return False

@@ -70,6 +70,7 @@ class Peers:
                 Route("/metrics", _metrics),
                 Route("/reload", _reload, methods=["POST"]),
                 Route("/cancel", _cancel, methods=["POST"]),
+                Route("/abort", _abort, methods=["POST"]),
             ]
         )
         app.state.gateway = gateway
@@ -136,8 +137,18 @@ class Peers:
         """Ends a response that another process makes in the background."""
         await self._ask_all("POST", "/cancel", params={"id": response_id, "owner": owner})
 
+    async def abort(self, request_ids: list[str] | None) -> dict[str, list[list[int]]]:
+        """Ends requests of the other processes; the tokens they had."""
+        answers = await self._ask_all("POST", "/abort", json=request_ids)
+        return {named: tokens for answer in answers.values() for named, tokens in answer.json().items()}
+
     async def _ask_all(
-        self, method: str, path: str, params: Mapping[str, str] | None = None, timeout_s: float = ASK_TIMEOUT_S
+        self,
+        method: str,
+        path: str,
+        params: Mapping[str, str] | None = None,
+        timeout_s: float = ASK_TIMEOUT_S,
+        json: object = None,
     ) -> dict[int, httpx.Response]:
         """The answers of those that give one in time."""
 
@@ -145,7 +156,7 @@ class Peers:
             transport = httpx.AsyncHTTPTransport(uds=str(self._path(number)))
             try:
                 async with httpx.AsyncClient(transport=transport, base_url="http://peer", timeout=timeout_s) as http:
-                    return number, await http.request(method, path, params=params)
+                    return number, await http.request(method, path, params=params, json=json)
             except httpx.TransportError:
                 return None
 
@@ -235,6 +246,10 @@ async def _reload(request: Request) -> Response:
         return JSONResponse(asdict(await reloader.reload()))
     except ReloadError as error:
         return Response(str(error), status_code=400)
+
+
+async def _abort(request: Request) -> Response:
+    return JSONResponse(await request.app.state.gateway.abort(await request.json()))
 
 
 async def _cancel(request: Request) -> Response:

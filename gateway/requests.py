@@ -34,6 +34,17 @@ async def read_json(request: Request, max_bytes: int) -> dict[str, Any]:
     media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media != "application/json":
         raise UnsupportedMedia("The request body must be application/json.")
+    body = await read_bytes(request, max_bytes)
+    data = await asyncio.to_thread(_decode, body) if len(body) > LARGE_BYTES else _decode(body)
+    if not isinstance(data, dict):
+        raise BadRequest("The request body must be a JSON object.", code="invalid_json")
+    check_text(data, request.app.state.gateway.client.model_config.max_model_len)
+    asked_in.set(grammar_field(data))
+    return data
+
+
+async def read_bytes(request: Request, max_bytes: int) -> bytearray:
+    """The request's body.  Raises `PayloadTooLarge`."""
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > max_bytes:
         raise PayloadTooLarge(f"The request body is larger than {max_bytes} bytes.")
@@ -42,12 +53,7 @@ async def read_json(request: Request, max_bytes: int) -> dict[str, Any]:
         body += chunk
         if len(body) > max_bytes:
             raise PayloadTooLarge(f"The request body is larger than {max_bytes} bytes.")
-    data = await asyncio.to_thread(_decode, body) if len(body) > LARGE_BYTES else _decode(body)
-    if not isinstance(data, dict):
-        raise BadRequest("The request body must be a JSON object.", code="invalid_json")
-    check_text(data, request.app.state.gateway.client.model_config.max_model_len)
-    asked_in.set(grammar_field(data))
-    return data
+    return body
 
 
 def _decode(body: bytearray) -> Any:

@@ -52,9 +52,25 @@ class Gateway:
         """Whether vLLM's rejection sampler is in use, which rules some sampling parameters out."""
         return self.settings.mode == "native"
 
+    async def abort(self, request_ids: list[str] | None) -> dict[str, list[list[int]]]:
+        """Ends requests, all or those that answers or `X-Request-Id` name so; the tokens of each one's sequences, by its id."""
+        tokens: dict[str, list[list[int]]] = {}
+        for record in self.client.core.sequences:
+            named = record.request.external_req_id or record.request.request_id
+            if request_ids is None or not _names(named).isdisjoint(request_ids):
+                tokens.setdefault(named, []).append(list(record.emitted))
+        await self.client.abort(list(tokens))
+        return tokens
+
     @property
     def max_body_bytes(self) -> int:
         return self.settings.gateway.max_body_mib << 20
+
+
+def _names(named: str) -> set[str]:
+    """What clients know a request by: vLLM puts its route before the id that they sent, and a prompt's number behind it."""
+    found = {named, *(named.removeprefix(before) for before in ("chatcmpl-", "cmpl-", "generate-tokens-"))}
+    return found | {each.rpartition("-")[0] for each in found if named.startswith("cmpl-")}
 
 
 def gateway_of(request: Request) -> Gateway:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm.config import VllmConfig
+from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
@@ -20,6 +21,7 @@ from backend.config import REMOTE_MODES, Settings, environment
 from backend.config.settings import MAX_NUM_BATCHED_TOKENS
 from backend.engine.adapters import adapter_arguments
 from backend.engine.parsers import reasoning_parser
+from backend.engine.tensor_transfer import NAME
 from backend.models.head_config import load_config, read_config, text_config
 from backend.models.resolve import DEMO, ResolvedModels
 from backend.speculation.lookup import LONGEST, SHORTEST
@@ -60,6 +62,7 @@ def engine_arguments(settings: Settings, paths: ResolvedModels, verifier_id: str
         "distributed_executor_backend": "mp" if verifier.ranks > 1 else "uni",
         "reasoning_parser": reasoning_parser(verifier.reasoning_parser, paths.target_dir, settings.gateway.chat_template) or "",
         "speculative_config": _speculative_config(settings, paths),
+        "weight_transfer_config": WeightTransferConfig(backend=NAME),
         "worker_cls": f"backend.engine.worker.Outrider{'Cpu' if on_cpu else 'Gpu'}Worker",
         "additional_config": {"outrider": _worker_options(settings, paths, verifier_id)},
     }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -62,7 +63,20 @@ UTILITIES = frozenset(
     }
 )
 """Engine methods a gateway may call."""
-SWAPPING = frozenset({"sleep", "wake_up", "reload_weights"})
+SWAPPING = frozenset(
+    {
+        "catch_up",
+        "finish_weight_update",
+        "init_weight_transfer_engine",
+        "pause",
+        "reload_weights",
+        "resume",
+        "sleep",
+        "start_weight_update",
+        "update_weights",
+        "wake_up",
+    }
+)
 """Methods of `WeightControl` a gateway may call."""
 
 
@@ -90,7 +104,7 @@ class GatewayPort:
         self._swapping_s = 0.0
         self._router = router
         self._core = core
-        self._welcome = msgspec.msgpack.encode(welcome)
+        self._welcome = welcome
         self._vllm = vllm
         self._kept = kept
         self._lease_s = lease_s
@@ -176,7 +190,8 @@ class GatewayPort:
             self._next_index += 1
             self._by_identity[identity] = self._by_index[gateway.index] = gateway
         self._by_identity[identity].last_heard = now
-        self._router.send(identity, WELCOME, self._welcome)
+        weights = self._weights.loaded if self._weights is not None else self._welcome.weights
+        self._router.send(identity, WELCOME, msgspec.msgpack.encode(msgspec.structs.replace(self._welcome, weights=weights)))
 
     def _refuse(self, identity: bytes, reason: Literal["unknown", "incompatible", "unreadable"], message: str) -> None:
         self._router.send(identity, REFUSED, msgspec.msgpack.encode(Refusal(reason, message)))
@@ -220,7 +235,12 @@ class GatewayPort:
             began = time.monotonic()
             try:
                 function = getattr(self._weights if swapping else self._core, method)
-                output.result = UtilityResult(function(*self._convert(function, arguments)))
+                result = function(*self._convert(function, arguments))
+                if isinstance(result, Future):
+                    # It is answered when it is done.
+                    result.add_done_callback(lambda done: self._answer_late(gateway, call_id, done))
+                    return
+                output.result = UtilityResult(result)
             except Exception as error:
                 # The caller gets it; the engine goes on.
                 output.failure_message = f"{type(error).__name__}: {error}"
@@ -230,6 +250,14 @@ class GatewayPort:
                 # Nobody could be heard meanwhile.
                 for each in self._by_identity.values():
                     each.last_heard = ended
+        self.send_outputs({gateway.index: EngineCoreOutputs(utility_output=output)})
+
+    def _answer_late(self, gateway: _Gateway, call_id: int, done: Future[Any]) -> None:
+        output = UtilityOutput(call_id)
+        if error := done.exception():
+            output.failure_message = f"{type(error).__name__}: {error}"
+        else:
+            output.result = UtilityResult(done.result())
         self.send_outputs({gateway.index: EngineCoreOutputs(utility_output=output)})
 
     def _convert(self, function: Any, arguments: list[Any]) -> Iterator[Any]:

@@ -102,6 +102,8 @@ class EngineLoop:
         if swapping_s := self._gateways.take_swapping_s():
             self._counters.busy(self._lap() - swapping_s)
             self._counters.idle("swap", swapping_s)
+        if self._weights is not None:
+            self._weights.look()
         if self._drafters is not None:
             self._drafters.receive(now)
             self._drafters.ask(now)
@@ -147,7 +149,8 @@ class EngineLoop:
         stats = self._counters.stats
         self._counters.busy(self._lap())
         self._scheduler.read_load(stats)
-        stats.paused = self._weights is not None and self._weights.is_paused
+        if self._weights is not None:
+            stats.paused, stats.weights = self._weights.is_paused, self._weights.loaded
         if self._drafters is not None:
             self._drafters.read_counters(stats)
         if self._files is not None:

@@ -1,55 +1,119 @@
-"""The target's weights while the engine lives: sleep, wake up, load others.  Engine process, engine thread.
+"""The target's weights while the engine lives: pause, sleep, load others.  Engine process, engine thread.
 
-Requests are kept, whatever happens: the scheduler is paused, so that they wait, and what was computed with the old weights (KV
-of running requests, prefix cache) is thrown away, so that they go on as if they had been preempted.  All of it is vLLM's own
-API; what this build of vLLM cannot do is a `NotImplementedError`, what was asked for wrongly a `ValueError`, and neither has
-changed anything.
+Requests are kept, unless a pause aborts them: the scheduler is paused, so that they wait, and what was computed with the old
+weights (KV of running requests, prefix cache) is thrown away, so that they go on as if they had been preempted.  All of it is
+vLLM's own API; what this build of vLLM cannot do is a `NotImplementedError`, what was asked for wrongly a `ValueError`, and
+neither has changed anything unless it says so.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from vllm.v1.core.sched.interface import PauseState
-from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.engine.core import EngineCore
+from vllm.v1.request import RequestStatus
 
+from backend.engine.tensor_transfer import Shape, shapes_in
+from backend.fleet.stats import Weights
 from backend.models.head_config import CheckpointError
 from backend.models.tensor_files import TensorFiles
+from backend.wire.engine import PAUSED
 
 logger = logging.getLogger(__name__)
 
+PAUSE_MODES = ("abort", "wait", "keep")
+
 
 class WeightControl:
-    """What a gateway may do with a verifier's weights.  `target_dir` is what was loaded at the start."""
+    """What a gateway may do with a verifier's weights.  `target_dir` is what was loaded at the start.
+
+    Methods with `version` and `update` load weights and say what they are then called, see `Weights`.
+    """
 
     def __init__(self, core: EngineCore, target_dir: str, can_sleep: bool) -> None:
         self._core = core
-        self._path = target_dir
+        self._target_dir = target_dir
+        self.loaded = self._from_disk = Weights()
         self.can_sleep = can_sleep
         self.on_begin: Callable[[], None] = lambda: None
         """Called when the engine is paused, before what may take long."""
         self.on_outputs: Callable[[dict[int, EngineCoreOutputs] | None], None] = lambda outputs: None
-        """Takes what steps that were under way still bring."""
+        """Takes what steps that were under way still bring, and the ends of requests that a pause aborts."""
         self.on_renewed: Callable[[], None] = lambda: None
         """Called when other weights have been loaded."""
+        self._draining: Future[None] | None = None
+        self._clears = False
+        # An update by tensors: what has come of it, and whether the engine was paused before.
+        self._received: set[str] | None = None
+        self._was_paused = False
+        core.set_weight_version(self.loaded.version)
 
     @property
     def is_paused(self) -> bool:
-        """Whether requests wait."""
-        return bool(self._core.is_sleeping())
+        """Whether nothing is computed.  A pause that waits for running requests begins when they have ended."""
+        draining = self._core.scheduler.pause_state == PauseState.PAUSED_NEW and self._core.scheduler.has_unfinished_requests()
+        return bool(self._core.is_sleeping()) and not draining
 
-    def sleep(self, level: int = 1) -> None:
-        """Level 0 only pauses; 1 moves the weights to the host's memory and gives the KV cache's back; 2 drops both."""
+    # Pausing
+
+    def pause(self, mode: str = "abort", clear_cache: bool = True) -> Future[None] | None:
+        """Requests wait from here on.  Those at hand end (`abort`), go on to their end (`wait`; the future tells when all
+        have), or stand still (`keep`).  `clear_cache` empties the prefix cache, unless they stand still."""
+        if mode not in PAUSE_MODES:
+            raise ValueError(f"mode must be one of {', '.join(PAUSE_MODES)}")
+        if mode == "wait":
+            self._core.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+            self._draining = self._draining or Future()
+            self._clears = clear_cache
+            draining = self._draining
+            self.look()
+            return draining
+        self._pause()
+        if mode == "abort":
+            self._abort()
+            self._core._finish_pause(clear_cache)
+        return None
+
+    def look(self) -> None:
+        """Ends a pause's wait when nothing runs any more."""
+        if self._draining is not None and not self._core.scheduler.has_unfinished_requests():
+            draining, self._draining = self._draining, None
+            self._pause()
+            self._core._finish_pause(self._clears)
+            draining.set_result(None)
+
+    def resume(self) -> None:
+        """Requests go on."""
+        self._refuse_during_update()
+        if self._core.model_executor.is_sleeping:
+            raise ValueError("wake the weights up first")
+        self._core.resume_scheduler()
+        if self._draining is not None:
+            self._draining.set_exception(ValueError("resumed before all requests had ended"))
+            self._draining = None
+
+    def sleep(self, level: int = 1, mode: str = "keep") -> None:
+        """Level 0 only pauses; 1 moves the weights to the host's memory and gives the KV cache's back; 2 drops both.
+
+        Requests at hand are kept, or aborted with `mode` `abort`.
+        """
         if level not in (0, 1, 2):
             raise ValueError("level must be 0, 1 or 2")
+        if mode not in ("abort", "keep"):
+            raise ValueError("mode must be abort or keep")
         if level and not self.can_sleep:
             raise NotImplementedError(
                 "this verifier was not started with vLLM's sleep mode: it needs CUDA and verifier.engine_args.enable_sleep_mode"
             )
-        self._pause()
+        self.pause(mode)
         self._core.sleep(level, "keep")
 
     def wake_up(self, tags: list[str] | None = None) -> bool:
@@ -60,14 +124,17 @@ class WeightControl:
         awake = self._core.wake_up(tags if self._core.model_executor.is_sleeping else ["scheduling"])
         return bool(awake)
 
-    def reload_weights(self, path: str | None = None) -> None:
+    # Weights from a directory
+
+    def reload_weights(self, path: str | None = None, version: str | None = None, update: int | None = None) -> None:
         """Loads a checkpoint of the same architecture from `path`, or from where the present one came from.
 
         Keeps the engine paused if it was; it must not sleep deeper than that.  Should loading fail although all shapes fit, the
         earlier weights are loaded again, and if that fails too the process ends: half a model must not answer.
         """
-        wanted = path or self._path
-        check_same_shapes(wanted, self._path)
+        self._refuse_during_update()
+        wanted = path or self._directory
+        check_same_shapes(wanted, self._shapes)
         if self._core.model_executor.is_sleeping:
             raise ValueError("wake the weights up first")
         was_paused = self.is_paused
@@ -76,23 +143,124 @@ class WeightControl:
             self._load(wanted)
         except Exception as error:
             logger.exception("loading weights failed; loading the earlier ones again")
-            self._load_or_die()
+            self._fall_back(was_paused)
             raise ValueError(f"the weights could not be loaded: {error}") from error
-        finally:
-            self._core._reset_caches(reset_running_requests=True)
-            self.on_renewed()
-            if not was_paused:
+        self._renewed(self._called(version, update, wanted), was_paused)
+        self._from_disk = self.loaded
+
+    def catch_up(self, path: str, version: str, update: int) -> None:
+        """The same where the fleet's update has not been seen here."""
+        if self.loaded.update < update:
+            self.reload_weights(path, version, update)
+
+    # Weights as tensors, over the wire or by vLLM's own transfer engines
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Connects vLLM's transfer engine, where `verifier.engine_args.weight_transfer_config` names one, to a trainer."""
+        self._transfer("init_weight_transfer_engine", init_info=init_info)
+
+    def start_weight_update(self) -> None:
+        """Pauses; what follows are tensors."""
+        self._refuse_during_update()
+        if self._core.model_executor.is_sleeping:
+            raise ValueError("wake the weights up first")
+        self._was_paused = self.is_paused
+        self._pause()
+        try:
+            self._transfer("start_weight_update")
+        except BaseException:
+            if not self._was_paused:
                 self._core.resume_scheduler()
-        self._path = wanted
+            raise
+        self._received = set()
+
+    def update_weights(self, update_info: Any) -> None:
+        """Some tensors: safetensors' bytes, or what vLLM's transfer engine is to receive.
+
+        Bytes that do not fit are refused, and the update goes on.  Should vLLM fail, the last weights from a directory are back.
+        """
+        if self._received is None:
+            raise ValueError("start_weight_update comes first")
+        if isinstance(update_info, bytes):
+            found = shapes_in(update_info)
+            check_shapes({name: self._shapes.get(name) for name in found}, found)
+            update_info = {"tensors": update_info}
+            self._received |= found.keys()
+        try:
+            self._transfer("update_weights", update_info=update_info)
+        except Exception:
+            self._give_up()
+            raise
+
+    def finish_weight_update(self, version: str | None = None, update: int | None = None) -> None:
+        """All tensors have come; goes on, if it was not paused before."""
+        if self._received is None:
+            raise ValueError("start_weight_update comes first")
+        missing = sorted(self._shapes.keys() - self._received) if self._received else []
+        if missing:
+            self._give_up()
+            raise ValueError(
+                f"{len(missing)} tensors did not come, {missing[0]} for one; the last weights from a directory are back"
+            )
+        try:
+            self._transfer("finish_weight_update")
+        except Exception:
+            self._give_up()
+            raise
+        self._received = None
+        self._renewed(self._called(version, update, None), self._was_paused)
+
+    def _give_up(self) -> None:
+        """An update by tensors has failed."""
+        logger.error("an update of the weights failed; loading the earlier ones again")
+        self._received = None
+        self._fall_back(self._was_paused)
+
+    def _refuse_during_update(self) -> None:
+        if self._received is not None:
+            raise ValueError("a weight update is under way; finish_weight_update ends it")
+
+    # How
+
+    @cached_property
+    def _shapes(self) -> Mapping[str, Shape]:
+        """What the checkpoint of the start holds."""
+        files = TensorFiles(self._target_dir)
+        return {name: tuple(files.shape(name) or ()) for name in files.tensors}
+
+    @property
+    def _directory(self) -> str:
+        return self._from_disk.path or self._target_dir
+
+    def _called(self, version: str | None, update: int | None, path: str | None) -> Weights:
+        number = self.loaded.update + 1 if update is None else update
+        return Weights(number, version if version is not None else str(number), path)
 
     def _load(self, path: str) -> None:
         self._core.collective_rpc("reload_weights", kwargs={"weights_path": path})
 
-    def _load_or_die(self) -> None:
+    def _fall_back(self, stays_paused: bool) -> None:
+        """The last weights that came from a directory are loaded again, or the process ends."""
         try:
-            self._load(self._path)
+            self._load(self._directory)
         except Exception as error:
             raise SystemExit("neither the new nor the earlier weights can be loaded") from error
+        self._renewed(self._from_disk, stays_paused)
+
+    def _transfer(self, method: str, **arguments: Any) -> None:
+        try:
+            self._core.collective_rpc(method, kwargs=arguments)
+        except (TypeError, RuntimeError, OSError) as error:
+            raise ValueError(f"{method}: {error}") from error
+
+    def _renewed(self, loaded: Weights, stays_paused: bool) -> None:
+        """Other weights are there: nothing of the old ones is used any more."""
+        self.loaded = loaded
+        self._core.set_weight_version(loaded.version)
+        self._core._reset_caches(reset_running_requests=True)
+        self.on_renewed()
+        if not stays_paused:
+            self._core.resume_scheduler()
 
     def _pause(self) -> None:
         """Requests wait from here on; steps under way (vLLM's own pipelining) are finished first."""
@@ -103,21 +271,32 @@ class WeightControl:
             self._core.post_step(executed)
         self.on_begin()
 
+    def _abort(self) -> None:
+        ended: dict[int, EngineCoreOutputs] = defaultdict(EngineCoreOutputs)
+        for request in self._core.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED):
+            output = EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ABORT, stop_reason=PAUSED)
+            ended[request.client_index].outputs.append(output)
+        self.on_outputs(ended)
 
-def check_same_shapes(path: str, present: str) -> None:
-    """Raises `ValueError` unless both directories hold tensors of the same names and shapes."""
+
+def check_same_shapes(path: str, known: Mapping[str, Shape]) -> None:
+    """Raises `ValueError` unless the directory holds the known tensors, by name and shape, and no others."""
     if not Path(path).is_dir():
         raise ValueError("no such directory on the verifier's machine")
     try:
-        new, old = TensorFiles(path), TensorFiles(present)
+        new = TensorFiles(path)
     except CheckpointError as error:
         raise ValueError(str(error)) from error
-    differing = sorted(name for name in new.tensors.keys() | old.tensors.keys() if new.shape(name) != old.shape(name))
+    check_shapes(known, {name: tuple(new.shape(name) or ()) for name in new.tensors})
+
+
+def check_shapes(known: Mapping[str, Shape | None], found: Mapping[str, Shape]) -> None:
+    """Raises `ValueError` naming tensors that differ."""
+    differing = sorted(name for name in known.keys() | found.keys() if known.get(name) != found.get(name))
     if differing:
-        shown = ", ".join(f"{n}: {_shape(new, n)} instead of {_shape(old, n)}" for n in differing[:3])
+        shown = ", ".join(f"{n}: {_shown(found.get(n))} instead of {_shown(known.get(n))}" for n in differing[:3])
         raise ValueError(f"other tensors than the model has: {shown}")
 
 
-def _shape(files: TensorFiles, name: str) -> str:
-    found = files.shape(name)
-    return "none" if found is None else str(list(found))
+def _shown(shape: Shape | None) -> str:
+    return "none" if shape is None else str(list(shape))

@@ -15,6 +15,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 
+from backend.engine import tensor_transfer
 from backend.engine.cpu_kernels import repair_cpu_kernels
 from backend.engine.feature_link import Projection
 from backend.engine.features import FeatureShipper, Shipped
@@ -55,6 +56,7 @@ class _Mixed:
             mixins = (RemoteDrafting, *mixins)
         if mixins:
             self.model_runner.__class__ = type(f"Outrider{runner_type.__name__}", (*mixins, runner_type), {})
+        tensor_transfer.register()
         if options["remote"]:
             self.model_runner.set_up_drafting(self._make_shipper(options), tuple(options["aux_layers"]), options["features"])
 

@@ -85,6 +85,17 @@ class Foretold(msgspec.Struct):
         return sum(abs(p - r) for p, r in zip(self.chances, self.right, strict=True)) / max(sum(self.seen), 1)
 
 
+class Weights(msgspec.Struct, frozen=True):
+    """Which weights of the target a verifier runs."""
+
+    update: int = 0
+    """How many times the fleet's weights had been updated when these came; 0: those of the start."""
+    version: str = "0"
+    """What whoever updated them calls them; without a name, the number above."""
+    path: str | None = None
+    """The directory they came from; None: they are those of the start, or came as tensors."""
+
+
 class VerifierStats(msgspec.Struct):
     """One verifier's cumulative counters and present load."""
 
@@ -117,6 +128,7 @@ class VerifierStats(msgspec.Struct):
     preemptions: int = 0
     running: int = 0
     waiting: int = 0
+    weights: Weights = Weights()
     paused: bool = False
     """It sleeps, or its weights are being exchanged: requests wait, and so do answers to pings."""
     tokens_in_flight: int = 0

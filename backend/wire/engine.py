@@ -27,10 +27,15 @@ from typing import Literal
 
 import msgspec
 
-ENGINE_WIRE_VERSION = 4
+from backend.fleet.stats import Weights
+
+ENGINE_WIRE_VERSION = 5
 
 HELLO, ADD, ABORT, UTILITY, ROWS, PING = b"h", b"a", b"x", b"u", b"q", b"p"
 WELCOME, TAKEN, OUTPUTS, ACCOUNTS, STATS, REFUSED = b"w", b"t", b"o", b"c", b"s", b"r"
+
+PAUSED = "outrider_paused"
+"""Stop reason of a request that a pause has aborted: it ends, and does not go on elsewhere."""
 
 FIXED_RESPONSE = "outrider_fixed_response"
 """Key of `SamplingParams.extra_args`: the token ids a request must emit (`backend/engine/fixed.py`)."""
@@ -123,3 +128,4 @@ class EngineWelcome(msgspec.Struct, frozen=True):
     num_kv_blocks: int
     block_size: int
     supported_tasks: list[str]
+    weights: Weights = Weights()

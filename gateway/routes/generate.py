@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
-import pydantic
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 

@@ -74,6 +74,7 @@ def _card(gateway: Gateway, name: str, root: str, *, parent: str | None = None) 
 
 
 @router.post("/v1/load_lora_adapter")
+@router.post("/load_lora_adapter")
 async def load_adapter(request: Request) -> Response:
     """Makes a LoRA adapter known under a name, from a directory that the verifiers can read.  For administrators."""
     asked = await _adapter(request, LoadLoRAAdapterRequest)
@@ -81,6 +82,7 @@ async def load_adapter(request: Request) -> Response:
 
 
 @router.post("/v1/unload_lora_adapter")
+@router.post("/unload_lora_adapter")
 async def unload_adapter(request: Request) -> Response:
     """Forgets one.  For administrators."""
     asked = await _adapter(request, UnloadLoRAAdapterRequest)

@@ -22,6 +22,7 @@ PROBED = ["GET", "HEAD"]
 
 
 @router.api_route("/livez", methods=PROBED)
+@router.api_route("/liveness", methods=PROBED)
 async def livez(request: Request) -> Response:
     """The process can do its work; 500 when it never will again, and wants to be restarted."""
     if gateway_of(request).client.errored:

@@ -1,4 +1,4 @@
-"""POST /inference/v1/generate: vLLM's route for trainers.  Token ids in; token ids, log probabilities and weight versions out."""
+"""POST /inference/v1/generate, vLLM's route for trainers: token ids in, token ids out, with the versions of the weights."""
 
 from __future__ import annotations
 

@@ -1,24 +1,27 @@
-"""/admin/sleep, /wake-up and /reload-weights: vLLM's own, for one verifier or all of them.
+"""Pausing verifiers and exchanging their weights: vLLM's control plane for trainers, for one verifier or all of them.
 
-They go straight to the verifiers and answer when it is done.  Requests wait meanwhile, none is lost.  All verifiers are asked
-at once; if one refuses, that is the answer, whatever the others did: ask again, with `verifier`.
+Calls go straight to the verifiers and answer when it is done.  All are asked at once; if one refuses, that is the answer,
+whatever the others did: ask again, with `verifier`.  A verifier that missed an update of all of them by directory loads it
+before it is given requests (`FleetCore`).
 """
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Query, Request
 from starlette.responses import JSONResponse, Response
 
+from backend.engine.front import VLLM_VERSION
 from gateway.engine_link import UtilityError, VerifierLink
 from gateway.errors import ApiError, BadRequest, EngineFailed, NotFound, NotSupported
-from gateway.requests import read_json
+from gateway.requests import read_bytes, read_json
 from gateway.state import Gateway, gateway_of
 
 router = APIRouter()
+CHUNKS = "application/octet-stream"
 
 
 class Sleep(msgspec.Struct, forbid_unknown_fields=True):
@@ -40,6 +43,33 @@ class ReloadWeights(msgspec.Struct, forbid_unknown_fields=True):
 
     verifier: str | None = None
     path: str | None = None
+    weight_version: str | int | None = None
+
+
+class InitTransfer(msgspec.Struct, forbid_unknown_fields=True):
+    """Fields of /init_weight_transfer_engine."""
+
+    init_info: dict[str, Any] = {}
+
+
+class UpdateWeights(msgspec.Struct, forbid_unknown_fields=True):
+    """Fields of /update_weights: a directory that the verifiers can read, or what vLLM's transfer engine is to receive."""
+
+    weight_dir: str | None = None
+    update_info: dict[str, Any] | list[dict[str, Any]] | None = None
+    weight_version: str | int | None = None
+
+
+class FinishUpdate(msgspec.Struct, forbid_unknown_fields=True):
+    """Fields of /finish_weight_update."""
+
+    weight_version: str | int | None = None
+
+
+class AbortRequests(msgspec.Struct, forbid_unknown_fields=True):
+    """Fields of /abort_requests."""
+
+    request_ids: list[str] | None = None
 
 
 @router.post("/admin/sleep")
@@ -60,26 +90,171 @@ async def wake_up(request: Request) -> Response:
 async def reload_weights(request: Request) -> Response:
     """Loads the target's weights again, or others of the same shapes; every cache is emptied, the drafters' too."""
     gateway, asked = await _read(request, ReloadWeights)
-    answer = await _everywhere(gateway, asked.verifier, "reload_weights", asked.path)
-    core = gateway.client.core
-    core.choosing.emptied([asked.verifier] if asked.verifier else core.links)
+    return await _renew(gateway, asked.verifier, "reload_weights", asked.path, version=asked.weight_version)
+
+
+@router.post("/pause")
+async def pause(request: Request, mode: str = "abort", clear_cache: bool = True, verifier: str | None = None) -> Response:
+    """Requests at hand end (`abort`), are waited for (`wait`), or stand still (`keep`); new ones wait."""
+    return await _everywhere(gateway_of(request), verifier, "pause", mode, clear_cache, status="paused")
+
+
+@router.post("/resume")
+async def resume(request: Request, verifier: str | None = None) -> Response:
+    """Requests go on."""
+    return await _everywhere(gateway_of(request), verifier, "resume", status="resumed")
+
+
+@router.get("/is_paused")
+async def is_paused(request: Request, verifier: str | None = None) -> Response:
+    """Whether all verifiers, or the one named, are paused."""
+    return JSONResponse({"is_paused": all((await _results(gateway_of(request), verifier, "is_scheduler_paused")).values())})
+
+
+@router.post("/sleep")
+async def sleep_as_vllm(request: Request, level: int = 1, mode: str = "abort", verifier: str | None = None) -> Response:
+    """vLLM's: frees the device's memory (level 1 or 2), or only pauses (0)."""
+    return await _everywhere(gateway_of(request), verifier, "sleep", level, mode)
+
+
+@router.post("/wake_up")
+async def wake_up_as_vllm(
+    request: Request, tags: Annotated[list[str] | None, Query()] = None, verifier: str | None = None
+) -> Response:
+    """vLLM's: undoes it."""
+    return await _everywhere(gateway_of(request), verifier, "wake_up", tags)
+
+
+@router.get("/is_sleeping")
+async def is_sleeping(request: Request, verifier: str | None = None) -> Response:
+    """Whether all verifiers, or the one named, sleep or are paused."""
+    return JSONResponse({"is_sleeping": all((await _results(gateway_of(request), verifier, "is_sleeping")).values())})
+
+
+@router.post("/reset_prefix_cache")
+async def reset_prefix_cache(request: Request, reset_running_requests: bool = False, verifier: str | None = None) -> Response:
+    """Empties the prefix cache; with `reset_running_requests` running requests compute their context anew."""
+    gateway = gateway_of(request)
+    answer = await _everywhere(gateway, verifier, "reset_prefix_cache", reset_running_requests)
+    gateway.client.core.choosing.emptied([verifier] if verifier else gateway.client.core.links)
     return answer
+
+
+@router.post("/init_weight_transfer_engine")
+async def init_weight_transfer_engine(request: Request, verifier: str | None = None) -> Response:
+    """Connects vLLM's transfer engine to a trainer; what the wire brings needs none."""
+    gateway, asked = await _read(request, InitTransfer)
+    return await _everywhere(gateway, verifier, "init_weight_transfer_engine", asked.init_info)
+
+
+@router.post("/start_weight_update")
+async def start_weight_update(request: Request, verifier: str | None = None) -> Response:
+    """Tensors follow; verifiers stand still until they have all come."""
+    return await _everywhere(gateway_of(request), verifier, "start_weight_update")
+
+
+@router.post("/update_weights")
+async def update_weights(request: Request, verifier: str | None = None) -> Response:
+    """All weights from a directory; or some tensors, as safetensors' bytes or as vLLM's transfer engine takes them."""
+    gateway = gateway_of(request)
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() == CHUNKS:
+        chunk = await read_bytes(request, gateway.max_body_bytes)
+        return await _everywhere(gateway, verifier, "update_weights", bytes(chunk))
+    _, asked = await _read(request, UpdateWeights)
+    if (asked.weight_dir is None) == (asked.update_info is None):
+        raise BadRequest("Name a `weight_dir`, or give an `update_info`.", param="weight_dir")
+    if asked.weight_dir is not None:
+        return await _renew(gateway, verifier, "reload_weights", asked.weight_dir, version=asked.weight_version)
+    return await _everywhere(gateway, verifier, "update_weights", asked.update_info)
+
+
+@router.post("/finish_weight_update")
+async def finish_weight_update(request: Request, verifier: str | None = None) -> Response:
+    """All tensors have come: verifiers go on with the new weights, unless they were paused before."""
+    gateway, asked = await _read(request, FinishUpdate)
+    return await _renew(gateway, verifier, "finish_weight_update", version=asked.weight_version)
+
+
+@router.post("/abort_requests")
+async def abort_requests(request: Request) -> Response:
+    """Ends requests by their ids, or all there are; says what each had generated."""
+    gateway, asked = await _read(request, AbortRequests)
+    texts = await gateway.abort(asked.request_ids)
+    if gateway.peers is not None:
+        texts |= await gateway.peers.abort(asked.request_ids)
+    return JSONResponse({"status": "aborted", "aborted": len(texts), "token_ids": texts})
+
+
+@router.get("/weight_info")
+async def weight_info(request: Request) -> Response:
+    """The version of the fleet's weights, and of each verifier's."""
+    core = gateway_of(request).client.core
+    verifiers = {link.member.id: link.weights.version for link in core.ready_links}
+    return JSONResponse({"weight_version": core.weights.version, "verifiers": verifiers})
+
+
+@router.get("/get_world_size")
+async def get_world_size(request: Request) -> Response:
+    """Ranks of all verifiers together."""
+    gateway = gateway_of(request)
+    return JSONResponse({"world_size": len(gateway.client.core.ready_links) * gateway.settings.verifier.ranks})
+
+
+@router.get("/server_info")
+async def server_info(request: Request) -> Response:
+    """What serves: versions, model, and which weights each verifier runs."""
+    gateway = gateway_of(request)
+    core = gateway.client.core
+    verifiers = {
+        link.member.id: {"paused": link.stats is not None and link.stats.paused, "weights": msgspec.to_builtins(link.weights)}
+        for link in core.ready_links
+    }
+    return JSONResponse(
+        {
+            "vllm_version": VLLM_VERSION,
+            "model": gateway.services.models.model_name(),
+            "mode": gateway.settings.mode,
+            "max_model_len": gateway.client.model_config.max_model_len,
+            "weight_version": core.weights.version,
+            "verifiers": verifiers,
+        }
+    )
 
 
 async def _read(request: Request, kind: type[Any]) -> tuple[Gateway, Any]:
     gateway = gateway_of(request)
     try:
-        return gateway, msgspec.convert(await read_json(request, gateway.max_body_bytes), kind)
+        # vLLM's routes may be called without a body.
+        fields = await read_json(request, gateway.max_body_bytes) if "content-type" in request.headers else {}
+        return gateway, msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
         raise BadRequest(f"{error}.") from None
 
 
-async def _everywhere(gateway: Gateway, verifier: str | None, method: str, *arguments: Any) -> Response:
+async def _renew(gateway: Gateway, verifier: str | None, method: str, *arguments: Any, version: str | int | None) -> Response:
+    """Weights become others; an update of one verifier is none of the fleet's."""
+    core = gateway.client.core
+    number = core.weights.update + 1
+    name = str(number if version is None else version)
+    counted = core.weights.update if verifier else number
+    answer = await _everywhere(gateway, verifier, method, *arguments, name, counted, weight_version=name)
+    core.choosing.emptied([verifier] if verifier else core.links)
+    return answer
+
+
+async def _everywhere(gateway: Gateway, verifier: str | None, method: str, *arguments: Any, **said: str) -> Response:
+    return JSONResponse({**said, "verifiers": await _results(gateway, verifier, method, *arguments)})
+
+
+async def _results(gateway: Gateway, verifier: str | None, method: str, *arguments: Any) -> dict[str, Any]:
     links = [link for link in gateway.client.core.ready_links if verifier in (None, link.member.id)]
     if not links:
         raise NotFound("There is no such verifier." if verifier else "There is no verifier.")
-    results = await asyncio.gather(*(_call(link, method, *arguments) for link in links))
-    return JSONResponse({"verifiers": {link.member.id: result for link, result in zip(links, results, strict=True)}})
+    results = await asyncio.gather(*(_call(link, method, *arguments) for link in links), return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return {link.member.id: result for link, result in zip(links, results, strict=True)}
 
 
 async def _call(link: VerifierLink, method: str, *arguments: Any) -> Any:

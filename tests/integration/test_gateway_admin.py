@@ -193,11 +193,11 @@ async def test_weights_are_administered_at_the_verifiers():
     async with running_gateway(verifiers=2) as running:
         first, second = running.verifiers
         answer = await post(running, "reload-weights", {"path": "/new"})
-        assert answer.json() == {"verifiers": {"verifier-0": True, "verifier-1": True}}
+        assert answer.json() == {"weight_version": "1", "verifiers": {"verifier-0": True, "verifier-1": True}}
         await post(running, "sleep", {"verifier": "verifier-1", "level": 0})
         await post(running, "wake-up", {"verifier": "verifier-1"})
-        assert first.utilities == [("reload_weights", ["/new"])]
-        assert second.utilities == [("reload_weights", ["/new"]), ("sleep", [0]), ("wake_up", [None])]
+        assert first.utilities == [("reload_weights", ["/new", "1", 1])]
+        assert second.utilities == [("reload_weights", ["/new", "1", 1]), ("sleep", [0]), ("wake_up", [None])]
         first.failure = "NotImplementedError: not with this engine"
         answer = await post(running, "sleep")
         assert (answer.status_code, answer.json()["error"]["code"]) == (501, "not_supported")

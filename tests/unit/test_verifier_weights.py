@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.engine import FinishReason
 
 from backend.engine.weights import WeightControl, check_same_shapes
+from backend.fleet.stats import Weights
+from backend.wire.engine import PAUSED
 
 
 class Core:
@@ -24,6 +28,9 @@ class Core:
         self.is_sleeping_deep = False
         self.batch_queue: list[str] = ["a", "b"]
         self.broken: set[str] = set()
+        self.pause_state = PauseState.UNPAUSED
+        self.requests: list[Any] = []
+        self.version = ""
 
     @property
     def is_sleeping(self) -> Any:
@@ -31,11 +38,26 @@ class Core:
         return _Callable(self.is_sleeping_deep or self.paused, self.is_sleeping_deep)
 
     def set_pause_state(self, state: PauseState) -> None:
+        self.pause_state = state
         self.paused = state != PauseState.UNPAUSED
+
+    def set_weight_version(self, version: str) -> None:
+        self.version = version
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.requests) and self.pause_state != PauseState.PAUSED_ALL
+
+    def finish_requests(self, ids: None, status: Any) -> list[Any]:
+        ended, self.requests = self.requests, []
+        return ended
+
+    def _finish_pause(self, clear_cache: bool) -> None:
+        self.log.append(f"clear {clear_cache}")
 
     def resume_scheduler(self) -> None:
         self.log.append("resume")
         self.paused = False
+        self.pause_state = PauseState.UNPAUSED
 
     def step_fn(self) -> tuple[Any, bool]:
         assert self.paused
@@ -55,6 +77,11 @@ class Core:
         return True
 
     def collective_rpc(self, method: str, kwargs: dict[str, Any]) -> None:
+        if method != "reload_weights":
+            self.log.append(method)
+            if method in self.broken:
+                raise RuntimeError("torn")
+            return
         path = Path(kwargs["weights_path"]).name
         self.log.append(f"load {path}")
         if path in self.broken:
@@ -163,5 +190,103 @@ def test_sleep_needs_an_engine_that_can(core: Core, control: WeightControl) -> N
 
 
 def test_shapes_are_compared_by_name(tmp_path: Path) -> None:
-    one, two = checkpoint(tmp_path / "one", a=(1,)), checkpoint(tmp_path / "two", a=(1,))
-    check_same_shapes(one, two)
+    check_same_shapes(checkpoint(tmp_path / "one", a=(1,)), {"a": (1,)})
+    with pytest.raises(ValueError, match="a: "):
+        check_same_shapes(str(tmp_path / "one"), {"a": (2,)})
+
+
+def test_versions_are_counted_or_named_and_an_old_update_is_not_loaded_again(
+    core: Core, control: WeightControl, tmp_path: Path
+) -> None:
+    new = checkpoint(tmp_path / "new", a=(2, 3), b=(4,))
+    assert (control.loaded, core.version) == (Weights(0, "0", None), "0")
+    control.reload_weights(new)
+    assert (control.loaded, core.version) == (Weights(1, "1", new), "1")
+    control.reload_weights(new, "step-7", 5)
+    assert core.version == "step-7"
+    core.log.clear()
+    control.catch_up(str(tmp_path / "old"), "4", 5)
+    assert core.log == []
+    control.catch_up(str(tmp_path / "old"), "6", 6)
+    assert control.loaded == Weights(6, "6", str(tmp_path / "old"))
+
+
+def test_the_directory_of_before_may_be_gone(core: Core, control: WeightControl, tmp_path: Path) -> None:
+    control.reload_weights(checkpoint(tmp_path / "one", a=(2, 3), b=(4,)))
+    (tmp_path / "one" / "model.safetensors").unlink()
+    control.reload_weights(checkpoint(tmp_path / "two", a=(2, 3), b=(4,)))
+    with pytest.raises(ValueError, match="other tensors"):
+        control.reload_weights(checkpoint(tmp_path / "three", a=(2, 3)))
+
+
+def test_a_pause_keeps_aborts_or_waits(core: Core, control: WeightControl) -> None:
+    sent: list[Any] = []
+    control.on_outputs = sent.append
+    core.batch_queue.clear()
+    core.requests = [SimpleNamespace(request_id="one", client_index=3)]
+    control.pause("keep")
+    assert (core.log, core.requests != [], control.is_paused) == (["begin"], True, True)
+    control.resume()
+    waiting = control.pause("wait")
+    assert waiting is not None
+    control.look()
+    assert (waiting.done(), control.is_paused) == (False, False), "it goes on"
+    core.requests = []
+    control.look()
+    assert (waiting.done(), control.is_paused, core.log[-1]) == (True, True, "clear True")
+    control.resume()
+    core.requests = [SimpleNamespace(request_id="one", client_index=3)]
+    control.pause("abort", False)
+    ((index, outputs),) = sent[-1].items()
+    (output,) = outputs.outputs
+    assert (index, output.request_id, output.finish_reason, output.stop_reason) == (3, "one", FinishReason.ABORT, PAUSED)
+    assert core.log[-1] == "clear False"
+    with pytest.raises(ValueError, match="mode"):
+        control.pause("never")
+
+
+def test_a_wait_ends_when_it_is_resumed(core: Core, control: WeightControl) -> None:
+    core.requests = [SimpleNamespace(request_id="one", client_index=3)]
+    waiting = control.pause("wait")
+    control.resume()
+    assert waiting is not None
+    assert "resumed" in str(waiting.exception())
+
+
+def tensors(**shapes: tuple[int, ...]) -> bytes:
+    return save({name: torch.zeros(shape) for name, shape in shapes.items()})
+
+
+def test_tensors_come_in_parts(core: Core, control: WeightControl) -> None:
+    core.batch_queue.clear()
+    for method, given in ((control.update_weights, (tensors(a=(2, 3)),)), (control.finish_weight_update, ())):
+        with pytest.raises(ValueError, match="start_weight_update"):
+            method(*given)
+    control.start_weight_update()
+    for method in (control.resume, control.reload_weights, control.start_weight_update):
+        with pytest.raises(ValueError, match="under way"):
+            method()
+    control.update_weights(tensors(a=(2, 3)))
+    for wrong in (tensors(b=(5,)), tensors(c=(1,)), b"", b"12345678", tensors(b=(4,))[:-1]):
+        with pytest.raises(ValueError, match="other tensors|no safetensors"):
+            control.update_weights(wrong)
+    control.update_weights(tensors(b=(4,)))
+    control.finish_weight_update("7", 3)
+    assert control.loaded == Weights(3, "7", None)
+    updates = ["start_weight_update", "update_weights", "update_weights", "finish_weight_update"]
+    assert core.log == ["begin", *updates, "reset", "renewed", "resume"]
+
+
+def test_an_update_that_stays_incomplete_or_fails_leaves_the_weights_of_a_directory(core: Core, control: WeightControl) -> None:
+    core.batch_queue.clear()
+    control.start_weight_update()
+    control.update_weights(tensors(a=(2, 3)))
+    with pytest.raises(ValueError, match="1 tensors did not come, b"):
+        control.finish_weight_update()
+    assert core.log[-4:] == ["load old", "reset", "renewed", "resume"]
+    control.start_weight_update()
+    core.broken = {"update_weights"}
+    with pytest.raises(ValueError, match="torn"):
+        control.update_weights(tensors(a=(2, 3)))
+    assert core.log[-4:] == ["load old", "reset", "renewed", "resume"]
+    assert control.loaded == Weights()

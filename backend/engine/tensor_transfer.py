@@ -1,0 +1,86 @@
+"""A transfer engine of vLLM's for weights that come over our own wire: safetensors' bytes, some tensors at a time.
+
+Worker process.  `verifier.engine_args.weight_transfer_config` puts one of vLLM's own in its place (NCCL, CUDA IPC, ...).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from safetensors.torch import load
+from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+NAME = "outrider_wire"
+Shape = tuple[int, ...]
+
+
+@dataclass
+class NoInfo(WeightTransferInitInfo):
+    """There is nothing to connect."""
+
+
+@dataclass
+class Tensors(WeightTransferUpdateInfo):
+    """Some of the checkpoint's tensors, as a safetensors file holds them."""
+
+    tensors: bytes
+
+
+class WireTransfer(WeightTransferEngine[NoInfo, Tensors]):
+    """Loads what it is given."""
+
+    init_info_cls = NoInfo
+    update_info_cls = Tensors
+    supports_draft_weight_update = False
+
+    def init_transfer_engine(self, init_info: NoInfo) -> None:
+        pass
+
+    def start_weight_update(self) -> None:
+        initialize_layerwise_reload(self.model)
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        # The base class synchronizes an accelerator, which need not be there.
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: Tensors) -> None:
+        self.model.load_weights((name, tensor.to(self.device)) for name, tensor in load(update_info.tensors).items())
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    def shutdown(self) -> None:
+        pass
+
+
+def register() -> None:
+    """Makes it known to vLLM in this process."""
+    if NAME not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(NAME, WireTransfer)
+
+
+def shapes_in(data: bytes) -> dict[str, Shape]:
+    """The tensors that a safetensors file's bytes hold; raises `ValueError` for other bytes."""
+    try:
+        length = int.from_bytes(data[:8], "little")
+        header = json.loads(data[8 : 8 + length])
+        header.pop("__metadata__", None)
+        shapes = {name: tuple(each["shape"]) for name, each in header.items()}
+        last = max((each["data_offsets"][1] for each in header.values()), default=0)
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+        raise ValueError("these are no safetensors") from error
+    if len(data) < 8 or not shapes or len(data) != 8 + length + last or not all(map(_is_shape, shapes.values())):
+        raise ValueError("these are no safetensors")
+    return shapes
+
+
+def _is_shape(shape: Shape) -> bool:
+    return all(isinstance(each, int) and each >= 0 for each in shape) and math.prod(shape) >= 0
