@@ -1,4 +1,6 @@
-"""A replacement for one of vLLM's CPU kernels that breaks sampling under speculation.  Worker process, at start.
+"""Replacements for two of vLLM's CPU kernels.  Worker process, at start.
+
+The first breaks sampling under speculation.
 
 vLLM 0.32 expands per-request sampling parameters (temperature, top-k, top-p) to per-token ones with a Triton kernel.  Its CPU
 stand-in converts every tensor to int64 and drops the copy it wrote to, so the caller divides logits by uninitialised memory:
@@ -6,8 +8,10 @@ at temperature 1, tokens that vLLM's rejection sampler verifies on the CPU do no
 (vllm/utils/cpu_triton_utils.py, `_expand_kernel_impl`; upstream report: vllm-project/vllm pull request 42638.)  Greedy requests
 never reach it, nor do modes other than `native` (`sampling.py`).
 
-The replacement is put where vLLM's own registry of platform kernels would put it.  The registry itself is not used: it searches
+Its replacement is put where vLLM's own registry of platform kernels would put it.  The registry itself is not used: it searches
 every loaded module for references, and trips over some of them.
+
+The second compiles itself when a request first asks for log probabilities: the verifier would stand still for seconds.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from __future__ import annotations
 import torch
 from vllm.triton_utils import HAS_TRITON
 from vllm.triton_utils.dispatcher import KernelOverride
-from vllm.v1.sample import rejection_sampler
+from vllm.v1.sample import rejection_sampler, sampler
 
 
 def expand(
@@ -35,8 +39,14 @@ def expand(
     output.copy_(torch.repeat_interleave(values, counts))
 
 
+def count_at_least(rows: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """How many of each row of `rows` `[rows, entries]` are no less than the row's of `values` `[rows, 1]`."""
+    return (rows >= values).sum(-1)
+
+
 def repair_cpu_kernels() -> None:
-    """Call once vLLM has registered its own CPU kernels; does nothing where Triton itself runs on the CPU."""
+    """Call once vLLM has registered its own CPU kernels; where Triton runs on the CPU, the first stays vLLM's."""
+    sampler.batched_count_greater_than = count_at_least
     if HAS_TRITON:
         return
     launcher = rejection_sampler._expand

@@ -31,6 +31,9 @@ def warm_up(core: EngineCore) -> None:
         return
     scheduler: Any = core.scheduler
     drafting = isinstance(scheduler, DraftingScheduler)
+    scheduler.made_up = 0
+    # vLLM compiles some kernels when they are first wanted.
+    _decode(core, 1, logprobs=1)
     for k in {0, scheduler.num_spec_tokens} if drafting else {0}:
         scheduler.made_up = k
         for batch in BATCHES:
@@ -41,28 +44,28 @@ def warm_up(core: EngineCore) -> None:
     scheduler.take_verify_s()
 
 
-def _decode(core: EngineCore, batch: int) -> None:
+def _decode(core: EngineCore, batch: int, logprobs: int | None = None) -> None:
     scheduler: Any = core.scheduler
     vocab = core.vllm_config.model_config.get_vocab_size()
     for i in range(batch):
-        request = _request(f"warm-up-{batch}-{i}", [(i + j) % vocab for j in range(PROMPT)])
+        request = _request(f"warm-up-{batch}-{i}", [(i + j) % vocab for j in range(PROMPT)], logprobs)
         core.add_request(*core.preprocess_add_request(request))
     unlike = UNLIKE
     while scheduler.has_requests():
         began = time.monotonic()
         _, executed = core.step_fn()
         core.post_step(executed)
-        if executed and not unlike:
+        if executed and not unlike and logprobs is None:
             scheduler.note_step(time.monotonic() - began)
         unlike -= executed and unlike > 0
 
 
-def _request(request_id: str, prompt: list[int]) -> EngineCoreRequest:
+def _request(request_id: str, prompt: list[int], logprobs: int | None) -> EngineCoreRequest:
     return EngineCoreRequest(
         request_id=request_id,
         prompt_token_ids=prompt,
         mm_features=None,
-        sampling_params=SamplingParams(temperature=0, max_tokens=STEPS, ignore_eos=True),
+        sampling_params=SamplingParams(temperature=0, max_tokens=STEPS, ignore_eos=True, logprobs=logprobs),
         pooling_params=None,
         arrival_time=time.time(),
         lora_request=None,

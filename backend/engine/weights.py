@@ -43,8 +43,8 @@ class WeightControl:
         self._target_dir = target_dir
         self.loaded = self._from_disk = Weights()
         self.can_sleep = can_sleep
-        self.on_begin: Callable[[], None] = lambda: None
-        """Called when the engine is paused, before what may take long."""
+        self.on_changed: Callable[[], None] = lambda: None
+        """Called when the engine is paused (before what may take long), goes on, or has other weights."""
         self.on_outputs: Callable[[dict[int, EngineCoreOutputs] | None], None] = lambda outputs: None
         """Takes what steps that were under way still bring, and the ends of requests that a pause aborts."""
         self.on_renewed: Callable[[], None] = lambda: None
@@ -96,6 +96,7 @@ class WeightControl:
         if self._core.model_executor.is_sleeping:
             raise ValueError("wake the weights up first")
         self._core.resume_scheduler()
+        self.on_changed()
         if self._draining is not None:
             self._draining.set_exception(ValueError("resumed before all requests had ended"))
             self._draining = None
@@ -122,6 +123,7 @@ class WeightControl:
             raise ValueError("tags are weights and kv_cache")
         # vLLM warns where nothing but the scheduler is to be woken.
         awake = self._core.wake_up(tags if self._core.model_executor.is_sleeping else ["scheduling"])
+        self.on_changed()
         return bool(awake)
 
     # Weights from a directory
@@ -177,7 +179,7 @@ class WeightControl:
     def update_weights(self, update_info: Any) -> None:
         """Some tensors: safetensors' bytes, or what vLLM's transfer engine is to receive.
 
-        Bytes that do not fit are refused, and the update goes on.  Should vLLM fail, the last weights from a directory are back.
+        Bytes that do not fit are refused, and the update goes on.  Should vLLM fail, the last from a directory are back.
         """
         if self._received is None:
             raise ValueError("start_weight_update comes first")
@@ -199,9 +201,7 @@ class WeightControl:
         missing = sorted(self._shapes.keys() - self._received) if self._received else []
         if missing:
             self._give_up()
-            raise ValueError(
-                f"{len(missing)} tensors did not come, {missing[0]} for one; the last weights from a directory are back"
-            )
+            raise ValueError(f"{len(missing)} tensors did not come, {missing[0]} for one; the last from a directory are back")
         try:
             self._transfer("finish_weight_update")
         except Exception:
@@ -261,6 +261,7 @@ class WeightControl:
         self.on_renewed()
         if not stays_paused:
             self._core.resume_scheduler()
+        self.on_changed()
 
     def _pause(self) -> None:
         """Requests wait from here on; steps under way (vLLM's own pipelining) are finished first."""
@@ -269,7 +270,7 @@ class WeightControl:
             outputs, executed = self._core.step_fn()
             self.on_outputs(outputs)
             self._core.post_step(executed)
-        self.on_begin()
+        self.on_changed()
 
     def _abort(self) -> None:
         ended: dict[int, EngineCoreOutputs] = defaultdict(EngineCoreOutputs)

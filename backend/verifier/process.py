@@ -182,7 +182,9 @@ class VerifierProcess:
         is_remote = self._settings.mode in REMOTE_MODES
         links = DraftLinks(hub, core, self.verifier_id, counters) if is_remote else None
         weights.on_outputs = gateways.send_outputs
-        weights.on_begin = lambda: gateways.send_stats(msgspec.structs.replace(stats, paused=True))
+        weights.on_changed = lambda: gateways.send_stats(
+            msgspec.structs.replace(stats, paused=weights.is_paused, weights=weights.loaded)
+        )
         if links is not None:
             weights.on_renewed = links.renew
         return EngineLoop(core, hub, gateways, links, counters, files, weights)

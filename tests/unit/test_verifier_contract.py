@@ -12,7 +12,8 @@ from vllm.triton_utils.dispatcher import _rebind_kernels
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from vllm.v1.request import Request
-from vllm.v1.sample import rejection_sampler
+from vllm.v1.sample import rejection_sampler, sampler
+from vllm.v1.sample.ops import logprobs
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_only
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.backend_xgrammar import XgrammarGrammar
@@ -23,7 +24,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 import backend.noise  # noqa: F401
 from backend.engine.build import SUPPORTED_VLLM, vllm_version
-from backend.engine.cpu_kernels import expand
+from backend.engine.cpu_kernels import count_at_least, expand
 
 PARAMETERS = {
     (GPUModelRunner, "propose_draft_token_ids"): [
@@ -146,6 +147,14 @@ def test_the_kernel_we_replace_still_has_its_place() -> None:
     assert "_expand(" in source
     assert "new_empty" in source
     assert hasattr(rejection_sampler._expand, "kernel")
+
+
+def test_counting_without_a_compiler_is_what_vllm_compiles() -> None:
+    assert "batched_count_greater_than(logprobs, token_logprobs)" in inspect.getsource(sampler.Sampler.gather_logprobs)
+    rows = torch.randn(5, 100)
+    values = rows[:, :1]
+    uncompiled = logprobs.batched_count_greater_than._torchdynamo_orig_callable
+    assert torch.equal(count_at_least(rows, values), uncompiled(rows, values))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int32, torch.int64])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -116,19 +117,19 @@ def core() -> Core:
 @pytest.fixture
 def control(core: Core, tmp_path: Path) -> WeightControl:
     control = WeightControl(core, checkpoint(tmp_path / "old", a=(2, 3), b=(4,)), can_sleep=False)
-    control.on_begin = lambda: core.log.append("begin")
+    control.on_changed = lambda: core.log.append("begin" if control.is_paused else "on")
     control.on_renewed = lambda: core.log.append("renewed")
     return control
 
 
 def test_weights_are_loaded_between_steps_and_requests_go_on(core: Core, control: WeightControl, tmp_path: Path) -> None:
     control.reload_weights(checkpoint(tmp_path / "new", a=(2, 3), b=(4,)))
-    assert core.log == ["step b", "step a", "begin", "load new", "reset", "renewed", "resume"]
+    assert core.log == ["step b", "step a", "begin", "load new", "reset", "renewed", "resume", "on"]
     assert not control.is_paused
     core.log.clear()
     # The next time "the same again" means these.
     control.reload_weights()
-    assert core.log == ["begin", "load new", "reset", "renewed", "resume"]
+    assert core.log == ["begin", "load new", "reset", "renewed", "resume", "on"]
 
 
 def test_a_paused_verifier_stays_paused(core: Core, control: WeightControl) -> None:
@@ -136,7 +137,7 @@ def test_a_paused_verifier_stays_paused(core: Core, control: WeightControl) -> N
     control.reload_weights()
     assert control.is_paused
     assert control.wake_up()
-    assert core.log[-1] == ("wake", ["scheduling"])
+    assert core.log[-2:] == [("wake", ["scheduling"]), "on"]
     assert not control.is_paused
 
 
@@ -163,7 +164,7 @@ def test_half_loaded_weights_are_replaced_by_the_earlier_ones(core: Core, contro
     core.broken = {"new"}
     with pytest.raises(ValueError, match="could not be loaded: torn"):
         control.reload_weights(new)
-    assert core.log == ["begin", "load new", "load old", "reset", "renewed", "resume"]
+    assert core.log == ["begin", "load new", "load old", "reset", "renewed", "resume", "on"]
     core.log.clear()
     core.broken = {"new", "old"}
     # The process ends: Ray starts another.
@@ -259,22 +260,24 @@ def tensors(**shapes: tuple[int, ...]) -> bytes:
 
 def test_tensors_come_in_parts(core: Core, control: WeightControl) -> None:
     core.batch_queue.clear()
-    for method, given in ((control.update_weights, (tensors(a=(2, 3)),)), (control.finish_weight_update, ())):
-        with pytest.raises(ValueError, match="start_weight_update"):
-            method(*given)
+    with pytest.raises(ValueError, match="start_weight_update"):
+        control.update_weights(tensors(a=(2, 3)))
+    with pytest.raises(ValueError, match="start_weight_update"):
+        control.finish_weight_update()
     control.start_weight_update()
-    for method in (control.resume, control.reload_weights, control.start_weight_update):
+    calls: list[Callable[[], None]] = [control.resume, control.reload_weights, control.start_weight_update]
+    for call in calls:
         with pytest.raises(ValueError, match="under way"):
-            method()
+            call()
     control.update_weights(tensors(a=(2, 3)))
     for wrong in (tensors(b=(5,)), tensors(c=(1,)), b"", b"12345678", tensors(b=(4,))[:-1]):
-        with pytest.raises(ValueError, match="other tensors|no safetensors"):
+        with pytest.raises(ValueError, match=r"other tensors|no safetensors"):
             control.update_weights(wrong)
     control.update_weights(tensors(b=(4,)))
     control.finish_weight_update("7", 3)
     assert control.loaded == Weights(3, "7", None)
     updates = ["start_weight_update", "update_weights", "update_weights", "finish_weight_update"]
-    assert core.log == ["begin", *updates, "reset", "renewed", "resume"]
+    assert core.log == ["begin", *updates, "reset", "renewed", "resume", "on"]
 
 
 def test_an_update_that_stays_incomplete_or_fails_leaves_the_weights_of_a_directory(core: Core, control: WeightControl) -> None:
@@ -283,10 +286,10 @@ def test_an_update_that_stays_incomplete_or_fails_leaves_the_weights_of_a_direct
     control.update_weights(tensors(a=(2, 3)))
     with pytest.raises(ValueError, match="1 tensors did not come, b"):
         control.finish_weight_update()
-    assert core.log[-4:] == ["load old", "reset", "renewed", "resume"]
+    assert core.log[-5:] == ["load old", "reset", "renewed", "resume", "on"]
     control.start_weight_update()
     core.broken = {"update_weights"}
     with pytest.raises(ValueError, match="torn"):
         control.update_weights(tensors(a=(2, 3)))
-    assert core.log[-4:] == ["load old", "reset", "renewed", "resume"]
+    assert core.log[-5:] == ["load old", "reset", "renewed", "resume", "on"]
     assert control.loaded == Weights()

@@ -1,0 +1,237 @@
+"""What RL trainers send, on a fleet of two verifiers while requests run: routes and bodies as SkyRL's and prime-rl's public
+sources have them, and vLLM's own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from safetensors.torch import load_file, save, save_file
+
+import backend.models.demo
+from tests.support.fleet_process import ServedFleet, wait_for
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+TARGET = Path(backend.models.demo.__file__).parent / "target"
+RUNNING, LONG = 4, 600
+
+
+@pytest.fixture(scope="module")
+def fleet() -> Iterator[ServedFleet]:
+    served = ServedFleet("--verifiers", "2", "--drafters", "1")
+    yield served
+    served.stop()
+
+
+@pytest.fixture(scope="module")
+def http(fleet: ServedFleet) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=fleet.url, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint with other weights."""
+    folder = tmp_path_factory.mktemp("weights") / "step_1"
+    shutil.copytree(TARGET, folder)
+    tensors = target()
+    name = next(name for name in tensors if name.endswith("layers.0.mlp.down_proj.weight"))
+    tensors[name] = -tensors[name]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def before(http: httpx.Client) -> list[int]:
+    """What the first weights say."""
+    return tokens(http)
+
+
+@pytest.fixture(scope="module")
+def after(http: httpx.Client, others: Path, before: list[int]) -> list[int]:
+    """What a fleet that knows nothing but the others says: computed by transformers."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(others, dtype=torch.bfloat16)
+    said = model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=8, do_sample=False, pad_token_id=0)
+    return [int(each) for each in said[0, 3:]]
+
+
+def target() -> dict[str, torch.Tensor]:
+    return load_file(TARGET / "model.safetensors")
+
+
+def generate(http: httpx.Client, length: int = 64, **fields: Any) -> dict[str, Any]:
+    """SkyRL's body."""
+    sampling = {"max_tokens": length, "temperature": 0.0, "ignore_eos": True, "logprobs": 1}
+    body = {"token_ids": [5, 6, 7], "sampling_params": sampling, "cache_salt": "run", **fields}
+    answer = http.post("/inference/v1/generate", json=body, headers={"X-Session-ID": "episode-1"})
+    assert answer.status_code == 200, answer.text
+    choice: dict[str, Any] = answer.json()["choices"][0]
+    assert len(choice["logprobs"]["content"]) == len(choice["token_ids"])
+    assert all(each["logprob"] <= 0 for each in choice["logprobs"]["content"])
+    return choice
+
+
+def tokens(http: httpx.Client) -> list[int]:
+    found: list[int] = generate(http)["token_ids"]
+    return found
+
+
+def said(http: httpx.Client, path: str, **options: Any) -> dict[str, Any]:
+    answer = http.post(path, **options)
+    assert answer.status_code == 200, answer.text
+    body: dict[str, Any] = answer.json()
+    return body
+
+
+class Meanwhile:
+    """Long requests, again and again, while something is done to the fleet."""
+
+    def __init__(self, fleet: ServedFleet, http: httpx.Client, length: int = LONG) -> None:
+        before = fleet.metric("outrider_verifier_tokens_total")
+        self._ending = threading.Event()
+        self._pool = ThreadPoolExecutor(RUNNING)
+        self._clients = [self._pool.submit(self._ask, http, length) for _ in range(RUNNING)]
+        wait_for(lambda: fleet.metric("outrider_verifier_tokens_total") > before + 100 * RUNNING, what="requests run")
+
+    def _ask(self, http: httpx.Client, length: int) -> list[dict[str, Any]]:
+        found = [generate(http, length)]
+        while not self._ending.is_set():
+            found.append(generate(http, length))
+        return found
+
+    def end(self) -> None:
+        """Those that run are the last."""
+        self._ending.set()
+
+    def choices(self) -> list[dict[str, Any]]:
+        """All, when they have ended."""
+        self.end()
+        found = [choice for client in self._clients for choice in client.result()]
+        self._pool.shutdown()
+        return found
+
+
+def test_skyrl(fleet: ServedFleet, http: httpx.Client, others: Path, before: list[int], after: list[int]) -> None:
+    """Pause and keep, exchange, resume: requests go on under the new weights, and say where."""
+    meanwhile = Meanwhile(fleet, http)
+    began = time.monotonic()
+    assert said(http, "/pause", params={"mode": "keep"})["status"] == "paused"
+    assert http.get("/is_paused").json() == {"is_paused": True}
+    said(http, "/update_weights", json={"weight_dir": str(others), "weight_version": 1})
+    assert said(http, "/resume")["status"] == "resumed"
+    print(f"pause to resume: {1e3 * (time.monotonic() - began):.0f} ms with {RUNNING} requests")
+    generate(http, 1)
+    print(f"pause to the first token of a new request: {1e3 * (time.monotonic() - began):.0f} ms")
+    choices = meanwhile.choices()
+    assert all((choice["finish_reason"], len(choice["token_ids"])) == ("length", LONG) for choice in choices)
+    crossing = [choice for choice in choices if len(choice["weight_versions"]) == 2]
+    assert crossing
+    for choice in crossing:
+        first, second = choice["weight_versions"]
+        assert (first["version"], first["start"], second["version"], second["end"]) == ("0", 0, "1", LONG)
+        assert first["end"] == second["start"] > 0
+        assert choice["token_ids"][: min(64, first["end"])] == before[: first["end"]]
+    assert generate(http)["weight_versions"] == [{"version": "1", "start": 0, "end": 64}]
+    assert tokens(http)[:8] == after
+    assert tokens(http) != before
+    info = http.get("/server_info").json()
+    assert {each["weights"]["version"] for each in info["verifiers"].values()} == {info["weight_version"]} == {"1"}
+
+
+def test_tensors_in_parts_while_requests_run(fleet: ServedFleet, http: httpx.Client, before: list[int]) -> None:
+    """vLLM's four calls, with safetensors' bytes as what they bring."""
+    meanwhile = Meanwhile(fleet, http)
+    said(http, "/init_weight_transfer_engine", json={"init_info": {}})
+    said(http, "/start_weight_update", json={"is_checkpoint_format": True})
+    tensors = target()
+    names = list(tensors)
+    headers = {"content-type": "application/octet-stream"}
+    for at in range(0, len(names), 5):
+        said(http, "/update_weights", content=save({name: tensors[name] for name in names[at : at + 5]}), headers=headers)
+    refused = http.post("/update_weights", content=b"nothing", headers=headers)
+    assert (refused.status_code, "safetensors" in refused.text) == (400, True)
+    assert http.post("/resume").status_code == 400, "half a model must not answer"
+    said(http, "/finish_weight_update", json={"weight_version": "two"})
+    versions = [[each["version"] for each in choice["weight_versions"]] for choice in meanwhile.choices()]
+    assert ["1", "two"] in versions
+    assert all(each in (["1"], ["1", "two"], ["two"]) for each in versions)
+    assert tokens(http) == before
+
+
+def test_prime_rl(fleet: ServedFleet, http: httpx.Client, others: Path, before: list[int], after: list[int]) -> None:
+    """Text and tokens by chat; a directory; one verifier at a time where it is named."""
+    assert http.get("/liveness").status_code == 200
+    chat = {"model": "demo", "messages": [{"role": "user", "content": "x"}], "max_tokens": 8, "return_token_ids": True}
+    answer = said(http, "/v1/chat/completions", json={**chat, "logprobs": True, "temperature": 1.0})
+    assert len(answer["choices"][0]["token_ids"]) == 8
+    assert answer["prompt_token_ids"]
+    said(http, "/pause", params={"mode": "keep"})
+    said(http, "/update_weights", json={"weight_dir": str(others)})
+    said(http, "/resume")
+    assert http.get("/weight_info").json()["weight_version"] == "3"
+    assert tokens(http)[:8] == after
+    first = {"weight_dir": str(TARGET), "weight_version": "a"}
+    one = said(http, "/update_weights", params={"verifier": "verifier-1"}, json=first)
+    assert one["verifiers"].keys() == {"verifier-1"}
+    assert http.get("/weight_info").json()["verifiers"] == {"verifier-0": "3", "verifier-1": "a"}
+    said(http, "/update_weights", json={"weight_dir": str(TARGET)})
+    assert tokens(http) == before
+    missing = http.post("/update_weights", json={"weight_dir": "/nowhere"})
+    assert (missing.status_code, "no such directory" in missing.text) == (400, True)
+    assert http.post("/load_lora_adapter", json={"lora_name": "a", "lora_path": "/b"}).status_code == 403
+
+
+def test_requests_end_wait_or_are_waited_for(fleet: ServedFleet, http: httpx.Client) -> None:
+    meanwhile = Meanwhile(fleet, http)
+    meanwhile.end()
+    aborted = said(http, "/abort_requests", json={})
+    ended = [choice for choice in meanwhile.choices() if choice["finish_reason"] == "abort"]
+    assert len(ended) == aborted["aborted"] > 0
+    assert sorted(len(each) for (each,) in aborted["token_ids"].values()) == sorted(len(c["token_ids"]) for c in ended)
+
+    meanwhile = Meanwhile(fleet, http)
+    meanwhile.end()
+    said(http, "/pause", params={"mode": "abort"})
+    with ThreadPoolExecutor(1) as pool:
+        new = pool.submit(generate, http, 4)
+        wait_for(lambda: fleet.metric("outrider_requests_in_flight") >= 1, what="a new request")
+        assert not new.done()
+        said(http, "/resume")
+        assert new.result()["finish_reason"] == "length"
+    assert "abort" in {choice["finish_reason"] for choice in meanwhile.choices()}
+
+    meanwhile = Meanwhile(fleet, http, 300)
+    meanwhile.end()
+    said(http, "/pause", params={"mode": "wait"})
+    assert http.get("/is_paused").json() == {"is_paused": True}
+    said(http, "/resume")
+    assert {choice["finish_reason"] for choice in meanwhile.choices()} == {"length"}
+
+
+def test_a_verifier_that_is_started_anew_gets_the_newest_weights(
+    fleet: ServedFleet, http: httpx.Client, others: Path, after: list[int]
+) -> None:
+    said(http, "/update_weights", json={"weight_dir": str(others), "weight_version": "last"})
+    (pid,) = [each["pid"] for each in http.get("/fleet").json()["verifiers"] if each["id"] == "verifier-0"]
+    os.kill(pid, signal.SIGKILL)
+
+    def renewed() -> bool:
+        found = http.get("/server_info").json()["verifiers"].get("verifier-0")
+        assert tokens(http)[:8] == after
+        return found is not None and found["weights"]["version"] == "last"
+
+    wait_for(lambda: "verifier-0" not in http.get("/server_info").json()["verifiers"], what="it is gone")
+    wait_for(renewed, 120, what="it has come back with them")
+    assert tokens(http)[:8] == after
