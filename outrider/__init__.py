@@ -1,0 +1,7 @@
+"""Outrider from Python: `with Fleet(model=...) as fleet` starts one, `Fleet.join(url)` joins one."""
+
+from outrider.asynchronous import AsyncFleet
+from outrider.synchronous import Fleet
+from outrider.types import OutriderError, Sample
+
+__all__ = ["AsyncFleet", "Fleet", "OutriderError", "Sample"]
