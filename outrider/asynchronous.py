@@ -98,12 +98,12 @@ class AsyncFleet:
     ) -> AsyncIterator[Sample]:
         """`n` samples of each prompt, as they finish; leaving the loop cancels the rest.
 
-        `sampling_params` is a mapping, or an object with vLLM's field names.  A `seed` is that of sample 0; the others count up.
-        Raises `OutriderError`.
+        `sampling_params` is a mapping, or an object with vLLM's field names.  A `seed` is that of sample 0; the others count
+        up.  Raises `OutriderError`.
         """
         fields = _fields(sampling_params)
         tasks = [
-            asyncio.create_task(self._sample(prompt, index, sample, fields))
+            asyncio.create_task(self._sample(prompt, index, sample, fields))  # type: ignore[arg-type]  # of one kind
             for index, prompt in enumerate(prompts)
             for sample in range(n)
         ]
@@ -140,8 +140,8 @@ class AsyncFleet:
     async def update_weights(self, weights: Mapping[str, Any] | str | Path) -> None:
         """New weights of the target: a directory that every verifier can read, or a state dict (which needs one host).
 
-        Running requests wait meanwhile, and compute their context anew.  Raises `OutriderError`; tensors of other names or shapes
-        are refused, and nothing has changed then.
+        Running requests wait meanwhile, and compute their context anew.  Raises `OutriderError`.  Tensors of other names or
+        shapes are refused, and nothing has changed then.
         """
         if not isinstance(weights, Mapping):
             await self._send("POST", "/admin/reload-weights", {"path": str(weights)})
@@ -149,7 +149,7 @@ class AsyncFleet:
         from safetensors.torch import save_file
 
         with tempfile.TemporaryDirectory(prefix="outrider-weights-") as directory:
-            tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
+            tensors = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in _untied(weights).items()}
             await asyncio.to_thread(save_file, tensors, str(Path(directory) / "model.safetensors"))
             await self._send("POST", "/admin/reload-weights", {"path": directory})
 
@@ -166,9 +166,8 @@ class AsyncFleet:
         return await self._send("GET", "/fleet")
 
     async def _all(self, prompt: str | list[int], fields: dict[str, Any], n: int) -> list[Sample]:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._sample(prompt, 0, sample, fields)) for sample in range(n)]
-        return [task.result() for task in tasks]
+        samples = [sample async for sample in self.generate([prompt], fields, n)]  # type: ignore[arg-type]
+        return sorted(samples, key=lambda sample: sample.sample)
 
     async def _sample(self, prompt: str | list[int], index: int, sample: int, fields: dict[str, Any]) -> Sample:
         body = {**fields, "model": self._model, "prompt": prompt, "return_token_ids": True}
@@ -189,8 +188,9 @@ class AsyncFleet:
         )
 
     async def _send(self, method: str, path: str, body: object = None) -> Any:
-        """The answer's JSON; a repeat does no harm, because nothing was changed by a request that was not answered."""
-        for attempt in itertools.count():
+        """The answer's JSON.  Every request may be repeated: samples are independent, and the others set a state."""
+        attempt = 0
+        while True:
             wait_s = min(0.25 * 2**attempt, LONGEST_WAIT_S)
             try:
                 answer = await self._http.request(method, path, json=body)
@@ -204,6 +204,7 @@ class AsyncFleet:
                     raise _error(answer)
                 wait_s = _retry_after_s(answer, wait_s)
             await asyncio.sleep(wait_s)
+            attempt += 1
 
 
 def _fields(sampling_params: object) -> dict[str, Any]:
@@ -216,6 +217,12 @@ def _fields(sampling_params: object) -> dict[str, Any]:
         names = getattr(sampling_params, "__struct_fields__", None) or vars(sampling_params)
         fields = {name: getattr(sampling_params, name) for name in names if not name.startswith("_")}
     return {name: value for name, value in fields.items() if value is not None}
+
+
+def _untied(weights: Mapping[str, Any]) -> dict[str, Any]:
+    """Each tensor under the first of its names, as checkpoints have tied embeddings."""
+    by_place = {(tensor.device, tensor.data_ptr(), tensor.shape): name for name, tensor in reversed(list(weights.items()))}
+    return {name: weights[name] for name in by_place.values()}
 
 
 def _error(answer: httpx.Response) -> OutriderError:

@@ -16,7 +16,7 @@ SHOWN_LINES = 40
 
 
 class FleetProcess:
-    """`outrider serve` on a free loopback port, in a session of its own: no signal handler and no Ray in the caller's process."""
+    """`outrider serve` on a free loopback port, in a session of its own.  No signal handler, no Ray in the caller's process."""
 
     def __init__(self, settings: dict[str, object], start_timeout_s: float) -> None:
         """Raises `OutriderError` with the end of the log when the fleet does not start."""
