@@ -170,7 +170,7 @@ class AsyncFleet:
         return sorted(samples, key=lambda sample: sample.sample)
 
     async def _sample(self, prompt: str | list[int], index: int, sample: int, fields: dict[str, Any]) -> Sample:
-        body = {**fields, "model": self._model, "prompt": prompt, "return_token_ids": True}
+        body = {**fields, "model": self._model, "prompt": prompt, "return_token_ids": True, "outrider": {"stats": True}}
         if "seed" in fields:
             body["seed"] = fields["seed"] + sample
         async with self._slots:
@@ -185,6 +185,7 @@ class AsyncFleet:
             text=choice["text"],
             logprobs=logprobs["token_logprobs"] if logprobs else None,
             finish_reason=choice["finish_reason"],
+            account=answer["outrider"]["choices"][0] if "outrider" in answer else None,
         )
 
     async def _send(self, method: str, path: str, body: object = None) -> Any:

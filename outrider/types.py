@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 
 class OutriderError(Exception):
@@ -31,3 +32,5 @@ class Sample:
     """Natural logarithms of the output tokens' probabilities, if `logprobs` was asked for."""
     finish_reason: str
     """`stop` or `length`."""
+    account: dict[str, Any] | None
+    """What its drafts brought, such as `tokens_per_verification`, `drafted` and `accepted`; None where the fleet sends none."""
