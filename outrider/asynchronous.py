@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import shutil
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
@@ -64,6 +65,7 @@ class AsyncFleet:
         self._retries = retries
         self._transport = transport
         self._model = ""
+        self._weights = ""
         self._tasks: dict[int, asyncio.Task[list[Sample]]] = {}
         self._ids = itertools.count()
 
@@ -92,6 +94,7 @@ class AsyncFleet:
         await self._http.aclose()
         if self._process is not None:
             await asyncio.to_thread(self._process.stop)
+            self._drop_weights()
 
     async def generate(
         self, prompts: Sequence[str] | Sequence[list[int]], sampling_params: object = None, n: int = 1
@@ -148,10 +151,22 @@ class AsyncFleet:
             return
         from safetensors.torch import save_file
 
-        with tempfile.TemporaryDirectory(prefix="outrider-weights-") as directory:
+        # The verifiers go back to the directory of the last update, should the next one fail: it stays until then.
+        directory = tempfile.mkdtemp(prefix="outrider-weights-")
+        try:
             tensors = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in _untied(weights).items()}
             await asyncio.to_thread(save_file, tensors, str(Path(directory) / "model.safetensors"))
             await self._send("POST", "/admin/reload-weights", {"path": directory})
+        except BaseException:
+            shutil.rmtree(directory, ignore_errors=True)
+            raise
+        self._drop_weights()
+        self._weights = directory
+
+    def _drop_weights(self) -> None:
+        if self._weights:
+            shutil.rmtree(self._weights, ignore_errors=True)
+        self._weights = ""
 
     async def pause(self) -> None:
         """Requests wait from here on; running ones keep their state."""
