@@ -2,6 +2,6 @@
 
 from outrider.asynchronous import AsyncFleet
 from outrider.synchronous import Fleet
-from outrider.types import OutriderError, Sample
+from outrider.types import Episode, OutriderError, Sample, WeightSpan
 
-__all__ = ["AsyncFleet", "Fleet", "OutriderError", "Sample"]
+__all__ = ["AsyncFleet", "Episode", "Fleet", "OutriderError", "Sample", "WeightSpan"]

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import itertools
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Mapping, Sequence
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import httpx
 
+from outrider.parameters import fields_of
 from outrider.process import FleetProcess
-from outrider.types import OutriderError, Sample
+from outrider.types import Episode, OutriderError, Sample, WeightSpan
 
 RETRIED = frozenset({429, 502, 503, 504})
 LONGEST_WAIT_S = 30.0
+
+T = TypeVar("T")
+Prompt = str | list[int] | list[dict[str, Any]]
+"""Text, token ids, or messages for the model's chat template."""
+Reply = str | list[int] | float | None
+"""An environment's: text or token ids go on; a number ends the episode and is its reward; None ends it."""
+Step = Callable[[Episode], Reply | Awaitable[Reply]]
 
 
 class AsyncFleet:
@@ -30,14 +40,19 @@ class AsyncFleet:
         start_timeout_s: float = 600.0,
         concurrency: int = 256,
         retries: int = 8,
+        weights_dir: str | Path | None = None,
         **settings: object,
     ) -> None:
-        """Starts when entered.  `settings` are those of `outrider serve`, such as `verifiers=2`, `drafters=1`, `mode="off"`."""
+        """Starts when entered.  `settings` are those of `outrider serve`, such as `verifiers=2`, `drafters=1`, `mode="off"`.
+
+        `concurrency` bounds the requests at a time, `retries` how often one is sent again.  State dicts are written below
+        `weights_dir`, which the verifiers can read; without one, below the machine's temporary directory.
+        """
         self._settings: dict[str, object] | None = {"model": model, "drafter": drafter, **settings}
         self._start_timeout_s = start_timeout_s
         self._url = ""
         self._headers: dict[str, str] = {}
-        self._prepare(concurrency, retries, None)
+        self._prepare(concurrency, retries, weights_dir, None)
 
     @classmethod
     def join(
@@ -47,6 +62,7 @@ class AsyncFleet:
         api_key: str | None = None,
         concurrency: int = 256,
         retries: int = 8,
+        weights_dir: str | Path | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> Self:
         """A fleet that runs already; it goes on after the block.  `url` is without `/v1`."""
@@ -54,15 +70,18 @@ class AsyncFleet:
         fleet._settings = None
         fleet._url = url.rstrip("/").removesuffix("/v1")
         fleet._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        fleet._prepare(concurrency, retries, transport)
+        fleet._prepare(concurrency, retries, weights_dir, transport)
         return fleet
 
-    def _prepare(self, concurrency: int, retries: int, transport: httpx.AsyncBaseTransport | None) -> None:
+    def _prepare(
+        self, concurrency: int, retries: int, weights_dir: str | Path | None, transport: httpx.AsyncBaseTransport | None
+    ) -> None:
         if concurrency < 1:
             raise ValueError("concurrency must be at least 1")
         self._process: FleetProcess | None = None
         self._concurrency = concurrency
         self._retries = retries
+        self._weights_dir = weights_dir
         self._transport = transport
         self._model = ""
         self._weights = ""
@@ -87,42 +106,57 @@ class AsyncFleet:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for task in self._tasks.values():
-            task.cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        await _end(self._tasks.values())
         self._tasks.clear()
         await self._http.aclose()
         if self._process is not None:
             await asyncio.to_thread(self._process.stop)
+            # Verifiers of a fleet that goes on may load the last update once more.
             self._drop_weights()
 
     async def generate(
-        self, prompts: Sequence[str] | Sequence[list[int]], sampling_params: object = None, n: int = 1
+        self, prompts: Sequence[Prompt], sampling_params: object = None, n: int | None = None
     ) -> AsyncIterator[Sample]:
         """`n` samples of each prompt, as they finish; leaving the loop cancels the rest.
 
-        `sampling_params` is a mapping, or an object with vLLM's field names.  A `seed` is that of sample 0; the others count
-        up.  Raises `OutriderError`.
+        `sampling_params` is a mapping with the names of vLLM's `SamplingParams`, or such an object.  A `seed` is that of
+        sample 0; the others count up.  Raises `OutriderError`.
         """
-        fields = _fields(sampling_params)
-        tasks = [
-            asyncio.create_task(self._sample(prompt, index, sample, fields))  # type: ignore[arg-type]  # of one kind
-            for index, prompt in enumerate(prompts)
+        fields, n = _several(sampling_params, n)
+        tokens = await _all(self._tokens(prompt) for prompt in prompts)
+        works = (
+            self._sample(prompt, index, sample, _seeded(fields, sample))
+            for index, prompt in enumerate(tokens)
             for sample in range(n)
-        ]
-        try:
-            for next_one in asyncio.as_completed(tasks):
-                yield await next_one
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        )
+        async for each in _as_they_finish(works):
+            yield each
 
-    async def submit(self, prompt: str | list[int], sampling_params: object = None, n: int = 1) -> int:
+    async def episodes(
+        self, starts: Sequence[Prompt], step: Step, sampling_params: object = None, n: int | None = None
+    ) -> AsyncIterator[Episode]:
+        """`n` conversations from each start, as they finish.
+
+        `step` is given the episode after each output (`episode.turns[-1]`) and says how it goes on; it may be a coroutine
+        function, others run in threads.  What it adds is appended as it is: the tokens that the model saw are those of
+        `Episode.token_ids`.  Turns of an episode share a session, so that they find their prefix in a verifier's cache.
+        An episode that grows beyond the model's context ends without a reward.  Raises `OutriderError`.
+        """
+        fields, n = _several(sampling_params, n)
+        tokens = await _all(self._tokens(start) for start in starts)
+        works = (self._episode(start, index, sample, step, fields) for index, start in enumerate(tokens) for sample in range(n))
+        async for each in _as_they_finish(works):
+            yield each
+
+    async def submit(self, prompt: Prompt, sampling_params: object = None, n: int | None = None) -> int:
         """Starts `n` samples of one prompt; the id is for `poll` and `cancel`."""
+
+        async def samples() -> list[Sample]:
+            found = [sample async for sample in self.generate([prompt], sampling_params, n)]
+            return sorted(found, key=lambda sample: sample.sample)
+
         number = next(self._ids)
-        fields = _fields(sampling_params)
-        self._tasks[number] = asyncio.create_task(self._all(prompt, fields, n))
+        self._tasks[number] = asyncio.create_task(samples())
         return number
 
     async def poll(self, number: int) -> list[Sample] | None:
@@ -134,83 +168,131 @@ class AsyncFleet:
             return None
         return self._tasks.pop(number).result()
 
+    async def wait(self, number: int) -> list[Sample]:
+        """The samples, when all are there, in order; the id is then not known any more.  Raises as `poll` does."""
+        await asyncio.wait([self._tasks[number]])
+        return self._tasks.pop(number).result()
+
     async def cancel(self, number: int) -> None:
         """Ends what `submit` started; an id that is not known any more is no error."""
         if task := self._tasks.pop(number, None):
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            await _end([task])
 
-    async def update_weights(self, weights: Mapping[str, Any] | str | Path) -> None:
-        """New weights of the target: a directory that every verifier can read, or a state dict (which needs one host).
+    async def update_weights(self, weights: Mapping[str, Any] | str | Path, version: str | int | None = None) -> str:
+        """New weights of the target: a directory that every verifier can read, or a state dict of torch tensors.
 
-        Running requests wait meanwhile, and compute their context anew.  Raises `OutriderError`.  Tensors of other names or
-        shapes are refused, and nothing has changed then.
+        Running requests stand still meanwhile, and go on with the new weights.  Gives the version's name; without one the
+        fleet counts.  Tensors of other names or shapes are refused, and nothing has changed then.  Raises `OutriderError`.
         """
         if not isinstance(weights, Mapping):
-            await self._send("POST", "/admin/reload-weights", {"path": str(weights)})
-            return
-        from safetensors.torch import save_file
-
+            return await self._load(str(weights), version)
         # The verifiers go back to the directory of the last update, should the next one fail: it stays until then.
-        directory = tempfile.mkdtemp(prefix="outrider-weights-")
+        directory = tempfile.mkdtemp(prefix="outrider-weights-", dir=self._weights_dir)
         try:
-            tensors = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in _untied(weights).items()}
-            await asyncio.to_thread(save_file, tensors, str(Path(directory) / "model.safetensors"))
-            await self._send("POST", "/admin/reload-weights", {"path": directory})
+            await asyncio.to_thread(_write, weights, Path(directory) / "model.safetensors")
+            version = await self._load(directory, version)
         except BaseException:
             shutil.rmtree(directory, ignore_errors=True)
             raise
         self._drop_weights()
         self._weights = directory
+        return version
+
+    async def _load(self, directory: str, version: str | int | None) -> str:
+        body = {"weight_dir": directory} if version is None else {"weight_dir": directory, "weight_version": version}
+        return str((await self._send("POST", "/update_weights", body))["weight_version"])
 
     def _drop_weights(self) -> None:
         if self._weights:
             shutil.rmtree(self._weights, ignore_errors=True)
         self._weights = ""
 
-    async def pause(self) -> None:
-        """Requests wait from here on; running ones keep their state."""
-        await self._send("POST", "/admin/sleep", {"level": 0})
+    async def pause(self, mode: str = "keep") -> None:
+        """New requests wait from here on; running ones stand still (`keep`), end (`abort`) or are waited for (`wait`)."""
+        await self._send("POST", f"/pause?mode={mode}")
 
     async def resume(self) -> None:
         """Requests go on."""
-        await self._send("POST", "/admin/wake-up", {})
+        await self._send("POST", "/resume")
 
     async def stats(self) -> Any:
         """`GET /fleet`: members, what they do, and how much is accepted."""
         return await self._send("GET", "/fleet")
 
-    async def _all(self, prompt: str | list[int], fields: dict[str, Any], n: int) -> list[Sample]:
-        samples = [sample async for sample in self.generate([prompt], fields, n)]  # type: ignore[arg-type]
-        return sorted(samples, key=lambda sample: sample.sample)
-
-    async def _sample(self, prompt: str | list[int], index: int, sample: int, fields: dict[str, Any]) -> Sample:
-        body = {**fields, "model": self._model, "prompt": prompt, "return_token_ids": True, "outrider": {"stats": True}}
-        if "seed" in fields:
-            body["seed"] = fields["seed"] + sample
+    async def _tokens(self, prompt: Prompt, *, begins: bool = True) -> list[int]:
+        if isinstance(prompt, str):
+            body: dict[str, Any] = {"prompt": prompt, "add_special_tokens": begins}
+        elif prompt and isinstance(prompt[0], Mapping):
+            body = {"messages": prompt}
+        else:
+            return list(prompt)  # type: ignore[arg-type]  # what is left are token ids
         async with self._slots:
-            answer = await self._send("POST", "/v1/completions", body)
+            answer = await self._send("POST", "/tokenize", {"model": self._model, **body})
+        tokens: list[int] = answer["tokens"]
+        return tokens
+
+    async def _sample(
+        self, prompt: list[int], index: int, sample: int, fields: dict[str, Any], session: str | None = None
+    ) -> Sample:
+        body = {
+            "model": self._model,
+            "token_ids": prompt,
+            "sampling_params": fields,
+            "output_mode": "text" if fields.get("detokenize", True) else "tokens",
+            "outrider": {"stats": True},
+        }
+        async with self._slots:
+            answer = await self._send("POST", "/inference/v1/generate", body, session)
         choice = answer["choices"][0]
         logprobs = choice.get("logprobs")
         return Sample(
             index=index,
             sample=sample,
-            prompt_token_ids=choice["prompt_token_ids"],
+            prompt_token_ids=prompt,
             token_ids=choice["token_ids"],
-            text=choice["text"],
-            logprobs=logprobs["token_logprobs"] if logprobs else None,
+            text=choice.get("text"),
+            logprobs=[each["logprob"] for each in logprobs["content"]] if logprobs else None,
             finish_reason=choice["finish_reason"],
+            weight_versions=[WeightSpan(**each) for each in choice.get("weight_versions") or ()],
+            cached_tokens=(answer["usage"].get("prompt_tokens_details") or {}).get("cached_tokens") or 0,
             account=answer["outrider"]["choices"][0] if "outrider" in answer else None,
         )
 
-    async def _send(self, method: str, path: str, body: object = None) -> Any:
+    async def _episode(self, start: list[int], index: int, sample: int, step: Step, fields: dict[str, Any]) -> Episode:
+        episode = Episode(index, sample, list(start), [False] * len(start))
+        session = uuid.uuid4().hex
+        while True:
+            seeded = _seeded(fields, sample)
+            try:
+                turn = await self._sample(list(episode.token_ids), index, sample, seeded, session)
+            except OutriderError as error:
+                if error.code == "context_length_exceeded" and episode.turns:
+                    return episode
+                raise
+            episode.turns.append(turn)
+            episode.token_ids += turn.token_ids
+            episode.output_mask += [True] * len(turn.token_ids)
+            reply = step(episode) if inspect.iscoroutinefunction(step) else await asyncio.to_thread(step, episode)
+            if inspect.isawaitable(reply):
+                reply = await reply
+            if reply is None or isinstance(reply, int | float):
+                episode.reward = reply
+                return episode
+            added = await self._tokens(reply, begins=False)
+            episode.token_ids += added
+            episode.output_mask += [False] * len(added)
+
+    async def _send(self, method: str, path: str, body: object = None, session: str | None = None) -> Any:
         """The answer's JSON.  Every request may be repeated: samples are independent, and the others set a state."""
+        headers = {"X-Session-ID": session} if session else {}
         attempt = 0
         while True:
             wait_s = min(0.25 * 2**attempt, LONGEST_WAIT_S)
             try:
-                answer = await self._http.request(method, path, json=body)
+                answer = await self._http.request(method, path, json=body, headers=headers)
             except httpx.TransportError as error:
+                if self._process is not None and self._process.ended:
+                    raise OutriderError(0, "fleet_ended", f"the fleet has ended:\n{self._process.tail}") from error
                 if attempt >= self._retries:
                     raise OutriderError(0, "no_answer", f"{method} {path}: {error or type(error).__name__}") from error
             else:
@@ -223,22 +305,48 @@ class AsyncFleet:
             attempt += 1
 
 
-def _fields(sampling_params: object) -> dict[str, Any]:
-    """Only what was set: the fleet has the same defaults as vLLM."""
-    if sampling_params is None:
-        return {}
-    if isinstance(sampling_params, Mapping):
-        fields = dict(sampling_params)
-    else:  # vLLM's SamplingParams (a msgspec struct) or any other object.
-        names = getattr(sampling_params, "__struct_fields__", None) or vars(sampling_params)
-        fields = {name: getattr(sampling_params, name) for name in names if not name.startswith("_")}
-    return {name: value for name, value in fields.items() if value is not None}
+async def _as_they_finish(works: Iterable[Coroutine[Any, Any, T]]) -> AsyncIterator[T]:
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        for next_one in asyncio.as_completed(tasks):
+            yield await next_one
+    finally:
+        await _end(tasks)
 
 
-def _untied(weights: Mapping[str, Any]) -> dict[str, Any]:
+async def _all(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """All results, in order; one error ends the others."""
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        await _end(tasks)
+
+
+async def _end(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    tasks = list(tasks)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _several(sampling_params: object, n: int | None) -> tuple[dict[str, Any], int]:
+    """The parameters of one sample, and how many there are."""
+    fields = fields_of(sampling_params)
+    asked = fields.pop("n", 1)
+    return fields, asked if n is None else n
+
+
+def _seeded(fields: dict[str, Any], sample: int) -> dict[str, Any]:
+    return {**fields, "seed": fields["seed"] + sample} if "seed" in fields else fields
+
+
+def _write(weights: Mapping[str, Any], file: Path) -> None:
     """Each tensor under the first of its names, as checkpoints have tied embeddings."""
+    from safetensors.torch import save_file
+
     by_place = {(tensor.device, tensor.data_ptr(), tensor.shape): name for name, tensor in reversed(list(weights.items()))}
-    return {name: weights[name] for name in by_place.values()}
+    save_file({name: weights[name].detach().cpu().clone().contiguous() for name in by_place.values()}, str(file))
 
 
 def _error(answer: httpx.Response) -> OutriderError:

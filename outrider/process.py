@@ -1,9 +1,14 @@
-"""A fleet as a child process.  The caller's process, and a thread that reads what the child prints."""
+"""A fleet as a child process that ends with its parent.  The caller's process, and a thread that reads what the child prints.
+
+Run as a module it is that child: it watches its standard input, the parent's end of which closes however the parent ends.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -20,14 +25,14 @@ class FleetProcess:
 
     def __init__(self, settings: dict[str, object], start_timeout_s: float) -> None:
         """Raises `OutriderError` with the end of the log when the fleet does not start."""
-        flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items() if value is not None]
+        flags = [f"--{name.replace('_', '-')}={_text(value)}" for name, value in settings.items() if value is not None]
         self.url = ""
         self.log: deque[str] = deque(maxlen=1000)
         self._known = threading.Event()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "gateway.cli", "serve", "--port=0", *flags],
+            [sys.executable, "-m", "outrider.process", "serve", "--port=0", *flags],
             env=os.environ | {"PYTHONUNBUFFERED": "1"},
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -42,7 +47,17 @@ class FleetProcess:
             raise
         if not self.url:
             self.stop()
-            raise OutriderError(0, "fleet_not_started", "the fleet did not start:\n" + "".join(list(self.log)[-SHOWN_LINES:]))
+            raise OutriderError(0, "fleet_not_started", f"the fleet did not start:\n{self.tail}")
+
+    @property
+    def tail(self) -> str:
+        """The last lines of its log."""
+        return "".join(list(self.log)[-SHOWN_LINES:])
+
+    @property
+    def ended(self) -> bool:
+        """Whether it runs no more."""
+        return self._process.poll() is not None
 
     def _read(self) -> None:
         assert self._process.stdout is not None
@@ -55,11 +70,26 @@ class FleetProcess:
 
     def stop(self, timeout_s: float = 60.0) -> None:
         """As with Ctrl-C; a fleet that does not end in time is killed."""
-        if self._process.poll() is None:
-            self._process.send_signal(signal.SIGINT)
+        assert self._process.stdin is not None
+        self._process.stdin.close()
         try:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
         self._reader.join(timeout=5)
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _end_with_parent() -> None:
+    sys.stdin.buffer.read()
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+if __name__ == "__main__":
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    sys.argv[0] = "outrider"
+    runpy.run_module("gateway.cli", run_name="__main__", alter_sys=True)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from outrider.asynchronous import AsyncFleet
-from outrider.types import Sample
+from outrider.asynchronous import AsyncFleet, Prompt, Step
+from outrider.types import Episode, Sample
 
 T = TypeVar("T")
 
@@ -50,45 +51,62 @@ class Fleet:
         self._loop.close()
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        finally:
+            future.cancel()  # Ctrl-C, while it ran.
 
-    def generate(
-        self, prompts: Sequence[str] | Sequence[list[int]], sampling_params: object = None, n: int = 1
-    ) -> Iterator[Sample]:
-        """`n` samples of each prompt, as they finish; closing the iterator cancels the rest."""
-        samples = self._fleet.generate(prompts, sampling_params, n)
-
-        async def following() -> Sample | None:
-            return await anext(samples, None)
+    def _follow(self, results: AsyncIterator[T]) -> Iterator[T]:
+        async def following() -> tuple[T, ...]:
+            async for each in results:
+                return (each,)
+            return ()
 
         async def close() -> None:
-            await samples.aclose()  # type: ignore[attr-defined]
+            # What Ctrl-C has cancelled ends by itself.
+            with contextlib.suppress(RuntimeError):
+                await results.aclose()  # type: ignore[attr-defined]
 
         try:
-            while (sample := self._run(following())) is not None:
-                yield sample
+            while found := self._run(following()):
+                yield found[0]
         finally:
             self._run(close())
 
-    def submit(self, prompt: str | list[int], sampling_params: object = None, n: int = 1) -> int:
-        """Starts `n` samples of one prompt; the id is for `poll` and `cancel`."""
+    def generate(self, prompts: Sequence[Prompt], sampling_params: object = None, n: int | None = None) -> Iterator[Sample]:
+        """`n` samples of each prompt, as they finish, from the first `next` on; closing the iterator cancels the rest."""
+        return self._follow(self._fleet.generate(prompts, sampling_params, n))
+
+    def episodes(
+        self, starts: Sequence[Prompt], step: Step, sampling_params: object = None, n: int | None = None
+    ) -> Iterator[Episode]:
+        """`n` conversations from each start, as they finish.  `step` runs in threads, or on the loop if it is a coroutine."""
+        return self._follow(self._fleet.episodes(starts, step, sampling_params, n))
+
+    def submit(self, prompt: Prompt, sampling_params: object = None, n: int | None = None) -> int:
+        """Starts `n` samples of one prompt; the id is for `poll`, `wait` and `cancel`."""
         return self._run(self._fleet.submit(prompt, sampling_params, n))
 
     def poll(self, number: int) -> list[Sample] | None:
         """The samples once all are there, in order; None until then."""
         return self._run(self._fleet.poll(number))
 
+    def wait(self, number: int) -> list[Sample]:
+        """The samples, when all are there, in order."""
+        return self._run(self._fleet.wait(number))
+
     def cancel(self, number: int) -> None:
         """Ends what `submit` started."""
         self._run(self._fleet.cancel(number))
 
-    def update_weights(self, weights: Mapping[str, Any] | str | Path) -> None:
-        """New weights of the target: a directory that every verifier can read, or a state dict (which needs one host)."""
-        self._run(self._fleet.update_weights(weights))
+    def update_weights(self, weights: Mapping[str, Any] | str | Path, version: str | int | None = None) -> str:
+        """New weights of the target: a directory that every verifier can read, or a state dict of torch tensors."""
+        return self._run(self._fleet.update_weights(weights, version))
 
-    def pause(self) -> None:
-        """Requests wait from here on."""
-        self._run(self._fleet.pause())
+    def pause(self, mode: str = "keep") -> None:
+        """New requests wait from here on; running ones stand still (`keep`), end (`abort`) or are waited for (`wait`)."""
+        self._run(self._fleet.pause(mode))
 
     def resume(self) -> None:
         """Requests go on."""

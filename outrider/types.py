@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -17,6 +17,15 @@ class OutriderError(Exception):
 
 
 @dataclass(frozen=True)
+class WeightSpan:
+    """Tokens `[start, end)` of an output were drawn by the weights that the update named so."""
+
+    version: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
 class Sample:
     """One finished output."""
 
@@ -27,10 +36,40 @@ class Sample:
     prompt_token_ids: list[int]
     token_ids: list[int]
     """The output, with the token that ended it if any."""
-    text: str
+    text: str | None
+    """None if `detokenize` was false."""
     logprobs: list[float] | None
     """Natural logarithms of the output tokens' probabilities, if `logprobs` was asked for."""
     finish_reason: str
-    """`stop` or `length`."""
+    """`stop`, `length`, or `abort` where somebody else ended it."""
+    weight_versions: list[WeightSpan]
+    """More than one where weights were exchanged meanwhile."""
+    cached_tokens: int
+    """Tokens of the prompt that the verifier had in its prefix cache."""
     account: dict[str, Any] | None
     """What its drafts brought, such as `tokens_per_verification`, `drafted` and `accepted`; None where the fleet sends none."""
+
+    @property
+    def weight_version(self) -> str | None:
+        """Version of the weights that drew the last token; None for an empty output."""
+        return self.weight_versions[-1].version if self.weight_versions else None
+
+
+@dataclass
+class Episode:
+    """A conversation of the model with an environment."""
+
+    index: int
+    """Position of its start in the call."""
+    sample: int
+    """Number of the episode from that start, from 0."""
+    token_ids: list[int]
+    """All of it: the start, outputs, and what the environment said."""
+    output_mask: list[bool] = field(default_factory=list)
+    """Which of `token_ids` are outputs; as long."""
+    turns: list[Sample] = field(default_factory=list)
+    """The outputs so far.  A turn's `prompt_token_ids` are everything before it."""
+    reward: float | None = None
+    """What the environment ended it with."""
+    state: Any = None
+    """For the environment."""

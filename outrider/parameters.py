@@ -1,0 +1,40 @@
+"""Sampling parameters as JSON, from a mapping or from vLLM's own objects.  Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+DERIVED = frozenset({"output_kind", "output_text_buffer_length", "skip_clone", "skip_reading_prefix_cache"})
+"""What vLLM's `SamplingParams` set themselves."""
+
+
+def fields_of(sampling_params: object) -> dict[str, Any]:
+    """What was set: of an object, the fields that differ from its class's defaults, and `max_tokens`.
+
+    The fleet has vLLM's defaults, but for `max_tokens`: without one, an output may fill the context.
+    """
+    if sampling_params is None:
+        return {}
+    if isinstance(sampling_params, Mapping):
+        return {name: value for name, value in sampling_params.items() if value is not None}
+    plain = _fields(sampling_params)
+    try:
+        defaults = _fields(type(sampling_params)())
+    except TypeError:  # A class that cannot do without arguments has no defaults.
+        defaults = {}
+    return {
+        name: _fields(value) if dataclasses.is_dataclass(value) else value
+        for name, value in plain.items()
+        if value is not None
+        and name not in DERIVED
+        and (name == "max_tokens" or name not in defaults or value != defaults[name])
+    }
+
+
+def _fields(given: object) -> dict[str, Any]:
+    """Public fields that say something."""
+    names = getattr(given, "__struct_fields__", None) or vars(given)
+    values = {name: getattr(given, name) for name in names if not name.startswith("_")}
+    return {name: value for name, value in values.items() if value is not None}
