@@ -1,14 +1,10 @@
-"""A fleet as a child process that ends with its parent.  The caller's process, and a thread that reads what the child prints.
-
-Run as a module it is that child: it watches its standard input, the parent's end of which closes however the parent ends.
-"""
+"""A fleet as a child process.  The caller's process, and a thread that reads what the child prints."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-import runpy
 import signal
 import subprocess
 import sys
@@ -30,7 +26,7 @@ class FleetProcess:
         self.log: deque[str] = deque(maxlen=1000)
         self._known = threading.Event()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "outrider.process", "serve", "--port=0", *flags],
+            [sys.executable, "-m", "outrider.child", "serve", "--port=0", *flags],
             env=os.environ | {"PYTHONUNBUFFERED": "1"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -82,14 +78,3 @@ class FleetProcess:
 
 def _text(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value)
-
-
-def _end_with_parent() -> None:
-    sys.stdin.buffer.read()
-    os.kill(os.getpid(), signal.SIGINT)
-
-
-if __name__ == "__main__":
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    sys.argv[0] = "outrider"
-    runpy.run_module("gateway.cli", run_name="__main__", alter_sys=True)

@@ -1,60 +1,94 @@
-"""`outrider.Fleet` against an HTTP transport that stands in for the gateway."""
+"""`outrider.Fleet` against an HTTP transport that stands in for the gateway, and a child process that does not start."""
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import json
+import subprocess
+import sys
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 
-from outrider import Fleet, OutriderError
+from outrider import Episode, Fleet, OutriderError
+from outrider.parameters import fields_of
 
 Answer = Callable[[dict[str, Any]], httpx.Response]
 
 
-def choice(body: dict[str, Any]) -> httpx.Response:
-    return httpx.Response(
-        200,
-        json={
-            "choices": [
-                {
-                    "text": "x",
-                    "token_ids": [body.get("seed", 0)],
-                    "prompt_token_ids": body["prompt"],
-                    "logprobs": {"token_logprobs": [-0.5]},
-                    "finish_reason": "length",
-                }
-            ]
-        },
-    )
+def output(body: dict[str, Any]) -> httpx.Response:
+    """One token, which is the seed."""
+    choice = {
+        "token_ids": [body["sampling_params"].get("seed", 0)],
+        "logprobs": {"content": [{"logprob": -0.5}]},
+        "finish_reason": "length",
+        "weight_versions": [{"version": "3", "start": 0, "end": 1}],
+    }
+    return httpx.Response(200, json={"choices": [choice], "usage": {"prompt_tokens_details": {"cached_tokens": 7}}})
 
 
-def joined(answer: Answer, **settings: Any) -> Fleet:
+def refusal(code: str, status: int = 400) -> httpx.Response:
+    return httpx.Response(status, headers={"retry-after": "0"}, json={"error": {"message": "no", "code": code}})
+
+
+def joined(answer: Answer, requests: list[httpx.Request] | None = None, **settings: Any) -> Fleet:
+    """Text is tokenized to its characters' codes."""
+
     def handle(request: httpx.Request) -> httpx.Response:
+        if requests is not None:
+            requests.append(request)
         if request.url.path == "/v1/models":
             return httpx.Response(200, json={"data": [{"id": "demo"}]})
-        return answer(json.loads(request.content))
+        body = json.loads(request.content)
+        if request.url.path == "/tokenize":
+            return httpx.Response(
+                200, json={"tokens": [0] * body["add_special_tokens"] + [ord(each) for each in body["prompt"]]}
+            )
+        return answer(body)
 
     return Fleet.join("http://fleet/v1", transport=httpx.MockTransport(handle), **settings)
 
 
 def test_every_sample_of_every_prompt_comes_once_with_a_seed_of_its_own() -> None:
-    with joined(choice, concurrency=2) as fleet:
-        samples = list(fleet.generate([[1], [2]], {"seed": 5, "logprobs": 0}, n=3))
+    with joined(output, concurrency=2) as fleet:
+        samples = list(fleet.generate([[1], "A"], {"seed": 5, "logprobs": 0}, n=3))
     assert sorted((s.index, s.sample, s.token_ids[0]) for s in samples) == [(i, j, 5 + j) for i in (0, 1) for j in range(3)]
-    assert {tuple(s.prompt_token_ids) for s in samples} == {(1,), (2,)}
-    assert samples[0].logprobs == [-0.5]
+    assert {tuple(s.prompt_token_ids) for s in samples} == {(1,), (0, 65)}
+    assert (samples[0].logprobs, samples[0].weight_version, samples[0].cached_tokens) == ([-0.5], "3", 7)
 
 
-def test_an_object_gives_its_fields_and_none_is_left_out() -> None:
-    seen: list[dict[str, Any]] = []
-    with joined(lambda body: (seen.append(body), choice(body))[1]) as fleet:
-        list(fleet.generate([[1]], SimpleNamespace(temperature=0.5, seed=None)))
-    assert seen[0]["temperature"] == 0.5
-    assert "seed" not in seen[0]
+@dataclass
+class Parameters:
+    """As vLLM's: with defaults, and a field that follows from others."""
+
+    n: int = 1
+    temperature: float = 1.0
+    max_tokens: int = 16
+    seed: int | None = None
+    stop: list[str] = field(default_factory=list)
+    output_text_buffer_length: int = 0
+    _private: int = 1
+
+
+def test_of_an_object_what_differs_from_its_class_is_sent() -> None:
+    given = Parameters(n=2, seed=4, output_text_buffer_length=9)
+    assert fields_of(given) == {"n": 2, "seed": 4, "max_tokens": 16}
+    assert fields_of(SimpleNamespace(temperature=0.5, seed=None)) == {"temperature": 0.5}
+    assert fields_of({"temperature": 1.0, "top_p": None}) == {"temperature": 1.0}
+    with joined(output) as fleet:
+        assert sorted(s.token_ids[0] for s in fleet.generate([[1]], given)) == [4, 5]
+
+
+def test_vllms_own_parameters() -> None:
+    from backend.engine.front import SamplingParams
+
+    given = SamplingParams(temperature=0.5, stop=["end"], max_tokens=16, prompt_logprobs=1)
+    assert fields_of(given) == {"temperature": 0.5, "stop": ["end"], "max_tokens": 16, "prompt_logprobs": 1}
 
 
 @pytest.mark.parametrize("fault", ["busy", "disconnect"])
@@ -64,10 +98,10 @@ def test_what_passes_is_tried_again(fault: str) -> None:
     def answer(body: dict[str, Any]) -> httpx.Response:
         tries.append(1)
         if len(tries) > 1:
-            return choice(body)
+            return output(body)
         if fault == "disconnect":
             raise httpx.ReadError("gone")
-        return httpx.Response(503, headers={"retry-after": "0"}, json={"error": {"message": "busy", "code": "busy"}})
+        return refusal("busy", 503)
 
     with joined(answer) as fleet:
         assert len(list(fleet.generate([[1]]))) == 1
@@ -79,20 +113,99 @@ def test_a_refusal_is_raised_at_once_with_its_code() -> None:
 
     def answer(body: dict[str, Any]) -> httpx.Response:
         tries.append(1)
-        return httpx.Response(400, json={"error": {"message": "n is wrong", "code": "bad_n"}})
+        return refusal("bad_n")
 
     with joined(answer) as fleet, pytest.raises(OutriderError) as raised:
         list(fleet.generate([[1]]))
-    assert (raised.value.status, raised.value.code, raised.value.message) == (400, "bad_n", "n is wrong")
+    assert (raised.value.status, raised.value.code, raised.value.message) == (400, "bad_n", "no")
     assert len(tries) == 1
 
 
-def test_what_was_submitted_is_polled_once() -> None:
-    with joined(choice) as fleet:
-        number = fleet.submit([1], {"seed": 1}, n=2)
-        while (samples := fleet.poll(number)) is None:
+def test_what_was_submitted_is_given_once() -> None:
+    with joined(output) as fleet:
+        first, second = (fleet.submit([1], {"seed": seed}, n=2) for seed in (1, 5))
+        while (samples := fleet.poll(first)) is None:
             pass
         assert [s.token_ids for s in samples] == [[1], [2]]
+        assert [s.token_ids for s in fleet.wait(second)] == [[5], [6]]
         with pytest.raises(KeyError):
-            fleet.poll(number)
+            fleet.poll(first)
+        fleet.cancel(first)
+
+
+def countdown(episode: Episode) -> str | float:
+    """Says `x` twice."""
+    return "x" if len(episode.turns) < 3 else 0.25
+
+
+async def countdown_on_the_loop(episode: Episode) -> str | float:
+    return countdown(episode)
+
+
+@pytest.mark.parametrize("step", [countdown, countdown_on_the_loop])
+def test_the_turns_of_an_episode_are_one_session(step: Callable[[Episode], Any]) -> None:
+    requests: list[httpx.Request] = []
+    with joined(output, requests) as fleet:
+        episodes = list(fleet.episodes(["A"], step, {"seed": 8}, n=2))
+    assert [each.reward for each in episodes] == [0.25, 0.25]
+    (first, second) = sorted(episodes, key=lambda each: each.sample)
+    assert first.token_ids == [0, 65, 8, 120, 8, 120, 8]
+    assert first.output_mask == [False, False, True, False, True, False, True]
+    assert second.turns[2].prompt_token_ids == [0, 65, 9, 120, 9, 120]
+    sessions = [each.headers.get("x-session-id") for each in requests if each.url.path == "/inference/v1/generate"]
+    assert sorted(map(sessions.count, set(sessions))) == [3, 3]
+
+
+def test_an_episode_that_outgrows_the_context_ends() -> None:
+    def answer(body: dict[str, Any]) -> httpx.Response:
+        return output(body) if len(body["token_ids"]) < 4 else refusal("context_length_exceeded")
+
+    with joined(answer) as fleet:
+        (episode,) = fleet.episodes([[1]], lambda episode: [2])
+        assert (episode.token_ids, len(episode.turns), episode.reward) == ([1, 0, 2, 0, 2], 2, None)
+        with pytest.raises(OutriderError):
+            list(fleet.episodes([[1] * 9], lambda episode: None))
+
+
+def test_an_environments_error_is_raised() -> None:
+    def step(episode: Episode) -> float:
+        raise LookupError("the tool is gone")
+
+    with joined(output) as fleet, pytest.raises(LookupError):
+        list(fleet.episodes([[1]], step))
+
+
+def test_a_loop_that_is_left_cancels_the_rest() -> None:
+    """The others would never be answered."""
+    cancelled: list[int] = []
+    asked = itertools.count()
+
+    async def handle(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/v1/models":
+            return httpx.Response(200, json={"data": [{"id": "demo"}]})
+        if number := next(asked):
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                cancelled.append(number)
+                raise
+        return output(json.loads(request.content))
+
+    with Fleet.join("http://fleet", transport=httpx.MockTransport(handle), concurrency=3) as fleet:
+        samples = fleet.generate([[1]] * 9)
+        assert next(samples).token_ids == [0]
+        samples.close()
+        number = fleet.submit([1])
         fleet.cancel(number)
+    assert len(cancelled) >= 2
+
+
+def test_a_fleet_that_does_not_start_says_why() -> None:
+    with pytest.raises(OutriderError, match="verifers") as raised, Fleet(verifers=2):
+        pass
+    assert raised.value.code == "fleet_not_started"
+
+
+def test_importing_it_imports_nothing_heavy() -> None:
+    code = "import sys, outrider; print(*{'torch', 'vllm', 'ray', 'transformers', 'numpy'} & sys.modules.keys())"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == ""

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-import pytest
+import time
+from pathlib import Path
 
-from outrider import Fleet, OutriderError
+import pytest
+from safetensors.torch import load_file
+
+import backend.models.demo
+from outrider import Episode, Fleet, OutriderError
 from tests.support.fleet_process import ServedFleet
+
+TARGET = Path(backend.models.demo.__file__).parent / "target"
+GREEDY = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True}
 
 
 def test_samples_of_a_joined_fleet(fleet: ServedFleet) -> None:
@@ -17,6 +25,67 @@ def test_samples_of_a_joined_fleet(fleet: ServedFleet) -> None:
         assert {key: s.token_ids for key, s in first.items()} == {key: s.token_ids for key, s in again.items()}
         assert all(len(s.token_ids) == 8 and s.logprobs is not None and len(s.logprobs) == 8 for s in first.values())
         assert first[0, 0].token_ids != first[0, 1].token_ids
+        assert first[0, 0].account is not None and first[0, 0].account["tokens"] == 8
         with pytest.raises(OutriderError) as raised:
             list(joined.generate(["x"], {"temperature": -3}))
         assert raised.value.status == 400
+
+
+def test_weights_of_a_state_dict_twice_and_back(fleet: ServedFleet) -> None:
+    weights = load_file(TARGET / "model.safetensors")
+    (name,) = (each for each in weights if each.endswith("layers.0.mlp.down_proj.weight"))
+    with Fleet.join(fleet.url) as joined:
+
+        def text() -> tuple[str | None, str | None]:
+            (sample,) = joined.generate(["def f("], GREEDY)
+            return sample.text, sample.weight_version
+
+        before, _ = text()
+        try:
+            assert joined.update_weights({**weights, name: -weights[name]}, "other") == "other"
+            other, version = text()
+            assert (other != before, version) == (True, "other")
+            assert joined.update_weights({**weights, name: weights[name] / 2}, "half") == "half"
+            assert text() not in ((before, "half"), (other, "half"))
+            with pytest.raises(OutriderError, match="none instead"):
+                joined.update_weights({each: tensor for each, tensor in weights.items() if each != name})
+        finally:
+            joined.update_weights(TARGET, "first")
+        assert text() == (before, "first")
+
+
+def test_a_pause_holds_what_runs_and_what_comes(fleet: ServedFleet) -> None:
+    with Fleet.join(fleet.url) as joined:
+        running = joined.submit("def f(", {**GREEDY, "max_tokens": 500})
+        joined.pause()
+        new = joined.submit("import ", GREEDY)
+        until = time.monotonic() + 0.5
+        while time.monotonic() < until:
+            assert joined.poll(running) is joined.poll(new) is None
+        joined.resume()
+        assert [len(joined.wait(each)[0].token_ids) for each in (running, new)] == [500, 16]
+
+
+CALL = r"print\([0-9]{1,2} [+*] [0-9]{1,2}\)"
+
+
+def calculator(episode: Episode) -> str | float:
+    """Two calls are answered; the reward is the last result."""
+    left, operator, right = (episode.turns[-1].text or "").removeprefix("print(").removesuffix(")").split()
+    result = int(left) + int(right) if operator == "+" else int(left) * int(right)
+    return f"\n{result}\n" if len(episode.turns) < 3 else float(result)
+
+
+def test_tool_calls_of_an_episode(fleet: ServedFleet) -> None:
+    """What was said before is found in the cache, and every call is one that the tool can read."""
+    start = "# Sums and products.\n" * 40
+    sampling = {"max_tokens": 32, "seed": 3, "structured_outputs": {"regex": CALL}}
+    with Fleet.join(fleet.url) as joined:
+        for episode in joined.episodes([start], calculator, sampling, n=2):
+            assert episode.reward is not None and episode.reward >= 0
+            assert len(episode.token_ids) == len(episode.output_mask)
+            assert sum(episode.output_mask) == sum(len(turn.token_ids) for turn in episode.turns)
+            for turn, after in zip(episode.turns, episode.turns[1:], strict=False):
+                both = turn.prompt_token_ids + turn.token_ids
+                assert after.prompt_token_ids[: len(both)] == both
+                assert 0 < after.cached_tokens < len(after.prompt_token_ids)
