@@ -8,7 +8,7 @@ import itertools
 import shutil
 import tempfile
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -89,16 +89,14 @@ class AsyncFleet:
         self._ids = itertools.count()
 
     async def __aenter__(self) -> Self:
-        if self._settings is not None:
-            self._process = await asyncio.to_thread(FleetProcess, self._settings, self._start_timeout_s)
-            self._url = self._process.url
         self._slots = asyncio.Semaphore(self._concurrency)
         limits = httpx.Limits(max_connections=self._concurrency + 8)
         timeout = httpx.Timeout(None, connect=10.0)
-        self._http = httpx.AsyncClient(
-            base_url=self._url, headers=self._headers, timeout=timeout, limits=limits, transport=self._transport
-        )
+        self._http = httpx.AsyncClient(headers=self._headers, timeout=timeout, limits=limits, transport=self._transport)
         try:
+            if self._settings is not None:
+                self._process = FleetProcess(self._settings)
+                self._url = await asyncio.to_thread(self._process.wait_until_it_serves, self._start_timeout_s)
             self._model = (await self._send("GET", "/v1/models"))["data"][0]["id"]
         except BaseException:
             await self.__aexit__()
@@ -116,7 +114,7 @@ class AsyncFleet:
 
     async def generate(
         self, prompts: Sequence[Prompt], sampling_params: object = None, n: int | None = None
-    ) -> AsyncIterator[Sample]:
+    ) -> AsyncGenerator[Sample, None]:
         """`n` samples of each prompt, as they finish; leaving the loop cancels the rest.
 
         `sampling_params` is a mapping with the names of vLLM's `SamplingParams`, or such an object.  A `seed` is that of
@@ -134,7 +132,7 @@ class AsyncFleet:
 
     async def episodes(
         self, starts: Sequence[Prompt], step: Step, sampling_params: object = None, n: int | None = None
-    ) -> AsyncIterator[Episode]:
+    ) -> AsyncGenerator[Episode, None]:
         """`n` conversations from each start, as they finish.
 
         `step` is given the episode after each output (`episode.turns[-1]`) and says how it goes on; it may be a coroutine
@@ -289,7 +287,7 @@ class AsyncFleet:
         while True:
             wait_s = min(0.25 * 2**attempt, LONGEST_WAIT_S)
             try:
-                answer = await self._http.request(method, path, json=body, headers=headers)
+                answer = await self._http.request(method, self._url + path, json=body, headers=headers)
             except httpx.TransportError as error:
                 if self._process is not None and self._process.ended:
                     raise OutriderError(0, "fleet_ended", f"the fleet has ended:\n{self._process.tail}") from error
@@ -305,7 +303,7 @@ class AsyncFleet:
             attempt += 1
 
 
-async def _as_they_finish(works: Iterable[Coroutine[Any, Any, T]]) -> AsyncIterator[T]:
+async def _as_they_finish(works: Iterable[Coroutine[Any, Any, T]]) -> AsyncGenerator[T, None]:
     tasks = [asyncio.create_task(work) for work in works]
     try:
         for next_one in asyncio.as_completed(tasks):

@@ -19,8 +19,7 @@ SHOWN_LINES = 40
 class FleetProcess:
     """`outrider serve` on a free loopback port, in a session of its own.  No signal handler, no Ray in the caller's process."""
 
-    def __init__(self, settings: dict[str, object], start_timeout_s: float) -> None:
-        """Raises `OutriderError` with the end of the log when the fleet does not start."""
+    def __init__(self, settings: dict[str, object]) -> None:
         flags = [f"--{name.replace('_', '-')}={_text(value)}" for name, value in settings.items() if value is not None]
         self.url = ""
         self.log: deque[str] = deque(maxlen=1000)
@@ -36,14 +35,14 @@ class FleetProcess:
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        try:
-            self._known.wait(start_timeout_s)
-        except BaseException:
-            self.stop()
-            raise
+
+    def wait_until_it_serves(self, timeout_s: float) -> str:
+        """Its URL.  Raises `OutriderError` with the end of the log if it does not come to that in time."""
+        self._known.wait(timeout_s)
         if not self.url:
             self.stop()
             raise OutriderError(0, "fleet_not_started", f"the fleet did not start:\n{self.tail}")
+        return self.url
 
     @property
     def tail(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -46,6 +46,12 @@ class Fleet:
             self._end()
 
     def _end(self) -> None:
+        async def settle() -> None:
+            # A start that Ctrl-C has interrupted ends what it had started.
+            rest = asyncio.all_tasks() - {asyncio.current_task()}
+            await asyncio.gather(*rest, return_exceptions=True)
+
+        self._run(settle())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -57,7 +63,7 @@ class Fleet:
         finally:
             future.cancel()  # Ctrl-C, while it ran.
 
-    def _follow(self, results: AsyncIterator[T]) -> Iterator[T]:
+    def _follow(self, results: AsyncGenerator[T, None]) -> Generator[T, None, None]:
         async def following() -> tuple[T, ...]:
             async for each in results:
                 return (each,)
@@ -66,7 +72,7 @@ class Fleet:
         async def close() -> None:
             # What Ctrl-C has cancelled ends by itself.
             with contextlib.suppress(RuntimeError):
-                await results.aclose()  # type: ignore[attr-defined]
+                await results.aclose()
 
         try:
             while found := self._run(following()):
@@ -74,13 +80,15 @@ class Fleet:
         finally:
             self._run(close())
 
-    def generate(self, prompts: Sequence[Prompt], sampling_params: object = None, n: int | None = None) -> Iterator[Sample]:
-        """`n` samples of each prompt, as they finish, from the first `next` on; closing the iterator cancels the rest."""
+    def generate(
+        self, prompts: Sequence[Prompt], sampling_params: object = None, n: int | None = None
+    ) -> Generator[Sample, None, None]:
+        """`n` samples of each prompt, as they finish.  It begins with the first `next`; closing it cancels the rest."""
         return self._follow(self._fleet.generate(prompts, sampling_params, n))
 
     def episodes(
         self, starts: Sequence[Prompt], step: Step, sampling_params: object = None, n: int | None = None
-    ) -> Iterator[Episode]:
+    ) -> Generator[Episode, None, None]:
         """`n` conversations from each start, as they finish.  `step` runs in threads, or on the loop if it is a coroutine."""
         return self._follow(self._fleet.episodes(starts, step, sampling_params, n))
 

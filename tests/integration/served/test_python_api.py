@@ -25,7 +25,8 @@ def test_samples_of_a_joined_fleet(fleet: ServedFleet) -> None:
         assert {key: s.token_ids for key, s in first.items()} == {key: s.token_ids for key, s in again.items()}
         assert all(len(s.token_ids) == 8 and s.logprobs is not None and len(s.logprobs) == 8 for s in first.values())
         assert first[0, 0].token_ids != first[0, 1].token_ids
-        assert first[0, 0].account is not None and first[0, 0].account["tokens"] == 8
+        assert first[0, 0].account is not None
+        assert first[0, 0].account["tokens"] == 8
         with pytest.raises(OutriderError) as raised:
             list(joined.generate(["x"], {"temperature": -3}))
         assert raised.value.status == 400
@@ -82,7 +83,8 @@ def test_tool_calls_of_an_episode(fleet: ServedFleet) -> None:
     sampling = {"max_tokens": 32, "seed": 3, "structured_outputs": {"regex": CALL}}
     with Fleet.join(fleet.url) as joined:
         for episode in joined.episodes([start], calculator, sampling, n=2):
-            assert episode.reward is not None and episode.reward >= 0
+            assert episode.reward is not None
+            assert episode.reward >= 0
             assert len(episode.token_ids) == len(episode.output_mask)
             assert sum(episode.output_mask) == sum(len(turn.token_ids) for turn in episode.turns)
             for turn, after in zip(episode.turns, episode.turns[1:], strict=False):
