@@ -37,21 +37,24 @@ def loss_of(model: torch.nn.Module, samples: list[Sample], advantages: torch.Ten
     sequences = [torch.tensor(each.prompt_token_ids + each.token_ids) for each in samples]
     tokens = pad_sequence(sequences, batch_first=True)
     logprobs = torch.log_softmax(model(tokens).logits[:, :-1], -1).gather(-1, tokens[:, 1:, None])[..., 0]
-    spans = [
-        slice(len(each.prompt_token_ids) - 1, len(sequence) - 1) for each, sequence in zip(samples, sequences, strict=True)
-    ]
     terms = []
-    for row, span, sample, advantage in zip(logprobs, spans, samples, advantages, strict=True):
-        ratio = torch.exp(row[span] - torch.tensor(sample.logprobs))
+    for row, sample, advantage in zip(logprobs, samples, advantages, strict=True):
+        first = len(sample.prompt_token_ids) - 1
+        ratio = torch.exp(row[first : first + len(sample.token_ids)] - torch.tensor(sample.logprobs))
         terms.append(torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage))
     return -torch.cat(terms).mean()
 
 
 def acceptance_length(samples: list[Sample]) -> float:
     """Tokens per drafted verification; 1 where nothing was drafted."""
-    counts = [each.account["accepted_lengths"] for each in samples if each.account]
+    counts: list[list[int]] = [each.account["accepted_lengths"] for each in samples if each.account]
     drafts = sum(map(sum, counts))
     return 1 + sum(length * count for each in counts for length, count in enumerate(each)) / max(drafts, 1)
+
+
+def versions(samples: list[Sample]) -> set[int]:
+    """Of the weights that drew them."""
+    return {int(span.version) for each in samples for span in each.weight_versions}
 
 
 def main() -> None:
@@ -86,24 +89,18 @@ def main() -> None:
             spread = rewards.std(1, keepdim=True) + 1e-4
             loss = loss_of(model, samples, ((rewards - rewards.mean(1, keepdim=True)) / spread).flatten())
             optimizer.zero_grad()
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             fleet.update_weights(model.state_dict())
             if not options.off_policy and step + 1 < options.steps:
                 running = roll_out(step + 1)
             now = time.monotonic()
-            print(
-                f"step {step:3}  reward {rewards.mean():.3f}  rollout {rolled_out - began:5.2f} s  training {now - rolled_out:5.2f} s"
-                f"  acceptance length {acceptance_length(samples):.2f}  weights {min(versions(samples))}-{max(versions(samples))}",
-                flush=True,
-            )
+            times = f"rollout {rolled_out - began:5.2f} s  training {now - rolled_out:5.2f} s"
+            drafted = f"acceptance length {acceptance_length(samples):.2f}"
+            drawn_by = f"weights {min(versions(samples))}-{max(versions(samples))}"
+            print(f"step {step:3}  reward {rewards.mean():.3f}  {times}  {drafted}  {drawn_by}", flush=True)
             began = now
-
-
-def versions(samples: list[Sample]) -> set[int]:
-    """Of the weights that drew them."""
-    return {int(span.version) for each in samples for span in each.weight_versions}
 
 
 if __name__ == "__main__":

@@ -1,0 +1,28 @@
+"""The examples run as a reader would run them."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.fleet_process import ROOT
+
+pytestmark = [pytest.mark.engine, pytest.mark.campaign, pytest.mark.timeout(600)]
+
+
+@pytest.mark.parametrize("options", [(), ("--off-policy",), ("--mode", "off")])
+def test_two_steps_of_grpo(options: tuple[str, ...]) -> None:
+    command = [sys.executable, "examples/grpo.py", "--steps", "2", "--max-tokens", "16", *options]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    steps = re.findall(r"reward (\S+) .* acceptance length (\S+) +weights (\d+)-(\d+)", done.stdout)
+    assert len(steps) == 2
+    assert all(0 < float(reward) <= 1 for reward, *_ in steps)
+    assert all((float(length) > 1) == ("off" not in options) for _, length, *_ in steps)
+    assert steps[0][2:] == ("0", "0")
+    assert steps[1][3] == "1"
