@@ -48,7 +48,13 @@ class AsyncFleet:
         `concurrency` bounds the requests at a time, `retries` how often one is sent again.  State dicts are written below
         `weights_dir`, which the verifiers can read; without one, below the machine's temporary directory.
         """
-        self._settings: dict[str, object] | None = {"model": model, "drafter": drafter, **settings}
+        # Without sessions of a conversation's turns nothing is different.
+        self._settings: dict[str, object] | None = {
+            "model": model,
+            "drafter": drafter,
+            "gateway_affinity": "session",
+            **settings,
+        }
         self._start_timeout_s = start_timeout_s
         self._url = ""
         self._headers: dict[str, str] = {}

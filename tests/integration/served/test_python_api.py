@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
 import backend.models.demo
-from outrider import Episode, Fleet, OutriderError
-from tests.support.fleet_process import ServedFleet
+from examples.calculator import CALL, TURNS, beginnings, calculator
+from outrider import Fleet, OutriderError
+from tests.support.fleet_process import ServedFleet, wait_for
 
 TARGET = Path(backend.models.demo.__file__).parent / "target"
 GREEDY = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True}
@@ -60,31 +60,19 @@ def test_a_pause_holds_what_runs_and_what_comes(fleet: ServedFleet) -> None:
         running = joined.submit("def f(", {**GREEDY, "max_tokens": 500})
         joined.pause()
         new = joined.submit("import ", GREEDY)
-        until = time.monotonic() + 0.5
-        while time.monotonic() < until:
-            assert joined.poll(running) is joined.poll(new) is None
+        wait_for(lambda: fleet.metric("outrider_requests_in_flight") == 2)
+        assert joined.poll(running) is joined.poll(new) is None
         joined.resume()
         assert [len(joined.wait(each)[0].token_ids) for each in (running, new)] == [500, 16]
 
 
-CALL = r"print\([0-9]{1,2} [+*] [0-9]{1,2}\)"
-
-
-def calculator(episode: Episode) -> str | float:
-    """Two calls are answered; the reward is the last result."""
-    left, operator, right = (episode.turns[-1].text or "").removeprefix("print(").removesuffix(")").split()
-    result = int(left) + int(right) if operator == "+" else int(left) * int(right)
-    return f"\n{result}\n" if len(episode.turns) < 3 else float(result)
-
-
 def test_tool_calls_of_an_episode(fleet: ServedFleet) -> None:
     """What was said before is found in the cache, and every call is one that the tool can read."""
-    start = "# Sums and products.\n" * 40
     sampling = {"max_tokens": 32, "seed": 3, "structured_outputs": {"regex": CALL}}
     with Fleet.join(fleet.url) as joined:
-        for episode in joined.episodes([start], calculator, sampling, n=2):
+        for episode in joined.episodes(beginnings(1), calculator, sampling, n=2):
             assert episode.reward is not None
-            assert episode.reward >= 0
+            assert len(episode.turns) == TURNS
             assert len(episode.token_ids) == len(episode.output_mask)
             assert sum(episode.output_mask) == sum(len(turn.token_ids) for turn in episode.turns)
             for turn, after in zip(episode.turns, episode.turns[1:], strict=False):

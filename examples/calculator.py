@@ -1,0 +1,53 @@
+"""Episodes with tool calls: each output of the model calls a calculator, and what that says goes on the conversation.
+
+    python examples/calculator.py [--affinity none]
+
+Structured outputs make sure that a call is made.  Prints how much of the prompts verifiers had in their caches: with sessions,
+a turn goes to the verifier that has those before it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import re
+
+from outrider import Episode, Fleet
+
+CALL = r"calculate\([0-9]{1,2} [+*-] [0-9]{1,2}\)\n"
+TURNS = 8
+
+
+def calculator(episode: Episode) -> str | float:
+    """Answers calls; the last result is the reward."""
+    call = re.fullmatch(r"calculate\((\d+) (.) (\d+)\)\n", episode.turns[-1].text or "")
+    if call is None:  # Cut off by `max_tokens`.
+        return 0.0
+    left, right = int(call[1]), int(call[3])
+    result = {"+": left + right, "*": left * right, "-": left - right}[call[2]]
+    return f"{result}\n" if len(episode.turns) < TURNS else float(result)
+
+
+def beginnings(count: int) -> list[str]:
+    """Of about 400 tokens, no two alike."""
+    draw = random.Random(0)
+    return ["".join(f"account_{draw.randrange(1000)} = {draw.randrange(1000)}\n" for _ in range(40)) for _ in range(count)]
+
+
+def main() -> None:
+    """Prints the sums over all episodes."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--affinity", default="session", help="session or none")
+    parser.add_argument("--episodes", type=int, default=16)
+    options = parser.parse_args()
+    sampling = {"max_tokens": 32, "seed": 1, "structured_outputs": {"regex": CALL}}
+    with Fleet("demo", verifiers=2, gateway_affinity=options.affinity) as fleet:
+        episodes = list(fleet.episodes(beginnings(options.episodes), calculator, sampling))
+    turns = [turn for episode in episodes for turn in episode.turns[1:]]
+    prompts = sum(len(turn.prompt_token_ids) for turn in turns)
+    cached = sum(turn.cached_tokens for turn in turns)
+    print(f"{len(turns)} turns after the first: {cached} of {prompts} prompt tokens cached ({cached / prompts:.0%})")
+
+
+if __name__ == "__main__":
+    main()
