@@ -9,6 +9,7 @@ with `--off-policy` the next rollout starts before the update is in, and the imp
 from __future__ import annotations
 
 import argparse
+import itertools
 import time
 from pathlib import Path
 
@@ -20,9 +21,16 @@ import backend.models.demo
 from outrider import Fleet, Sample
 
 TARGET = Path(backend.models.demo.__file__).parent / "target"
-PROMPTS = ["def read_lines(path):\n    ", "class Stack:\n", "import os\n\n", "def add(a, b):\n", "for line in lines:\n    ",
-           "if __name__ == ", "try:\n    ", "# The number of "]  # fmt: skip
-GROUP = 16
+PROMPTS = [
+    "def read_lines(path):\n    ",
+    "class Stack:\n",
+    "import os\n\n",
+    "def add(a, b):\n",
+    "for line in lines:\n    ",
+    "if __name__ == ",
+    "try:\n    ",
+    "# The number of ",
+]
 CLIP = 0.2
 
 
@@ -63,6 +71,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--mode", default="auto", help="the fleet's: auto, sync, ahead, off")
     parser.add_argument("--off-policy", action="store_true")
+    parser.add_argument("--group", type=int, default=16, help="samples of each prompt")
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--learning-rate", type=float, default=1e-4)
     options = parser.parse_args()
@@ -74,8 +83,8 @@ def main() -> None:
 
         def roll_out(step: int) -> list[int]:
             sampling = {"max_tokens": options.max_tokens, "logprobs": 0}
-            seeds = range(step * GROUP * len(PROMPTS), (step + 1) * GROUP * len(PROMPTS), GROUP)
-            return [fleet.submit(each, {**sampling, "seed": seed}, n=GROUP) for each, seed in zip(PROMPTS, seeds, strict=True)]
+            seeds = itertools.count(step * len(PROMPTS) * options.group, options.group)
+            return [fleet.submit(each, {**sampling, "seed": next(seeds)}, n=options.group) for each in PROMPTS]
 
         began = time.monotonic()
         running = roll_out(0)

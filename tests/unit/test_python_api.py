@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import itertools
 import json
 import subprocess
@@ -15,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from outrider import Episode, Fleet, OutriderError
+from outrider import AsyncFleet, Episode, Fleet, OutriderError
 from outrider.parameters import fields_of
 
 Answer = Callable[[dict[str, Any]], httpx.Response]
@@ -209,3 +210,23 @@ def test_a_fleet_that_does_not_start_says_why() -> None:
 def test_importing_it_imports_nothing_heavy() -> None:
     code = "import sys, outrider; print(*{'torch', 'vllm', 'ray', 'transformers', 'numpy'} & sys.modules.keys())"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == ""
+
+
+def test_fleet_has_every_method_of_its_asynchronous_twin() -> None:
+    def public(kind: type) -> dict[str, list[str]]:
+        methods = {name: each for name, each in vars(kind).items() if name[0] != "_" and callable(each)}
+        return {name: list(inspect.signature(each).parameters) for name, each in methods.items()}
+
+    assert public(Fleet) == public(AsyncFleet)
+    assert sorted(public(Fleet)) == [
+        "cancel",
+        "episodes",
+        "generate",
+        "pause",
+        "poll",
+        "resume",
+        "stats",
+        "submit",
+        "update_weights",
+        "wait",
+    ]
