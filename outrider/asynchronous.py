@@ -1,4 +1,4 @@
-"""`AsyncFleet`: the requests and their retries.  The caller's event loop."""
+"""`AsyncFleet`: what callers ask of a fleet, as requests.  The caller's event loop."""
 
 from __future__ import annotations
 
@@ -14,12 +14,10 @@ from typing import Any, Self, TypeVar
 
 import httpx
 
+from outrider.connection import Connection
 from outrider.parameters import fields_of
 from outrider.process import FleetProcess
 from outrider.types import Episode, OutriderError, Sample, WeightSpan
-
-RETRIED = frozenset({429, 502, 503, 504})
-LONGEST_WAIT_S = 30.0
 
 T = TypeVar("T")
 Prompt = str | list[int] | list[dict[str, Any]]
@@ -48,17 +46,12 @@ class AsyncFleet:
         `concurrency` bounds the requests at a time, `retries` how often one is sent again.  State dicts are written below
         `weights_dir`, which the verifiers can read; without one, below the machine's temporary directory.
         """
-        # Without sessions of a conversation's turns nothing is different.
-        self._settings: dict[str, object] | None = {
-            "model": model,
-            "drafter": drafter,
-            "gateway_affinity": "session",
-            **settings,
-        }
+        # Only the turns of an episode are a session.
+        own = {"model": model, "drafter": drafter, "gateway_affinity": "session"}
+        self._settings: dict[str, object] | None = own | settings
         self._start_timeout_s = start_timeout_s
-        self._url = ""
-        self._headers: dict[str, str] = {}
-        self._prepare(concurrency, retries, weights_dir, None)
+        self._connection = Connection("", None, concurrency, retries)
+        self._prepare(weights_dir)
 
     @classmethod
     def join(
@@ -74,36 +67,24 @@ class AsyncFleet:
         """A fleet that runs already; it goes on after the block.  `url` is without `/v1`."""
         fleet = cls.__new__(cls)
         fleet._settings = None
-        fleet._url = url.rstrip("/").removesuffix("/v1")
-        fleet._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        fleet._prepare(concurrency, retries, weights_dir, transport)
+        fleet._connection = Connection(url.rstrip("/").removesuffix("/v1"), api_key, concurrency, retries, transport)
+        fleet._prepare(weights_dir)
         return fleet
 
-    def _prepare(
-        self, concurrency: int, retries: int, weights_dir: str | Path | None, transport: httpx.AsyncBaseTransport | None
-    ) -> None:
-        if concurrency < 1:
-            raise ValueError("concurrency must be at least 1")
+    def _prepare(self, weights_dir: str | Path | None) -> None:
         self._process: FleetProcess | None = None
-        self._concurrency = concurrency
-        self._retries = retries
         self._weights_dir = weights_dir
-        self._transport = transport
         self._model = ""
         self._weights = ""
         self._tasks: dict[int, asyncio.Task[list[Sample]]] = {}
         self._ids = itertools.count()
 
     async def __aenter__(self) -> Self:
-        self._slots = asyncio.Semaphore(self._concurrency)
-        limits = httpx.Limits(max_connections=self._concurrency + 8)
-        timeout = httpx.Timeout(None, connect=10.0)
-        self._http = httpx.AsyncClient(headers=self._headers, timeout=timeout, limits=limits, transport=self._transport)
         try:
             if self._settings is not None:
-                self._process = FleetProcess(self._settings)
-                self._url = await asyncio.to_thread(self._process.wait_until_it_serves, self._start_timeout_s)
-            self._model = (await self._send("GET", "/v1/models"))["data"][0]["id"]
+                self._process = self._connection.process = FleetProcess(self._settings)
+                self._connection.url = await asyncio.to_thread(self._process.wait_until_it_serves, self._start_timeout_s)
+            self._model = (await self._connection.send("GET", "/v1/models"))["data"][0]["id"]
         except BaseException:
             await self.__aexit__()
             raise
@@ -112,7 +93,7 @@ class AsyncFleet:
     async def __aexit__(self, *_: object) -> None:
         await _end(self._tasks.values())
         self._tasks.clear()
-        await self._http.aclose()
+        await self._connection.close()
         if self._process is not None:
             await asyncio.to_thread(self._process.stop)
             # Verifiers of a fleet that goes on may load the last update once more.
@@ -193,6 +174,8 @@ class AsyncFleet:
         # The verifiers go back to the directory of the last update, should the next one fail: it stays until then.
         directory = tempfile.mkdtemp(prefix="outrider-weights-", dir=self._weights_dir)
         try:
+            if self._weights_dir is not None:
+                Path(directory).chmod(0o755)  # Verifiers elsewhere may be another user's.
             await asyncio.to_thread(_write, weights, Path(directory) / "model.safetensors")
             version = await self._load(directory, version)
         except BaseException:
@@ -204,7 +187,7 @@ class AsyncFleet:
 
     async def _load(self, directory: str, version: str | int | None) -> str:
         body = {"weight_dir": directory} if version is None else {"weight_dir": directory, "weight_version": version}
-        return str((await self._send("POST", "/update_weights", body))["weight_version"])
+        return str((await self._connection.send("POST", "/update_weights", body))["weight_version"])
 
     def _drop_weights(self) -> None:
         if self._weights:
@@ -213,15 +196,15 @@ class AsyncFleet:
 
     async def pause(self, mode: str = "keep") -> None:
         """New requests wait from here on; running ones stand still (`keep`), end (`abort`) or are waited for (`wait`)."""
-        await self._send("POST", f"/pause?mode={mode}")
+        await self._connection.send("POST", f"/pause?mode={mode}")
 
     async def resume(self) -> None:
         """Requests go on."""
-        await self._send("POST", "/resume")
+        await self._connection.send("POST", "/resume")
 
     async def stats(self) -> Any:
         """`GET /fleet`: members, what they do, and how much is accepted."""
-        return await self._send("GET", "/fleet")
+        return await self._connection.send("GET", "/fleet")
 
     async def _tokens(self, prompt: Prompt, *, begins: bool = True) -> list[int]:
         if isinstance(prompt, str):
@@ -230,8 +213,7 @@ class AsyncFleet:
             body = {"messages": prompt}
         else:
             return list(prompt)  # type: ignore[arg-type]  # what is left are token ids
-        async with self._slots:
-            answer = await self._send("POST", "/tokenize", {"model": self._model, **body})
+        answer = await self._connection.send_in_turn("/tokenize", {"model": self._model, **body})
         tokens: list[int] = answer["tokens"]
         return tokens
 
@@ -245,8 +227,7 @@ class AsyncFleet:
             "output_mode": "text" if fields.get("detokenize", True) else "tokens",
             "outrider": {"stats": True},
         }
-        async with self._slots:
-            answer = await self._send("POST", "/inference/v1/generate", body, session)
+        answer = await self._connection.send_in_turn("/inference/v1/generate", body, session)
         choice = answer["choices"][0]
         logprobs = choice.get("logprobs")
         return Sample(
@@ -285,28 +266,6 @@ class AsyncFleet:
             added = await self._tokens(reply, begins=False)
             episode.token_ids += added
             episode.output_mask += [False] * len(added)
-
-    async def _send(self, method: str, path: str, body: object = None, session: str | None = None) -> Any:
-        """The answer's JSON.  Every request may be repeated: samples are independent, and the others set a state."""
-        headers = {"X-Session-ID": session} if session else {}
-        attempt = 0
-        while True:
-            wait_s = min(0.25 * 2**attempt, LONGEST_WAIT_S)
-            try:
-                answer = await self._http.request(method, self._url + path, json=body, headers=headers)
-            except httpx.TransportError as error:
-                if self._process is not None and self._process.ended:
-                    raise OutriderError(0, "fleet_ended", f"the fleet has ended:\n{self._process.tail}") from error
-                if attempt >= self._retries:
-                    raise OutriderError(0, "no_answer", f"{method} {path}: {error or type(error).__name__}") from error
-            else:
-                if answer.is_success:
-                    return answer.json()
-                if answer.status_code not in RETRIED or attempt >= self._retries:
-                    raise _error(answer)
-                wait_s = _retry_after_s(answer, wait_s)
-            await asyncio.sleep(wait_s)
-            attempt += 1
 
 
 async def _as_they_finish(works: Iterable[Coroutine[Any, Any, T]]) -> AsyncGenerator[T, None]:
@@ -351,18 +310,3 @@ def _write(weights: Mapping[str, Any], file: Path) -> None:
 
     by_place = {(tensor.device, tensor.data_ptr(), tensor.shape): name for name, tensor in reversed(list(weights.items()))}
     save_file({name: weights[name].detach().cpu().clone().contiguous() for name in by_place.values()}, str(file))
-
-
-def _error(answer: httpx.Response) -> OutriderError:
-    try:
-        error = answer.json()["error"]
-        return OutriderError(answer.status_code, error.get("code"), error["message"])
-    except (ValueError, KeyError, TypeError):
-        return OutriderError(answer.status_code, None, answer.text[:500])
-
-
-def _retry_after_s(answer: httpx.Response, otherwise: float) -> float:
-    try:
-        return min(float(answer.headers["retry-after"]), LONGEST_WAIT_S)
-    except (KeyError, ValueError):
-        return otherwise

@@ -1,0 +1,86 @@
+"""Requests to a fleet's gateway, repeated where that may help.  The event loop of whoever sends."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+
+from outrider.process import FleetProcess
+from outrider.types import OutriderError
+
+RETRIED = frozenset({429, 502, 503, 504})
+LONGEST_WAIT_S = 30.0
+CONNECT_S = 10.0
+"""Answers may take as long as they take; connecting may not."""
+
+
+class Connection:
+    """`concurrency` bounds the requests at a time, `retries` how often one is sent again."""
+
+    def __init__(
+        self, url: str, api_key: str | None, concurrency: int, retries: int, transport: httpx.AsyncBaseTransport | None = None
+    ) -> None:
+        if concurrency < 1:
+            raise ValueError("concurrency must be at least 1")
+        self.url = url
+        self.process: FleetProcess | None = None
+        """The fleet, if it is a child of this process."""
+        self._retries = retries
+        self._slots = asyncio.Semaphore(concurrency)
+        self._http = httpx.AsyncClient(
+            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+            timeout=httpx.Timeout(None, connect=CONNECT_S),
+            limits=httpx.Limits(max_connections=None),
+            transport=transport,
+        )
+
+    async def close(self) -> None:
+        """Ends its connections."""
+        await self._http.aclose()
+
+    async def send_in_turn(self, path: str, body: object, session: str | None = None) -> Any:
+        """POSTs what takes the fleet's time, at most `concurrency` at once."""
+        async with self._slots:
+            return await self.send("POST", path, body, session)
+
+    async def send(self, method: str, path: str, body: object = None, session: str | None = None) -> Any:
+        """The answer's JSON.  Raises `OutriderError`.
+
+        Every request may be repeated: samples are independent of each other, and what else there is sets a state.
+        """
+        headers = {"X-Session-ID": session} if session else {}
+        attempt = 0
+        while True:
+            wait_s = min(0.25 * 2**attempt, LONGEST_WAIT_S)
+            try:
+                answer = await self._http.request(method, self.url + path, json=body, headers=headers)
+            except httpx.TransportError as error:
+                if self.process is not None and self.process.ended:
+                    raise OutriderError(0, "fleet_ended", f"the fleet has ended:\n{self.process.tail}") from error
+                if attempt >= self._retries:
+                    raise OutriderError(0, "no_answer", f"{method} {path}: {error or type(error).__name__}") from error
+            else:
+                if answer.is_success:
+                    return answer.json()
+                if answer.status_code not in RETRIED or attempt >= self._retries:
+                    raise _error(answer)
+                wait_s = _retry_after_s(answer, wait_s)
+            await asyncio.sleep(wait_s)
+            attempt += 1
+
+
+def _error(answer: httpx.Response) -> OutriderError:
+    try:
+        error = answer.json()["error"]
+        return OutriderError(answer.status_code, error.get("code"), error["message"])
+    except (ValueError, KeyError, TypeError):
+        return OutriderError(answer.status_code, None, answer.text[:500])
+
+
+def _retry_after_s(answer: httpx.Response, otherwise: float) -> float:
+    try:
+        return min(float(answer.headers["retry-after"]), LONGEST_WAIT_S)
+    except (KeyError, ValueError):
+        return otherwise
