@@ -88,6 +88,8 @@ class FleetCore(EngineCoreClient):
         self._stopping = False
         self.weights = Weights()
         """The newest weights of the target that any verifier was given for the whole fleet."""
+        self.updates = 0
+        """The last number that this gateway has given an update."""
         # Verifiers that were behind, and which weights they were asked to load.
         self._told: dict[VerifierLink, tuple[Weights, asyncio.Task[None]]] = {}
         self.draining = False

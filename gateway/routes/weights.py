@@ -234,7 +234,8 @@ async def _read(request: Request, kind: type[Any]) -> tuple[Gateway, Any]:
 async def _renew(gateway: Gateway, verifier: str | None, method: str, *arguments: Any, version: str | int | None) -> Response:
     """Weights become others; an update of one verifier is none of the fleet's."""
     core = gateway.client.core
-    number = core.weights.update + 1
+    # Verifiers say a moment later that they have them; the next update may come before.
+    number = core.updates = max(core.updates, core.weights.update) + 1
     name = str(number if version is None else version)
     counted = core.weights.update if verifier else number
     answer = await _everywhere(gateway, verifier, method, *arguments, name, counted, weight_version=name)
