@@ -25,4 +25,5 @@ def test_two_steps_of_grpo(options: tuple[str, ...]) -> None:
     assert all(0 < float(reward) <= 1 for reward, *_ in steps)
     assert all((float(length) > 1) == ("off" not in options) for _, length, *_ in steps)
     assert steps[0][2:] == ("0", "0")
-    assert steps[1][3] == "1"
+    # Off policy the second rollout began before the update; it may have ended before it, too.
+    assert steps[1][2] == ("0" if "--off-policy" in options else "1")
