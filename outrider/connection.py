@@ -32,7 +32,8 @@ class Connection:
         self._http = httpx.AsyncClient(
             headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
             timeout=httpx.Timeout(None, connect=CONNECT_S),
-            limits=httpx.Limits(max_connections=None),
+            # httpx looks at every idle connection for every request: with 128 of them that took 30 ms of a core each.
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=20),
             transport=transport,
         )
 
