@@ -9,6 +9,7 @@ import shutil
 import tempfile
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -75,7 +76,8 @@ class AsyncFleet:
         self._process: FleetProcess | None = None
         self._weights_dir = weights_dir
         self._model = ""
-        self._weights = ""
+        self._directories: list[str] = []
+        """Of state dicts, from the one that verifiers surely have on."""
         self._tasks: dict[int, asyncio.Task[list[Sample]]] = {}
         self._ids = itertools.count()
 
@@ -97,12 +99,12 @@ class AsyncFleet:
         if self._process is not None:
             await asyncio.to_thread(self._process.stop)
             # Verifiers of a fleet that goes on may load the last update once more.
-            self._drop_weights()
+            self._drop_directories(slice(None))
 
     async def generate(
         self, prompts: Sequence[Prompt], sampling_params: object = None, n: int | None = None
     ) -> AsyncGenerator[Sample, None]:
-        """`n` samples of each prompt, as they finish; leaving the loop cancels the rest.
+        """`n` samples of each prompt, as they finish; closing the generator cancels the rest.
 
         `sampling_params` is a mapping with the names of vLLM's `SamplingParams`, or such an object.  A `seed` is that of
         sample 0; the others count up.  Raises `OutriderError`.
@@ -114,8 +116,9 @@ class AsyncFleet:
             for index, prompt in enumerate(tokens)
             for sample in range(n)
         )
-        async for each in _as_they_finish(works):
-            yield each
+        async with aclosing(_as_they_finish(works)) as finished:
+            async for each in finished:
+                yield each
 
     async def episodes(
         self, starts: Sequence[Prompt], step: Step, sampling_params: object = None, n: int | None = None
@@ -130,8 +133,9 @@ class AsyncFleet:
         fields, n = _several(sampling_params, n)
         tokens = await _all(self._tokens(start) for start in starts)
         works = (self._episode(start, index, sample, step, fields) for index, start in enumerate(tokens) for sample in range(n))
-        async for each in _as_they_finish(works):
-            yield each
+        async with aclosing(_as_they_finish(works)) as finished:
+            async for each in finished:
+                yield each
 
     async def submit(self, prompt: Prompt, sampling_params: object = None, n: int | None = None) -> int:
         """Starts `n` samples of one prompt; the id is for `poll` and `cancel`."""
@@ -171,28 +175,29 @@ class AsyncFleet:
         """
         if not isinstance(weights, Mapping):
             return await self._load(str(weights), version)
-        # The verifiers go back to the directory of the last update, should the next one fail: it stays until then.
         directory = tempfile.mkdtemp(prefix="outrider-weights-", dir=self._weights_dir)
+        self._directories.append(directory)
         try:
             if self._weights_dir is not None:
                 Path(directory).chmod(0o755)  # Verifiers elsewhere may be another user's.
             await asyncio.to_thread(_write, weights, Path(directory) / "model.safetensors")
             version = await self._load(directory, version)
-        except BaseException:
-            shutil.rmtree(directory, ignore_errors=True)
+        except OutriderError as error:
+            if 400 <= error.status < 500:
+                self._drop_directories(slice(-1, None))
             raise
-        self._drop_weights()
-        self._weights = directory
+        # Until here verifiers might have gone back to an earlier one.
+        self._drop_directories(slice(-1))
         return version
 
     async def _load(self, directory: str, version: str | int | None) -> str:
         body = {"weight_dir": directory} if version is None else {"weight_dir": directory, "weight_version": version}
         return str((await self._connection.send("POST", "/update_weights", body))["weight_version"])
 
-    def _drop_weights(self) -> None:
-        if self._weights:
-            shutil.rmtree(self._weights, ignore_errors=True)
-        self._weights = ""
+    def _drop_directories(self, which: slice) -> None:
+        for directory in self._directories[which]:
+            shutil.rmtree(directory, ignore_errors=True)
+        del self._directories[which]
 
     async def pause(self, mode: str = "keep") -> None:
         """New requests wait from here on; running ones stand still (`keep`), end (`abort`) or are waited for (`wait`)."""

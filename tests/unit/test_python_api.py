@@ -10,11 +10,14 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from outrider import AsyncFleet, Episode, Fleet, OutriderError
 from outrider.parameters import fields_of
@@ -174,6 +177,31 @@ def test_an_environments_error_is_raised() -> None:
 
     with joined(output) as fleet, pytest.raises(LookupError):
         list(fleet.episodes([[1]], step))
+
+
+def test_of_state_dicts_the_last_stays_on_disk(tmp_path: Path) -> None:
+    """Verifiers load it again when they start anew, or when the next one fails."""
+    statuses = [200, 400, 503, 200]
+
+    def answer(body: dict[str, Any]) -> httpx.Response:
+        file = Path(body["weight_dir"]) / "model.safetensors"
+        assert {name: tensor.tolist() for name, tensor in load_file(file).items()} == {"a": [1.0, 1.0]}
+        status = statuses.pop(0)
+        return httpx.Response(200, json={"weight_version": body["weight_version"]}) if status == 200 else refusal("no", status)
+
+    tied = torch.ones(2, requires_grad=True)
+    with joined(answer, weights_dir=tmp_path, retries=0) as fleet:
+        assert fleet.update_weights({"a": tied, "b": tied}, "one") == "one"
+        (first,) = tmp_path.iterdir()
+        with pytest.raises(OutriderError):
+            fleet.update_weights({"a": tied}, "two")
+        assert list(tmp_path.iterdir()) == [first]
+        with pytest.raises(OutriderError):
+            fleet.update_weights({"a": tied}, "three")
+        assert len(list(tmp_path.iterdir())) == 2, "some verifiers may have loaded it"
+        fleet.update_weights({"a": tied}, "four")
+        (last,) = tmp_path.iterdir()
+    assert last.exists()
 
 
 def test_a_loop_that_is_left_cancels_the_rest() -> None:
