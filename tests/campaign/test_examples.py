@@ -14,7 +14,7 @@ from tests.support.fleet_process import ROOT
 pytestmark = [pytest.mark.engine, pytest.mark.campaign, pytest.mark.timeout(600)]
 
 
-@pytest.mark.parametrize("options", [(), ("--off-policy",), ("--mode", "off")])
+@pytest.mark.parametrize("options", [(), ("--off-policy",), ("--mode", "off")], ids=["on-policy", "off-policy", "off"])
 def test_two_steps_of_grpo(options: tuple[str, ...]) -> None:
     command = [sys.executable, "examples/grpo.py", "--steps", "2", "--max-tokens", "16", *options]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
