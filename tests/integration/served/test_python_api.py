@@ -32,10 +32,10 @@ def test_samples_of_a_joined_fleet(fleet: ServedFleet) -> None:
         assert raised.value.status == 400
 
 
-def test_weights_of_a_state_dict_twice_and_back(fleet: ServedFleet) -> None:
+def test_weights_of_a_state_dict_twice_and_back(fleet: ServedFleet, tmp_path: Path) -> None:
     weights = load_file(TARGET / "model.safetensors")
     (name,) = (each for each in weights if each.endswith("layers.0.mlp.down_proj.weight"))
-    with Fleet.join(fleet.url) as joined:
+    with Fleet.join(fleet.url, weights_dir=tmp_path) as joined:
 
         def text() -> tuple[str | None, str | None]:
             (sample,) = joined.generate(["def f("], GREEDY)
