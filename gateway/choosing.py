@@ -16,6 +16,7 @@ class Choosing:
     def __init__(self, router: Router) -> None:
         self._router = router
         self._measured: dict[str, Measured] = {}
+        self._others: dict[str, int] = {}
         self._routed: Counter[str] = Counter()
 
     def reroute(self, router: Router) -> None:
@@ -24,16 +25,18 @@ class Choosing:
 
     def choose(self, ask: Ask, load: Mapping[str, tuple[int, int]]) -> str | None:
         """One of the verifiers in `load`, which has the tokens and sequences of this gateway at each; None: there is none."""
-        measured, routed = self._measured, self._routed
-        candidates = [Candidate(each, *load[each], routed[each], measured.get(each)) for each in load]
+        candidates = [
+            Candidate(each, *load[each], self._routed[each], self._measured.get(each), self._others.get(each, 0)) for each in load
+        ]
         return self._router.choose(ask, candidates)
 
     def given(self, verifier_id: str) -> None:
         """A sequence was given to this one."""
         self._routed[verifier_id] += 1
 
-    def observe(self, stats: VerifierStats, welcome: EngineWelcome | None) -> None:
-        """A verifier has reported."""
+    def observe(self, stats: VerifierStats, welcome: EngineWelcome | None, own: int) -> None:
+        """A verifier has reported, which has `own` requests of this gateway."""
+        self._others[stats.verifier_id] = max(0, stats.running + stats.waiting - own)
         if welcome is not None and stats.speed is not None:
             room, held = welcome.num_kv_blocks * welcome.block_size, stats.kv_usage
             self._measured[stats.verifier_id] = Measured(
@@ -43,6 +46,7 @@ class Choosing:
     def gone(self, verifier_id: str) -> None:
         """A verifier was lost: with its process went its cache."""
         self._measured.pop(verifier_id, None)
+        self._others.pop(verifier_id, None)
         self._router.forget(verifier_id)
 
     def emptied(self, verifier_ids: Iterable[str]) -> None:

@@ -290,8 +290,9 @@ class FleetCore(EngineCoreClient):
 
     def on_stats(self, link: VerifierLink, stats: VerifierStats) -> None:
         self._compare_weights(link)
-        self.choosing.observe(stats, link.welcome)
-        self._rooms.observe(stats, self._sequences.placed(link.member.id))
+        own = self._sequences.placed(link.member.id)
+        self.choosing.observe(stats, link.welcome, own)
+        self._rooms.observe(stats, own)
         self.gate.look()
 
     def _compare_weights(self, link: VerifierLink) -> None:

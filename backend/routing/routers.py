@@ -48,13 +48,13 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     """Requests this gateway has ever sent there."""
     measured: Measured | None = None
     """None before it has reported any steps."""
+    others: int = 0
+    """Requests of other gateways there, when it last reported."""
 
     @property
     def load(self) -> int:
-        """Requests there, as far as anyone knows: this gateway's own, or all that the verifier reported."""
-        if self.measured is None:
-            return self.requests
-        return max(self.requests, self.measured.running + self.measured.waiting)
+        """Requests there, as far as anyone knows."""
+        return self.requests + self.others
 
 
 class Ask(msgspec.Struct, frozen=True, gc=False):

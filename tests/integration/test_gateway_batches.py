@@ -341,7 +341,7 @@ async def test_people_go_first(monkeypatch):
         await eventually(lambda: bool(running.core.batched))
         pace = running.server.gateway.batches._runner._pace
         pace._room = lambda expecting: 3 if pace.quiet else 1
-        await eventually(lambda: running.core.batched == 3)
+        await eventually(lambda: running.core.batched == 3 == len(running.verifier.sequences))
         running.verifier.behaviour = count_up
         talk = await client.chat.completions.create(**CHAT)
         assert talk.choices[0].finish_reason == "length"

@@ -101,7 +101,8 @@ def test_both_serve_and_load_stays_balanced(fleet: ServedFleet, first_key: str) 
     after = samples(fleet, "outrider_verifier_tokens_total", "verifier")
     gained = [after[name] - before.get(name, 0) for name in after]
     assert len(gained) == 2
-    assert min(gained) >= 0.4 * sum(gained), gained
+    # Each gateway knows of the other what the verifiers reported a moment ago.
+    assert min(gained) >= 0.3 * sum(gained), gained
 
 
 def test_counters_of_one_port_never_fall(fleet: ServedFleet, first_key: str) -> None:

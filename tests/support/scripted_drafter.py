@@ -60,6 +60,7 @@ class ScriptedDrafter:
         self._stop.set()
         self._hub.wake()
         self._thread.join(10)
+        self._hub.close()
 
     def _run(self, address: str) -> None:
         self._hub = Hub(Wire())
@@ -69,7 +70,6 @@ class ScriptedDrafter:
             self._hub.poll(0.2)
             while (message := router.receive()) is not None:
                 self._take(router, *message)
-        self._hub.close()
 
     def _take(self, router: Router, identity: bytes, frames: list[bytes]) -> None:
         message = decode_to_drafter(frames[0])

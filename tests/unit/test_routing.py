@@ -52,6 +52,7 @@ candidates = st.lists(
         requests=st.integers(0, 12),
         routed=st.integers(0, 3),
         measured=st.none() | measurements,
+        others=st.integers(0, 12),
     ),
     max_size=5,
     unique_by=lambda each: each.id,
@@ -123,7 +124,8 @@ def test_power_of_two_keeps_loads_far_more_even_than_one_random_choice():
 )
 def test_predicted_tgs_weighs_what_was_measured(better, worse):
     # By name and by own load the worse one would come first.
-    those = [Candidate("a", 0, 0, 0, worse), Candidate("b", 9, 1, 9, better)]
+    there = [each.running + each.waiting for each in (worse, better)]
+    those = [Candidate("a", 0, 0, 0, worse, there[0]), Candidate("b", 9, 1, 9, better, there[1] - 1)]
     assert PredictedTgs(slots=8).choose(Ask(20), those) == "b"
 
 
