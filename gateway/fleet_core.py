@@ -18,6 +18,7 @@ from typing import Any
 from backend.engine.front import (
     EngineCoreClient,
     EngineCoreOutput,
+    EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
     FinishReason,
@@ -535,6 +536,16 @@ class FleetCore(EngineCoreClient):
             self._end(record, "aborted")
         for link, ids in by_link.values():
             link.abort(ids)
+
+    def finish(self, records: Sequence[InFlight]) -> None:
+        """Ends sequences as aborted, behind every token that has come for them."""
+        ended = []
+        for record in records:
+            if record.link is not None:
+                record.link.abort([record.place_id])
+            self._end(record, "aborted")
+            ended.append(EngineCoreOutput(record.request.request_id, [], finish_reason=FinishReason.ABORT))
+        self._outputs.put_nowait(EngineCoreOutputs(outputs=ended))
 
     # EngineCoreClient: utilities, asked of every verifier
 

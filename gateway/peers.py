@@ -249,7 +249,7 @@ async def _reload(request: Request) -> Response:
 
 
 async def _abort(request: Request) -> Response:
-    return JSONResponse(await request.app.state.gateway.abort(await request.json()))
+    return JSONResponse(request.app.state.gateway.abort(await request.json()))
 
 
 async def _cancel(request: Request) -> Response:

@@ -52,14 +52,16 @@ class Gateway:
         """Whether vLLM's rejection sampler is in use, which rules some sampling parameters out."""
         return self.settings.mode == "native"
 
-    async def abort(self, request_ids: list[str] | None) -> dict[str, list[list[int]]]:
+    def abort(self, request_ids: list[str] | None) -> dict[str, list[list[int]]]:
         """Ends requests, all or those that answers or `X-Request-Id` name so; the tokens of each one's sequences, by its id."""
         tokens: dict[str, list[list[int]]] = {}
+        ended = []
         for record in self.client.core.sequences:
             named = record.request.external_req_id or record.request.request_id
             if request_ids is None or not _names(named).isdisjoint(request_ids):
                 tokens.setdefault(named, []).append(list(record.emitted))
-        await self.client.abort(list(tokens))
+                ended.append(record)
+        self.client.core.finish(ended)
         return tokens
 
     @property

@@ -179,7 +179,7 @@ async def finish_weight_update(request: Request, verifier: str | None = None) ->
 async def abort_requests(request: Request) -> Response:
     """Ends requests by their ids, or all there are; says what each had generated."""
     gateway, asked = await _read(request, AbortRequests)
-    texts = await gateway.abort(asked.request_ids)
+    texts = gateway.abort(asked.request_ids)
     if gateway.peers is not None:
         texts |= await gateway.peers.abort(asked.request_ids)
     return JSONResponse({"status": "aborted", "aborted": len(texts), "token_ids": texts})
