@@ -26,7 +26,8 @@ class Choosing:
     def choose(self, ask: Ask, load: Mapping[str, tuple[int, int]]) -> str | None:
         """One of the verifiers in `load`, which has the tokens and sequences of this gateway at each; None: there is none."""
         candidates = [
-            Candidate(each, *load[each], self._routed[each], self._measured.get(each), self._others.get(each, 0)) for each in load
+            Candidate(each, *mine, self._routed[each], self._measured.get(each), self._others.get(each, 0))
+            for each, mine in load.items()
         ]
         return self._router.choose(ask, candidates)
 

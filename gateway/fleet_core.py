@@ -18,7 +18,6 @@ from typing import Any
 from backend.engine.front import (
     EngineCoreClient,
     EngineCoreOutput,
-    EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
     FinishReason,
