@@ -47,6 +47,8 @@ class Sequence:
     """Whether its rows come from the weights that the target has now."""
     tip: tuple[int, Tensor] | None = None
     """The base length of its last round, and the head's output `[1, hidden]` for the last row of it: drafting starts here."""
+    ahead: tuple[int, list[int]] = (0, [])
+    """Tokens whose rows, all of them true if the text goes on so, lie right behind its last one; and the first one's position."""
     sampling: Sampling = GREEDY
     trial: Trial | None = None
     """What it would have drafted with more noise or less, until the text says which is right."""
@@ -177,6 +179,15 @@ class RowCache:
         sequence.length += rows
         return place
 
+    def adopt(self, sequence: Sequence) -> None:
+        """Commits the rows that were made ahead for tokens which have come, but for that of the last token."""
+        position, tokens = sequence.ahead
+        sequence.ahead = (0, [])
+        rows = common_prefix(sequence.tokens[position + 1 : -1], tokens)
+        if rows and position == sequence.end:
+            self.append(sequence, position, rows)
+            self.publish(sequence)
+
     def invalidate(self) -> None:
         """The target's weights were exchanged: no new sequence may begin with rows there are now.
 
@@ -286,6 +297,7 @@ class RowCache:
             if sequence.is_open:
                 self._open_rows -= sequence.room
         sequence.room = 0
+        sequence.ahead = (0, [])
 
     def _unchain(self, sequence: Sequence, blocks: int) -> None:
         while len(sequence.chain) > max(blocks, 0):

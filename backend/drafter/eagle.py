@@ -184,15 +184,15 @@ class EagleProposer:
             ids += sequence.tokens[ask.base_len - ask.rows : ask.base_len]
             positions += range(ask.base_len - 1 - ask.rows, ask.base_len - 1)
             places += range(place, place + ask.rows)
-            assert ask.features is not None
-            features.append(ask.features)
+            if ask.features is not None:
+                features.append(ask.features)
         head, held = self._head, extended.values()
-        joined = features[0] if len(features) == 1 else torch.cat(features)
+        joined = torch.cat(features).to(device=head.device, dtype=head.dtype) if features else None
         packed = torch.tensor([ids, positions, places], device=head.device)
         counts = [batch[i].rows for i in extended]
         rows = Rows(packed[0], packed[1], packed[2], [s.start for s in held], [s.length for s in held], counts)
         keep = None if len(ids) == len(counts) else torch.tensor(last_rows(counts), device=head.device)
-        output = head.forward(rows, joined.to(device=head.device, dtype=head.dtype), keep)
+        output = head.forward(rows, joined, keep)
         for row, (i, sequence) in enumerate(extended.items()):
             sequence.tip = batch[i].base_len, output[row : row + 1]
             self._cache.publish(sequence)
@@ -209,8 +209,8 @@ class EagleProposer:
         logits, feature = head.read(tips(sequences))
         first = logits
         for step in range(depth):
-            # A row's position is its feature's; the token drafted from it stands right behind the one it was made with.
-            columns, value, lead = draws.pick(logits, positions[step] + 1)
+            # The token drafted from a row is the next row's.
+            columns, value, lead = draws.pick(logits, positions[step] + head.token_offset)
             tokens.append(head.target_ids(columns))
             values.append(value)
             leads.append(lead)
@@ -220,7 +220,7 @@ class EagleProposer:
             rows = Rows(tokens[-1], positions[step], places[step], starts, lengths, ones)
             logits, feature = head.read(head.forward(rows, feature, None))
         if not draws.is_greedy:
-            self._try_rivals(sequences, taus, first, positions[0] + 1, tokens[0])
+            self._try_rivals(sequences, taus, first, positions[0] + head.token_offset, tokens[0])
         return ends.cut(tokens, values, leads)
 
     def _try_rivals(

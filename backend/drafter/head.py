@@ -1,8 +1,9 @@
-"""An EAGLE head's arithmetic and the tensors of its KV cache, in plain torch on a CPU or GPU.  Drafter thread.
+"""The arithmetic of an EAGLE head or a draft model and its KV cache, in plain torch on a CPU or GPU.  Drafter thread.
 
 Written for small batches, where every operator call and every byte of weights counts: the embedding's share of layer 0's input
 projection is computed per token beforehand (or at least its norm is), q, k and v are one product, and in the last layer rows
 that nobody drafts from contribute keys and values only.  Semantics are those of vLLM's `llama_eagle3` and `llama_eagle`.
+A draft model is a head without features: its rows begin as embeddings.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch.nn import functional
 
 from backend.drafter.rope import pair_order, rotate_, rotation_table
 from backend.models.checkpoint import HeadWeights
+from backend.models.head_config import DRAFT_MODEL
 
 TABLE_BYTES = 64 * 2**20
 """Largest precomputed table of embeddings already projected by layer 0."""
@@ -29,7 +31,7 @@ QUERY_CHUNK = 512
 class Rows:
     """A forward pass over rows of several sequences, one after the other.
 
-    `ids`, `positions`, `places` are `[rows]` int64: the token at position + 1, the feature's position, the row of the cache.
+    `ids`, `positions`, `places` are `[rows]` int64: the token, the row's position, its row of the cache.
     `starts`, `lengths`: each sequence's first row in the cache and its rows there, these included; `counts`: these alone.
     `masks`, where a sequence's rows are branches that share what lies before them: per sequence what each of its rows may
     attend to, `[counts * group, at least lengths]`, 0 or minus infinity; None: every row sees those before it.
@@ -86,6 +88,9 @@ class Head:
         self._order = pair_order(self.head_dim)
         self.rotations = rotation_table(config.rope, self.head_dim, positions).to(device)
         self.is_eagle3 = config.kind == "eagle3"
+        self.takes_features = config.kind != DRAFT_MODEL
+        # A head's row is made of the feature at its position and the token after it, a draft model's of the token there.
+        self.token_offset = int(self.takes_features)
         self.table, self.table_weight, self.feature_fc = self._input_tables(weights.embedding)
         self.layers = [self._layer(index) for index in range(config.num_layers)]
         self.hidden_norm = self._vector("layers.0.hidden_norm.weight")
@@ -108,17 +113,17 @@ class Head:
         with torch.inference_mode():
             self.cache[:, target : target + rows].copy_(self.cache[:, source : source + rows])
 
-    def forward(self, rows: Rows, features: Tensor, keep: Tensor | None) -> Tensor:
+    def forward(self, rows: Rows, features: Tensor | None, keep: Tensor | None) -> Tensor:
         """Writes the cache rows; returns `[kept, hidden]`, the outputs before the final norm.
 
-        `features` is `[rows, hidden]`.  `keep`: indices of the rows whose outputs are wanted, in the sequences' order, one
+        `features` is `[rows, hidden]`; a draft model looks at none.  `keep`: indices of the rows whose outputs are wanted, in the sequences' order, one
         per sequence of `rows`; None: all of them, each being its sequence's only row or one of its branches.
         """
         part = self._embed(rows.ids)
         rotations = self.rotations.index_select(0, rows.positions)
-        hidden = features
-        if self.feature_fc is not None:
-            hidden = torch.addmm(part, features, self.feature_fc)
+        hidden = part
+        if self.takes_features and features is not None:
+            hidden = features if self.feature_fc is None else torch.addmm(part, features, self.feature_fc)
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
             residual, qkv = self._project(index, layer, hidden, part)
@@ -255,6 +260,8 @@ class Head:
         """Per token, what the embedding adds to the first product: the table, what it is yet to be multiplied with (None:
         done beforehand), and EAGLE-1's weight for the feature."""
         hidden = self.config.hidden_size
+        if not self.takes_features:
+            return self._on_device(embedding), None, None
         if self.is_eagle3:
             norm = self._source["layers.0.input_layernorm.weight"].float()
             weight, bias = self._fused("layers.0.self_attn", ("q_proj", "k_proj", "v_proj"))
@@ -289,7 +296,7 @@ class Head:
         assert post_norm is not None
         q_norm, k_norm = (self._source.get(f"{name}.self_attn.{n}_norm.weight") for n in "qk")
         return _Layer(
-            input_norm=self._vector(f"{name}.input_layernorm.weight") if index else None,
+            input_norm=self._vector(f"{name}.input_layernorm.weight") if index or not self.takes_features else None,
             qkv=self._on_device(qkv.t()),
             qkv_bias=None if qkv_bias is None else self._on_device(qkv_bias),
             out=self._on_device(self._source[f"{name}.self_attn.o_proj.weight"].t()),

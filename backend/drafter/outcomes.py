@@ -136,7 +136,8 @@ class Imagination:
         device, count, stops = self._head.device, len(premises), shape.depth + 1
         logits = self._head.read(outputs.flatten(0, 1))[0]
         draws = self._draws(sequences, stops)
-        at = torch.tensor([p.base_len for p in premises], device=device).unsqueeze(1) + torch.arange(stops, device=device)
+        first = [p.base_len - 1 + self._head.token_offset for p in premises]
+        at = torch.tensor(first, device=device).unsqueeze(1) + torch.arange(stops, device=device)
         # One more than can be chosen, since the verified token is not an outcome.
         size = min(max(shape.width, 1) + 1, self._draft_vocab)
         drafted = torch.tensor([self._own_ids(p.verifying, stops) for p in premises], device=device)
@@ -210,8 +211,7 @@ class Imagination:
             at = (positions + step).clamp_(max=furthest)
             rows = Rows(ids, at, first + step * width, starts, lengths, counts, masks)
             logits, feature = head.read(head.forward(rows, feature, None))
-            # The row's token stands one behind its feature, the one it yields two.
-            columns, value, lead = draws.pick(logits, positions + step + 2)
+            columns, value, lead = draws.pick(logits, positions + step + head.token_offset + 1)
             ids = head.target_ids(columns)
             tokens.append(ids)
             values.append(value)

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from backend.config.settings import DraftingSettings
+from backend.drafter.draft_model import ModelProposer
 from backend.drafter.eagle import EagleProposer
 from backend.drafter.loop import DrafterLoop
 from backend.drafter.ngram import NgramProposer
@@ -22,8 +23,8 @@ from backend.drafter.proposer import Proposer
 from backend.drafter.service import DrafterService
 from backend.drafter.spans import DraftSpans
 from backend.fleet import DrafterStats
-from backend.models.checkpoint import load_head
-from backend.models.head_config import CheckpointError, load_config, read_config, text_config
+from backend.models.checkpoint import drafter_config, load_drafter
+from backend.models.head_config import DRAFT_MODEL, CheckpointError, read_config, text_config
 from backend.speculation.lookup import LONGEST, SHORTEST
 from backend.tracing import Tracing
 from backend.transport.hub import Hub
@@ -39,7 +40,7 @@ IDLE_TTL_S = 120.0
 
 @dataclass(frozen=True)
 class DrafterModel:
-    """What to draft with: an EAGLE head's directory, or None for prompt lookup; and the target it serves."""
+    """What to draft with: the directory of an EAGLE head or a draft model, None for prompt lookup; and the target it serves."""
 
     target_dir: str
     head_dir: str | None
@@ -53,7 +54,7 @@ def pin_cores(cores: Sequence[int]) -> None:
 
 
 def build_proposer(model: DrafterModel, settings: DraftingSettings) -> Proposer:
-    """Loads the head, or prompt lookup's few numbers.  Raises `CheckpointError`."""
+    """Loads the weights, or prompt lookup's few numbers.  Raises `CheckpointError`."""
     if model.head_dir is None:
         target = text_config(read_config(model.target_dir))
         try:
@@ -63,8 +64,9 @@ def build_proposer(model: DrafterModel, settings: DraftingSettings) -> Proposer:
         return NgramProposer(vocab, longest, SHORTEST, LONGEST, settings.cache_tokens)
     on_gpu = settings.gpus != 0 and torch.cuda.is_available()
     device = "cuda" if on_gpu else "cpu"
-    weights = load_head(model.head_dir, model.target_dir)
-    return EagleProposer(weights, settings.cache_tokens, device, settings.dtype)
+    weights = load_drafter(model.head_dir, model.target_dir)
+    kind = ModelProposer if weights.config.kind == DRAFT_MODEL else EagleProposer
+    return kind(weights, settings.cache_tokens, device, settings.dtype)
 
 
 class DrafterProcess:
@@ -132,11 +134,12 @@ class DrafterProcess:
             raise CheckpointError("this drafter looks tokens up in the prompt; it has no head")
         if not Path(head_dir).is_dir():
             raise CheckpointError(f"{head_dir}: no such directory")
-        new, old = load_config(head_dir, self._model.target_dir), load_config(present, self._model.target_dir)
-        for what in ("kind", "hidden_size", "target_hidden_size", "vocab_size", "aux_layers"):
+        new, old = drafter_config(head_dir, self._model.target_dir), drafter_config(present, self._model.target_dir)
+        sent = () if old.kind == DRAFT_MODEL else ("hidden_size", "target_hidden_size", "aux_layers")
+        for what in ("kind", "vocab_size", *sent):
             if getattr(new, what) != getattr(old, what):
                 raise CheckpointError(
-                    f"{head_dir}: {what} is {getattr(new, what)}, the fleet's heads have {getattr(old, what)}"
+                    f"{head_dir}: {what} is {getattr(new, what)}, the fleet's drafters have {getattr(old, what)}"
                 )
         model = DrafterModel(self._model.target_dir, head_dir)
         self._loop.replace(build_proposer(model, self._settings), SWAP_TIMEOUT_S)

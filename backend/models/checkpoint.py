@@ -1,4 +1,4 @@
-"""Loads an EAGLE head from a directory, in either layout.  Drafter process; `load_fc` and `load_config` also the verifier's.
+"""Loads an EAGLE head or a draft model from a directory.  Drafter process; `load_fc` and `load_config` also the verifier's.
 
 The head's own embeddings and output matrix are used where it has them, the target's otherwise (just those tensors are read).
 """
@@ -12,16 +12,34 @@ from torch import Tensor
 from torch.nn import functional
 
 from backend.models.check import EMBEDDING, LM_HEAD, check
-from backend.models.head_config import CheckpointError, HeadConfig, load_config, read_config, text_config
-from backend.models.layout import canonical_names, required_tensors
+from backend.models.head_config import (
+    DRAFT_MODEL,
+    CheckpointError,
+    HeadConfig,
+    load_config,
+    load_model_config,
+    read_config,
+    text_config,
+)
+from backend.models.layout import canonical_names, is_draft_model, required_tensors
 from backend.models.tensor_files import TensorFiles
 
-__all__ = ["CheckpointError", "FcProjection", "HeadConfig", "HeadWeights", "check", "load_config", "load_fc", "load_head"]
+__all__ = [
+    "CheckpointError",
+    "FcProjection",
+    "HeadConfig",
+    "HeadWeights",
+    "check",
+    "drafter_config",
+    "load_config",
+    "load_drafter",
+    "load_fc",
+]
 
 
 @dataclass(frozen=True)
 class HeadWeights:
-    """A head's tensors under canonical names (`layers.0.self_attn.q_proj.weight`, ...), on the CPU, as stored.
+    """A drafter's tensors under canonical names (`layers.0.self_attn.q_proj.weight`, ...), on the CPU, as stored.
 
     `embedding` is `[vocab, hidden]`, `lm_head` `[draft_vocab, hidden]`; `draft_to_target` maps a draft id to the target's
     (`[draft_vocab]`, int64), None where both vocabularies are the same.
@@ -33,15 +51,21 @@ class HeadWeights:
     lm_head: Tensor
     draft_to_target: Tensor | None
     max_position: int
-    """Positions the target may reach; the head's own limit is often a default nobody meant."""
+    """Positions the target may reach, and a draft model too; a head's own limit is often a default nobody meant."""
 
 
-def load_head(head_dir: str, target_dir: str) -> HeadWeights:
-    """Reads a head; raises `CheckpointError` naming the first thing that does not fit."""
-    config = load_config(head_dir, target_dir)
+def drafter_config(directory: str, target_dir: str) -> HeadConfig:
+    """The configuration of a head or a draft model, whichever the weights are.  Raises `CheckpointError`."""
+    load = load_model_config if is_draft_model(TensorFiles(directory)) else load_config
+    return load(directory, target_dir)
+
+
+def load_drafter(head_dir: str, target_dir: str) -> HeadWeights:
+    """Reads a head or a draft model; raises `CheckpointError` naming the first thing that does not fit."""
+    config = drafter_config(head_dir, target_dir)
     if config.unsupported:
         raise CheckpointError(f"{head_dir}: {config.unsupported[0]}")
-    files, target = TensorFiles(head_dir), TensorFiles(target_dir)
+    files = TensorFiles(head_dir)
     names = canonical_names(files)
     wanted = required_tensors(config)
     for name, shape in wanted.items():
@@ -59,20 +83,28 @@ def load_head(head_dir: str, target_dir: str) -> HeadWeights:
     embedding = tensors.pop(EMBEDDING, None)
     lm_head = tensors.pop(LM_HEAD, None)
     offsets = tensors.pop("d2t", None)
-    embedding = _borrow(target, EMBEDDING) if embedding is None else embedding
-    lm_head = _borrow(target, LM_HEAD) if lm_head is None else lm_head
+    longest = int(text_config(read_config(target_dir)).get("max_position_embeddings") or config.max_position)
+    if config.kind == DRAFT_MODEL:
+        assert embedding is not None, "`is_draft_model` saw it"
+        _expect(EMBEDDING, embedding, config.draft_vocab_size, config.hidden_size)
+        lm_head = embedding if lm_head is None else lm_head
+        # The target's tokens beyond its own vocabulary it reads as nothing.
+        embedding = functional.pad(embedding, (0, 0, 0, max(config.vocab_size - len(embedding), 0)))
+        longest = min(longest, config.max_position)
+    embedding = _borrow(target_dir, EMBEDDING) if embedding is None else embedding
+    lm_head = _borrow(target_dir, LM_HEAD) if lm_head is None else lm_head
     _expect(EMBEDDING, embedding, config.vocab_size, config.hidden_size)
     _expect(LM_HEAD, lm_head, config.draft_vocab_size, config.hidden_size)
     mapping = _target_ids(offsets, config) if offsets is not None else None
-    longest = int(text_config(read_config(target_dir)).get("max_position_embeddings") or config.max_position)
     return HeadWeights(config, tensors, embedding, lm_head[: config.draft_vocab_size], mapping, longest)
 
 
-def _borrow(target: TensorFiles, name: str) -> Tensor:
+def _borrow(target_dir: str, name: str) -> Tensor:
     """The target's tensor of this name; its embedding where the output matrix is tied to it."""
+    target = TensorFiles(target_dir)
     source = target.find(name) or target.find(EMBEDDING)
     if source is None:
-        raise CheckpointError(f"{target.directory}: missing tensor: {name}")
+        raise CheckpointError(f"{target_dir}: missing tensor: {name}")
     return target.read(source)
 
 

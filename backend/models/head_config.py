@@ -1,7 +1,8 @@
-"""What an EAGLE head's `config.json` says, whichever layout it is in.  Pure data, any process; imports no torch.
+"""What the `config.json` of a drafter says: an EAGLE head in either layout, or a draft model.  Pure data; imports no torch.
 
 Two layouts exist.  SafeAILab's is a Llama configuration with a few extra keys; speculators' wraps one in
-`transformer_layer_config` and keeps the extra keys outside.  Defaults follow vLLM's reading of both.
+`transformer_layer_config` and keeps the extra keys outside.  Defaults follow vLLM's reading of both.  A draft model is a language model of its own, in the layout of
+transformers.
 """
 
 from __future__ import annotations
@@ -11,8 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-HeadKind = Literal["eagle", "eagle3"]
-Layout = Literal["eagle", "speculators"]
+HeadKind = Literal["eagle", "eagle3", "draft_model"]
+Layout = Literal["eagle", "speculators", "transformers"]
+
+DRAFT_MODEL: Literal["draft_model"] = "draft_model"
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+"""Draft models by `model_type`."""
 
 
 class CheckpointError(Exception):
@@ -30,7 +35,7 @@ class Rope:
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """An EAGLE head.  `vocab_size` is the target's, `draft_vocab_size` the head's own."""
+    """An EAGLE head or a draft model.  `vocab_size` is the target's, `draft_vocab_size` its own."""
 
     kind: HeadKind
     layout: Layout
@@ -104,6 +109,53 @@ def load_config(head_dir: str, target_dir: str | None = None) -> HeadConfig:
         raise CheckpointError(f"{head_dir}/config.json: {type(error).__name__}: {error}") from error
 
 
+def load_model_config(model_dir: str, target_dir: str) -> HeadConfig:
+    """Reads a draft model's configuration.  Raises `CheckpointError`."""
+    own, target = read_config(model_dir), text_config(read_config(target_dir))
+    try:
+        return _parse_model(own, target)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{model_dir}/config.json: {type(error).__name__}: {error}") from error
+
+
+def _parse_model(own: dict[str, Any], target: dict[str, Any]) -> HeadConfig:
+    hidden, heads = int(own["hidden_size"]), int(own["num_attention_heads"])
+    vocab, longest = int(target["vocab_size"]), int(own["max_position_embeddings"])
+    problems = _unsupported(own, own)
+    if own.get("model_type") not in FAMILIES:
+        problems.insert(0, f"model_type {own.get('model_type')!r} is not supported (those of draft models: {', '.join(FAMILIES)})")
+    # Qwen2 names a window that it does not use; Mistral's counts unless it is null.
+    window = own.get("sliding_window") if own.get("use_sliding_window", own.get("model_type") == "mistral") else None
+    if window is not None and int(window) < longest:
+        problems.append("sliding-window attention is not supported")
+    return HeadConfig(
+        kind=DRAFT_MODEL,
+        layout="transformers",
+        model_type=str(own.get("model_type")),
+        hidden_size=hidden,
+        target_hidden_size=0,
+        intermediate_size=int(own["intermediate_size"]),
+        num_layers=int(own["num_hidden_layers"]),
+        num_heads=heads,
+        num_kv_heads=int(own.get("num_key_value_heads") or heads),
+        head_dim=int(own.get("head_dim") or hidden // heads),
+        vocab_size=vocab,
+        draft_vocab_size=min(int(own["vocab_size"]), vocab),
+        max_position=longest,
+        rms_norm_eps=float(own.get("rms_norm_eps", 1e-6)),
+        rope=rope_of(own),
+        hidden_act=str(own.get("hidden_act", "silu")),
+        aux_layers=(),
+        uses_aux=False,
+        norm_before_residual=False,
+        norm_before_fc=False,
+        fc_norm=False,
+        norm_output=False,
+        dtype=str(own.get("torch_dtype") or own.get("dtype") or "float32"),
+        unsupported=tuple(dict.fromkeys(problems)),
+    )
+
+
 def _parse(outer: dict[str, Any], target: dict[str, Any]) -> HeadConfig:
     speculators = outer.get("speculators_model_type")
     if speculators not in (None, "eagle3"):
@@ -174,7 +226,7 @@ def _unsupported(outer: dict[str, Any], layer: dict[str, Any]) -> list[str]:
     if layer.get("hidden_act", "silu") != "silu":
         problems.append(f"hidden_act {layer['hidden_act']!r} is not supported, only 'silu'")
     if outer.get("quantization_config"):
-        problems.append("quantised heads are not supported")
+        problems.append("quantised drafters are not supported")
     if "sliding_attention" in (layer.get("layer_types") or []):
         problems.append("sliding-window attention is not supported")
     if outer.get("speculators_model_type") and layer.get("model_type", "llama") not in ("llama", "qwen3"):

@@ -1,23 +1,32 @@
-"""Which tensors an EAGLE head must hold, and under which names the two layouts keep them.  Pure data, any process."""
+"""Which tensors a drafter must hold, and under which names the layouts keep them.  Pure data, any process."""
 
 from __future__ import annotations
 
-from backend.models.head_config import HeadConfig
+from backend.models.head_config import DRAFT_MODEL, HeadConfig
 from backend.models.tensor_files import TensorFiles
 
 Shape = tuple[int, ...]
 
 
 def canonical_names(files: TensorFiles) -> dict[str, str]:
-    """Our name of every tensor in a head's files -> its name there (`midlayer.` is `layers.0.` to us)."""
+    """Our name of every tensor in a drafter's files -> its name there (`midlayer.` is `layers.0.` to us)."""
     return {name.removeprefix("model.").replace("midlayer.", "layers.0."): name for name in files.tensors}
 
 
+def is_draft_model(files: TensorFiles) -> bool:
+    """Whether these are weights of a whole language model: EAGLE heads have an `fc` or norm their features."""
+    names = canonical_names(files)
+    whole = {"embed_tokens.weight", "norm.weight", "layers.0.input_layernorm.weight"}
+    return whole <= names.keys() and not {"fc.weight", "layers.0.hidden_norm.weight"} & names.keys()
+
+
 def required_tensors(config: HeadConfig) -> dict[str, Shape]:
-    """Shapes of what the head itself must bring, `fc` included; projections are `[out, in]`."""
+    """Shapes of what the drafter itself must bring, `fc` included; projections are `[out, in]`."""
     hidden = config.hidden_size
     shapes: dict[str, Shape] = {}
-    if config.kind == "eagle":
+    if config.kind == DRAFT_MODEL:
+        shapes["norm.weight"] = (hidden,)
+    elif config.kind == "eagle":
         shapes["fc.weight"] = (hidden, 2 * hidden)
     else:
         shapes["norm.weight"] = (hidden,)
@@ -26,7 +35,7 @@ def required_tensors(config: HeadConfig) -> dict[str, Shape]:
         shapes |= _fc_tensors(config)
     for index in range(config.num_layers):
         shapes |= _layer_tensors(config, index)
-    if config.draft_vocab_size != config.vocab_size:
+    if config.kind != DRAFT_MODEL and config.draft_vocab_size != config.vocab_size:
         shapes["d2t"] = (config.draft_vocab_size,)
         shapes["lm_head.weight"] = (config.draft_vocab_size, hidden)
     return shapes
@@ -58,7 +67,7 @@ def _layer_tensors(config: HeadConfig, index: int) -> dict[str, Shape]:
         "mlp.up_proj.weight": (inner, hidden),
         "mlp.down_proj.weight": (hidden, inner),
     }
-    if index > 0:
+    if index > 0 or config.kind == DRAFT_MODEL:
         shapes["input_layernorm.weight"] = (hidden,)
     if config.model_type == "qwen3":
         shapes |= {"self_attn.q_norm.weight": (config.head_dim,), "self_attn.k_norm.weight": (config.head_dim,)}

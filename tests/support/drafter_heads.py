@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from backend.drafter.eagle import EagleProposer
-from backend.models.checkpoint import load_head
+from backend.models.checkpoint import load_drafter
 
 Tensors = dict[str, Tensor]
 
@@ -158,7 +158,7 @@ def make_proposer(directory: Path, head: TinyHead, cache_tokens: int = 4096, **o
     layout = options.pop("layout", "eagle")
     suffix = options.pop("suffix", "safetensors")
     target = write_target(directory / "target", head)
-    weights = load_head(write_head(directory / "head", head, layout, suffix), target)
+    weights = load_drafter(write_head(directory / "head", head, layout, suffix), target)
     return EagleProposer(weights, cache_tokens, **options)
 
 

@@ -15,7 +15,7 @@ import torch
 from backend.drafter.proposer import Ask, Until
 from backend.drafter.rope import inverse_frequencies
 from backend.models.check import check, find_misfits
-from backend.models.checkpoint import CheckpointError, load_config, load_fc, load_head
+from backend.models.checkpoint import CheckpointError, load_config, load_fc, load_drafter
 from backend.models.head_config import Rope
 from tests.support.drafter_heads import TinyHead, make_proposer, write_head, write_target
 
@@ -45,7 +45,7 @@ def test_layouts_and_formats_are_the_same_head(tmp_path: Path, draft_vocab: int)
 
 def test_a_reduced_vocabulary_drafts_target_ids(tmp_path: Path) -> None:
     head = TinyHead(draft_vocab=23)
-    weights = load_head(*pair(tmp_path, head))
+    weights = load_drafter(*pair(tmp_path, head))
     offsets = head.weights()["d2t"]
     assert weights.draft_to_target is not None
     assert weights.draft_to_target.tolist() == [i + int(o) for i, o in enumerate(offsets)]
@@ -59,15 +59,15 @@ def test_offsets_outside_the_vocabulary_are_refused(tmp_path: Path) -> None:
     tensors = load_file(path)
     save_file(tensors | {"d2t": tensors["d2t"] + 60}, path)
     with pytest.raises(CheckpointError, match="d2t"):
-        load_head(head_dir, target_dir)
+        load_drafter(head_dir, target_dir)
 
 
 def test_what_the_head_lacks_comes_from_the_target(tmp_path: Path) -> None:
     head = TinyHead(kind="eagle")
-    weights = load_head(*pair(tmp_path, head))
+    weights = load_drafter(*pair(tmp_path, head))
     assert torch.equal(weights.embedding, head.weights()["target.embed"])
     assert torch.equal(weights.lm_head, head.weights()["target.lm_head"])
-    tied = load_head(write_head(tmp_path / "h", head), write_target(tmp_path / "t", head, tied=True))
+    tied = load_drafter(write_head(tmp_path / "h", head), write_target(tmp_path / "t", head, tied=True))
     assert torch.equal(tied.lm_head, head.weights()["target.embed"])
 
 
@@ -147,7 +147,7 @@ def test_misfits_of_the_configuration(tmp_path: Path) -> None:
     edit(head_dir, hidden_act="gelu", rope_scaling={"rope_type": "yarn"}, eagle_config={})
     assert len(find_misfits(head_dir, target_dir).errors) == 2
     with pytest.raises(CheckpointError, match="yarn"):
-        load_head(head_dir, target_dir)
+        load_drafter(head_dir, target_dir)
 
 
 def test_missing_and_misshapen_tensors(tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_missing_and_misshapen_tensors(tmp_path: Path) -> None:
     assert "tensor lm_head.weight: shape [23, 32], expected [22, 32]" in lines
     assert "missing tensor: layers.1.mlp.down_proj.weight" in lines
     with pytest.raises(CheckpointError):
-        load_head(head_dir, target_dir)
+        load_drafter(head_dir, target_dir)
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff" * 40, (2**62).to_bytes(8, "little"), (2).to_bytes(8, "little") + b"[]"])

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from backend.drafter.eagle import EagleProposer
 from backend.drafter.proposer import MAX_DRAFT, Ask, Until
-from backend.models.checkpoint import load_head
+from backend.models.checkpoint import load_drafter
 from backend.models.demo import DRAFTER_DIR, TARGET_DIR
 from tests.support.drafter_heads import Reference, TinyHead, make_proposer
 from tests.support.properties import examples
@@ -259,7 +259,7 @@ def test_half_precision_drafts_within_the_vocabulary(tmp_path: Path) -> None:
 
 
 def test_the_embedded_demo_head_drafts() -> None:
-    weights = load_head(str(DRAFTER_DIR), str(TARGET_DIR))
+    weights = load_drafter(str(DRAFTER_DIR), str(TARGET_DIR))
     proposer = EagleProposer(weights, 1024)
     proposer.open(0, [1, 2, 3, 4], 3, 0.0)
     drafts = drafts_of(proposer, [Ask(0, 4, 3, torch.randn(3, proposer.hidden), Until(4))])[0]

@@ -1,0 +1,82 @@
+"""Proposes with a draft model: a small language model with the target's vocabulary, decoded like a head but without features.
+
+Drafter thread.  Row p of the cache is the token at p, which lets tokens alone fill it: what a request lacks is computed from its
+text, whenever that came.  The books of `cache.py` are kept for heads, whose row p needs the token at p + 1; so a sequence there
+begins with one more token, `START`, and is that much longer.  A drafted token's row stays when the token is accepted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+
+from backend.drafter.eagle import EagleProposer
+from backend.drafter.proposer import GREEDY, MAX_DRAFT, NOTHING, Ask, Drafted, Premise, Sampling, Until
+from backend.wire.drafting import Outcome
+
+START = -1
+BATCH_ROWS = 2048
+"""Rows that a batch fills at most: a long prompt is read over several batches, while others get their drafts."""
+
+
+class ModelProposer(EagleProposer):
+    """A draft model behind the `Proposer` protocol."""
+
+    hidden = 0
+
+    def open(self, key: Hashable, tokens: list[int], rows: int, now: float, sampling: Sampling = GREEDY) -> None:
+        """Starts a sequence; rows of an earlier one with the same prefix are reused."""
+        super().open(key, [START, *tokens], 1, now, sampling)
+
+    def commit(self, key: Hashable, base_len: int, tokens: list[int], rows: int, now: float) -> bool:
+        """Takes the newest tokens, and the rows that it has for them."""
+        known = super().commit(key, base_len + 1, tokens, rows, now)
+        sequence = self._cache.peek(key)
+        if sequence is not None and tokens:
+            self._cache.adopt(sequence)
+        return known
+
+    def length(self, key: Hashable) -> int | None:
+        """Tokens a sequence is known to have."""
+        length = super().length(key)
+        return None if length is None else length - 1
+
+    def invalidate(self) -> None:
+        """Nothing here depends on the target's weights."""
+
+    def draft(self, batch: Sequence[Ask]) -> list[Drafted]:
+        """Computes the rows that the sequences lack, then decodes those that want drafts, together."""
+        left = BATCH_ROWS
+        asks = []
+        for ask in batch:
+            sequence = self._cache.peek(ask.key)
+            base_len = ask.base_len + 1
+            if sequence is None or base_len != len(sequence.tokens) or base_len + MAX_DRAFT > self._cache.capacity:
+                asks.append(Ask(ask.key, base_len, 0, None))
+                continue
+            # Where rows were lost to another sequence, those behind them mean nothing.
+            self._cache.truncate(sequence, sequence.unbroken)
+            missing = base_len - 1 - sequence.unbroken
+            rows = min(missing, left)
+            left -= rows
+            until = ask.until if rows == missing else Until(0)
+            asks.append(Ask(ask.key, base_len - missing + rows, rows, None, until))
+        drafts = super().draft(asks)
+        for ask, drafted in zip(asks, drafts, strict=True):
+            if drafted is not NOTHING:
+                # The last token was drawn from a row, and got none.
+                self._note_ahead(ask.key, drafted.tokens[:-1])
+        return drafts
+
+    def imagine(self, batch: Sequence[Premise]) -> list[list[Outcome]]:
+        """Drafts for likely ends of verifications."""
+        found = super().imagine([replace(premise, base_len=premise.base_len + 1) for premise in batch])
+        for premise, outcomes in zip(batch, found, strict=True):
+            if outcomes:
+                self._note_ahead(premise.key, premise.verifying)
+        return found
+
+    def _note_ahead(self, key: Hashable, tokens: list[int]) -> None:
+        sequence = self._cache.peek(key)
+        if sequence is not None:
+            sequence.ahead = sequence.end, tokens

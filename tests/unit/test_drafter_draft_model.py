@@ -1,0 +1,237 @@
+"""A draft model against transformers' own: every family, fed in pieces, cut back, reused and evicted, it drafts the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from backend.drafter.draft_model import BATCH_ROWS, ModelProposer
+from backend.drafter.eagle import EagleProposer
+from backend.drafter.proposer import Ask, Premise, Until
+from backend.models.checkpoint import CheckpointError, drafter_config, load_drafter
+from backend.models.demo import DRAFTER_DIR, TARGET_DIR
+from tests.support.properties import examples
+
+VOCAB = 61
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.3,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+FAMILIES = {
+    "llama": (LlamaForCausalLM, LlamaConfig(**SIZES)),
+    "llama, biases, tied": (
+        LlamaForCausalLM,
+        LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
+    ),
+    "llama 3 rope": (LlamaForCausalLM, LlamaConfig(**SIZES, rope_scaling=LLAMA3)),
+    "mistral": (MistralForCausalLM, MistralConfig(**SIZES, sliding_window=None, head_dim=16)),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config(**SIZES)),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True)),
+}
+
+
+def save(directory: Path, name: str) -> tuple[str, PreTrainedModel]:
+    kind, config = FAMILIES[name]
+    torch.manual_seed(7)
+    model = kind(config).eval()
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            # Biases and norms begin as zeros and ones, and would be missed by nobody.
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+            assert parameter.isfinite().all(), parameter_name
+    model.save_pretrained(directory)
+    return str(directory), model
+
+
+def write_target(directory: Path, vocab: int = VOCAB, longest: int = 4096) -> str:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps({"vocab_size": vocab, "max_position_embeddings": longest}))
+    return str(directory)
+
+
+@pytest.fixture(scope="module", params=list(FAMILIES))
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelProposer, PreTrainedModel]:
+    directory = tmp_path_factory.mktemp("models")
+    path, model = save(directory / "draft", request.param)
+    return make(path, write_target(directory / "target")), model
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, PreTrainedModel]:
+    directory = tmp_path_factory.mktemp("llama")
+    path, model = save(directory / "draft", "llama")
+    return path, write_target(directory / "target"), model
+
+
+def make(path: str, target: str, cache_tokens: int = 8192) -> ModelProposer:
+    return ModelProposer(load_drafter(path, target), cache_tokens)
+
+
+@torch.inference_mode()
+def by_the_book(model: PreTrainedModel, tokens: list[int], k: int) -> list[int]:
+    said = list(tokens)
+    for _ in range(k):
+        said.append(int(model(torch.tensor([said])).logits[0, -1].argmax()))
+    return said[len(tokens) :]
+
+
+def text(seed: int, count: int) -> list[int]:
+    return torch.randint(VOCAB, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def draft(proposer: ModelProposer, key: str, base_len: int, k: int) -> list[int]:
+    return proposer.draft([Ask(key, base_len, 0, None, Until(k))])[0].tokens
+
+
+def test_every_family_drafts_what_transformers_would_say(pair: tuple[ModelProposer, PreTrainedModel]) -> None:
+    proposer, model = pair
+    texts = {"a": text(1, 9), "b": text(2, 33), "c": text(3, 1)}
+    for key, tokens in texts.items():
+        proposer.open(key, list(tokens), 0, 0.0)
+    drafted = proposer.draft([Ask(key, len(tokens), 0, None, Until(5)) for key, tokens in texts.items()])
+    for tokens, found in zip(texts.values(), drafted, strict=True):
+        assert found.tokens == by_the_book(model, tokens, 5)
+    # The verifier agrees with two of them and then says something else.
+    tokens = [*texts["b"], *drafted[1].tokens[:2], (drafted[1].tokens[2] + 1) % VOCAB]
+    proposer.commit("b", len(tokens), tokens[-3:], 0, 0.0)
+    assert draft(proposer, "b", len(tokens), 4) == by_the_book(model, tokens, 4)
+
+
+@examples(25)
+@given(data=st.data())
+def test_fed_in_any_way_it_drafts_the_same(data: st.DataObject, llama: tuple[str, str, PreTrainedModel]) -> None:
+    path, target, model = llama
+    proposer = make(path, target, data.draw(st.sampled_from([64, 8192]), "cache"))
+    texts: dict[str, list[int]] = {}
+    common = text(0, 20)
+    for turn in range(data.draw(st.integers(2, 6), "turns")):
+        key = data.draw(st.sampled_from("xyz"), "key")
+        if key not in texts or data.draw(st.integers(0, 4), "reopen") == 0:
+            texts[key] = common[: data.draw(st.integers(1, 20), "shared")] + text(turn, 3)
+            proposer.open(key, list(texts[key]), 0, float(turn))
+        tokens = texts[key]
+        k = data.draw(st.integers(1, 4), "k")
+        drafted = draft(proposer, key, len(tokens), k)
+        if proposer._cache.capacity > 1000:
+            assert drafted == by_the_book(model, tokens, k)
+        elif drafted:
+            assert drafted == by_the_book(model, tokens, len(drafted))
+        if drafted and data.draw(st.booleans(), "ahead"):
+            (found,) = proposer.imagine([Premise(key, len(tokens), Until(2), drafted, 3)])
+            for outcome in found:
+                after = [*tokens, *drafted[: outcome.accepted], outcome.token]
+                assert outcome.tokens == by_the_book(model, after, len(outcome.tokens))
+        accepted = data.draw(st.integers(0, len(drafted)), "accepted")
+        news = [*drafted[:accepted], data.draw(st.integers(0, VOCAB - 1), "own")]
+        tokens += news
+        assert proposer.commit(key, len(tokens), news, 0, float(turn))
+
+
+def test_rows_of_accepted_tokens_stay(llama: tuple[str, str, PreTrainedModel], monkeypatch: pytest.MonkeyPatch) -> None:
+    proposer = make(*llama[:2])
+    tokens = text(5, 30)
+    proposer.open("a", list(tokens), 0, 0.0)
+    drafted = draft(proposer, "a", len(tokens), 4)
+    computed: list[int] = []
+    forward = proposer._head.forward
+
+    def counting(rows, features, keep):  # type: ignore[no-untyped-def]
+        computed.append(len(rows.ids))
+        return forward(rows, features, keep)
+
+    monkeypatch.setattr(proposer._head, "forward", counting)
+    news = [*drafted[:2], (drafted[2] + 1) % VOCAB]
+    proposer.commit("a", len(tokens) + 3, news, 0, 0.0)
+    draft(proposer, "a", len(tokens) + 3, 4)
+    assert computed == [1, 1, 1, 1]
+    # Another request with the same beginning computes its own end alone.
+    computed.clear()
+    proposer.open("b", tokens[:25] + [1, 2], 0, 0.0)
+    draft(proposer, "b", 27, 1)
+    assert computed == [2]
+
+
+def test_a_long_prompt_lets_others_draft_meanwhile(llama: tuple[str, str, PreTrainedModel]) -> None:
+    proposer = make(*llama[:2])
+    long, short = text(1, BATCH_ROWS + 500), text(2, 10)
+    for key, tokens in (("long", long), ("short", short)):
+        proposer.open(key, list(tokens), 0, 0.0)
+    asks = [Ask("short", 10, 0, None, Until(2)), Ask("long", len(long), 0, None, Until(2))]
+    first, second = proposer.draft(asks), proposer.draft(asks)
+    assert [len(each.tokens) for each in (*first, *second)] == [2, 0, 2, 2]
+    assert second[1].tokens == by_the_book(llama[2], long, 2)
+
+
+def test_a_vocabulary_of_another_size_serves_its_common_part(tmp_path: Path) -> None:
+    path, model = save(tmp_path / "draft", "llama")
+    for vocab in (VOCAB - 20, VOCAB + 20):
+        proposer = make(path, write_target(tmp_path / f"target{vocab}", vocab))
+        tokens = [token % (VOCAB - 20) for token in text(1, 12)] + [vocab - 1]
+        proposer.open("a", list(tokens), 0, 0.0)
+        drafted = draft(proposer, "a", len(tokens), 3)
+        assert len(drafted) == 3
+        assert max(drafted) < min(vocab, VOCAB)
+    assert model.config.vocab_size == VOCAB
+
+
+def test_what_it_is_is_seen_in_its_weights(tmp_path: Path) -> None:
+    path, _ = save(tmp_path / "draft", "qwen2")
+    assert drafter_config(path, write_target(tmp_path / "target")).kind == "draft_model"
+    assert drafter_config(str(DRAFTER_DIR), str(TARGET_DIR)).kind == "eagle3"
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"model_type": "gpt_neox"}, "model_type 'gpt_neox'"),
+        ({"model_type": "mistral", "sliding_window": 128}, "sliding-window"),
+        ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 128}, "sliding-window"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope type 'yarn'"),
+        ({"quantization_config": {"bits": 4}}, "quantised"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"num_hidden_layers": 4}, "missing tensor: layers.3"),
+        ({"intermediate_size": 47}, "expected [47, 32]"),
+        ({"hidden_size": "wide"}, "ValueError"),
+    ],
+)
+def test_what_cannot_be_read_is_named(tmp_path: Path, changed: dict[str, object], named: str) -> None:
+    path, _ = save(tmp_path / "draft", "llama")
+    file = Path(path) / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changed))
+    with pytest.raises(CheckpointError, match=named.replace("[", "\\[").replace("]", "\\]")):
+        load_drafter(path, write_target(tmp_path / "target"))
+
+
+def test_a_head_is_still_a_head() -> None:
+    assert type(EagleProposer(load_drafter(str(DRAFTER_DIR), str(TARGET_DIR)), 64)) is EagleProposer
