@@ -322,7 +322,9 @@ class Settings(Section):
 
     model: str = Field("demo", description="target model: Hugging Face id, directory, or the built-in `demo`")
     drafter: str = Field(
-        "demo", description="EAGLE head: Hugging Face id, directory, the built-in `demo`, or `ngram` (no weights)"
+        "demo",
+        description="EAGLE head, or a smaller model with the same tokenizer: Hugging Face id, directory, the built-in `demo`; "
+        "or `ngram` (no weights); several, with commas between them, go to the drafters in turn",
     )
     mode: Mode = Field(
         "auto",

@@ -312,7 +312,17 @@ class Coordinator:
         for drafter in sorted(self._drafters.get(verifier, ())):
             member = self._entries[drafter].member
             generation, address = self._generation[verifier, drafter], reached_at(member, node_id)
-            refs.append(DrafterRef(drafter, member.incarnation, address, member.server_key, generation, member.head))
+            refs.append(
+                DrafterRef(
+                    drafter,
+                    member.incarnation,
+                    address,
+                    member.server_key,
+                    generation,
+                    member.head,
+                    member.takes_features,
+                )
+            )
         return refs
 
     def _bind(self, pair: Pair, now: float) -> None:

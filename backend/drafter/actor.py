@@ -29,12 +29,13 @@ class DrafterActor(MemberActor):
     kind: ClassVar[MemberKind] = "drafter"
 
     def swap_head(self, head_dir: str) -> str | None:
-        """Drafts with another head from now on; why not, when it does not fit.  Verifiers learn of it from the coordinator."""
+        """Drafts with another head or draft model from now on; why not, when it does not fit.  Verifiers learn of it from the
+        coordinator."""
         try:
             self._process.swap_head(head_dir)
         except (CheckpointError, TimeoutError) as error:
             return str(error)
-        self._membership.take_head(head_dir)
+        self._membership.take_head(head_dir, self._process.takes_features)
         return None
 
     def _build(
@@ -46,9 +47,10 @@ class DrafterActor(MemberActor):
         server_keys: ServerKeys | None,
     ) -> MemberProcess:
         pin_cores(member.cores)
+        fleet_head = paths.drafter_dir if paths.drafter_kind == "eagle" else None
         return DrafterProcess(
             member.id,
-            DrafterModel(paths.target_dir, paths.drafter_dir),
+            DrafterModel(paths.target_dir, paths.drafter(member.id).directory, fleet_head),
             settings.drafting,
             member.address,
             Wire(fleet_keys),
@@ -60,6 +62,11 @@ class DrafterActor(MemberActor):
 
     def _model(self, settings: Settings, paths: ResolvedModels) -> str:
         return settings.drafter
+
+    def _head(self, paths: ResolvedModels, member_id: str) -> tuple[str, bool]:
+        own = paths.drafter(member_id)
+        is_fleets = (own.directory, own.kind) == (paths.drafter_dir, paths.drafter_kind)
+        return "" if is_fleets else own.directory or own.kind, own.kind == "eagle"
 
 
 def _exit() -> None:

@@ -48,7 +48,7 @@ class Sequence:
     tip: tuple[int, Tensor] | None = None
     """The base length of its last round, and the head's output `[1, hidden]` for the last row of it: drafting starts here."""
     ahead: tuple[int, list[int]] = (0, [])
-    """Tokens whose rows, all of them true if the text goes on so, lie right behind its last one; and the first one's position."""
+    """A position, and tokens whose rows lie from there on, behind its last one: true rows, if the text goes on so."""
     sampling: Sampling = GREEDY
     trial: Trial | None = None
     """What it would have drafted with more noise or less, until the text says which is right."""

@@ -1,8 +1,8 @@
 """Proposes with a draft model: a small language model with the target's vocabulary, decoded like a head but without features.
 
-Drafter thread.  Row p of the cache is the token at p, which lets tokens alone fill it: what a request lacks is computed from its
-text, whenever that came.  The books of `cache.py` are kept for heads, whose row p needs the token at p + 1; so a sequence there
-begins with one more token, `START`, and is that much longer.  A drafted token's row stays when the token is accepted.
+Drafter thread.  Row p of the cache is the token at p.  So what rows a request lacks can be computed from its text at any time,
+and a drafted token's row stays when the token is accepted.  The books of `cache.py` are kept for heads, whose row p needs the
+token at p + 1; so a sequence there begins with one more token, `START`, and is that much longer.
 """
 
 from __future__ import annotations

@@ -116,8 +116,9 @@ class Head:
     def forward(self, rows: Rows, features: Tensor | None, keep: Tensor | None) -> Tensor:
         """Writes the cache rows; returns `[kept, hidden]`, the outputs before the final norm.
 
-        `features` is `[rows, hidden]`; a draft model looks at none.  `keep`: indices of the rows whose outputs are wanted, in the sequences' order, one
-        per sequence of `rows`; None: all of them, each being its sequence's only row or one of its branches.
+        `features` is `[rows, hidden]`; a draft model looks at none.  `keep`: indices of the rows whose outputs are wanted, in
+        the sequences' order, one per sequence of `rows`; None: all of them, each being its sequence's only row or one of its
+        branches.
         """
         part = self._embed(rows.ids)
         rotations = self.rotations.index_select(0, rows.positions)

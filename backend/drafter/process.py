@@ -9,7 +9,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -24,7 +24,7 @@ from backend.drafter.service import DrafterService
 from backend.drafter.spans import DraftSpans
 from backend.fleet import DrafterStats
 from backend.models.checkpoint import drafter_config, load_drafter
-from backend.models.head_config import DRAFT_MODEL, CheckpointError, read_config, text_config
+from backend.models.head_config import DRAFT_MODEL, CheckpointError, read_config, same_features, text_config
 from backend.speculation.lookup import LONGEST, SHORTEST
 from backend.tracing import Tracing
 from backend.transport.hub import Hub
@@ -40,10 +40,14 @@ IDLE_TTL_S = 120.0
 
 @dataclass(frozen=True)
 class DrafterModel:
-    """What to draft with: the directory of an EAGLE head or a draft model, None for prompt lookup; and the target it serves."""
+    """What to draft with: the directory of an EAGLE head or a draft model, None for prompt lookup; and the target it serves.
+
+    Verifiers send the features that `fleet_head` takes, or none.
+    """
 
     target_dir: str
     head_dir: str | None
+    fleet_head: str | None = None
 
 
 def pin_cores(cores: Sequence[int]) -> None:
@@ -124,24 +128,26 @@ class DrafterProcess:
         if self._tracing is not None:
             self._tracing.close()
 
-    def swap_head(self, head_dir: str) -> None:
-        """Drafts with the head in `head_dir` from the next batch on.  Any thread but the drafting one.
+    @property
+    def takes_features(self) -> bool:
+        """Whether verifiers have to send it any."""
+        return self._service.takes_features
 
-        Raises `CheckpointError` when it does not fit the target or what verifiers send for the present head; that one is kept.
+    def swap_head(self, head_dir: str) -> None:
+        """Drafts with the head or draft model in `head_dir` from the next batch on.  Any thread but the drafting one.
+
+        Raises `CheckpointError` when it does not fit the target or what verifiers send; the present one is kept.
         """
-        present = self._model.head_dir
-        if present is None:
-            raise CheckpointError("this drafter looks tokens up in the prompt; it has no head")
         if not Path(head_dir).is_dir():
             raise CheckpointError(f"{head_dir}: no such directory")
-        new, old = drafter_config(head_dir, self._model.target_dir), drafter_config(present, self._model.target_dir)
-        sent = () if old.kind == DRAFT_MODEL else ("hidden_size", "target_hidden_size", "aux_layers")
-        for what in ("kind", "vocab_size", *sent):
-            if getattr(new, what) != getattr(old, what):
-                raise CheckpointError(
-                    f"{head_dir}: {what} is {getattr(new, what)}, the fleet's drafters have {getattr(old, what)}"
-                )
-        model = DrafterModel(self._model.target_dir, head_dir)
+        target_dir, fleet_head = self._model.target_dir, self._model.fleet_head
+        new = drafter_config(head_dir, target_dir)
+        if new.kind != DRAFT_MODEL:
+            if fleet_head is None:
+                raise CheckpointError(f"{head_dir}: an EAGLE head, and this fleet's verifiers send no features")
+            if reason := same_features(new, drafter_config(fleet_head, target_dir)):
+                raise CheckpointError(f"{head_dir}: {reason}")
+        model = replace(self._model, head_dir=head_dir)
         self._loop.replace(build_proposer(model, self._settings), SWAP_TIMEOUT_S)
         self._model = model
 

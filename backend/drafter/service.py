@@ -80,6 +80,11 @@ class DrafterService:
         self._line = Line()
 
     @property
+    def takes_features(self) -> bool:
+        """Whether its proposer drafts from features."""
+        return self._proposer.hidden > 0
+
+    @property
     def has_work(self) -> bool:
         """Whether there is anything for `work` to do."""
         return bool(self._waiting) or self._nexts.is_due

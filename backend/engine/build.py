@@ -22,6 +22,7 @@ from backend.config.settings import MAX_NUM_BATCHED_TOKENS
 from backend.engine.adapters import adapter_arguments
 from backend.engine.parsers import reasoning_parser
 from backend.engine.tensor_transfer import NAME
+from backend.models.checkpoint import drafter_config
 from backend.models.head_config import load_config, read_config, text_config
 from backend.models.resolve import DEMO, ResolvedModels
 from backend.speculation.lookup import LONGEST, SHORTEST
@@ -137,8 +138,8 @@ def _speculative_config(settings: Settings, paths: ResolvedModels) -> dict[str, 
                 "prompt_lookup_max": LONGEST,
                 "prompt_lookup_min": SHORTEST,
             }
-        assert paths.drafter_dir is not None, "`resolve` finds a head for mode native unless drafts come from n-grams"
-        kind = load_config(paths.drafter_dir, paths.target_dir).kind
+        assert paths.drafter_dir is not None, "`resolve` finds a model for mode native unless drafts come from n-grams"
+        kind = drafter_config(paths.drafter_dir, paths.target_dir).kind
         return {"method": kind, "model": paths.drafter_dir, "num_speculative_tokens": k}
     return {
         "method": "custom_class",

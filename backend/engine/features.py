@@ -144,7 +144,7 @@ class FeatureShipper:
 
     def _connect(self, wire: Wire, ref: DrafterRef) -> None:
         try:
-            project = self._projection(ref.head)
+            project = self._projection(ref.head) if ref.takes_features else None
         except CheckpointError as error:
             # It would draft from what it takes for features: rather no drafts.
             logger.error("drafter %s is not used: %s", ref.id, error)
@@ -191,7 +191,13 @@ class FeatureShipper:
             if link.listen():
                 self.greeted.add(drafter_id)
             if its_spans or link.closed:
-                self._ship_to(link, its_spans, self._features(its_spans, hidden, link.project) if link.ref.head else rows)
+                self._ship_to(link, its_spans, self._rows_for(link, its_spans, hidden, rows))
+
+    def _rows_for(self, link: FeatureLink, spans: list[Span], hidden: torch.Tensor | None, rows: _Rows) -> _Rows:
+        """Of the fleet's rows, or its head's own, or none."""
+        if not link.ref.takes_features:
+            return _Rows()
+        return self._features(spans, hidden, link.project) if link.ref.head else rows
 
     def _ship_to(self, link: FeatureLink, spans: list[Span], rows: _Rows) -> None:
         items: list[Open | Commit | Close] = []

@@ -35,7 +35,9 @@ class Member(msgspec.Struct, frozen=True):
     model: str
     state: MemberState = "starting"
     head: str = ""
-    """A drafter's: the directory of the head it was given while it ran; empty: the fleet's own."""
+    """A drafter's: the directory of the head or draft model that it has instead of the fleet's own; empty: it has that."""
+    takes_features: bool = True
+    """A drafter's: whether it has a head; a draft model needs tokens alone."""
     node_id: str = ""
     """The Ray node it runs on."""
     local_address: str = ""
@@ -59,7 +61,8 @@ class DrafterRef(msgspec.Struct, frozen=True):
     generation: int
     """The assignment's generation; grows with every change of this pair."""
     head: str = ""
-    """The directory of the head it was given while it ran (`Member.head`): the verifier applies that head's projection."""
+    """The directory of the head that it has instead of the fleet's own: the verifier applies that head's projection."""
+    takes_features: bool = True
 
 
 class Orders(msgspec.Struct, frozen=True):

@@ -66,6 +66,7 @@ class MemberActor(ABC):
         if cores:
             os.sched_setaffinity(0, cores)
         server_keys = new_server_keys() if address.startswith("tcp://") else None
+        head, takes_features = self._head(paths, member_id)
         member = Member(
             id=member_id,
             kind=self.kind,
@@ -75,6 +76,8 @@ class MemberActor(ABC):
             node=ray.util.get_node_ip_address(),
             pid=os.getpid(),
             model=self._model(loaded, paths),
+            head=head,
+            takes_features=takes_features,
             node_id=ray.get_runtime_context().get_node_id(),
             local_address=member_socket() if local else "",
             cores=tuple(cores),
@@ -109,6 +112,10 @@ class MemberActor(ABC):
         """What people call its model."""
         return paths.name
 
+    def _head(self, paths: ResolvedModels, member_id: str) -> tuple[str, bool]:
+        """A drafter's `Member.head` and `Member.takes_features`."""
+        return "", True
+
     def _is_idle(self) -> bool:
         """Whether it may end without loss."""
         return True
@@ -119,7 +126,7 @@ class MemberActor(ABC):
 
 def check_models(paths: ResolvedModels) -> None:
     """The launcher found the models on its own node.  Raises `FileNotFoundError` when this node has them not."""
-    for directory in (paths.target_dir, paths.drafter_dir):
+    for directory in (paths.target_dir, paths.drafter_dir, *(each.directory for each in paths.in_turn)):
         if directory is not None and not Path(directory).is_dir():
             node = ray.util.get_node_ip_address()
             raise FileNotFoundError(f"node {node} has no {directory}: every node needs the models at the same path")

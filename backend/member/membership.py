@@ -98,9 +98,9 @@ class Membership:
             self._member, state=state, address=self._member.address if address is None else address
         )
 
-    def take_head(self, head: str) -> None:
-        """A drafter drafts with another head from now on."""
-        self._member = msgspec.structs.replace(self._member, head=head)
+    def take_head(self, head: str, takes_features: bool) -> None:
+        """A drafter drafts with another head or draft model from now on."""
+        self._member = msgspec.structs.replace(self._member, head=head, takes_features=takes_features)
 
     def drain(self, ordered: bool) -> None:
         """Between `ready` and `draining`, as ordered; a member that starts goes on starting."""

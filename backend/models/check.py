@@ -1,23 +1,26 @@
-"""Says whether an EAGLE head fits a target, in one line per misfit.  Any process; reads headers, never weights.
+"""Says whether a drafter fits a target, in one line per misfit.  Any process; reads headers and vocabularies, never weights.
 
 `errors` keep the pair from working at all; `warnings` let it work with few drafts accepted, which nothing would report later.
 """
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 from backend.models.head_config import (
     CheckpointError,
     HeadConfig,
     default_aux_layers,
     load_config,
+    load_model_config,
     read_config,
     rope_of,
     text_config,
 )
-from backend.models.layout import canonical_names, required_tensors
+from backend.models.layout import canonical_names, is_draft_model, required_tensors
 from backend.models.tensor_files import TensorFiles
 
 EMBEDDING = "embed_tokens.weight"
@@ -26,8 +29,9 @@ LM_HEAD = "lm_head.weight"
 
 @dataclass
 class Misfits:
-    """What is wrong with a pair of head and target."""
+    """What is wrong with a pair of drafter and target; `kind` is what the drafter turned out to be."""
 
+    kind: Literal["eagle", "draft_model"] = "eagle"
     errors: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
@@ -42,6 +46,10 @@ def find_misfits(head_dir: str, target_dir: str) -> Misfits:
     """All misfits, errors and warnings apart."""
     found = Misfits()
     try:
+        if is_draft_model(TensorFiles(head_dir)):
+            found.kind = "draft_model"
+            _check_model(head_dir, target_dir, found)
+            return found
         head = load_config(head_dir, target_dir)
         target = text_config(read_config(target_dir))
         head_files, target_files = TensorFiles(head_dir), TensorFiles(target_dir)
@@ -55,6 +63,49 @@ def find_misfits(head_dir: str, target_dir: str) -> Misfits:
     _check_positions(head, target, found)
     _check_tensors(head, head_files, target_files, found)
     return found
+
+
+def _check_model(model_dir: str, target_dir: str, found: Misfits) -> None:
+    model, files = load_model_config(model_dir, target_dir), TensorFiles(model_dir)
+    found.errors.extend(model.unsupported)
+    names = canonical_names(files)
+    for name, wanted in required_tensors(model).items():
+        shape = files.shape(names[name]) if name in names else None
+        if shape != wanted:
+            found.errors.append(f"tensor {name}: shape {None if shape is None else list(shape)}, expected {list(wanted)}")
+    _check_tokenizers(Path(model_dir), Path(target_dir), found)
+    longest = text_config(read_config(target_dir)).get("max_position_embeddings")
+    if longest is not None and model.max_position < longest:
+        found.warnings.append(f"it knows {model.max_position} positions, the target {longest}: nothing is drafted beyond")
+
+
+def _check_tokenizers(own: Path, target: Path, found: Misfits) -> None:
+    """Ids have to mean the same: a draft is ids."""
+    files = [directory / "tokenizer.json" for directory in (own, target)]
+    if not all(file.is_file() for file in files):
+        found.warnings.append("without a tokenizer.json in both directories nobody knows whether their tokens are the same")
+        return
+    if files[0].read_bytes() == files[1].read_bytes():
+        return
+    ours, theirs = (_vocabulary(file) for file in files)
+    differing = [token for token, number in ours.items() if theirs.get(token, number) != number]
+    if differing or not ours.keys() & theirs.keys():
+        example = f": {differing[0]!r} is {ours[differing[0]]} there and {theirs[differing[0]]} here" if differing else ""
+        found.errors.append(f"it has another tokenizer{example}")
+    elif missing := len(theirs.keys() - ours.keys()):
+        found.warnings.append(f"{missing} of the target's {len(theirs)} tokens are unknown to it and never drafted")
+
+
+def _vocabulary(file: Path) -> dict[str, int]:
+    """A fast tokenizer's tokens and their ids, those added later included.  Raises `CheckpointError`."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        listed = content["model"]["vocab"]
+        # Unigram models list pairs of token and score, in the order of their ids.
+        known = dict(listed) if isinstance(listed, dict) else {token: number for number, (token, _) in enumerate(listed)}
+        return known | {added["content"]: int(added["id"]) for added in content.get("added_tokens") or []}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{file}: cannot be read as a tokenizer ({type(error).__name__}: {error})") from error
 
 
 def _own_vocabulary(head_dir: str) -> int | None:

@@ -1,8 +1,8 @@
 """What the `config.json` of a drafter says: an EAGLE head in either layout, or a draft model.  Pure data; imports no torch.
 
 Two layouts exist.  SafeAILab's is a Llama configuration with a few extra keys; speculators' wraps one in
-`transformer_layer_config` and keeps the extra keys outside.  Defaults follow vLLM's reading of both.  A draft model is a language model of its own, in the layout of
-transformers.
+`transformer_layer_config` and keeps the extra keys outside.  Defaults follow vLLM's reading of both.  A
+draft model is a language model of its own, in the layout of transformers.
 """
 
 from __future__ import annotations
@@ -118,12 +118,22 @@ def load_model_config(model_dir: str, target_dir: str) -> HeadConfig:
         raise CheckpointError(f"{model_dir}/config.json: {type(error).__name__}: {error}") from error
 
 
+def same_features(new: HeadConfig, old: HeadConfig) -> str | None:
+    """Why a head cannot draft from what verifiers send for another; None: it can."""
+    for what in ("kind", "hidden_size", "target_hidden_size", "vocab_size", "aux_layers"):
+        if getattr(new, what) != getattr(old, what):
+            return f"{what} is {getattr(new, what)}, the fleet's heads have {getattr(old, what)}"
+    return None
+
+
 def _parse_model(own: dict[str, Any], target: dict[str, Any]) -> HeadConfig:
     hidden, heads = int(own["hidden_size"]), int(own["num_attention_heads"])
     vocab, longest = int(target["vocab_size"]), int(own["max_position_embeddings"])
     problems = _unsupported(own, own)
     if own.get("model_type") not in FAMILIES:
-        problems.insert(0, f"model_type {own.get('model_type')!r} is not supported (those of draft models: {', '.join(FAMILIES)})")
+        problems.insert(
+            0, f"draft models of model_type {own.get('model_type')!r} are not supported ({', '.join(FAMILIES)} are)"
+        )
     # Qwen2 names a window that it does not use; Mistral's counts unless it is null.
     window = own.get("sliding_window") if own.get("use_sliding_window", own.get("model_type") == "mistral") else None
     if window is not None and int(window) < longest:

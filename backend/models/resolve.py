@@ -16,7 +16,7 @@ import msgspec
 
 from backend.config import REMOTE_MODES, Settings, environment
 
-DrafterKind = Literal["eagle", "ngram", "none"]
+DrafterKind = Literal["eagle", "draft_model", "ngram", "none"]
 
 DEMO = "demo"
 NGRAM = "ngram"
@@ -32,15 +32,34 @@ class ModelError(Exception):
     """A model cannot be used; the message is one line that says which and why."""
 
 
+class OwnDrafter(msgspec.Struct, frozen=True):
+    """What one drafter drafts with."""
+
+    directory: str | None
+    kind: DrafterKind
+
+
 class ResolvedModels(msgspec.Struct, frozen=True):
-    """The models of a fleet, as local directories."""
+    """The models of a fleet, as local directories.
+
+    Where drafters have different models, `drafter_dir` and `drafter_kind` are those that verifiers send features for, if any.
+    """
 
     target_dir: str
     drafter_dir: str | None
-    """The EAGLE head's directory; None unless `drafter_kind` is `eagle`."""
+    """The directory of the EAGLE head or draft model; None where `drafter_kind` is neither."""
     drafter_kind: DrafterKind
     name: str = ""
     """The target's own name, as it was asked for: a Hugging Face id, a directory's name, or `demo`."""
+    in_turn: tuple[OwnDrafter, ...] = ()
+    """What drafters have, taking turns by their numbers; empty: all have the one above."""
+
+    def drafter(self, member_id: str) -> OwnDrafter:
+        """What the drafter `drafter-N` has."""
+        number = member_id.rpartition("-")[2]
+        if not self.in_turn or not number.isdigit():
+            return OwnDrafter(self.drafter_dir, self.drafter_kind)
+        return self.in_turn[int(number) % len(self.in_turn)]
 
 
 def resolve(settings: Settings, say: Say) -> ResolvedModels:
@@ -58,27 +77,55 @@ def resolve(settings: Settings, say: Say) -> ResolvedModels:
     name = settings.model if not _is_path(settings.model) else target.name
     if settings.mode not in MODES_WITH_DRAFTS:
         return ResolvedModels(str(target), None, "none", name)
-    if settings.drafter == NGRAM:
-        return ResolvedModels(str(target), None, "ngram", name)
-    head = find("--drafter", settings.drafter, _demo()[1], say)
-    check_head(head, target, settings, say)
-    return ResolvedModels(str(target), str(head), "eagle", name)
+    found = [_drafter(each, target, settings, say) for each in drafter_names(settings)]
+    first = next((each for each in found if each.kind == "eagle"), found[0])
+    _check_features(found, first, target)
+    return ResolvedModels(str(target), first.directory, first.kind, name, tuple(found) if len(found) > 1 else ())
+
+
+def drafter_names(settings: Settings) -> list[str]:
+    """What `--drafter` names, one or several."""
+    return [name.strip() for name in settings.drafter.split(",")]
+
+
+def _drafter(name: str, target: Path, settings: Settings, say: Say) -> OwnDrafter:
+    if name == NGRAM:
+        return OwnDrafter(None, "ngram")
+    directory = find("--drafter", name, _demo()[1], say)
+    return OwnDrafter(str(directory), check_drafter(name, directory, target, settings, say))
+
+
+def _check_features(found: Sequence[OwnDrafter], first: OwnDrafter, target: Path) -> None:
+    """Refuses heads that would need other features than the first one."""
+    heads = [each.directory for each in found if each.kind == "eagle" and each.directory != first.directory]
+    if heads and first.directory is not None:
+        from backend.models.head_config import load_config, same_features
+
+        own = load_config(first.directory, str(target))
+        for head in heads:
+            if head is not None and (reason := same_features(load_config(head, str(target)), own)):
+                raise ModelError(f"--drafter {head}: {reason}")
 
 
 def check_combination(settings: Settings) -> None:
     """Refuses settings that contradict each other."""
     if settings.mode in REMOTE_MODES and settings.drafters == 0:
         raise ModelError(f"--mode {settings.mode} needs a drafter: give --drafters 1 or more, or --mode native or off")
-    if settings.drafter == DEMO and settings.model != DEMO and settings.mode in MODES_WITH_DRAFTS:
+    names = drafter_names(settings)
+    if len(names) > 1 and settings.mode == "native":
+        raise ModelError("--mode native drafts with one model: give --drafter one name")
+    if len(names) > 1 and settings.mode in REMOTE_MODES and settings.drafters != "auto" and settings.drafters < len(names):
+        raise ModelError(f"--drafter names {len(names)} models, and --drafters is {settings.drafters}")
+    if DEMO in names and settings.model != DEMO and settings.mode in MODES_WITH_DRAFTS:
         raise ModelError(
             f"--drafter demo fits only the demo model, not {settings.model}: "
-            "give --drafter an EAGLE head made for it, or --drafter ngram, or --mode off"
+            "give --drafter an EAGLE head or a small model with the same tokenizer, or --drafter ngram, or --mode off"
         )
 
 
 def check_without_download(settings: Settings, say: Say) -> None:
     """As much of `resolve` as needs no network.  Raises `ModelError`."""
-    if all(name in (DEMO, NGRAM) or _is_path(name) for name in (settings.model, settings.drafter)):
+    if all(name in (DEMO, NGRAM) or _is_path(name) for name in (settings.model, *drafter_names(settings))):
         resolve(settings, say)
     else:
         check_combination(settings)
@@ -124,20 +171,21 @@ def check_ranks(target: Path, settings: Settings) -> None:
         raise ModelError(f"--model {settings.model}: its {heads} attention heads cannot be dealt out to {ranks} ranks evenly")
 
 
-def check_head(head: Path, target: Path, settings: Settings, say: Say) -> None:
-    """Refuses a drafter that does not fit the target; says what would merely cost acceptance."""
-    read_json(head / "config.json", "--drafter")
-    missing = missing_weights(head)
+def check_drafter(name: str, drafter: Path, target: Path, settings: Settings, say: Say) -> DrafterKind:
+    """Refuses a head or draft model that does not fit the target; says what would merely cost acceptance, and which it is."""
+    read_json(drafter / "config.json", "--drafter")
+    missing = missing_weights(drafter)
     if missing:
-        raise ModelError(f"--drafter {head}: {missing}")
+        raise ModelError(f"--drafter {drafter}: {missing}")
     # Imported here: the drafter's package is not needed to look at a target.
     from backend.models.check import find_misfits
 
-    found = find_misfits(str(head), str(target))
+    found = find_misfits(str(drafter), str(target))
     if found.errors:
-        raise ModelError(f"--drafter {settings.drafter} does not fit --model {settings.model}: {found.errors[0]}")
+        raise ModelError(f"--drafter {name} does not fit --model {settings.model}: {found.errors[0]}")
     for warning in found.warnings:
-        say(f"warning: drafter {settings.drafter}: {warning}")
+        say(f"warning: drafter {name}: {warning}")
+    return found.kind
 
 
 def missing_weights(directory: Path) -> str | None:

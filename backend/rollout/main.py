@@ -128,9 +128,10 @@ def _models(settings: Settings, options: RolloutOptions, say: Say) -> ResolvedMo
         from backend.models.head_config import load_config
 
         assert models.drafter_dir is not None, "`fleet_settings` lets no EAGLE method through without a head"
-        kind = load_config(models.drafter_dir, models.target_dir).kind
+        is_head = models.drafter_kind == "eagle"
+        kind = load_config(models.drafter_dir, models.target_dir).kind if is_head else models.drafter_kind
         if kind != options.method:
-            raise ConfigError(f"--method {options.method}: --drafter {settings.drafter} is an {kind} head")
+            raise ConfigError(f"--method {options.method}: --drafter {settings.drafter} is of kind {kind}")
     return models
 
 

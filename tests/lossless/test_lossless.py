@@ -19,7 +19,7 @@ from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 from backend.config import REMOTE_MODES
 from backend.engine.client import Answer
-from backend.models.demo import TARGET_DIR
+from backend.models.demo import DRAFT_MODEL_DIR, TARGET_DIR
 from backend.noise import gumbel
 from backend.wire.engine import Account, Asked
 from tests.support.processes import Drafter, Verifier, together
@@ -214,6 +214,61 @@ def test_native_greedy_text_is_the_same(
 ) -> None:
     assert_same(plain, "T = 0.0", expected["T = 0.0"], said["native"].result().texts["T = 0.0"])
     assert accepted(engines["native"]) > PROMPTS
+
+
+@pytest.fixture(scope="module")
+def draft_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Drafter]:
+    """A small language model that drafts from tokens alone."""
+    drafter = Drafter(tmp_path_factory.mktemp("m"), draft_model=str(DRAFT_MODEL_DIR))
+    yield drafter
+    drafter.close()
+
+
+def drafted_by(
+    drafter: Drafter, verifier: Verifier, plain: Verifier, expected: dict[str, list[Answer]], temperature: float
+) -> tuple[int, int]:
+    """Asks with this drafter for what plain decoding has said; its draft tokens, and how many of them were accepted."""
+    verifier.set_drafters(drafter.ref)
+    before, name = verifier.client.fresh_stats().drafters["drafter-0"], f"T = {temperature}"
+    found = texts(verifier, python_prompts(FEW_PROMPTS), temperature=temperature)
+    assert_same(plain, name, expected[name][:FEW_PROMPTS], found)
+    after = verifier.client.fresh_stats().drafters["drafter-0"]
+    drafted, right = after.draft_tokens - before.draft_tokens, after.accepted_tokens - before.accepted_tokens
+    print(f"{name}: {right} of {drafted} draft tokens accepted")
+    return drafted, right
+
+
+@pytest.mark.parametrize("mode", sorted(REMOTE_MODES))
+def test_with_a_draft_model_every_mode_says_the_same(
+    engines: dict[str, Verifier],
+    plain: Verifier,
+    said: dict[str, Future[Said]],
+    expected: dict[str, list[Answer]],
+    draft_model: Drafter,
+    mode: str,
+) -> None:
+    said[mode].result()
+    for temperature in (0.0, 1.0):
+        drafted, right = drafted_by(draft_model, engines[mode], plain, expected, temperature)
+        assert drafted >= right > 0
+
+
+def test_a_draft_model_that_is_the_target_is_always_right(
+    engines: dict[str, Verifier],
+    plain: Verifier,
+    said: dict[str, Future[Said]],
+    expected: dict[str, list[Answer]],
+    tmp_path: Path,
+) -> None:
+    said["sync"].result()
+    drafter = Drafter(tmp_path, draft_model=str(TARGET_DIR))
+    try:
+        for temperature in (0.0, 1.0):
+            drafted, right = drafted_by(drafter, engines["sync"], plain, expected, temperature)
+            # But for near ties: the noise is the same too.
+            assert right > 0.98 * drafted > FEW_PROMPTS
+    finally:
+        drafter.close()
 
 
 def wishes(text: list[int]) -> list[Asked]:

@@ -12,14 +12,7 @@ from torch import Tensor
 
 from backend.lab.demo.checkpoints import WEIGHTS
 from backend.lab.demo.drafter_model import Drafter, DrafterShape
-from backend.lab.demo.model import Shape, Target
-
-
-def load_target(directory: Path) -> Target:
-    """What `save_target` wrote."""
-    target = Target(_shape(_config(directory)))
-    target.load_state_dict(load_file(directory / WEIGHTS))
-    return target.eval()
+from backend.lab.demo.model import Shape
 
 
 def load_drafter(directory: Path, embeddings: Tensor) -> Drafter:

@@ -145,10 +145,13 @@ def generate_on(verifiers: Sequence[Verifier], prompts: Sequence[list[int]], par
 
 
 class Drafter(Child):
-    """A running drafter."""
+    """A running drafter; `draft_model` is the directory of one that it has instead of the fleet's head."""
 
-    def __init__(self, directory: Path, paths: ResolvedModels | None = None, **settings: Any) -> None:
+    def __init__(
+        self, directory: Path, paths: ResolvedModels | None = None, draft_model: str | None = None, **settings: Any
+    ) -> None:
         address = f"ipc://{directory}/d{os.urandom(3).hex()}.sock"
-        job = {"paths": paths or demo_models(), "address": address, "settings": settings}
+        job = {"paths": paths or demo_models(), "address": address, "settings": settings, "own": draft_model}
         super().__init__(run_drafter.main, job, directory)
-        self.ref = DrafterRef("drafter-0", os.urandom(4).hex(), self.address, "", 1)
+        own, incarnation = draft_model or "", os.urandom(4).hex()
+        self.ref = DrafterRef("drafter-0", incarnation, self.address, "", 1, own, not own)

@@ -11,7 +11,7 @@ def main(job: dict[str, Any], pipe: Connection) -> None:
     from backend.config import DraftingSettings
     from backend.drafter.process import DrafterModel, DrafterProcess
 
-    model = DrafterModel(job["paths"].target_dir, job["paths"].drafter_dir)
+    model = DrafterModel(job["paths"].target_dir, job["own"] or job["paths"].drafter_dir, job["paths"].drafter_dir)
     drafter = DrafterProcess("drafter-0", model, DraftingSettings.model_validate(job["settings"]), job["address"])
     drafter.start()
     pipe.send(drafter.address)

@@ -16,7 +16,7 @@ pytest.importorskip("safetensors")
 
 import torch
 
-from backend.lab.demo.checkpoints import replacing, save_drafter, save_target
+from backend.lab.demo.checkpoints import load_target, replacing, save_drafter, save_target
 from backend.lab.demo.drafter import train_drafter
 from backend.lab.demo.drafter_model import Drafter, chain
 from backend.lab.demo.evaluate import accept, matching_prefix, sample
@@ -26,7 +26,7 @@ from backend.lab.demo.options import DemoOptions, DrafterOptions, TargetOptions
 from backend.lab.demo.target import train_target, validation_loss
 from backend.lab.demo.training import Progress, Windows, rate_factor
 from backend.models.demo import DRAFTER_DIR, TARGET_DIR
-from tests.support.demo_checkpoints import load_drafter, load_target
+from tests.support.demo_checkpoints import load_drafter
 
 TINY = Shape(
     vocab_size=97,

@@ -177,7 +177,7 @@ def test_rows_of_accepted_tokens_stay(llama: tuple[str, str, PreTrainedModel], m
     assert computed == [1, 1, 1, 1]
     # Another request with the same beginning computes its own end alone.
     computed.clear()
-    proposer.open("b", tokens[:25] + [1, 2], 0, 0.0)
+    proposer.open("b", [*tokens[:25], 1, 2], 0, 0.0)
     draft(proposer, "b", 27, 1)
     assert computed == [2]
 

@@ -80,7 +80,8 @@ class Peer:
 
 @pytest.fixture
 def model(tmp_path: Path) -> DrafterModel:
-    return DrafterModel(write_target(tmp_path / "target", HEAD), write_head(tmp_path / "head", HEAD, "speculators"))
+    head = write_head(tmp_path / "head", HEAD, "speculators")
+    return DrafterModel(write_target(tmp_path / "target", HEAD), head, head)
 
 
 @pytest.fixture
@@ -239,11 +240,12 @@ def test_a_head_that_does_not_fit_is_refused_and_the_present_one_kept(
     assert peer.ask(1, Open("b", 5, [1, 2, 3, 4, 5], 4)).items[0].tokens == before
 
 
-def test_prompt_lookup_has_no_head_to_exchange(tmp_path: Path, model: DrafterModel) -> None:
+def test_without_features_a_head_is_refused(tmp_path: Path, model: DrafterModel) -> None:
     process = DrafterProcess("d", DrafterModel(model.target_dir, None), SETTINGS, f"ipc://{tmp_path}/n.sock")
     process.start()
     try:
-        with pytest.raises(CheckpointError, match="no head"):
-            process.swap_head(str(tmp_path))
+        assert model.head_dir is not None
+        with pytest.raises(CheckpointError, match="send no features"):
+            process.swap_head(model.head_dir)
     finally:
         process.stop()

@@ -19,11 +19,11 @@ from backend.engine import feature_link
 from backend.engine.features import FeatureShipper, Handover
 from backend.engine.postponed import Span
 from backend.fleet import DrafterRef
+from backend.lab.demo.checkpoints import load_target
 from backend.lab.demo.generate import generate
 from backend.models.checkpoint import load_config, load_fc
 from backend.models.demo import DRAFTER_DIR, TARGET_DIR
 from backend.transport import Wire
-from tests.support.demo_checkpoints import load_target
 from tests.unit.test_verifier_handover import K, Line
 
 REQUESTS, PROMPT, TOKENS, CHANGE_AT = 6, 200, 120, 40

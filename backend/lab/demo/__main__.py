@@ -7,19 +7,28 @@ from pathlib import Path
 
 import torch
 
-from backend.lab.demo.options import DemoOptions, DrafterOptions, TargetOptions
+from backend.lab.demo.draft_model import train_draft_model
+from backend.lab.demo.options import DemoOptions, DrafterOptions, DraftModelOptions, TargetOptions
 from backend.lab.demo.train import train_demo
-from backend.models.demo import DRAFTER_DIR, TARGET_DIR
+from backend.models.demo import DRAFT_MODEL_DIR, DRAFTER_DIR, TARGET_DIR
 
 
-def parse(arguments: list[str] | None = None) -> tuple[DemoOptions, int | None]:
-    """The options the command line asks for, and the number of threads."""
+def parse(arguments: list[str] | None = None) -> tuple[DemoOptions, Path | None, int | None]:
+    """The options the command line asks for, where a draft model goes if only that is wanted, and the number of threads."""
     parser = argparse.ArgumentParser(prog="python -m backend.lab.demo", description=__doc__)
     parser.add_argument("--run-dir", type=Path, default=Path("demo-run"), help="checkpoints and data of this run")
     parser.add_argument("--target-dir", type=Path, default=TARGET_DIR)
     parser.add_argument("--drafter-dir", type=Path, default=DRAFTER_DIR)
     parser.add_argument("--target-minutes", type=float, default=TargetOptions().minutes)
     parser.add_argument("--drafter-minutes", type=float, default=DrafterOptions().minutes)
+    parser.add_argument(
+        "--draft-model",
+        type=Path,
+        nargs="?",
+        const=DRAFT_MODEL_DIR,
+        help="only train a draft model for the target that is there, into this directory",
+    )
+    parser.add_argument("--draft-model-minutes", type=float, default=DraftModelOptions().minutes)
     parser.add_argument("--extra-source", type=Path, action="append", default=[], help="more directories of *.py files")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--seed", type=int, default=0)
@@ -36,17 +45,21 @@ def parse(arguments: list[str] | None = None) -> tuple[DemoOptions, int | None]:
         compile=not given.no_compile,
         target=replace(TargetOptions(), minutes=given.target_minutes),
         drafter=replace(DrafterOptions(), minutes=given.drafter_minutes),
+        draft_model=replace(DraftModelOptions(), minutes=given.draft_model_minutes),
     )
-    return options, given.threads
+    return options, given.draft_model, given.threads
 
 
 def main() -> None:
-    """Train the pair the command line describes."""
-    options, threads = parse()
+    """Train what the command line describes."""
+    options, draft_model, threads = parse()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     if threads is not None:
         torch.set_num_threads(threads)
-    train_demo(options)
+    if draft_model is not None:
+        train_draft_model(options, draft_model)
+    else:
+        train_demo(options)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from backend.lab.demo.drafter_model import Drafter
@@ -71,14 +71,24 @@ def llama_config(shape: Shape, layers: int, tied: bool) -> dict[str, Any]:
 
 
 def save_target(target: Target, directory: Path) -> None:
-    """Write config, generation config and float32 weights; `directory` must exist."""
+    """Write config, generation config and weights as they are; `directory` must exist."""
     shape = target.shape
-    _write_json(directory / "config.json", llama_config(shape, shape.num_hidden_layers, tied=True))
+    dtype = str(target.model.embed_tokens.weight.dtype).removeprefix("torch.")
+    config = llama_config(shape, shape.num_hidden_layers, tied=True) | {"torch_dtype": dtype}
+    _write_json(directory / "config.json", config)
     tokens = {"bos_token_id": BEGIN_ID, "eos_token_id": END_ID, "pad_token_id": PAD_ID}
     # What a client gets that names no temperature: a model this small repeats itself when greedy.
     generation = {**tokens, "do_sample": True, "temperature": 0.8}
     _write_json(directory / "generation_config.json", generation)
     _write_weights(directory, target.state_dict())
+
+
+def load_target(directory: Path) -> Target:
+    """What `save_target` wrote."""
+    config: Mapping[str, Any] = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    target = Target(Shape(**{name: config[name] for name in Shape.__dataclass_fields__}))
+    target.load_state_dict(load_file(directory / WEIGHTS))
+    return target
 
 
 def save_drafter(drafter: Drafter, directory: Path, verifier: str) -> None:

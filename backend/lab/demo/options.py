@@ -55,6 +55,21 @@ class DrafterOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftModelOptions:
+    """How a draft model is trained for a target that is there; fields as above."""
+
+    minutes: float = 15.0
+    steps: int | None = None
+    layers: int = 4
+    hidden: int = 128
+    tokens_per_step: int = 4096
+    length: int = 512
+    first_choice: float = 0.3
+    matrix_rate: float = 0.02
+    embedding_rate: float = 3e-3
+
+
+@dataclass(frozen=True, slots=True)
 class DemoOptions:
     """A whole run: where it reads, works and writes, and on what.
 
@@ -73,3 +88,4 @@ class DemoOptions:
     checkpoint_s: float = 120.0
     target: TargetOptions = field(default_factory=TargetOptions)
     drafter: DrafterOptions = field(default_factory=DrafterOptions)
+    draft_model: DraftModelOptions = field(default_factory=DraftModelOptions)

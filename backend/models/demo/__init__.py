@@ -1,9 +1,13 @@
-"""Where the built-in pair lies: a small target that writes Python, and its EAGLE-3 drafter (made by `backend/lab/demo/`)."""
+"""Where the built-in models lie: a small target that writes Python, its EAGLE-3 head and a draft model for it.
+
+`backend/lab/demo/` made them.
+"""
 
 from pathlib import Path
 from typing import Final
 
 TARGET_DIR: Final[Path] = Path(__file__).resolve().parent / "target"
 DRAFTER_DIR: Final[Path] = Path(__file__).resolve().parent / "drafter"
+DRAFT_MODEL_DIR: Final[Path] = Path(__file__).resolve().parent / "draft-model"
 
-__all__ = ["DRAFTER_DIR", "TARGET_DIR"]
+__all__ = ["DRAFTER_DIR", "DRAFT_MODEL_DIR", "TARGET_DIR"]

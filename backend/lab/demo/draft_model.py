@@ -1,0 +1,118 @@
+"""Training a small draft model for a demo target that is there: it learns the target's distributions on the source's text.
+
+It begins with the embeddings' first principal components, and speaks through them too.
+"""
+
+import json
+import logging
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import PreTrainedTokenizerFast
+
+from backend.lab.demo.checkpoints import load_target, replacing, save_target
+from backend.lab.demo.model import Shape, Target
+from backend.lab.demo.options import DemoOptions, DraftModelOptions
+from backend.lab.demo.tokenizer import save_tokenizer, token_stream
+from backend.lab.demo.training import Optimizers, Pace, Progress, Windows, load_state, rate_factor, resolve_device, save_state
+from backend.rollout.corpus import load_corpus
+
+LOGGER = logging.getLogger(__name__)
+CHECKPOINT = "draft-model.pt"
+RECORD = "training.json"
+
+
+def draft_shape(target: Shape, settings: DraftModelOptions) -> Shape:
+    """The sizes of a draft model for a target of these."""
+    return Shape(
+        vocab_size=target.vocab_size,
+        hidden_size=settings.hidden,
+        num_hidden_layers=settings.layers,
+        num_attention_heads=settings.hidden // 32,
+        num_key_value_heads=max(1, settings.hidden // 64),
+        head_dim=32,
+        intermediate_size=settings.hidden * 11 // 4,
+        max_position_embeddings=target.max_position_embeddings,
+    )
+
+
+def begin(shape: Shape, target: Target) -> Target:
+    """A draft model whose embeddings are the target's, as far as so few dimensions hold them."""
+    model = Target(shape)
+    embedding = target.model.embed_tokens.weight.detach().float()
+    left, scales, _ = torch.linalg.svd(embedding - embedding.mean(0), full_matrices=False)
+    components = (left * scales)[:, : shape.hidden_size]
+    with torch.no_grad():
+        model.model.embed_tokens.weight.copy_(components * (embedding.std() / components.std()))
+    return model
+
+
+def distillation_loss(model: Target, target: Target, tokens: Tensor, first_choice: float) -> tuple[Tensor, Tensor]:
+    """Mean cross entropy in nats to the target's distributions, and how often the first choice is the target's."""
+    with torch.no_grad():
+        scores = target.logits(target(tokens)[0]).float().flatten(0, 1)
+        choice = scores.argmax(-1)
+        goal = scores.softmax(-1) * (1.0 - first_choice)
+        goal.scatter_add_(-1, choice[:, None], torch.full_like(goal[:, :1], first_choice))
+    drafted = model.logits(model(tokens)[0]).float().flatten(0, 1)
+    return functional.cross_entropy(drafted, goal), (drafted.detach().argmax(-1) == choice).float().mean()
+
+
+def train_draft_model(options: DemoOptions, directory: Path) -> float:
+    """Trains until the budget is spent, resuming from `run_dir`, and writes the model to `directory`.
+
+    Returns how often its first choice was the target's of late.
+    """
+    settings, device = options.draft_model, resolve_device(options.device)
+    torch.manual_seed(options.seed)
+    target = load_target(options.target_dir).to(device).eval().requires_grad_(False)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(str(options.target_dir))
+    windows = Windows(token_stream(tokenizer, load_corpus(options.extra_sources).train), settings.length, options.seed)
+    model = begin(draft_shape(target.shape, settings), target).to(device)
+    optimizers = Optimizers(model.named_parameters(), settings.matrix_rate, settings.embedding_rate, 0.0)
+    path = Path(options.run_dir) / CHECKPOINT
+    progress = load_state(path, model, optimizers)
+    loss_of = torch.compile(distillation_loss, dynamic=False) if options.compile else distillation_loss
+    pace = Pace(report_s=20.0, checkpoint_s=options.checkpoint_s)
+    hits = 0.0
+    while (fraction := progress.fraction(settings.minutes, settings.steps)) < 1.0:
+        began = time.monotonic()
+        tokens = progress.draw(windows, max(1, settings.tokens_per_step // windows.length))[:, :-1].to(device)
+        with torch.autocast(device.type, torch.bfloat16):
+            loss, hit = loss_of(model, target, tokens, settings.first_choice)
+        torch.autograd.backward(loss)
+        optimizers.step(rate_factor(fraction))
+        hits += (0.05 if progress.step else 1.0) * (float(hit) - hits)
+        progress.step += 1
+        progress.tokens += tokens.numel()
+        if pace.report_due():
+            line = "draft model %5.1f%%  step %d  loss %.4f  first choices %.3f"
+            LOGGER.info(line, 100 * fraction, progress.step, loss.item(), hits)
+        if pace.checkpoint_due():
+            save_state(path, model, optimizers, progress)
+        progress.elapsed_s += time.monotonic() - began
+    save_state(path, model, optimizers, progress)
+    _package(options, model, tokenizer, progress, hits, directory)
+    return hits
+
+
+def _package(
+    options: DemoOptions, model: Target, tokenizer: PreTrainedTokenizerFast, progress: Progress, hits: float, directory: Path
+) -> None:
+    description = {
+        "command": f"python -m backend.lab.demo --draft-model --draft-model-minutes {options.draft_model.minutes:g}"
+        f" --seed {options.seed}",
+        "options": asdict(options.draft_model),
+        "steps": progress.step,
+        "tokens_seen": progress.tokens,
+        "minutes": round(progress.elapsed_s / 60, 1),
+        "first_choices_of_the_target": round(hits, 4),
+    }
+    with replacing(directory) as fresh:
+        save_target(model.to(torch.bfloat16), fresh)
+        save_tokenizer(tokenizer, fresh)
+        (fresh / RECORD).write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
