@@ -7,7 +7,7 @@ outcome where vLLM itself decides it, so that plain, native and remote decoding 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from backend.engine.accounts import Accounts
@@ -29,6 +29,8 @@ class StepOrders:
     """Output tokens of requests that another verifier has begun (`runner.ResumedOutputs`)."""
     hurried: bool
     """Whether drafters need this step's features at once."""
+    heads: dict[str, str] = field(default_factory=dict)
+    """What is to draft for the step's new requests, where drafters differ (`speculation/preference.py`)."""
 
 
 class Drafted(NamedTuple):

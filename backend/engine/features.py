@@ -26,7 +26,7 @@ from backend.engine.feature_store import FeatureStore
 from backend.engine.postponed import Postponed, Span, pick_rows
 from backend.fleet import DrafterRef
 from backend.models.head_config import CheckpointError
-from backend.speculation.pairing import drafter_for
+from backend.speculation.pairing import drafter_for, having
 from backend.transport import Wire
 from backend.wire.drafting import (
     Close,
@@ -108,8 +108,11 @@ class FeatureShipper:
         self._ring_bytes = ring_bytes
         self._projection = projection
         self._weights = 0
-        self._assigned: list[str] = []
-        """As the scheduler has it, those without a link included: both must choose the same drafter for a request."""
+        self._assigned: dict[str, str] = {}
+        """Drafters and their heads as the scheduler has them, those without a link included: both must choose the same drafter
+        for a request."""
+        self.chosen: dict[str, str] = {}
+        """The head that the scheduler has chosen for a request, where drafters differ."""
         self._store = FeatureStore(handover_bytes)
         self._postponed = Postponed()
         self._links: dict[str, FeatureLink] = {}
@@ -134,13 +137,13 @@ class FeatureShipper:
             self._store.clear()
             self._postponed = Postponed()
         self._epoch, self._weights = epoch, weights
-        self._assigned = sorted(wanted)
+        self._assigned = {ref.id: ref.head for ref in refs}
         for ref in refs:
             if ref.id not in self._links:
                 self._connect(wire, ref)
         for drafter_id, link in self._links.items():
             # Should such a request come back, it is opened anew: what it did elsewhere is unknown here.
-            self._close(link, [r for r in link.next_row if drafter_for(r, self._assigned) != drafter_id], "moved")
+            self._close(link, [r for r in link.next_row if self._drafter_of(r) != drafter_id], "moved")
 
     def _connect(self, wire: Wire, ref: DrafterRef) -> None:
         try:
@@ -157,6 +160,7 @@ class FeatureShipper:
         self._postponed.forget(over)
         for request_id in over:
             self._store.forget(request_id)
+            self.chosen.pop(request_id, None)
         for link in self._links.values():
             self._close(link, over, "finished")
 
@@ -175,13 +179,12 @@ class FeatureShipper:
                 self._postponed.add(spans, hidden)
                 return
             spans, hidden = self._postponed.with_present(spans, hidden)
-        drafter_ids = self._assigned
-        by_drafter: dict[str, list[Span]] = {drafter_id: [] for drafter_id in drafter_ids}
+        by_drafter: dict[str, list[Span]] = {drafter_id: [] for drafter_id in self._assigned}
         for span in spans:
-            chosen = drafter_for(span.request_id, drafter_ids)
+            chosen = self._drafter_of(span.request_id)
             if chosen is not None:
                 by_drafter[chosen].append(span)
-        rows = self._features(spans, hidden, self._projection("")) if drafter_ids or self._store.is_on else _Rows()
+        rows = self._features(spans, hidden, self._projection("")) if self._assigned or self._store.is_on else _Rows()
         for span in spans:
             self._store.add(span.request_id, span.start, rows.of.get(span.request_id, b""), rows.row_bytes)
         for drafter_id, its_spans in by_drafter.items():
@@ -192,6 +195,9 @@ class FeatureShipper:
                 self.greeted.add(drafter_id)
             if its_spans or link.closed:
                 self._ship_to(link, its_spans, self._rows_for(link, its_spans, hidden, rows))
+
+    def _drafter_of(self, request_id: str) -> str | None:
+        return drafter_for(request_id, having(self._assigned, self.chosen.get(request_id)))
 
     def _rows_for(self, link: FeatureLink, spans: list[Span], hidden: torch.Tensor | None, rows: _Rows) -> _Rows:
         """Of the fleet's rows, or its head's own, or none."""

@@ -168,6 +168,7 @@ class RemoteDrafting:
         if self.shipper is not None:
             spans = self._spans(scheduler_output, sampled_token_ids, spec_decode_metadata)
             self.shipper.hurried = scheduler_output.outrider.hurried
+            self.shipper.chosen.update(scheduler_output.outrider.heads)
             self.shipper.ship(spans, self._drafter_input(hidden_states, aux_hidden_states))
         return [[] for _ in sampled_token_ids]
 

@@ -66,7 +66,7 @@ class DraftingScheduler(CountingScheduler, Scheduler):
             if old is not None and old != ref:
                 self.speculator.questions.reset_drafter(ref.id)
         self._refs = {ref.id: ref for ref in refs}
-        self.speculator.set_drafters([ref.id for ref in refs])
+        self.speculator.set_drafters({ref.id: ref.head for ref in refs})
 
     def take_drafts(self, drafter_id: str, drafts: Drafts, now: float) -> None:
         """An answer came in from a drafter."""
@@ -182,9 +182,20 @@ class DraftingScheduler(CountingScheduler, Scheduler):
             self._drop(drafter_id, "lost")
         self.hurried = attached.hurried
         output = super().schedule(throttle_prefills)
+        if self.speculator.preference.has_choice:
+            output.outrider.heads.update(self._choose_heads(output.scheduled_new_reqs))
         self._tokens = output.total_num_scheduled_tokens
         self._with_prefill = not output.num_scheduled_tokens.keys() <= set(self._decoding)
         return output
+
+    def _choose_heads(self, new: list[Any]) -> dict[str, str]:
+        chosen = {}
+        for each in new:
+            adapter = each.lora_request.lora_name if each.lora_request is not None else ""
+            head = self.speculator.preference.begin(each.req_id, each.prompt_token_ids or [], adapter)
+            if head is not None:
+                chosen[each.req_id] = head
+        return chosen
 
     def get_grammar_bitmask(self, scheduler_output: Any) -> Any:
         """vLLM's method of the same name, called when the step was launched: time to learn from the one before."""

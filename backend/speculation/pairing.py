@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 
 def drafter_for(request_id: str, drafter_ids: Sequence[str]) -> str | None:
@@ -14,3 +14,8 @@ def drafter_for(request_id: str, drafter_ids: Sequence[str]) -> str | None:
     if len(drafter_ids) <= 1:
         return drafter_ids[0] if drafter_ids else None
     return max(drafter_ids, key=lambda drafter_id: (zlib.crc32(f"{drafter_id}/{request_id}".encode()), drafter_id))
+
+
+def having(heads: Mapping[str, str], head: str | None) -> list[str]:
+    """Of drafters and their heads, those with this one; all of them where none has it."""
+    return [drafter_id for drafter_id, each in heads.items() if each == head] or list(heads)

@@ -12,7 +12,7 @@ Every source of drafts competes in one ranking: fresh drafts, drafts made ahead,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from msgspec.structs import replace
@@ -22,6 +22,7 @@ from backend.speculation.budget import Spent, spend
 from backend.speculation.deadlines import Questions
 from backend.speculation.hands import Hand, Hands, Request
 from backend.speculation.pairing import drafter_for
+from backend.speculation.preference import Preference
 from backend.speculation.step_times import DraftTimes, StepTimes
 from backend.speculation.waiting import Ask, Asking, Choice, Load, Pending, Plan, Prospect, Times, waiting_pays
 from backend.wire.drafting import Block, Draft, NextItem
@@ -57,6 +58,7 @@ class Speculator:
         self.step_times = StepTimes()
         self.questions = Questions(longest_wait_s)
         self.hands = Hands(longest, outcomes, lookups, vocab_size)
+        self.preference = Preference()
         self.changes = 0
         self._fixed = {"sync": Ask.DRAFT, "ahead": Ask.AHEAD}.get(mode)
         self._asking = Asking()
@@ -70,6 +72,8 @@ class Speculator:
         self._prospect: Prospect | None = None
         self._unlearned: dict[str, int] = {}
         self._ended: dict[str, int] = {}
+        self._verifying: set[str] = set()
+        """Requests whose drafters were asked for a draft of the running step, where these differ."""
         self._drafter_ids: list[str] = []
         self._probing, self._probed, self._probes = False, 0, 0
         self._asked_ahead = False
@@ -87,9 +91,10 @@ class Speculator:
 
     # -- drafters ------------------------------------------------------------------------------------------------------
 
-    def set_drafters(self, drafter_ids: Sequence[str]) -> None:
-        """The assignment changed."""
-        self._drafter_ids = sorted(drafter_ids)
+    def set_drafters(self, heads: Mapping[str, str]) -> None:
+        """The assignment changed: the drafters, and what each drafts with."""
+        self._drafter_ids = sorted(heads)
+        self.preference.set_drafters(dict(heads))
         self.questions.set_drafters(self._drafter_ids)
 
     def arrived(self, drafter_id: str, draft: Draft, draft_s: float, now: float) -> tuple[str, float | None]:
@@ -133,6 +138,8 @@ class Speculator:
         """A step brought the request tokens, from the length `began` on, and it goes on."""
         self.hands.grown(request_id, text, greedy)
         self._ended[request_id] = began
+        if request_id in self._verifying:
+            self.preference.learn(request_id, len(text) - began)
 
     def release(self, request_id: str) -> None:
         """The request is preempted: nothing of it is verified for a while."""
@@ -143,6 +150,7 @@ class Speculator:
     def forget(self, request_id: str) -> None:
         """The request is over."""
         self.release(request_id)
+        self.preference.forget([request_id])
         self._unlearned.pop(request_id, None)
         self.hands.forget(request_id)
 
@@ -181,6 +189,7 @@ class Speculator:
         self._probes += self._probed == 1
         attached.hurried = self._probing or self.choice.ask != Ask.PLAIN or self.hands.forced > 0
         present = self.hands.present(decoding)
+        self._verifying = {each for each, _ in present} if self.preference.has_choice and attached.hurried else set()
         self._base = max(len(present) + prefill, 1)
         hands, spent = self._spend(present, self._base)
         for (_, request), hand in zip(present, hands, strict=True):
@@ -222,7 +231,7 @@ class Speculator:
         return asks
 
     def _ask_for(self, request_id: str, k: int, outcomes: int, asks: dict[str, list[NextItem]], now: float) -> None:
-        request, drafter_id = self.hands.requests[request_id], drafter_for(request_id, self._drafter_ids)
+        request, drafter_id = self.hands.requests[request_id], drafter_for(request_id, self.preference.among(request_id))
         if drafter_id is None:
             return
         if request.outcomes and request.told_at == self._ended[request_id]:

@@ -15,7 +15,7 @@ STEP_S, TOKEN_S, LONGEST_WAIT_S = 5e-3, 2e-5, 0.1
 def speculator(mode: str = "auto", lookups: bool = False) -> Speculator:
     """With one drafter, `d0`."""
     made = Speculator(mode, K, OUTCOMES, lookups, VOCAB, LONGEST_WAIT_S)
-    made.set_drafters(["d0"])
+    made.set_drafters({"d0": ""})
     return made
 
 

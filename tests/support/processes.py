@@ -148,10 +148,15 @@ class Drafter(Child):
     """A running drafter; `draft_model` is the directory of one that it has instead of the fleet's head."""
 
     def __init__(
-        self, directory: Path, paths: ResolvedModels | None = None, draft_model: str | None = None, **settings: Any
+        self,
+        directory: Path,
+        paths: ResolvedModels | None = None,
+        draft_model: str | None = None,
+        name: str = "drafter-0",
+        **settings: Any,
     ) -> None:
         address = f"ipc://{directory}/d{os.urandom(3).hex()}.sock"
         job = {"paths": paths or demo_models(), "address": address, "settings": settings, "own": draft_model}
         super().__init__(run_drafter.main, job, directory)
         own, incarnation = draft_model or "", os.urandom(4).hex()
-        self.ref = DrafterRef("drafter-0", incarnation, self.address, "", 1, own, not own)
+        self.ref = DrafterRef(name, incarnation, self.address, "", 1, own, not own)

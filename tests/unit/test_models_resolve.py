@@ -135,3 +135,48 @@ def test_ranks_must_divide_the_attention_heads(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="6 attention heads"):
         resolve(settings(model=str(nested), mode="off", verifier={"gpus": 4}), quiet)
     assert resolve(settings(model=str(nested), mode="off", verifier={"tensor_parallel": 3}), quiet).name == "m"
+
+
+def draft_model(directory: Path, **tokenizer: int) -> Path:
+    """A tiny draft model for the demo target; `tokenizer`: tokens with other ids than the target's."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    from backend.models.demo import TARGET_DIR
+
+    sizes = {"vocab_size": 2100, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    Qwen2ForCausalLM(Qwen2Config(**sizes, num_attention_heads=2, num_key_value_heads=1)).save_pretrained(directory)
+    content = json.loads((TARGET_DIR / "tokenizer.json").read_text())
+    content["model"]["vocab"] |= tokenizer
+    (directory / "tokenizer.json").write_text(json.dumps(content))
+    return directory
+
+
+def test_a_model_with_the_same_tokenizer_drafts(tmp_path: Path) -> None:
+    directory = draft_model(tmp_path / "d", unheard=2060)
+    models = resolve(settings(drafter=str(directory)), quiet)
+    assert (models.drafter_kind, models.drafter_dir, models.in_turn) == ("draft_model", str(directory), ())
+
+
+def test_a_model_with_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    directory = draft_model(tmp_path / "d", **{"import": 7})
+    with pytest.raises(ModelError, match="another tokenizer: 'import' is 7 there and [0-9]+ here") as error:
+        resolve(settings(drafter=str(directory)), quiet)
+    assert "\n" not in str(error.value)
+
+
+def test_tokenizers_nobody_can_compare_are_a_warning(tmp_path: Path) -> None:
+    directory, said = draft_model(tmp_path / "d"), []
+    (directory / "tokenizer.json").unlink()
+    resolve(settings(drafter=str(directory)), said.append)
+    assert ["nobody knows whether their tokens are the same" in line for line in said] == [True]
+
+
+def test_several_drafters_take_their_models_in_turn(tmp_path: Path) -> None:
+    directory = draft_model(tmp_path / "d")
+    models = resolve(settings(drafter=f"{directory}, demo,ngram", drafters=4), quiet)
+    kinds = [models.drafter(f"drafter-{i}").kind for i in range(4)]
+    assert kinds == ["draft_model", "eagle", "ngram", "draft_model"]
+    assert models.drafter_kind == "eagle", "verifiers send the features that the head needs"
+    for changes, line in (({"mode": "native"}, "drafts with one model"), ({"drafters": 2}, "names 3 models")):
+        with pytest.raises(ModelError, match=line):
+            resolve(settings(**({"drafter": f"{directory},demo,ngram", "drafters": 3} | changes)), quiet)

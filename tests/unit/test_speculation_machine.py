@@ -52,7 +52,7 @@ class SpeculatorMachine(RuleBasedStateMachine):
     @initialize(mode=st.sampled_from(["sync", "ahead", "auto"]), lookups=st.booleans(), requests=st.integers(1, 4))
     def begin(self, mode: str, lookups: bool, requests: int) -> None:
         self.speculator = Speculator(mode, K, OUTCOMES, lookups, SMALL, LONGEST_WAIT_S)
-        self.speculator.set_drafters(self.drafters)
+        self.speculator.set_drafters(dict.fromkeys(self.drafters, ""))
         for _ in range(requests):
             self.new_request(sampled=False, asked=None)
 
@@ -240,7 +240,7 @@ class SpeculatorMachine(RuleBasedStateMachine):
         for gone in set(self.drafters) - set(drafters):
             self._forget_pending(gone)
         self.drafters = drafters
-        self.speculator.set_drafters(drafters)
+        self.speculator.set_drafters(dict.fromkeys(drafters, ""))
 
     @precondition(lambda self: "d1" in self.drafters)
     @rule()

@@ -235,7 +235,7 @@ def test_a_request_that_repeats_itself_drafts_better_than_a_bad_drafter() -> Non
 
 def test_without_drafters_nobody_is_asked() -> None:
     made, text = speculator("sync"), [1, 2, 3]
-    made.set_drafters([])
+    made.set_drafters({})
     made.ended("r", text, 2, True)
     assert made.ask(100.0) == {}
     assert made.hold(["r"], 0, 100.0) is None

@@ -1,0 +1,70 @@
+"""One verifier, an EAGLE head and a draft model that knows nothing: requests go where they are drafted for best."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
+from vllm.sampling_params import SamplingParams
+
+from tests.support.processes import Drafter, Verifier
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+
+TOKENS = 32
+
+
+@pytest.fixture(scope="module")
+def verifier(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Verifier]:
+    settings = {"mode": "sync", "num_speculative_tokens": 4, "verifier": {"lookup": False, "draft_deadline_ms": 2000}}
+    child = Verifier(tmp_path_factory.mktemp("v"), settings)
+    yield child
+    child.close()
+
+
+@pytest.fixture(scope="module")
+def drafters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Drafter, Drafter]]:
+    """A head that fits, and a random model."""
+    directory = tmp_path_factory.mktemp("d")
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "max_position_embeddings": 4096}
+    LlamaForCausalLM(LlamaConfig(vocab_size=2048, num_attention_heads=2, **sizes)).save_pretrained(directory / "random")
+    both = Drafter(directory), Drafter(directory, draft_model=str(directory / "random"), name="drafter-1")
+    yield both
+    for each in both:
+        each.close()
+
+
+def ask(verifier: Verifier, first: int, count: int) -> list[list[int]]:
+    prompts = [[*range(40, 60), 300 + number] for number in range(first, first + count)]
+    params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
+    return [answer.tokens for answer in verifier.client.generate(prompts, params)]
+
+
+def rounds(verifier: Verifier) -> dict[str, int]:
+    stats = verifier.client.fresh_stats()
+    return {name: stats.drafters[name].rounds for name in ("drafter-0", "drafter-1") if name in stats.drafters}
+
+
+def test_requests_go_to_the_drafter_that_brings_most(verifier: Verifier, drafters: tuple[Drafter, Drafter]) -> None:
+    expected = ask(verifier, 0, 64)
+    verifier.set_drafters(*(each.ref for each in drafters))
+    found = [text for first in range(0, 64, 8) for text in ask(verifier, first, 8)]
+    assert found == expected
+    before = rounds(verifier)
+    assert before["drafter-1"] > 0, "it had its chance"
+    assert [text for first in range(0, 64, 8) for text in ask(verifier, first, 8)] == expected
+    after = rounds(verifier)
+    # One request of sixteen still tries it, so that half of the rounds have one for it.
+    assert after["drafter-1"] - before["drafter-1"] <= 5 * TOKENS < 8 * TOKENS
+
+
+def test_a_drafter_without_features_costs_none(verifier: Verifier, drafters: tuple[Drafter, Drafter]) -> None:
+    verifier.set_drafters(drafters[1].ref)
+    ask(verifier, 0, 4)
+    before = verifier.client.fresh_stats().drafters["drafter-1"]
+    ask(verifier, 100, 8)
+    after = verifier.client.fresh_stats().drafters["drafter-1"]
+    assert after.rounds > before.rounds
+    assert after.bytes_sent - before.bytes_sent < 8 * (TOKENS + 21) * 100, "tokens alone, where a feature has 1,024 bytes"

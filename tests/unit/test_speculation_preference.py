@@ -1,0 +1,90 @@
+"""Requests go to the draft model that brings their kind the most, and the others are tried now and then."""
+
+from __future__ import annotations
+
+import random
+
+from backend.speculation.pairing import having
+from backend.speculation.preference import CLUSTERS, TRY_ONE_IN, Clusters, Preference
+
+HEADS = {"d0": "code", "d1": "prose", "d2": "prose"}
+
+
+def prompt(kind: str, dice: random.Random) -> list[int]:
+    """Two kinds of text that share some of their words."""
+    first = 0 if kind == "code" else 300
+    return [first + dice.randrange(80) if dice.random() < 0.8 else 5000 + dice.randrange(20) for _ in range(200)]
+
+
+def serve(preference: Preference, brings: dict[tuple[str, str], float], requests: int, seed: int = 0) -> list[tuple[str, str]]:
+    """Requests of both kinds by turns, 20 verifications each; what was chosen for each kind."""
+    dice, chosen = random.Random(seed), []
+    for number in range(requests):
+        kind, name = ("code", "prose")[number % 2], f"{seed}-{number}"
+        head = preference.begin(name, prompt(kind, dice), "")
+        assert head is not None
+        chosen.append((kind, head))
+        for _ in range(20):
+            preference.learn(name, 1 + (dice.random() < brings[kind, head] % 1) + int(brings[kind, head]))
+        preference.forget([name])
+    return chosen
+
+
+def share(chosen: list[tuple[str, str]], kind: str, head: str) -> float:
+    of_kind = [each for asked, each in chosen if asked == kind]
+    return sum(each == head for each in of_kind) / len(of_kind)
+
+
+def test_each_kind_gets_its_own_and_the_other_is_still_tried():
+    preference = Preference()
+    preference.set_drafters(HEADS)
+    good = {("code", "code"): 2.0, ("code", "prose"): 0.5, ("prose", "prose"): 1.5, ("prose", "code"): 0.3}
+    chosen = serve(preference, good, 400)[60:]
+    for kind in ("code", "prose"):
+        assert 1 - 1.5 / TRY_ONE_IN <= share(chosen, kind, kind) < 1
+    # Another model gets better, and is found.
+    good["code", "prose"] = 3.0
+    assert share(serve(preference, good, 800, seed=1)[-200:], "code", "prose") > 0.8
+
+
+def test_adapters_are_kinds_of_their_own():
+    preference, dice = Preference(), random.Random(0)
+    preference.set_drafters(HEADS)
+    for number in range(200):
+        for adapter, best in (("a", "code"), ("b", "prose")):
+            name = f"{adapter}{number}"
+            head = preference.begin(name, prompt("code", dice), adapter)
+            for _ in range(10):
+                preference.learn(name, 3 if head == best else 1)
+            if number > 50 and number % 16:
+                assert preference.of(name) == head
+    counts = [
+        sum(preference.of(f"{adapter}{number}") == best for number in range(100, 200))
+        for adapter, best in (("a", "code"), ("b", "prose"))
+    ]
+    assert min(counts) >= 90
+
+
+def test_equal_drafters_are_no_choice():
+    preference = Preference()
+    preference.set_drafters({"d1": "", "d0": ""})
+    assert preference.begin("r", [1, 2], "") is None
+    assert preference.among("r") == ["d0", "d1"]
+
+
+def test_a_head_that_has_gone_is_replaced_by_any():
+    preference = Preference()
+    preference.set_drafters(HEADS)
+    head = preference.begin("r", [1, 2, 3], "")
+    assert preference.among("r") == having(HEADS, head) != list(HEADS)
+    preference.set_drafters({"d7": "other", "d8": "another"})
+    assert preference.among("r") == ["d7", "d8"]
+    assert preference.begin("r", [1, 2, 3], "") == head, "a request keeps its own, should it come back"
+
+
+def test_clusters_are_bounded_and_tell_texts_apart():
+    clusters, dice = Clusters(), random.Random(1)
+    assert len({clusters.of(prompt("code", dice)) for _ in range(50)}) == 1
+    assert clusters.of(prompt("prose", dice)) != clusters.of(prompt("code", dice))
+    for number in range(100):
+        assert 0 <= clusters.of([number * 7 + dice.randrange(3) for _ in range(50)]) < CLUSTERS
