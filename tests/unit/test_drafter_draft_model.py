@@ -147,7 +147,8 @@ def test_fed_in_any_way_it_drafts_the_same(data: st.DataObject, llama: tuple[str
             assert drafted == by_the_book(model, tokens, k)
         elif drafted:
             assert drafted == by_the_book(model, tokens, len(drafted))
-        if drafted and data.draw(st.booleans(), "ahead"):
+        ahead = data.draw(st.booleans(), "ahead")
+        if drafted and ahead:
             (found,) = proposer.imagine([Premise(key, len(tokens), Until(2), drafted, 3)])
             for outcome in found:
                 after = [*tokens, *drafted[: outcome.accepted], outcome.token]
@@ -166,7 +167,7 @@ def test_rows_of_accepted_tokens_stay(llama: tuple[str, str, PreTrainedModel], m
     computed: list[int] = []
     forward = proposer._head.forward
 
-    def counting(rows, features, keep):  # type: ignore[no-untyped-def]
+    def counting(rows, features, keep):
         computed.append(len(rows.ids))
         return forward(rows, features, keep)
 

@@ -159,13 +159,14 @@ def test_a_model_with_the_same_tokenizer_drafts(tmp_path: Path) -> None:
 
 def test_a_model_with_another_tokenizer_is_refused(tmp_path: Path) -> None:
     directory = draft_model(tmp_path / "d", **{"import": 7})
-    with pytest.raises(ModelError, match="another tokenizer: 'import' is 7 there and [0-9]+ here") as error:
+    with pytest.raises(ModelError, match=r"another tokenizer: 'import' is 7 there and [0-9]+ here") as error:
         resolve(settings(drafter=str(directory)), quiet)
     assert "\n" not in str(error.value)
 
 
 def test_tokenizers_nobody_can_compare_are_a_warning(tmp_path: Path) -> None:
-    directory, said = draft_model(tmp_path / "d"), []
+    directory = draft_model(tmp_path / "d")
+    said: list[str] = []
     (directory / "tokenizer.json").unlink()
     resolve(settings(drafter=str(directory)), said.append)
     assert ["nobody knows whether their tokens are the same" in line for line in said] == [True]
