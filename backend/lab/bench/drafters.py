@@ -2,8 +2,9 @@
 
     python -m backend.lab.bench.drafters --sets demo backend/models/demo/draft-model demo+backend/models/demo/draft-model
 
-One verifier in mode `auto` is given each set of drafters in turn, in alternating rounds; another one decodes plainly.  `A=B` gives
-each request one of two by its id alone.  Drafters share the drafter's core.  Prints a table, and writes it where `--output` says.
+One verifier in mode `auto` is given each set of drafters in turn, in alternating rounds; another one decodes plainly.  `A=B`
+gives each request one of two by its id alone.  Drafters share the drafter's core.  Prints a table, and writes it where
+`--output` says.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from backend.lab.bench.run import prepare
 from backend.models.resolve import ResolvedModels, resolve
 
 NEVER_S = 24 * 3600.0
-LEARNING = 6
+LEARNING = 2
 """Loads before the first measured one."""
 
 
@@ -112,7 +113,7 @@ def main() -> None:
     parser.add_argument("--temperatures", default="0,0.8")
     parser.add_argument("--concurrency", default="1,4")
     parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--requests", type=int, default=12)
+    parser.add_argument("--requests", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output", type=Path)
     given = parser.parse_args()

@@ -29,6 +29,7 @@ def parse(arguments: list[str] | None = None) -> tuple[DemoOptions, Path | None,
         help="only train a draft model for the target that is there, into this directory",
     )
     parser.add_argument("--draft-model-minutes", type=float, default=DraftModelOptions().minutes)
+    parser.add_argument("--draft-model-domain", choices=("code", "prose"), default=DraftModelOptions().domain)
     parser.add_argument("--extra-source", type=Path, action="append", default=[], help="more directories of *.py files")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--seed", type=int, default=0)
@@ -45,7 +46,7 @@ def parse(arguments: list[str] | None = None) -> tuple[DemoOptions, Path | None,
         compile=not given.no_compile,
         target=replace(TargetOptions(), minutes=given.target_minutes),
         drafter=replace(DrafterOptions(), minutes=given.drafter_minutes),
-        draft_model=replace(DraftModelOptions(), minutes=given.draft_model_minutes),
+        draft_model=replace(DraftModelOptions(), minutes=given.draft_model_minutes, domain=given.draft_model_domain),
     )
     return options, given.draft_model, given.threads
 

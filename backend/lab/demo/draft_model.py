@@ -14,12 +14,13 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedTokenizerFast
 
+from backend.lab.bench.prompts import docstrings
 from backend.lab.demo.checkpoints import load_target, replacing, save_target
 from backend.lab.demo.model import Shape, Target
 from backend.lab.demo.options import DemoOptions, DraftModelOptions
 from backend.lab.demo.tokenizer import save_tokenizer, token_stream
 from backend.lab.demo.training import Optimizers, Pace, Progress, Windows, load_state, rate_factor, resolve_device, save_state
-from backend.rollout.corpus import load_corpus
+from backend.rollout.corpus import Document, load_corpus
 
 LOGGER = logging.getLogger(__name__)
 CHECKPOINT = "draft-model.pt"
@@ -71,7 +72,10 @@ def train_draft_model(options: DemoOptions, directory: Path) -> float:
     torch.manual_seed(options.seed)
     target = load_target(options.target_dir).to(device).eval().requires_grad_(False)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(str(options.target_dir))
-    windows = Windows(token_stream(tokenizer, load_corpus(options.extra_sources).train), settings.length, options.seed)
+    documents = load_corpus(options.extra_sources).train
+    if settings.domain == "prose":
+        documents = tuple(Document(str(number), text) for number, text in enumerate(docstrings(documents)))
+    windows = Windows(token_stream(tokenizer, documents), settings.length, options.seed)
     model = begin(draft_shape(target.shape, settings), target).to(device)
     optimizers = Optimizers(model.named_parameters(), settings.matrix_rate, settings.embedding_rate, 0.0)
     path = Path(options.run_dir) / CHECKPOINT
@@ -105,7 +109,7 @@ def _package(
 ) -> None:
     description = {
         "command": f"python -m backend.lab.demo --draft-model --draft-model-minutes {options.draft_model.minutes:g}"
-        f" --seed {options.seed}",
+        f" --draft-model-domain {options.draft_model.domain} --seed {options.seed}",
         "options": asdict(options.draft_model),
         "steps": progress.step,
         "tokens_seen": progress.tokens,

@@ -56,8 +56,12 @@ class DrafterOptions:
 
 @dataclass(frozen=True, slots=True)
 class DraftModelOptions:
-    """How a draft model is trained for a target that is there; fields as above."""
+    """How a draft model is trained for a target that is there; fields as above.
 
+    `domain` is `code`, or `prose`: the source's docstrings alone.
+    """
+
+    domain: str = "code"
     minutes: float = 15.0
     steps: int | None = None
     layers: int = 4

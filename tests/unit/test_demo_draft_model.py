@@ -1,0 +1,48 @@
+"""The demo's draft model learns what its target says, and is a draft model to a drafter."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from backend.config import DraftingSettings
+from backend.drafter.draft_model import ModelProposer
+from backend.drafter.process import DrafterModel, build_proposer
+from backend.lab.demo import draft_model
+from backend.lab.demo.checkpoints import load_target
+from backend.lab.demo.options import DemoOptions, DraftModelOptions
+from backend.models.check import check
+from backend.models.demo import DRAFT_MODEL_DIR, TARGET_DIR
+from backend.rollout.corpus import Corpus, Document
+
+
+def test_it_learns_and_drafts(tmp_path: Path, monkeypatch) -> None:
+    lines = "".join(f"def double_{n}(x):\n    return 2 * x + {n}\n" for n in range(400))
+    monkeypatch.setattr(draft_model, "load_corpus", lambda extra: Corpus((Document("a.py", lines),), ()))
+    few = DraftModelOptions(steps=2, layers=1, hidden=64, tokens_per_step=256, length=64)
+    options = DemoOptions(run_dir=tmp_path / "run", device="cpu", compile=False, draft_model=few)
+    before = draft_model.train_draft_model(options, tmp_path / "model")
+    more = replace(options, draft_model=replace(few, steps=30))
+    assert draft_model.train_draft_model(more, tmp_path / "model") > before + 0.1, (
+        "it went on where it had stopped, and learned"
+    )
+    assert check(str(tmp_path / "model"), str(TARGET_DIR)) == []
+    assert isinstance(
+        build_proposer(DrafterModel(str(TARGET_DIR), str(tmp_path / "model")), DraftingSettings(gpus=0)), ModelProposer
+    )
+
+
+def test_it_begins_with_the_targets_words() -> None:
+    target = load_target(TARGET_DIR)
+    model = draft_model.begin(draft_model.draft_shape(target.shape, DraftModelOptions()), target)
+    own, theirs = (torch.nn.functional.normalize(each.model.embed_tokens.weight) for each in (model, target))
+    near = (own @ own.t()).fill_diagonal_(-1).argmax(1)
+    wanted = (theirs @ theirs.t()).fill_diagonal_(-1).argmax(1)
+    assert float((near == wanted).float().mean()) > 0.3
+
+
+def test_the_shipped_one_fits_and_is_small() -> None:
+    assert check(str(DRAFT_MODEL_DIR), str(TARGET_DIR)) == []
+    assert sum(file.stat().st_size for file in DRAFT_MODEL_DIR.iterdir()) < 2.5e6
