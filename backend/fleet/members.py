@@ -36,14 +36,14 @@ class Member(msgspec.Struct, frozen=True):
     state: MemberState = "starting"
     head: str = ""
     """A drafter's: the directory of the head or draft model that it has instead of the fleet's own; empty: it has that."""
-    takes_features: bool = True
-    """A drafter's: whether it has a head; a draft model needs tokens alone."""
     node_id: str = ""
     """The Ray node it runs on."""
     local_address: str = ""
     """Where it also listens for processes of that node (`ipc://...`); empty: only at `address`."""
     cores: tuple[int, ...] = ()
     """CPU cores it is bound to; empty: it computes elsewhere, or wherever there is room."""
+    takes_features: bool = True
+    """A drafter's: whether it has a head; a draft model needs tokens alone."""
 
 
 def reached_at(member: Member, node_id: str) -> str:
