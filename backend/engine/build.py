@@ -100,6 +100,9 @@ def build_config(settings: Settings, paths: ResolvedModels, verifier_id: str) ->
     if settings.model == DEMO:
         # It knows Python: where JSON may hold space, it would indent for ever.
         config.structured_outputs_config.disable_any_whitespace = True
+        if paths.drafter_kind == "draft_model" and settings.mode == "native":
+            # vLLM makes the configuration anew for its own draft model, and allows that to this backend alone.
+            config.structured_outputs_config.backend = "xgrammar"
     if settings.mode not in REMOTE_MODES:
         name = "PlainAsyncScheduler" if config.scheduler_config.async_scheduling else "PlainScheduler"
         config.scheduler_config.scheduler_cls = f"backend.engine.scheduler.{name}"
