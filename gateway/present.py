@@ -38,7 +38,8 @@ def plan_line(settings: Settings, models: ResolvedModels) -> str:
     how = {"off": "plain decoding", "native": f"vLLM's own drafting ({models.drafter_kind})"}.get(settings.mode)
     if how is None:
         drafters = f"{settings.drafters} drafter{'' if settings.drafters == 1 else 's'}"
-        how = f"{drafters} ({models.drafter_kind}), up to {settings.num_speculative_tokens} tokens per draft"
+        kinds = ", ".join(each.kind for each in models.in_turn) or models.drafter_kind
+        how = f"{drafters} ({kinds}), up to {settings.num_speculative_tokens} tokens per draft"
     return f"model {models.name}: {verifiers}, {how}"
 
 

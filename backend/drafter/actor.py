@@ -60,8 +60,8 @@ class DrafterActor(MemberActor):
             local_address=member.local_address,
         )
 
-    def _model(self, settings: Settings, paths: ResolvedModels) -> str:
-        return settings.drafter
+    def _model(self, settings: Settings, paths: ResolvedModels, member_id: str) -> str:
+        return paths.drafter(member_id).name or settings.drafter
 
     def _head(self, paths: ResolvedModels, member_id: str) -> tuple[str, bool]:
         own = paths.drafter(member_id)

@@ -75,7 +75,7 @@ class MemberActor(ABC):
             server_key=server_keys.public if server_keys else "",
             node=ray.util.get_node_ip_address(),
             pid=os.getpid(),
-            model=self._model(loaded, paths),
+            model=self._model(loaded, paths, member_id),
             head=head,
             takes_features=takes_features,
             node_id=ray.get_runtime_context().get_node_id(),
@@ -108,7 +108,7 @@ class MemberActor(ABC):
     ) -> MemberProcess:
         """What serves; it is started once the member has joined the fleet."""
 
-    def _model(self, settings: Settings, paths: ResolvedModels) -> str:
+    def _model(self, settings: Settings, paths: ResolvedModels, member_id: str) -> str:
         """What people call its model."""
         return paths.name
 

@@ -37,6 +37,8 @@ class OwnDrafter(msgspec.Struct, frozen=True):
 
     directory: str | None
     kind: DrafterKind
+    name: str = ""
+    """As it was asked for; empty: as `--drafter` says."""
 
 
 class ResolvedModels(msgspec.Struct, frozen=True):
@@ -90,9 +92,9 @@ def drafter_names(settings: Settings) -> list[str]:
 
 def _drafter(name: str, target: Path, settings: Settings, say: Say) -> OwnDrafter:
     if name == NGRAM:
-        return OwnDrafter(None, "ngram")
+        return OwnDrafter(None, "ngram", name)
     directory = find("--drafter", name, _demo()[1], say)
-    return OwnDrafter(str(directory), check_drafter(name, directory, target, settings, say))
+    return OwnDrafter(str(directory), check_drafter(name, directory, target, settings, say), name)
 
 
 def _check_features(found: Sequence[OwnDrafter], first: OwnDrafter, target: Path) -> None:
