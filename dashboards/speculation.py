@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dashboards.expr import (
     JOB,
+    PAIR,
     VERIFIER,
     acceptance_length,
     once,
@@ -20,6 +21,16 @@ from dashboards.overview import IDLE, NO_DRAFTS, NO_TRAFFIC
 from dashboards.shapes import by_verifier, plot, stacked
 
 _ENDS = ("verifier", "drafter")
+
+
+def _by_version(whole: str) -> str:
+    """Accepted tokens over another counter; a verifier's own look-ups do not age."""
+    kept, counted = (
+        total(pair_rate(name, "version", labels=f'{PAIR}, drafter!="lookup"'), "version")
+        for name in ("outrider_accepted_tokens_by_version_total", whole)
+    )
+    return ratio(kept, counted)
+
 
 SPECULATION = Dashboard(
     "outrider-speculation",
@@ -83,6 +94,27 @@ SPECULATION = Dashboard(
                     low=1,
                     decimals=2,
                     empty=NO_TRAFFIC,
+                ),
+                plot(
+                    "Acceptance length by version of the weights",
+                    "Of drafters' drafts, by the version of the target's weights that verified them. It falls where the target "
+                    "moves away from what the drafter was trained for.",
+                    f"1 + {_by_version('outrider_drafts_by_version_total')}",
+                    "version {{version}}",
+                    low=1,
+                    decimals=2,
+                    width=12,
+                    empty=NO_DRAFTS,
+                ),
+                plot(
+                    "Acceptance rate by version of the weights",
+                    "Accepted tokens / draft tokens of the same drafts.",
+                    _by_version("outrider_draft_tokens_by_version_total"),
+                    "version {{version}}",
+                    unit="percentunit",
+                    high=1,
+                    width=12,
+                    empty=NO_DRAFTS,
                 ),
                 by_verifier(
                     "Verifications with a draft",

@@ -21,6 +21,7 @@ from backend.fleet import (
     MemberView,
     OperationKind,
     OperationState,
+    Verified,
     VerifierStats,
 )
 from gateway.fleet_core import FleetCore
@@ -45,6 +46,11 @@ _PAIR_COUNTERS = {
 _POSITION_COUNTERS = {
     "outrider_draft_tokens_by_position_total": "drafted_by_position",
     "outrider_accepted_tokens_by_position_total": "accepted_by_position",
+}
+_VERSION_COUNTERS = {
+    "outrider_drafts_by_version_total": "drafts",
+    "outrider_draft_tokens_by_version_total": "draft_tokens",
+    "outrider_accepted_tokens_by_version_total": "accepted_tokens",
 }
 _VERIFIER_COUNTERS = {
     "outrider_verifier_busy_seconds_total": "busy_s",
@@ -80,7 +86,7 @@ _FLEET_TOTALS = {
 }
 
 
-def acceptance_length(counters: DraftCounters) -> float | None:
+def acceptance_length(counters: DraftCounters | Verified) -> float | None:
     """1 + accepted / drafts; None before the first draft."""
     return 1 + counters.accepted_tokens / counters.drafts if counters.drafts else None
 
@@ -247,6 +253,12 @@ def _pairs(stats: list[VerifierStats]) -> Iterator[Metric]:
             for position, value in enumerate(getattr(counters, field)):
                 family.add_metric([*labels, str(position)], value)
         yield family
+    for name, field in _VERSION_COUNTERS.items():
+        family = _family(name)
+        for labels, counters in pairs:
+            for version, verified in counters.by_version.items():
+                family.add_metric([*labels, version], getattr(verified, field))
+        yield family
     dropped = _family("outrider_drafts_dropped_total")
     lengths = _family("outrider_acceptance_length")
     for labels, counters in pairs:
@@ -310,8 +322,10 @@ def _verifier_load(stats: VerifierStats | None) -> dict[str, Any]:
         return {"mode": None}
     names = ("mode", "running", "waiting", "tokens_in_flight", "kv_usage", "steps", "tokens", "preemptions")
     load = {name: getattr(stats, name) for name in names}
-    return {**load, "busy_s": stats.busy_s, "idle_s": dict(stats.idle_s), "drafters_down": stats.drafters_down}
+    load |= {"busy_s": stats.busy_s, "idle_s": dict(stats.idle_s), "drafters_down": stats.drafters_down}
+    by_version = {drafter: _lengths(counters.by_version) for drafter, counters in stats.drafters.items()}
+    return {**load, "weight_version": stats.weights.version, "acceptance_length_by_version": by_version}
 
 
-def _lengths(drafters: Mapping[str, DraftCounters]) -> dict[str, float | None]:
-    return {drafter: acceptance_length(counters) for drafter, counters in drafters.items()}
+def _lengths(counted: Mapping[str, DraftCounters] | Mapping[str, Verified]) -> dict[str, float | None]:
+    return {name: acceptance_length(counters) for name, counters in counted.items()}

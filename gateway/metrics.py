@@ -100,6 +100,11 @@ DEFINITIONS: dict[str, Definition] = {
     "outrider_accepted_tokens_by_position_total": Definition(
         "counter", (*_PAIR, "position"), "draft tokens kept at each position, from 0"
     ),
+    "outrider_drafts_by_version_total": Definition(
+        "counter", (*_PAIR, "version"), "drafted verifications, by the version of the target's weights; the newest four"
+    ),
+    "outrider_draft_tokens_by_version_total": Definition("counter", (*_PAIR, "version"), "draft tokens verified by them"),
+    "outrider_accepted_tokens_by_version_total": Definition("counter", (*_PAIR, "version"), "draft tokens kept by them"),
     "outrider_acceptance_length": Definition(
         "gauge", _PAIR, "1 + accepted tokens / drafts since the verifier started; absent before the first draft"
     ),

@@ -14,7 +14,7 @@ from backend.engine.accounts import Accounts
 from backend.engine.fixed import fixed_response
 from backend.engine.recording import Recording
 from backend.engine.spans import EngineSpans
-from backend.fleet import DraftCounters, VerifierStats
+from backend.fleet import VERSIONS, DraftCounters, Verified, VerifierStats
 from backend.fleet.speed import Line
 from backend.records.recorder import name_for_records
 from backend.speculation.waiting import Plan
@@ -65,6 +65,17 @@ class Counters:
             by_position.extend([0] * (drafted - len(by_position)))
             for position in range(n):
                 by_position[position] += 1
+        of_version = self._of_version(counters)
+        of_version.drafts += 1
+        of_version.draft_tokens += drafted
+        of_version.accepted_tokens += accepted
+
+    def _of_version(self, counters: DraftCounters) -> Verified:
+        """Those of the weights in force; the oldest are given up for them."""
+        by_version, version = counters.by_version, self.stats.weights.version
+        if version not in by_version and len(by_version) == VERSIONS:
+            del by_version[next(iter(by_version))]
+        return by_version.setdefault(version, Verified())
 
     def dropped(self, drafter_id: str, reason: str, n: int = 1) -> None:
         """Drafts of `drafter_id` that could not be used."""

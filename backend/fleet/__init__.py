@@ -15,12 +15,23 @@ from backend.fleet.members import (
     Orders,
     reached_at,
 )
-from backend.fleet.stats import CHANCE_BINS, IDLE_CAUSES, LOOKUP, DraftCounters, DrafterStats, Foretold, VerifierStats
+from backend.fleet.stats import (
+    CHANCE_BINS,
+    IDLE_CAUSES,
+    LOOKUP,
+    VERSIONS,
+    DraftCounters,
+    DrafterStats,
+    Foretold,
+    Verified,
+    VerifierStats,
+)
 
 __all__ = [
     "CHANCE_BINS",
     "IDLE_CAUSES",
     "LOOKUP",
+    "VERSIONS",
     "Assignment",
     "DraftCounters",
     "DrafterRef",
@@ -36,6 +47,7 @@ __all__ = [
     "OperationKind",
     "OperationState",
     "Orders",
+    "Verified",
     "VerifierStats",
     "reached_at",
 ]

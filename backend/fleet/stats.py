@@ -17,6 +17,18 @@ LOOKUP = "lookup"
 """Stands among the drafters of a verifier's counters for its own prompt lookup (`speculation/lookups.py`)."""
 
 
+VERSIONS = 4
+"""So many versions of the weights are told apart, the newest."""
+
+
+class Verified(msgspec.Struct):
+    """What came of drafts."""
+
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+
+
 class DraftCounters(msgspec.Struct):
     """What one verifier saw of one drafter ("native" and "ngram" stand for vLLM's own co-located proposers)."""
 
@@ -26,6 +38,8 @@ class DraftCounters(msgspec.Struct):
     accepted_tokens: int = 0
     drafted_by_position: list[int] = msgspec.field(default_factory=list)
     accepted_by_position: list[int] = msgspec.field(default_factory=list)
+    by_version: dict[str, Verified] = msgspec.field(default_factory=dict)
+    """By the version of the target's weights that verified them."""
     rounds: int = 0
     round_trip_s: float = 0.0
     draft_s: float = 0.0

@@ -182,9 +182,12 @@ class VerifierProcess:
         is_remote = self._settings.mode in REMOTE_MODES
         links = DraftLinks(hub, core, self.verifier_id, counters) if is_remote else None
         weights.on_outputs = gateways.send_outputs
-        weights.on_changed = lambda: gateways.send_stats(
-            msgspec.structs.replace(stats, paused=weights.is_paused, weights=weights.loaded)
-        )
+
+        def changed() -> None:
+            stats.paused, stats.weights = weights.is_paused, weights.loaded
+            gateways.send_stats(stats)
+
+        weights.on_changed = changed
         if links is not None:
             weights.on_renewed = links.renew
         return EngineLoop(core, hub, gateways, links, counters, files, weights)

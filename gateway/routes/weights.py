@@ -234,7 +234,7 @@ async def _read(request: Request, kind: type[Any]) -> tuple[Gateway, Any]:
 async def _renew(gateway: Gateway, verifier: str | None, method: str, *arguments: Any, version: str | int | None) -> Response:
     """Weights become others; an update of one verifier is none of the fleet's."""
     core = gateway.client.core
-    # Verifiers say a moment later that they have them; the next update may come before.
+    # Of two updates at once, neither of which a verifier has loaded yet, each has a number of its own.
     number = core.updates = max(core.updates, core.weights.update) + 1
     name = str(number if version is None else version)
     counted = core.weights.update if verifier else number

@@ -148,6 +148,7 @@ def test_skyrl(fleet: ServedFleet, http: httpx.Client, others: Path, before: lis
     assert tokens(http) != before
     info = http.get("/server_info").json()
     assert {each["weights"]["version"] for each in info["verifiers"].values()} == {info["weight_version"]} == {"1"}
+    assert all(fleet.metric("outrider_accepted_tokens_by_version_total", version=each) > 0 for each in "01")
 
 
 def test_tensors_in_parts_while_requests_run(fleet: ServedFleet, http: httpx.Client, before: list[int]) -> None:

@@ -6,7 +6,7 @@ import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from backend.fleet import DraftCounters, FleetSnapshot, Member, MemberView, VerifierStats
+from backend.fleet import DraftCounters, FleetSnapshot, Member, MemberView, Verified, VerifierStats
 from gateway.fleet_core import FleetCore
 from gateway.fleet_metrics import FleetCollector, FleetTotals, GatewayCollector, fleet_document
 from gateway.in_flight import Cut, InFlight
@@ -20,6 +20,7 @@ def stats(started_at: float = 1.0, drafts: int = 10, accepted: int = 15) -> Veri
         accepted_tokens=accepted,
         drafted_by_position=[drafts] * 4,
         accepted_by_position=[accepted - 5, 5, 0, 0],
+        by_version={"0": Verified(2, 8, 6), "7": Verified(drafts, 4 * drafts, accepted)},
         dropped={"late": 1},
     )
     return VerifierStats("v0", started_at, "sync", 4, busy_s=1.5, requests_finished={"stop": 2}, drafters={"d0": counters})
@@ -105,6 +106,13 @@ def test_acceptance_length_is_a_ratio_of_sums(metrics):
     assert sample.labels == {"verifier": "v0", "drafter": "d0"}
 
 
+def test_acceptance_by_version_of_the_weights(metrics):
+    families = exposed(metrics)
+    counted = [families[f"outrider_{name}_by_version"].samples for name in ("drafts", "draft_tokens", "accepted_tokens")]
+    by_version = {each[0].labels["version"]: [one.value for one in each] for each in zip(*counted, strict=True)}
+    assert by_version == {"0": [2, 8, 6], "7": [10, 40, 15]}
+
+
 def test_no_acceptance_length_before_the_first_draft():
     metrics = GatewayMetrics()
     metrics.registry.register(FleetCollector(cast(FleetCore, Core(stats(drafts=0, accepted=5)))))
@@ -176,6 +184,8 @@ def test_the_fleet_document():
     assert verifier["pid"] == 7
     assert verifier["mode"] == "sync"
     assert verifier["connected"] is False
+    assert verifier["weight_version"] == "0"
+    assert verifier["acceptance_length_by_version"] == {"d0": {"0": 4.0, "7": 2.5}}
     assert document["drafters"][0]["state"] == "lost"
     assert document["acceptance_length"] == {"v0": {"d0": 2.5}}
     assert document["counters"] == {"restarts": 1}

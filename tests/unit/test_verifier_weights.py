@@ -13,7 +13,9 @@ from safetensors.torch import save, save_file
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import FinishReason
 
+from backend.engine.counting import Counters
 from backend.engine.weights import WeightControl, check_same_shapes
+from backend.fleet import VERSIONS, Verified, VerifierStats
 from backend.fleet.stats import Weights
 from backend.wire.engine import PAUSED
 
@@ -293,3 +295,13 @@ def test_an_update_that_stays_incomplete_or_fails_leaves_the_weights_of_a_direct
         control.update_weights(tensors(a=(2, 3)))
     assert core.log[-5:] == ["load old", "reset", "renewed", "resume", "on"]
     assert control.loaded == Weights()
+
+
+def test_acceptance_is_counted_by_the_newest_versions() -> None:
+    counters = Counters(VerifierStats("v", 0.0, "sync", 4))
+    for update in range(VERSIONS + 2):
+        counters.stats.weights = Weights(update, f"step-{update}")
+        for _ in range(2):
+            counters.verification("d", 8, update)
+    found = counters.drafter("d").by_version
+    assert found == {f"step-{update}": Verified(2, 16, 2 * update) for update in range(2, VERSIONS + 2)}
