@@ -1,4 +1,4 @@
-"""What a request asks of speculation: the body's `outrider` and `prediction`, and a header.  Nothing of it changes a token."""
+"""What a request asks of its own: the body's `outrider` and `prediction`, and a header.  Nothing of it changes a token."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MAX_PREDICTION_TOKENS = 1 << 14
 """Tokens of a prediction that draft; the answer is rarely longer, and a verifier keeps some hundred bytes for each."""
 _CHARS_PER_TOKEN = 8
 """Text beyond so many is not tokenized: it would only be cut."""
-_FIELDS = ("stats", "mode", "num_speculative_tokens")
+_FIELDS = ("stats", "mode", "num_speculative_tokens", "logprobs_mode")
 
 
 async def inquire(gateway: Gateway, request: Request, data: Mapping[str, Any]) -> Inquiry | None:
@@ -38,7 +38,8 @@ async def inquire(gateway: Gateway, request: Request, data: Mapping[str, Any]) -
     mode, longest = _mode(options, gateway.settings), _longest(options, gateway.settings)
     text = _predicted(data.get("prediction"))
     prediction = await _tokens(gateway, text) if text else []
-    asked = Asked(stats or bool(prediction), mode, longest, prediction)  # type: ignore[arg-type]  # one of its literals
+    logprobs_mode = _logprobs_mode(options, gateway.settings)
+    asked = Asked(stats or bool(prediction), mode, longest, prediction, logprobs_mode)  # type: ignore[arg-type]  # its literals
     if asked == Asked():
         return None
     if asked.account and data.get("use_beam_search"):
@@ -91,6 +92,16 @@ def _longest(options: Mapping[str, Any], settings: Settings) -> int | None:
     if type(longest) is not int or not 0 <= longest <= most:
         raise BadRequest(f"`{name}` must be an integer from 0 to {most}.", param=name)
     return longest
+
+
+def _logprobs_mode(options: Mapping[str, Any], settings: Settings) -> str | None:
+    name = "outrider.logprobs_mode"
+    mode = options.get("logprobs_mode")
+    if mode not in (None, "raw", "processed"):
+        raise BadRequest(f"`{name}` must be raw or processed.", param=name)
+    if mode is not None and settings.mode == "native":
+        raise BadRequest(f"`{name}` cannot be chosen in mode native: vLLM's own sampler has one for all requests.", param=name)
+    return mode
 
 
 def _predicted(prediction: Any) -> str:

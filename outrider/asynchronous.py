@@ -225,12 +225,14 @@ class AsyncFleet:
     async def _sample(
         self, prompt: list[int], index: int, sample: int, fields: dict[str, Any], session: str | None = None
     ) -> Sample:
+        fields = dict(fields)
+        logprobs_mode = fields.pop("logprobs_mode", None)
         body = {
             "model": self._model,
             "token_ids": prompt,
             "sampling_params": fields,
             "output_mode": "text" if fields.get("detokenize", True) else "tokens",
-            "outrider": {"stats": True},
+            "outrider": {"stats": True, "logprobs_mode": logprobs_mode},
         }
         answer = await self._connection.send_in_turn("/inference/v1/generate", body, session)
         choice = answer["choices"][0]

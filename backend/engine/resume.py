@@ -22,7 +22,7 @@ from vllm.utils import length_from_prompt_token_ids_or_embeds
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
 
-from backend.wire.engine import GREEDY_BELOW, NOISE_SEED, Asked
+from backend.wire.engine import GREEDY_BELOW, LOGPROBS_MODE, NOISE_SEED, Asked
 
 
 def add_request(
@@ -40,6 +40,10 @@ def add_request(
         _check(core, request, emitted)
         # They left with the first token.
         request.sampling_params.prompt_logprobs = None
+    if request.sampling_params is not None and request.sampling_params.extra_args:
+        # Clients may name arguments, too (`vllm_xargs`); these are the verifier's.
+        theirs = request.sampling_params.extra_args
+        request.sampling_params.extra_args = {name: theirs[name] for name in theirs.keys() - {NOISE_SEED, LOGPROBS_MODE}}
     if request.sampling_params is None:
         # It embeds or scores, and draws nothing.
         pass
@@ -49,6 +53,8 @@ def add_request(
         request.sampling_params.seed = continued_seed(request.sampling_params.seed, len(emitted))
     if asked is not None:
         _check_vocabulary(core, asked.prediction, "a token of the prediction")
+        if asked.logprobs_mode is not None and request.sampling_params is not None:
+            _add_argument(request.sampling_params, LOGPROBS_MODE, asked.logprobs_mode)
     made, wave = core.preprocess_add_request(request)
     made.outrider = asked
     if emitted:
@@ -90,8 +96,12 @@ def _seed(params: Any, noise_seed: int | None) -> None:
         return
     seed = params.seed if params.seed is not None else noise_seed
     seed = secrets.randbits(64) if seed is None else seed % 2**64
-    params.extra_args = {**(params.extra_args or {}), NOISE_SEED: seed}
+    _add_argument(params, NOISE_SEED, seed)
     params.seed = None
+
+
+def _add_argument(params: Any, name: str, value: Any) -> None:
+    params.extra_args = {**(params.extra_args or {}), name: value}
 
 
 def _advance_grammar(manager: Any, request: Any, emitted: list[int]) -> None:

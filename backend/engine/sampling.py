@@ -30,7 +30,7 @@ from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.worker import gpu_model_runner
 
 from backend.noise import choose
-from backend.wire.engine import GREEDY_BELOW, NOISE_SEED
+from backend.wire.engine import GREEDY_BELOW, LOGPROBS_MODE, NOISE_SEED
 
 
 class Rows:
@@ -76,20 +76,33 @@ class SharedNoise:
         if spec_decode_metadata is not None and any(spec_decode_metadata.num_draft_tokens):
             drafts, drafted = spec_decode_metadata.draft_token_ids, spec_decode_metadata.num_draft_tokens
         rows = Rows(drafted, logits.device)
-        processed, kept = _processed(logits, metadata, rows, runner.sampler)
+        states = [runner.requests[each] for each in batch.req_ids]
+        raw = None
+        if metadata.max_num_logprobs is not None or metadata.logprob_token_ids:
+            raw = np.array([_wants_raw(each, runner.sampler.logprobs_mode) for each in states])
+        processed, kept = _processed(logits, metadata, rows, runner.sampler, raw)
         if metadata.all_greedy:
             chosen = runner.sampler.greedy_sample(processed)
         else:
             lengths = batch.num_tokens_no_spec[:count][rows.request] + rows.depth
-            seeds = np.array([_seed_of(runner.requests[r]) for r in batch.req_ids], dtype=np.uint64).view(np.int64)
+            seeds = np.array([_seed_of(each) for each in states], dtype=np.uint64).view(np.int64)
             chosen = _draw(processed, metadata, rows, seeds[rows.request], lengths)
         sampled = _accepted(chosen, drafts, rows)
         return SamplerOutput(sampled.to(torch.int32), _logprobs(kept, sampled, metadata, rows, runner.sampler))
 
 
 def _seed_of(state: Any) -> int:
+    return int(_argument(state, NOISE_SEED, 0))
+
+
+def _wants_raw(state: Any, mode: str) -> bool:
+    """Whether a request's log probabilities are the model's; `mode` is vLLM's `logprobs_mode`."""
+    return bool(_argument(state, LOGPROBS_MODE, mode).startswith("raw"))
+
+
+def _argument(state: Any, name: str, default: Any) -> Any:
     params = state.sampling_params
-    return int(params.extra_args.get(NOISE_SEED, 0)) if params is not None and params.extra_args else 0
+    return params.extra_args.get(name, default) if params is not None and params.extra_args else default
 
 
 def _draw(logits: Tensor, metadata: SamplingMetadata, rows: Rows, seeds: Any, positions: Any) -> Tensor:
@@ -123,13 +136,15 @@ def _accepted(chosen: Tensor, drafts: Tensor | None, rows: Rows) -> Tensor:
 # -- the target's distribution -----------------------------------------------------------------------------------------
 
 
-def _processed(logits: Tensor, metadata: SamplingMetadata, rows: Rows, sampler: Any) -> tuple[Tensor, Tensor | None]:
-    """Logits after all processors and temperature, and those that log-probabilities are made of, where they are asked for.
+def _processed(
+    logits: Tensor, metadata: SamplingMetadata, rows: Rows, sampler: Any, raw: np.ndarray[Any, Any] | None
+) -> tuple[Tensor, Tensor | None]:
+    """Logits after all processors and temperature, and those that log-probabilities are made of.
 
-    `-inf` stands at tokens that cannot be drawn.  The steps and their order are those of vLLM's `Sampler.forward`.
+    `raw` `[requests]` says whose are made of the logits as they came; None: nobody asks for any.  `-inf` stands at tokens that
+    cannot be drawn.  The steps and their order are those of vLLM's `Sampler.forward`.
     """
-    wants = metadata.max_num_logprobs is not None or bool(metadata.logprob_token_ids)
-    raw = logits.to(torch.float32, copy=True) if wants and sampler.logprobs_mode.startswith("raw") else None
+    kept = logits.to(torch.float32, copy=True) if raw is not None and raw.any() else None
     logits = logits.to(torch.float32)
     logits = _constrain(logits, metadata, rows) if rows.deepest else sampler.apply_logits_processors(logits, metadata, False)
     if not metadata.all_greedy:
@@ -140,7 +155,11 @@ def _processed(logits: Tensor, metadata: SamplingMetadata, rows: Rows, sampler: 
             logits = _apply_by_depth(processor, logits, metadata, rows)
         top_k, top_p = (None if each is None else rows.spread(each) for each in (metadata.top_k, metadata.top_p))
         logits = apply_top_k_top_p(logits, top_k, top_p)
-    return logits, (raw if raw is not None else logits) if wants else None
+    if raw is None:
+        return logits, None
+    if kept is None or raw.all():
+        return logits, logits if kept is None else kept
+    return logits, torch.where(rows.spread(async_tensor_h2d(raw, device=logits.device)).unsqueeze(1), kept, logits)
 
 
 def _constrain(logits: Tensor, metadata: SamplingMetadata, rows: Rows) -> Tensor:

@@ -29,7 +29,7 @@ import msgspec
 
 from backend.fleet.stats import Weights
 
-ENGINE_WIRE_VERSION = 5
+ENGINE_WIRE_VERSION = 6
 
 HELLO, ADD, ABORT, UTILITY, ROWS, PING = b"h", b"a", b"x", b"u", b"q", b"p"
 WELCOME, TAKEN, OUTPUTS, ACCOUNTS, STATS, REFUSED = b"w", b"t", b"o", b"c", b"s", b"r"
@@ -42,6 +42,8 @@ FIXED_RESPONSE = "outrider_fixed_response"
 
 NOISE_SEED = "outrider_noise_seed"
 """Key of `SamplingParams.extra_args` within a verifier: the seed of a request's noise (`backend/noise`), below 2**64."""
+LOGPROBS_MODE = "outrider_logprobs_mode"
+"""Key of `SamplingParams.extra_args` within a verifier: a request's own `Asked.logprobs_mode`."""
 GREEDY_BELOW = 1e-5
 """Temperature below which vLLM takes the likeliest token."""
 
@@ -55,7 +57,7 @@ class EngineHello(msgspec.Struct, frozen=True):
 
 
 class Asked(msgspec.Struct, frozen=True):
-    """What a request asks of speculation.  It changes no token."""
+    """What a request asks beside vLLM's parameters.  It changes no token."""
 
     account: bool = False
     """Whether its `Account` is wanted."""
@@ -65,6 +67,8 @@ class Asked(msgspec.Struct, frozen=True):
     """Its longest draft; None: the verifier's own."""
     prediction: list[int] = []
     """Tokens that the answer is likely to repeat: they are drafts, too."""
+    logprobs_mode: Literal["raw", "processed"] | None = None
+    """Log probabilities of the model, or of what was drawn from; None: as `engine_args.logprobs_mode` says."""
 
 
 class Tally(msgspec.Struct):

@@ -12,7 +12,7 @@ import pytest
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 from backend.models.demo import TARGET_DIR
-from backend.wire.engine import ADD, Addition
+from backend.wire.engine import ADD, LOGPROBS_MODE, NOISE_SEED, Addition
 from tests.support.processes import Drafter, Verifier, together
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
@@ -144,6 +144,12 @@ def test_limits_count_what_was_emitted(verifier: Verifier) -> None:
     part = client.answers.pop(request_id)
     assert (part.tokens, part.finish_reason) == ([stop], "stop")
     assert client.answers.pop(later).tokens[0] != stop
+
+
+def test_a_client_cannot_set_what_the_verifier_tells_its_sampler(verifier: Verifier) -> None:
+    with_names = params(extra_args={NOISE_SEED: "x", LOGPROBS_MODE: 5}, logprobs=0)
+    answers = verifier.client.generate(PROMPTS[:2], [with_names, params(temperature=1.0)])
+    assert [answer.finish_reason for answer in answers] == ["length", "length"]
 
 
 def test_what_cannot_be_continued_ends_alone(verifier: Verifier) -> None:

@@ -21,6 +21,8 @@ ROWS = [
     ({"outrider": {"num_speculative_tokens": -1}}, "outrider.num_speculative_tokens"),
     ({"outrider": {"num_speculative_tokens": True}}, "outrider.num_speculative_tokens"),
     ({"outrider": {"num_speculative_tokens": 9}}, "outrider.num_speculative_tokens"),
+    ({"outrider": {"logprobs_mode": "raw_logprobs"}}, "outrider.logprobs_mode"),
+    ({"outrider": {"logprobs_mode": ["raw"]}}, "outrider.logprobs_mode"),
     ({"prediction": "x"}, "prediction"),
     ({"prediction": {"type": "text", "content": "x"}}, "prediction"),
     ({"prediction": {"type": "content", "content": 5}}, "prediction.content"),
@@ -50,6 +52,7 @@ async def test_wrong_wishes_are_named(body, param):
     [
         ("native", {"mode": "off"}, "outrider.mode"),
         ("native", {"num_speculative_tokens": 1}, "outrider.num_speculative_tokens"),
+        ("native", {"logprobs_mode": "processed"}, "outrider.logprobs_mode"),
         ("off", {"mode": "sync"}, "outrider.mode"),
         ("off", {"num_speculative_tokens": 0}, "outrider.num_speculative_tokens"),
         ("ahead", {"mode": "native"}, "outrider.mode"),

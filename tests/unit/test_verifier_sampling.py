@@ -26,7 +26,7 @@ from vllm.v1.worker import gpu_model_runner
 
 from backend.engine import sampling
 from backend.engine.sampling import Rows, SharedNoise, _accepted
-from backend.wire.engine import NOISE_SEED
+from backend.wire.engine import LOGPROBS_MODE, NOISE_SEED
 from tests.support.biased import NoRepeat
 from tests.support.properties import examples
 
@@ -229,6 +229,24 @@ def test_log_probabilities_are_those_of_plain_decoding(mode: str, wanted: int) -
                 for mine, its in zip(found[:3], plain[:3], strict=True):
                     if its is not None and its.numel():
                         torch.testing.assert_close(mine[i * width + depth], its[0], rtol=1e-5, atol=1e-5)
+
+
+def test_each_request_has_the_log_probabilities_it_asks_for() -> None:
+    for seed in range(8):
+        requests = batch(seed, ["penalties", "top"])
+        for mode in ("raw_logprobs", "processed_logprobs"):
+            of_all = {each: sample(requests, 2, f"{each}_logprobs").logprobs_tensors for each in ("raw", "processed")}
+            wishes = [[None, "raw", "processed"][(seed + i) % 3] for i in range(len(requests))]
+            for request, wish in zip(requests, wishes, strict=True):
+                request.params.extra_args[LOGPROBS_MODE] = wish or mode
+            output = sample(requests, 2, mode)
+            width = output.sampled_token_ids.shape[1]
+            for i, (request, wish) in enumerate(zip(requests, wishes, strict=True)):
+                mine = slice(i * width, (i + 1) * width)
+                expected = of_all[wish or mode.partition("_")[0]]
+                for found, wanted in zip(output.logprobs_tensors[:3], expected[:3], strict=True):
+                    assert torch.equal(found[mine], wanted[mine])
+                del request.params.extra_args[LOGPROBS_MODE]
 
 
 def test_seeds_and_positions_decide_and_greedy_requests_have_no_noise() -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 import backend.models.demo
 from examples.calculator import CALL, TURNS, beginnings, calculator
@@ -13,6 +16,8 @@ from outrider import Fleet, OutriderError
 from tests.support.fleet_process import ServedFleet, wait_for
 
 TARGET = Path(backend.models.demo.__file__).parent / "target"
+ROUNDED = 0.1
+"""By how much two computations in bfloat16 may differ, in nats."""
 GREEDY = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True}
 
 
@@ -30,6 +35,33 @@ def test_samples_of_a_joined_fleet(fleet: ServedFleet) -> None:
         with pytest.raises(OutriderError) as raised:
             list(joined.generate(["x"], {"temperature": -3}))
         assert raised.value.status == 400
+
+
+def test_logprobs_of_the_model_or_of_what_was_drawn_from(fleet: ServedFleet) -> None:
+    model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.bfloat16)
+    prompt, sampling = [5, 6, 7], {"temperature": 0.5, "top_k": 20, "seed": 1, "max_tokens": 48, "ignore_eos": True}
+    with Fleet.join(fleet.url) as joined:
+        for mode in (None, "raw", "processed"):
+            (sample,) = joined.generate([prompt], {**sampling, "logprobs": 0, "logprobs_mode": mode})
+            with torch.no_grad():
+                logits = model(torch.tensor([prompt + sample.token_ids])).logits[0, len(prompt) - 1 : -1].float()
+            if mode == "processed":
+                logits /= 0.5
+                logits[logits < logits.topk(20).values[:, -1:]] = -torch.inf
+            expected = logits.log_softmax(-1).gather(1, torch.tensor(sample.token_ids)[:, None])[:, 0]
+            assert sample.logprobs is not None
+            off = (torch.tensor(sample.logprobs) - expected).abs().max()
+            print(f"{mode}: {off:.2g} from transformers at most")
+            assert off < ROUNDED
+            body = {"model": "demo", "prompt": prompt, "logprobs": 0, "outrider": {"logprobs_mode": mode}, **sampling}
+            (choice,) = fleet.http.post("/v1/completions", json=body).json()["choices"]
+            assert choice["logprobs"]["token_logprobs"] == pytest.approx(sample.logprobs, abs=ROUNDED)
+    few = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 8, "top_k": 3, "logprobs": True, "top_logprobs": 3}
+    for mode, whole in (("raw", False), ("processed", True)):
+        answer = fleet.http.post("/v1/chat/completions", json={**few, "model": "demo", "outrider": {"logprobs_mode": mode}})
+        tokens = answer.json()["choices"][0]["logprobs"]["content"]
+        sums = [sum(math.exp(top["logprob"]) for top in each["top_logprobs"]) for each in tokens]
+        assert all(each > 1 - 1e-4 for each in sums) is whole
 
 
 def test_weights_of_a_state_dict_twice_and_back(fleet: ServedFleet, tmp_path: Path) -> None:
