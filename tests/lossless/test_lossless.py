@@ -10,12 +10,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoTokenizer
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+from vllm.v1.outputs import LogprobsLists
 
 from backend.config import REMOTE_MODES
 from backend.engine.client import Answer
@@ -32,6 +34,7 @@ PROMPTS, TOKENS = 64, 128
 FEW_PROMPTS, FEW_TOKENS = 8, 48
 TEMPERATURES = (0.0, 0.7, 1.0)
 SAMPLES, FEWER_SAMPLES, MANY_SAMPLES, BATCH = 10_000, 2_500, 60_000, 500
+MANY_LOGPROBS = 1_000
 TIE_NATS = 1e-3
 SIGNIFICANT = 0.01
 """The draws are fixed by the requests' seeds: the outcome is the same every time."""
@@ -313,6 +316,42 @@ def test_logprobs_are_the_same_with_and_without_speculation(
         pairs = list(zip(_logprobs(mine), _logprobs(theirs), strict=True))
         assert len(pairs) == FEW_TOKENS
         assert max(abs(a - b) for pair in pairs for a, b in zip(*pair, strict=True)) < 1e-4
+
+
+@pytest.mark.campaign
+def test_logprobs_of_a_thousand_sampled_tokens(
+    engines: dict[str, Verifier], plain: Verifier, said: dict[str, Future[Said]]
+) -> None:
+    """Native draws other tokens: what it says of them is compared with what plain decoding's engine says of the same tokens."""
+    prompts = python_prompts(MANY_LOGPROBS // TOKENS + 1)
+    expected = texts(plain, prompts, temperature=1.0, logprobs=0)
+    furthest = {"off, as a prompt": _furthest(expected, _as_prompts(plain, prompts, expected))}
+    for mode in sorted(REMOTE_MODES):
+        said[mode].result()
+        furthest[mode] = _furthest(texts(engines[mode], prompts, temperature=1.0, logprobs=0), expected)
+    said["native"].result()
+    native = texts(engines["native"], prompts, temperature=1.0, logprobs=0)
+    furthest["native"] = _furthest(native, _as_prompts(plain, prompts, native))
+    print(f"logprobs of {len(prompts) * TOKENS} tokens differ by at most:", {k: f"{v:.2g}" for k, v in furthest.items()})
+    assert max(furthest.values()) < 1e-4
+
+
+def _furthest(found: list[Answer], expected: list[Answer]) -> float:
+    pairs = list(zip(found, expected, strict=True))
+    assert all(one.tokens == other.tokens for one, other in pairs)
+    return max(abs(a - b) for pair in pairs for (a, *_), (b, *_) in zip(*map(_logprobs, pair), strict=True))
+
+
+def _as_prompts(plain: Verifier, prompts: list[list[int]], answers: list[Answer]) -> list[Answer]:
+    """The same tokens with the log probabilities that they have in a prompt: computed all at once, and nothing is drawn."""
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    whole = [prompt + answer.tokens for prompt, answer in zip(prompts, answers, strict=True)]
+    made = []
+    for each, answer in zip(plain.client.generate(whole, params), answers, strict=True):
+        (found,) = [out.new_prompt_logprobs_tensors for out in each.outputs if out.new_prompt_logprobs_tensors is not None]
+        rows = [row[-len(answer.tokens) :] for row in found[:3]]
+        made.append(Answer(answer.tokens, outputs=[SimpleNamespace(new_logprobs=LogprobsLists(*rows, None))]))  # type: ignore[list-item]
+    return made
 
 
 def _logprobs(answer: Answer) -> list[list[float]]:
