@@ -350,7 +350,7 @@ def _as_prompts(plain: Verifier, prompts: list[list[int]], answers: list[Answer]
     for each, answer in zip(plain.client.generate(whole, params), answers, strict=True):
         (found,) = [out.new_prompt_logprobs_tensors for out in each.outputs if out.new_prompt_logprobs_tensors is not None]
         rows = [row[-len(answer.tokens) :] for row in found[:3]]
-        made.append(Answer(answer.tokens, outputs=[SimpleNamespace(new_logprobs=LogprobsLists(*rows, None))]))  # type: ignore[list-item]
+        made.append(Answer(answer.tokens, outputs=[SimpleNamespace(new_logprobs=LogprobsLists(*rows, None))]))
     return made
 
 
