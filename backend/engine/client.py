@@ -18,6 +18,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreReques
 
 from backend.engine.speech import EngineSpeech
 from backend.fleet import VerifierStats
+from backend.fleet.stats import Weights
 from backend.records.kept import RowBatch
 from backend.transport import Hub, Wire
 from backend.wire.engine import FIXED_RESPONSE, Account, Asked, EngineWelcome, Refusal
@@ -118,6 +119,9 @@ class EngineClient:
         self.heard_at = time.monotonic()
         self.welcome: EngineWelcome | None = None
         self.refusals: list[str] = []
+        self.results: dict[int, str | None] = {}
+        """What has come of `call`, by its number: why it failed, or None."""
+        self._calls = 0
         self._watch = watch
         self._send(self._speech.hello(name))
         self.run_until(lambda: self.welcome is not None or bool(self.refusals))
@@ -156,6 +160,18 @@ class EngineClient:
     def abort(self, request_id: str) -> None:
         """Ends a request early."""
         self._send(self._speech.abort([request_id]))
+
+    def call(self, method: str, *args: Any) -> int:
+        """Calls a method of the verifier's engine core; returns the number of its result."""
+        number = self._calls = self._calls + 1
+        self._send(self._speech.call(number, method, args))
+        return number
+
+    @property
+    def weights(self) -> Weights:
+        """Which weights of the target the verifier runs, as far as it has said."""
+        said = self.stats or self.welcome
+        return said.weights if said is not None else Weights()
 
     def ping(self) -> None:
         """Tells the verifier that this client lives; `run_until` does it by itself."""
@@ -233,6 +249,8 @@ class EngineClient:
         if isinstance(heard, EngineCoreOutputs):
             for output in heard.outputs:
                 self._take_output(output, now)
+            if heard.utility_output is not None:
+                self.results[heard.utility_output.call_id] = heard.utility_output.failure_message
         elif isinstance(heard, list):
             for account in heard:
                 if account.request_id in self.answers:

@@ -19,9 +19,11 @@ from backend.rollout.options import RolloutOptions, fleet_settings, joined_setti
 
 if TYPE_CHECKING:
     from backend.coordinator.actor import CoordinatorHandle
+    from backend.rollout.log import RoundLog
     from backend.rollout.requests import Request, Tokenizer
     from backend.rollout.run import Sampling
     from backend.rollout.trace import Case
+    from backend.rollout.workers import Workers
 
 Say = Callable[[str], None]
 
@@ -36,6 +38,7 @@ class _Work(NamedTuple):
     rounds: list[list[Request]]
     tokenizer: Tokenizer
     sampling: Sampling
+    logs: list[RoundLog]
 
 
 class _Place(NamedTuple):
@@ -68,8 +71,10 @@ def _prepare(
 ) -> _Work:
     """Every check that can be made before anything runs; `models` are asked for when the cheap ones have passed."""
     # Imported here, as are other heavy modules below: help and wrong flags come at once.
+    from backend.rollout.log import RoundLog
     from backend.rollout.requests import Tokenizer
     from backend.rollout.trace import TraceError, trace_file
+    from backend.rollout.weights import WeightsError, check_weights
 
     try:
         file, step = trace_file(options.trace, options.step)
@@ -81,11 +86,16 @@ def _prepare(
         tokenizer = Tokenizer(found.target_dir)
         parts = [_requests(options, settings, found, cases[each.start : each.stop], file, tokenizer) for each in rows]
         sampling = _sampling(options, found, tokenizer, seed)
+        logs = [RoundLog(wanted) for wanted in options.log]
+        if options.weights_dir is not None:
+            check_weights(options.weights_dir, found.target_dir)
     except (TraceError, ModelError) as error:
         raise ConfigError(str(error)) from error
+    except WeightsError as error:
+        raise ConfigError(f"--weights-dir {error}") from error
     lengths = [request.expected for part in parts for request in part]
     say(f"{file}: {len(lengths)} requests, {sum(lengths)} response tokens expected, {max(lengths)} at most")
-    return _Work(step, [part for part in parts for _ in range(options.repeat)], tokenizer, sampling)
+    return _Work(step, [part for part in parts for _ in range(options.repeat)], tokenizer, sampling, logs)
 
 
 def trace(arguments: Sequence[str], say: Say) -> None:
@@ -224,25 +234,53 @@ def _rounds(options: RolloutOptions, place: _Place, work: _Work, say: Say) -> No
 
     about = _about(options, place, work.step)
     slots, interval_s = place.settings.verifier.max_num_seqs, place.settings.gateway.balance_interval_s
-    workers = Workers(place.coordinator, place.coordinator.info().fleet_keys, place.node_id)
+    workers = Workers(place.coordinator, place.coordinator.info().fleet_keys, place.node_id, place.models.target_dir)
     cases: dict[int, Case] = {}
     try:
         workers.look()
         for number, requests in enumerate(work.rounds):
+            fault = _renew(options.weights_dir, workers, say) if number and options.weights_dir is not None else ""
             bar = Bar(sys.stderr, f"round {number}", len(requests))
             runner = RoundRunner(number, requests, workers, slots, work.sampling, bar, interval_s)
             runner.say = say
             finished = runner.run()
-            report = round_report(finished, about)
+            report = round_report(finished, about, workers.version, fault)
             directory = round_directory(options.out, work.step, number)
             write_round(directory, finished, report)
             for each in requests:
                 text = each.case.gen if each.fixed is not None else work.tokenizer.text(finished.responses[each.number])
                 cases[each.number] = Case(each.number, each.case.prompt, text)
             write_cases(cases_file(options.out, work.step), [cases[each] for each in sorted(cases)])
+            for log in work.logs:
+                _log(log, work.step + number, report, say)
             say(f"{directory}:\n{markdown(report)}")
     finally:
         workers.close()
+        for log in work.logs:
+            log.close()
+
+
+def _renew(directory: Path, workers: Workers, say: Say) -> str:
+    """The newest weights, unless they are loaded already; returns why they could not be."""
+    from backend.rollout.weights import WeightsError, newest
+
+    try:
+        found = newest(directory)
+        if found is None or str(found) == workers.weights.path:
+            return ""
+        fault = workers.load(found)
+    except WeightsError as error:
+        fault = str(error)
+    say(f"weights {workers.weights.version} stay: {fault}" if fault else f"weights {workers.weights.version} are loaded")
+    return fault
+
+
+def _log(log: RoundLog, step: int, report: dict[str, Any], say: Say) -> None:
+    try:
+        log.write(step, report)
+    except Exception as error:
+        # Whatever a curve fails by, the rollout is worth more.
+        say(f"the round is not in the log: {error}")
 
 
 def _about(options: RolloutOptions, place: _Place, step: int) -> dict[str, Any]:

@@ -71,6 +71,10 @@ class RolloutOptions:
     limit: int | None
     max_tokens: int | None
     temperature: float
+    weights_dir: Path | None
+    """Where a trainer leaves weights for the rounds after the first."""
+    log: list[str]
+    """`tensorboard:DIR`, `wandb:PROJECT`."""
     sampling: dict[str, Any]
     """Further sampling parameters, by vLLM's names."""
 
@@ -114,6 +118,8 @@ def rollout_options(arguments: Sequence[str]) -> tuple[RolloutOptions, list[str]
         raise ConfigError("--fixed-responses says what is emitted: no --n and no --sampling beside it")
     if options.join is not None and (options.impl or options.method):
         raise ConfigError("--join takes a fleet as it is: no --impl and no --method beside it")
+    if options.join is not None and options.weights_dir is not None:
+        raise ConfigError("--join takes a fleet as it is: its gateways load weights (POST /update_weights), not --weights-dir")
     if options.batch is None and options.rounds is not None and options.rounds > 1:
         raise ConfigError("--rounds counts parts of --batch rows each; the same rows again: --repeat")
     return options, settings
@@ -212,6 +218,19 @@ def _rollout_parser() -> argparse.ArgumentParser:
     say("--step", type=at_least(0), metavar="S", help="the training step (default: the S of the trace's name)")
     say("--limit", type=at_least(1), metavar="N", help="the first N rows only")
     say("--max-tokens", type=at_least(1), metavar="N", help="longest response (default: 1024 for a free one)")
+    say(
+        "--weights-dir",
+        type=Path,
+        metavar="DIR",
+        help="before each round but the first, load the newest weights there: of step-N, or as the file latest names them",
+    )
+    say(
+        "--log",
+        action="append",
+        default=[],
+        metavar="WHERE",
+        help="figures of each round: tensorboard:DIR or wandb:PROJECT, if the package is installed",
+    )
     say(
         "--sampling",
         type=_sampling,

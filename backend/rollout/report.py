@@ -32,8 +32,8 @@ def merged(parts: Sequence[Part]) -> list[Part]:
     return list(by_number.values())
 
 
-def round_report(finished: Round, about: dict[str, Any]) -> dict[str, Any]:
-    """Everything about one round, for `report.json`."""
+def round_report(finished: Round, about: dict[str, Any], weights: str = "0", fault: str = "") -> dict[str, Any]:
+    """Everything about one round, for `report.json`: `weights` is their version, `fault` why they are not the newest."""
     parts = merged(finished.parts)
     workers = [_worker(part) for part in parts]
     verified = finished.verifications()
@@ -56,6 +56,8 @@ def round_report(finished: Round, about: dict[str, Any]) -> dict[str, Any]:
             "behind_the_others_s": _round(straggler["finished_s"] - statistics.median(others)) if others else 0.0,
         },
         "moved": finished.moves,
+        "weights": weights,
+        "weights_fault": fault,
         "died": [
             {"worker": death.worker, "reason": death.reason, "at_s": _round(death.at_s), "requests_resumed": death.resumed}
             for death in finished.deaths
@@ -85,6 +87,8 @@ def markdown(report: dict[str, Any]) -> str:
         f"- {report['requests']} requests, {report['tokens']} tokens in {report['wall_s']:.1f} s: "
         f"{report['tokens_per_s']:.0f} tokens/s",
         f"- acceptance length ({kind.replace('_', '-')}): {length:.2f}" if length else "- nothing was drafted",
+        f"- weights: {report['weights']}",
+        *([f"- **newer weights were not loaded**: {report['weights_fault']}"] if report["weights_fault"] else []),
         f"- straggler: worker {straggler['worker']}, done after {straggler['finished_s']:.1f} s, "
         f"{straggler['behind_the_others_s']:.1f} s behind the others",
     ]

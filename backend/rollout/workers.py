@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from msgspec.structs import replace
 
@@ -18,6 +19,7 @@ from backend.coordinator import CoordinatorUnavailable
 from backend.coordinator.actor import CoordinatorHandle
 from backend.engine.client import EngineClient, EngineRefused
 from backend.fleet import Member
+from backend.fleet.stats import Weights
 from backend.records.kept import RowBatch
 from backend.transport import Hub, ServerKeys, Wire
 
@@ -27,6 +29,8 @@ SILENCE_LIMIT_S = 60.0
 """A verifier publishes counters four times a second: one silent for so long hangs."""
 
 ANSWER_S = 5.0
+LOAD_S = 600.0
+"""So long a verifier that was started anew may load the weights of the others."""
 
 
 @dataclass(eq=False)
@@ -59,7 +63,11 @@ class Worker:
 class Workers:
     """All verifiers that can be used now."""
 
-    def __init__(self, coordinator: CoordinatorHandle, fleet_keys: ServerKeys | None, node_id: str = "") -> None:
+    def __init__(
+        self, coordinator: CoordinatorHandle, fleet_keys: ServerKeys | None, node_id: str = "", target_dir: str = ""
+    ) -> None:
+        self.weights = Weights(path=target_dir)
+        """What all of them were given."""
         self.hub = Hub(Wire(fleet_keys, node_id=node_id))
         self.present: dict[str, Worker] = {}
         self._coordinator = coordinator
@@ -86,6 +94,40 @@ class Workers:
         left = self._leave(gone)
         come = [self._join(member) for name, member in sorted(ready.items()) if name not in self.present]
         return [worker for worker in come if worker is not None], left
+
+    @property
+    def version(self) -> str:
+        """Of the weights that they run, as they say themselves."""
+        return ", ".join(sorted({each.client.weights.version for each in self.present.values()}))
+
+    def load(self, path: Path) -> str:
+        """All verifiers get the weights in a directory; returns why they have kept the earlier ones, if so."""
+        wanted = Weights(self.weights.update + 1, path.name, str(path))
+        faults = self._renew(wanted)
+        if not faults:
+            self.weights = wanted
+            return ""
+        if len(faults) < len(self.present):
+            # No two of them in one round.
+            self.weights = replace(self.weights, update=wanted.update + 1)
+            faults |= self._renew(self.weights)
+        return "; ".join(f"{name}: {fault}" for name, fault in sorted(faults.items()))
+
+    def _renew(self, wanted: Weights) -> dict[str, str]:
+        """Returns when all who are there have answered: who has failed to load these weights, and why."""
+        asked: dict[Worker, int] = {}
+        while True:
+            for worker in self.present.values():
+                if worker not in asked:
+                    asked[worker] = worker.client.call("reload_weights", wanted.path, wanted.version, wanted.update)
+            if all(asked[each] in each.client.results for each in self.present.values()):
+                break
+            self.hub.poll(ANSWER_S)
+            for worker in self.present.values():
+                worker.client.receive()
+            self.look()
+        results = {each.name: each.client.results[asked[each]] for each in self.present.values()}
+        return {name: fault for name, fault in results.items() if fault is not None}
 
     def tend(self) -> None:
         """Once a second: tells every worker that this client lives, and asks for rows."""
@@ -115,9 +157,9 @@ class Workers:
 
     def _silent(self) -> list[tuple[Worker, str]]:
         late = time.monotonic() - SILENCE_LIMIT_S
-        return [
-            (each, f"was silent for {SILENCE_LIMIT_S:g} s") for each in self.present.values() if each.client.heard_at < late
-        ]
+        # One that loads weights has said so, and says nothing meanwhile.
+        speaking = [each for each in self.present.values() if each.client.stats is None or not each.client.stats.paused]
+        return [(each, f"was silent for {SILENCE_LIMIT_S:g} s") for each in speaking if each.client.heard_at < late]
 
     def _leave(self, gone: Sequence[tuple[Worker, str]]) -> list[tuple[Worker, str]]:
         for worker, _ in gone:
@@ -131,6 +173,7 @@ class Workers:
     def _join(self, member: Member) -> Worker | None:
         try:
             client = EngineClient(self.hub.wire.route(member), "rollout", hub=self.hub, server_key=member.server_key)
+            self._catch_up(client)
         except (EngineRefused, TimeoutError) as error:
             logger.warning("%s cannot be used: %s", member.id, error)
             return None
@@ -140,6 +183,17 @@ class Workers:
         worker = Worker(number, member, client, first_step=self._next_step.get(member.id, 0))
         self.present[member.id] = worker
         return worker
+
+    def _catch_up(self, client: EngineClient) -> None:
+        """A verifier that was started anew loads what the others have.  Raises `EngineRefused`, `TimeoutError`."""
+        assert client.welcome is not None
+        if client.welcome.weights.update >= self.weights.update:
+            return
+        call = client.call("catch_up", self.weights.path, self.weights.version, self.weights.update)
+        client.run_until(lambda: call in client.results, LOAD_S)
+        if fault := client.results[call]:
+            client.close()
+            raise EngineRefused(fault)
 
 
 def _number(name: str, used: set[int]) -> int:

@@ -42,7 +42,10 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     assert made.returncode == 0, made.stderr
     fleet = ["--verifiers", "2", "--drafters", "2", "--draft-mode", "sync", "--k", "3"]
+    (directory / "w").mkdir()
+    (directory / "w" / "step-8").symlink_to(TARGET_DIR)
     run = ["--trace", str(trace), "--out", str(directory), "--repeat", str(ROUNDS), "--fixed-responses"]
+    run += ["--weights-dir", str(directory / "w")]
     done = outrider(directory, "rollout", *run, *fleet)
     assert done.returncode == 0, done.stderr
     assert "9/9 requests" in done.stderr
@@ -99,6 +102,11 @@ def test_tables_add_up(out: Path, number: int) -> None:
         keys = [(int(row["req_id"]), int(row["cur_step"])) for row in markov]
         assert keys == sorted(keys)
     assert sorted(seen) == list(range(len(trace))), "every request ran once, on one worker"
+
+
+def test_rounds_after_the_first_have_the_newest_weights(out: Path) -> None:
+    reports = [json.loads((out / "step5" / f"round{number}" / "report.json").read_text()) for number in range(ROUNDS)]
+    assert [(report["weights"], report["weights_fault"]) for report in reports] == [("0", ""), ("step-8", "")]
 
 
 def test_the_report_calls_acceptance_what_it_is(out: Path) -> None:

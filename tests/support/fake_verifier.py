@@ -18,6 +18,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreReques
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, UtilityResult
 
 from backend.fleet import DraftCounters, Member, VerifierStats
+from backend.fleet.stats import Weights
 from backend.records.kept import RowBatch
 from backend.wire import engine as wire
 
@@ -81,6 +82,7 @@ class FakeVerifier:
         self.utilities: list[tuple[str, list[Any]]] = []
         self.failure: str | None = None
         """What every utility call is answered with, if set."""
+        self.weights = Weights()
         self.clients: set[bytes] = set()
         self.rows = RowBatch()
         self.incarnation = uuid.uuid4().hex
@@ -141,7 +143,7 @@ class FakeVerifier:
             requests_finished={"length": 1},
             drafters={"drafter-0": counters},
         )
-        stats.paused = paused
+        stats.paused, stats.weights = paused, self.weights
         self.publish(stats)
 
     def publish(self, stats: VerifierStats) -> None:
@@ -163,7 +165,15 @@ class FakeVerifier:
             if kind == wire.HELLO:
                 self.clients.add(client)
                 welcome = wire.EngineWelcome(
-                    wire.ENGINE_WIRE_VERSION, self.name, self.incarnation, "fake", self.max_model_len, 100, 16, ["generate"]
+                    wire.ENGINE_WIRE_VERSION,
+                    self.name,
+                    self.incarnation,
+                    "fake",
+                    self.max_model_len,
+                    100,
+                    16,
+                    ["generate"],
+                    self.weights,
                 )
                 self.send(client, wire.WELCOME, msgspec.msgpack.encode(welcome))
             elif kind == wire.ROWS:
@@ -187,6 +197,9 @@ class FakeVerifier:
             elif kind == wire.UTILITY:
                 call_id, method, arguments = msgspec.msgpack.decode(frames[0])
                 self.utilities.append((method, arguments))
+                if method in ("reload_weights", "catch_up") and not self.failure and not isinstance(arguments[-1], str):
+                    self.weights = Weights(arguments[-1], arguments[1], arguments[0])
+                    self.send_stats()
                 output = UtilityOutput(call_id, self.failure, None if self.failure else UtilityResult(True))
                 answer = EngineCoreOutputs(utility_output=output)
                 self.send(client, wire.OUTPUTS, *MsgpackEncoder().encode(answer))

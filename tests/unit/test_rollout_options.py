@@ -69,6 +69,7 @@ def test_implementation_and_method(arguments: list[str], mode: str, drafter: str
         (["--fixed-responses", "--n", "2"], "--fixed-responses says what is emitted"),
         (["--sampling", "{"], "is no JSON"),
         (["--sampling", '{"stop": ["x"]}'], "an object with any of bad_words"),
+        (["--join", "--weights-dir", "w"], "its gateways load weights"),
         (["--limit", "x"], "no number"),
         (["--temperature", "-1"], "between 0 and 100"),
         (["--fixed-response"], "did you mean --fixed-responses?"),

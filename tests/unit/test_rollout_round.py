@@ -17,6 +17,7 @@ from vllm.v1.engine import FinishReason
 from backend.coordinator import CoordinatorUnavailable
 from backend.fleet import FleetSnapshot, MemberView, VerifierStats
 from backend.fleet.speed import Speed
+from backend.fleet.stats import Weights
 from backend.records.rows import RequestRow, StepRow, VerificationRow
 from backend.rollout import run as run_module
 from backend.rollout.bar import Bar
@@ -217,6 +218,26 @@ def test_requests_move_from_a_slow_worker_to_a_fast_one(fleet: Fleet, monkeypatc
     assert not left.completed
     assert sum(row.tokens for row in left.rows.verifications) > 0, "what it had done stays in its tables"
     assert len(done.completed) == len(LENGTHS)
+
+
+def test_new_weights_are_all_verifiers_or_none(fleet: Fleet) -> None:
+    first, second = fleet.start("verifier-0", respond), fleet.start("verifier-1", respond)
+    workers = Workers(fleet, None, target_dir="/target")  # type: ignore[arg-type]
+    try:
+        workers.look()
+        assert workers.load(Path("/w/step-3")) == ""
+        assert first.utilities == second.utilities == [("reload_weights", ["/w/step-3", "step-3", 1])]
+        second.failure = "ValueError: no such directory"
+        assert workers.load(Path("/w/step-4")) == "verifier-1: ValueError: no such directory"
+        assert (workers.version, workers.weights) == ("step-3", Weights(3, "step-3", "/w/step-3"))
+        fleet.kill("verifier-0")
+        renewed = fleet.start("verifier-0", respond)
+        workers.look()
+        workers.look()
+        assert renewed.utilities == [("catch_up", ["/w/step-3", "step-3", 3])]
+        assert sorted(workers.present) == ["verifier-0", "verifier-1"]
+    finally:
+        workers.close()
 
 
 def test_an_answer_without_its_row_is_complete_when_its_verifier_is_gone(fleet: Fleet) -> None:
