@@ -97,12 +97,12 @@ def build_config(settings: Settings, paths: ResolvedModels, verifier_id: str) ->
         raise EngineSetupError(
             "the model embeds or scores text, and has nothing to draft: serve it with --mode off --drafters 0"
         )
-    if settings.model == DEMO:
-        # It knows Python: where JSON may hold space, it would indent for ever.
-        config.structured_outputs_config.disable_any_whitespace = True
-        if paths.drafter_kind == "draft_model" and settings.mode == "native":
-            # vLLM makes the configuration anew for its own draft model, and allows that to this backend alone.
-            config.structured_outputs_config.backend = "xgrammar"
+    structured = config.structured_outputs_config
+    if settings.model == DEMO and structured.backend in ("auto", "xgrammar", "guidance"):
+        # It knows Python: where JSON may hold space, it would indent for ever.  In mode native vLLM makes the drafter's
+        # configuration of this one, and refuses it there beside `auto`; each request brings the backend that it is for.
+        structured.disable_any_whitespace = True
+        structured.backend = "xgrammar" if structured.backend == "auto" else structured.backend
     if settings.mode not in REMOTE_MODES:
         name = "PlainAsyncScheduler" if config.scheduler_config.async_scheduling else "PlainScheduler"
         config.scheduler_config.scheduler_cls = f"backend.engine.scheduler.{name}"

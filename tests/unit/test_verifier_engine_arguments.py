@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from vllm.config.utils import replace
 
 from backend.config import Settings
-from backend.engine.build import EngineSetupError, engine_arguments
+from backend.engine.build import EngineSetupError, build_config, engine_arguments
 from tests.support.processes import demo_models
 
 
@@ -31,3 +32,9 @@ def test_other_arguments_take_the_place_of_ours_and_unknown_ones_are_named() -> 
     assert arguments(max_num_seqs=7)["max_num_seqs"] == 7
     with pytest.raises(EngineSetupError, match="vLLM has no argument block_sise"):
         arguments(block_sise=32)
+
+
+def test_vllm_can_make_a_drafters_configuration_of_the_demos() -> None:
+    """It does so in mode native, and checks everything anew."""
+    config = build_config(Settings.model_validate({"mode": "native"}), demo_models(), "v")
+    assert replace(config).structured_outputs_config.disable_any_whitespace

@@ -1,0 +1,130 @@
+"""`make bench-rollouts`: one batch of long-tailed responses, natively and disaggregated, without and with moves.
+
+Parent process.
+
+    python -m backend.lab.bench.rollouts --output DIR [--prompts 128] [--n 4] [--longest 2000] [--rounds 3] [flags of a rollout]
+
+A round is a rollout of each way, `outrider rollout` with a fleet of its own, on the same fixed responses.  They are cut from
+Python's standard library, with lengths that are even on a logarithmic scale.  The order changes from round to round.  Further
+flags (`--mode`, `--k`, `--verifier-max-num-seqs`, ...) are those of all rollouts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import json
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from backend.lab.bench import hardware
+from backend.rollout.make import STDLIB, make_trace
+from backend.rollout.options import TraceOptions
+from backend.rollout.trace import read_trace, write_cases
+
+STAY = ("--gateway-balance-interval-s", "0")
+REMOTE = ("--impl", "disaggregated", "--drafters", "2")
+WAYS: Mapping[str, tuple[str, ...]] = {
+    "native": ("--impl", "native", *STAY),
+    "disaggregated": (*REMOTE, *STAY),
+    "disaggregated, moving": REMOTE,
+}
+PROMPT_TOKENS = (16, 256)
+SHORTEST = 16
+
+
+def prepare(file: Path, prompts: int, n: int, longest: int) -> str:
+    """Writes a trace with `n` responses to each prompt; says what it holds."""
+    limits = (*PROMPT_TOKENS, SHORTEST, longest, 0)
+    said = make_trace(TraceOptions((STDLIB,), file, "demo", prompts * n, *limits))
+    cases = read_trace(file)
+    cases = [dataclasses.replace(case, prompt=cases[case.number - case.number % n].prompt) for case in cases]
+    write_cases(file, cases, with_ids=False)
+    return said
+
+
+def measure(trace: Path, output: Path, flags: Sequence[str]) -> dict[str, Any]:
+    """One rollout; the last lines of one that fails are the error."""
+    arguments = ["rollout", "--trace", str(trace), "--out", str(output), "--fixed-responses", "--verifiers", "2", *flags]
+    done = subprocess.run([sys.executable, "-m", "gateway.cli", *arguments], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit("\n".join(done.stderr.splitlines()[-5:]))
+    report = json.loads((output / "step0" / "round0" / "report.json").read_text(encoding="utf-8"))
+    names = ("requests", "tokens", "wall_s", "tokens_per_s", "teacher_forced_acceptance_length", "moved")
+    return {name: report[name] for name in names} | {"behind_s": report["straggler"]["behind_the_others_s"]}
+
+
+def markdown(result: Mapping[str, Any]) -> str:
+    """Medians over rounds, least and greatest in brackets; speed-ups are ratios within a round."""
+    rounds: list[dict[str, dict[str, Any]]] = result["rounds"]
+    head = ("way", "wall time, s", "tokens/s", "times as fast as native", "acceptance length", "moved", "straggler behind, s")
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    for way in WAYS:
+        mine = [each[way] for each in rounds]
+        faster = [each["native"]["wall_s"] / each[way]["wall_s"] for each in rounds]
+        lengths = [each["teacher_forced_acceptance_length"] or 1.0 for each in mine]
+        columns = [[each[name] for each in mine] for name in ("wall_s", "tokens_per_s", "moved", "behind_s")]
+        cells = (columns[0], 1), (columns[1], 0), (faster, 2), (lengths, 2), (columns[2], 0), (columns[3], 1)
+        lines.append(f"| {way} | " + " | ".join(_spread(values, digits) for values, digits in cells) + " |")
+    about = result["about"]
+    first = rounds[0]["native"]
+    said = f"{first['requests']} fixed responses, {first['tokens']} tokens; {len(rounds)} rounds: medians (least to most)."
+    return "\n".join(["# Rollouts", "", f"Commit `{about['commit']}`: `{about['command']}`", "", said, "", *lines, ""])
+
+
+def _spread(values: Sequence[float], digits: int) -> str:
+    least, middle, most = (f"{each:.{digits}f}" for each in (min(values), statistics.median(values), max(values)))
+    return f"{middle} ({least} to {most})"
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Measures and writes; every round is kept as soon as it is complete."""
+    given, flags = _parser().parse_known_args(list(arguments))
+    trace = given.output / "train.0.parquet"
+    _say(prepare(trace, given.prompts, given.n, given.longest))
+    rounds: list[dict[str, dict[str, Any]]] = []
+    about = {
+        "commit": hardware.commit(),
+        "hardware": hardware.describe(tuple(sorted(os.sched_getaffinity(0)))),
+        "command": shlex.join(["python", "-m", "backend.lab.bench.rollouts", *arguments]),
+        "date": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%dT%H:%M:%SZ}",
+    }
+    for number in range(given.rounds):
+        found = {}
+        for way in [*WAYS][number % len(WAYS) :] + [*WAYS][: number % len(WAYS)]:
+            found[way] = measure(trace, given.output / f"{way.replace(', ', '-')}-{number}", [*WAYS[way], *flags])
+            _say(f"round {number}, {way}: {json.dumps(found[way])}")
+        rounds.append(found)
+        result = {"about": about, "rounds": rounds}
+        (given.output / "rollouts.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        (given.output / "rollouts.md").write_text(markdown(result), encoding="utf-8")
+    _say(markdown(result))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="make bench-rollouts", description="One batch, natively and disaggregated.", allow_abbrev=False
+    )
+    say = parser.add_argument
+    say("--output", type=Path, required=True, metavar="DIR", help="where the trace, all results and rollouts.md go")
+    say("--prompts", type=int, default=128, help="default: 128")
+    say("--n", type=int, default=4, help="responses to each (default: 4)")
+    say("--longest", type=int, default=2000, help=f"tokens of a response, from {SHORTEST} on (default: 2000)")
+    say("--rounds", type=int, default=3, help="of each way (default: 3)")
+    return parser
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
