@@ -215,6 +215,22 @@ class DraftingSettings(Section):
     ray_resources: dict[str, float] = Field(default_factory=dict, description="as verifier.ray_resources, of a drafter")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="compute type; auto: the head's own")
     cache_tokens: int = Field(131072, ge=256, description="rows of the drafter's KV cache, over all sequences")
+    learning: Literal["off", "on"] = Field(
+        "off", description="on: the head goes on learning from live traffic while it serves (`--drafter grow` always does)"
+    )
+    learning_dir: str | None = Field(
+        None, description="folder of heads that were learned, one per drafter; default: in the user's state folder, by model"
+    )
+    ring_dir: str | None = Field(
+        None, description="folder of the sequences that drafters learn from; default: in memory, gone when the fleet ends"
+    )
+    ring_mib: int = Field(256, ge=8, description="MiB of such sequences per drafter; the oldest go first")
+
+    @field_validator("learning_dir", "ring_dir")
+    @classmethod
+    def _absolute(cls, value: str | None) -> str | None:
+        """Drafters run in directories of their own."""
+        return str(Path(value).expanduser().absolute()) if value else None
 
     @field_validator("ray_resources")
     @classmethod
@@ -324,7 +340,8 @@ class Settings(Section):
     drafter: str = Field(
         "demo",
         description="EAGLE head, or a smaller model with the same tokenizer: Hugging Face id, directory, the built-in `demo`; "
-        "or `ngram` (no weights); several, with commas between them, go to the drafters in turn",
+        "or `ngram` (no weights); or `grow`: a head that begins as the target's last layer and learns from live traffic; several, "
+        "with commas between them, go to the drafters in turn",
     )
     mode: Mode = Field(
         "auto",

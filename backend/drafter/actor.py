@@ -50,7 +50,7 @@ class DrafterActor(MemberActor):
         fleet_head = paths.drafter_dir if paths.drafter_kind == "eagle" else None
         return DrafterProcess(
             member.id,
-            DrafterModel(paths.target_dir, paths.drafter(member.id).directory, fleet_head),
+            DrafterModel(paths.target_dir, paths.drafter(member.id).directory, fleet_head, paths.learning_dir),
             settings.drafting,
             member.address,
             Wire(fleet_keys),

@@ -46,6 +46,7 @@ class EagleProposer:
         config = weights.config
         self.kind: str = config.kind
         self.hidden = config.hidden_size
+        self._projection = None
         self.vocab_size = config.vocab_size
         self.max_position = weights.max_position
         where = torch.device(device)
@@ -61,6 +62,9 @@ class EagleProposer:
                 self.max_position + MAX_DRAFT,
                 gather,
             )
+        if weights.projection is not None:
+            self._projection = weights.projection.to(self._head.device, self._head.dtype)
+            self.hidden = weights.projection.weight.shape[1]
         self._taus = Taus()
         self._imagination = Imagination(self._head, self._taus, self.max_position)
         noise.warm_up(where)
@@ -192,6 +196,8 @@ class EagleProposer:
         counts = [batch[i].rows for i in extended]
         rows = Rows(packed[0], packed[1], packed[2], [s.start for s in held], [s.length for s in held], counts)
         keep = None if len(ids) == len(counts) else torch.tensor(last_rows(counts), device=head.device)
+        if self._projection is not None and joined is not None:
+            joined = self._projection(joined)
         output = head.forward(rows, joined, keep)
         for row, (i, sequence) in enumerate(extended.items()):
             sequence.tip = batch[i].base_len, output[row : row + 1]

@@ -12,11 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import msgspec
 import torch
 
 from backend.config.settings import DraftingSettings
 from backend.drafter.draft_model import ModelProposer
 from backend.drafter.eagle import EagleProposer
+from backend.drafter.learner import Learner
 from backend.drafter.loop import DrafterLoop
 from backend.drafter.ngram import NgramProposer
 from backend.drafter.proposer import Proposer
@@ -43,11 +45,13 @@ class DrafterModel:
     """What to draft with: the directory of an EAGLE head or a draft model, None for prompt lookup; and the target it serves.
 
     Verifiers send the features that `fleet_head` takes, or none.
+    `learning_dir`: where drafters keep the heads they learn, features are raw then; None: they do not learn.
     """
 
     target_dir: str
     head_dir: str | None
     fleet_head: str | None = None
+    learning_dir: str | None = None
 
 
 def pin_cores(cores: Sequence[int]) -> None:
@@ -66,11 +70,17 @@ def build_proposer(model: DrafterModel, settings: DraftingSettings) -> Proposer:
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"{model.target_dir}/config.json: {type(error).__name__}: {error}") from error
         return NgramProposer(vocab, longest, SHORTEST, LONGEST, settings.cache_tokens)
-    on_gpu = settings.gpus != 0 and torch.cuda.is_available()
-    device = "cuda" if on_gpu else "cpu"
-    weights = load_drafter(model.head_dir, model.target_dir)
+    weights = load_drafter(model.head_dir, model.target_dir, raw=model.learning_dir is not None)
     kind = ModelProposer if weights.config.kind == DRAFT_MODEL else EagleProposer
-    return kind(weights, settings.cache_tokens, device, settings.dtype)
+    return kind(weights, settings.cache_tokens, _device(settings), settings.dtype)
+
+
+def _is_head(directory: str, target_dir: str) -> bool:
+    return drafter_config(directory, target_dir).kind != DRAFT_MODEL
+
+
+def _device(settings: DraftingSettings) -> str:
+    return "cuda" if settings.gpus != 0 and torch.cuda.is_available() else "cpu"
 
 
 class DrafterProcess:
@@ -94,9 +104,15 @@ class DrafterProcess:
         self._settings = settings
         self._tracing = tracing
         self._on_crash = on_crash
+        self._learner: Learner | None = None
+        if model.learning_dir is not None and model.head_dir is not None and _is_head(model.head_dir, model.target_dir):
+            directory = Path(model.learning_dir) / drafter_id
+            self._learner = Learner(directory, model.target_dir, model.head_dir, settings, self._exchange)
+            model = self._model = replace(model, head_dir=self._learner.head_dir)
         proposer = build_proposer(model, settings)
+        lessons = None if self._learner is None else self._learner.lessons
         spans = DraftSpans(tracing, drafter_id) if tracing is not None else None
-        self._service = DrafterService(drafter_id, proposer, IDLE_TTL_S, spans=spans)
+        self._service = DrafterService(drafter_id, proposer, IDLE_TTL_S, spans=spans, lessons=lessons)
         self._hub = Hub(wire or Wire())
         try:
             router = self._hub.router(address, server_keys, local_address)
@@ -117,9 +133,13 @@ class DrafterProcess:
     def start(self) -> None:
         """Begins to serve."""
         self._thread.start()
+        if self._learner is not None:
+            self._learner.start(_device(self._settings))
 
     def stop(self) -> None:
         """Ends serving; the socket is closed when this returns.  Does nothing after a crash or a stop."""
+        if self._learner is not None:
+            self._learner.stop()
         with self._closing:
             if not self._is_closed:
                 self._loop.stop()
@@ -138,6 +158,11 @@ class DrafterProcess:
 
         Raises `CheckpointError` when it does not fit the target or what verifiers send; the present one is kept.
         """
+        if self._learner is not None:
+            raise CheckpointError("this drafter learns its heads itself")
+        self._exchange(head_dir)
+
+    def _exchange(self, head_dir: str) -> None:
         if not Path(head_dir).is_dir():
             raise CheckpointError(f"{head_dir}: no such directory")
         target_dir, fleet_head = self._model.target_dir, self._model.fleet_head
@@ -153,7 +178,8 @@ class DrafterProcess:
 
     def stats(self) -> DrafterStats:
         """Counters and load."""
-        return self._loop.stats()
+        stats = self._loop.stats()
+        return stats if self._learner is None else msgspec.structs.replace(stats, learning=self._learner.stats())
 
     def _run(self) -> None:
         # The socket was bound by the thread that built us and is used by this one alone from now on.

@@ -19,6 +19,7 @@ from dataclasses import replace
 import msgspec
 
 from backend.drafter.intake import Limits, Malformed, check_next, features_of
+from backend.drafter.lessons import Lessons
 from backend.drafter.nexts import Key, Nexts, Wanted
 from backend.drafter.proposer import NOTHING, Ask, Drafted, Premise, Proposer, Sampling
 from backend.drafter.sessions import Session, Waiting
@@ -61,8 +62,10 @@ class DrafterService:
         idle_ttl_s: float,
         clock: Callable[[], float] = time.monotonic,
         spans: DraftSpans | None = None,
+        lessons: Lessons | None = None,
     ) -> None:
         self._spans = spans
+        self._lessons = lessons
         self._drafter_id = drafter_id
         self._proposer = proposer
         self._idle_ttl_s = idle_ttl_s
@@ -143,6 +146,8 @@ class DrafterService:
             self._end(session)
         self._sessions.clear()
         self._unknown.clear()
+        if self._lessons is not None:
+            self._lessons.exchanged()
         self._proposer = proposer
         self._limits = Limits(proposer.hidden, proposer.vocab_size)
 
@@ -150,6 +155,8 @@ class DrafterService:
         """Forgets requests unheard of for the configured time."""
         before = self._clock() - self._idle_ttl_s
         self._proposer.close_idle(before)
+        if self._lessons is not None:
+            self._lessons.keep(self._proposer.requests())
         self._nexts.expire(before)
         for session in self._sessions.values():
             if session.last_heard < before:
@@ -205,9 +212,11 @@ class DrafterService:
         self._nexts.end(session.verifier_id, session.epoch)
         if self._spans is not None:
             self._spans.end(session.verifier_id, session.epoch)
-        for key in self._proposer.requests():
-            if isinstance(key, tuple) and key[:2] == (session.verifier_id, session.epoch):
-                self._proposer.close(key)
+        over = [k for k in self._proposer.requests() if isinstance(k, tuple) and k[:2] == (session.verifier_id, session.epoch)]
+        for key in over:
+            self._proposer.close(key)
+        if self._lessons is not None:
+            self._lessons.forget(over)
 
     def _session_of(self, identity: bytes, message: Round | Next) -> Session:
         session, role = self._peers.get(identity, (None, "drafts"))
@@ -279,6 +288,9 @@ class DrafterService:
         if self._spans is not None:
             for wanted, outcomes in zip(batch, found, strict=True):
                 self._spans.imagined(wanted.key, len(outcomes), spent_s)
+        if self._lessons is not None:
+            for wanted, outcomes in zip(batch, found, strict=True):
+                self._lessons.imagined(wanted.key, wanted.item.base_len, wanted.item.verifying, outcomes)
         blocks = [Block(w.item.request_id, w.item.base_len, w.item.verifying, o) for w, o in zip(batch, found, strict=True)]
         replies: list[Reply] = []
         for listener, epoch, places in self._by_peer(batch):
@@ -305,6 +317,8 @@ class DrafterService:
                 self._nexts.forget(key)
                 if self._spans is not None:
                     self._spans.closed(key, item.reason)
+                if self._lessons is not None:
+                    self._lessons.closed(key)
                 continue
             features = None if waiting.features is None else waiting.features[at : at + item.rows]
             at += item.rows
@@ -322,6 +336,11 @@ class DrafterService:
             if not known:
                 self._nexts.unknown(key, item.base_len, waiting.arrived)
                 continue
+            if self._lessons is not None:
+                if isinstance(item, Open):
+                    self._lessons.opened(key, item, features)
+                else:
+                    self._lessons.committed(key, item, features)
             # Not always the item's own: what is computed anew after a preemption takes nothing back.
             self._nexts.reached(key, proposer.length(key) or 0, waiting.arrived)
             asks.append(Ask(key, item.base_len, item.rows, features))
@@ -339,6 +358,8 @@ class DrafterService:
             replies.append((listener, encode(Drafts(epoch, draft_us, queue_us, items))))
         for wanted, drafted in zip(wishes, found, strict=True):
             self._nexts.drafted(wanted, drafted.tokens, finished)
+            if self._lessons is not None:
+                self._lessons.drafted(wanted.key, wanted.item.base_len, drafted.tokens)
         return replies
 
     def _count(self, rounds: list[Waiting], asks: list[Ask], drafts: list[Drafted], spent_s: float) -> None:

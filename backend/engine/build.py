@@ -165,6 +165,7 @@ def _worker_options(settings: Settings, paths: ResolvedModels, verifier_id: str)
         "head_dir": head_dir,
         "aux_layers": aux_layers,
         "features": head_dir is not None,
+        "raw_features": paths.learning_dir is not None,
         "ahead_outcomes": settings.verifier.ahead_outcomes,
         "draft_deadline_ms": settings.verifier.draft_deadline_ms,
         "handover_mib": settings.verifier.handover_mib,

@@ -70,11 +70,13 @@ class Shipped:
 
 @dataclass(frozen=True)
 class Identity:
-    """What a drafter is told of a request when it is opened: its trace context, and how it is sampled (see `Open`)."""
+    """What a drafter is told of a request when it is opened (see `Open`)."""
 
     trace: str = ""
     seed: int = 0
     temperature: float = 0.0
+    prompt: int = 0
+    learn: bool = True
 
 
 @dataclass(frozen=True)
@@ -294,7 +296,17 @@ class FeatureShipper:
 
     def _open(self, request_id: str, tokens: list[int], rows: int) -> Open:
         known = self.identity_of(request_id)
-        return Open(request_id, len(tokens), tokens, rows, known.seed, known.temperature, known.trace)
+        return Open(
+            request_id,
+            len(tokens),
+            tokens,
+            rows,
+            known.seed,
+            known.temperature,
+            known.trace,
+            known.prompt,
+            known.learn,
+        )
 
     def _features(self, spans: list[Span], hidden: torch.Tensor | None, project: Projection | None) -> _Rows:
         """All rows of these spans, projected together."""

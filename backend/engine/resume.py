@@ -22,7 +22,7 @@ from vllm.utils import length_from_prompt_token_ids_or_embeds
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
 
-from backend.wire.engine import GREEDY_BELOW, LOGPROBS_MODE, NOISE_SEED, Asked
+from backend.wire.engine import GREEDY_BELOW, LOGPROBS_MODE, NOISE_SEED, NOT_LEARNED, Asked
 
 
 def add_request(
@@ -55,6 +55,8 @@ def add_request(
         _check_vocabulary(core, asked.prediction, "a token of the prediction")
         if asked.logprobs_mode is not None and request.sampling_params is not None:
             _add_argument(request.sampling_params, LOGPROBS_MODE, asked.logprobs_mode)
+        if not asked.learn and request.sampling_params is not None:
+            _add_argument(request.sampling_params, NOT_LEARNED, True)
     made, wave = core.preprocess_add_request(request)
     made.outrider = asked
     if emitted:

@@ -23,7 +23,7 @@ from backend.engine.features import FeatureShipper, Identity
 from backend.engine.fixed import fixed_response
 from backend.engine.postponed import Span
 from backend.engine.spans import TRACE_ARGUMENT
-from backend.wire.engine import GREEDY_BELOW, NOISE_SEED
+from backend.wire.engine import GREEDY_BELOW, NOISE_SEED, NOT_LEARNED
 
 
 class SeededPrefill:
@@ -190,7 +190,8 @@ class RemoteDrafting:
         # A fixed response was not drawn with this noise.
         sampled = params.temperature >= GREEDY_BELOW and fixed_response(params) is None
         seed, temperature = (arguments.get(NOISE_SEED, 0), params.temperature) if sampled else (0, 0.0)
-        return Identity(str(arguments.get(TRACE_ARGUMENT, "")), seed, temperature)
+        learn = not arguments.get(NOT_LEARNED)
+        return Identity(str(arguments.get(TRACE_ARGUMENT, "")), seed, temperature, state.num_prompt_tokens, learn)
 
     def _spans(self, scheduler_output: Any, sampled: list[list[int]], metadata: Any) -> list[Span]:
         """Each request's final rows in this step, in batch order."""

@@ -66,7 +66,7 @@ class _Mixed:
 
         @lru_cache(maxsize=KEPT_PROJECTIONS)
         def projection(head: str) -> Projection | None:
-            if not (options["head_dir"] and options["aux_layers"]):
+            if options["raw_features"] or not (options["head_dir"] and options["aux_layers"]):
                 return None
             # `fc` runs in the target's own type: features of a bfloat16 model gain nothing from more.
             from backend.models.checkpoint import load_fc

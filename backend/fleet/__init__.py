@@ -23,6 +23,7 @@ from backend.fleet.stats import (
     DraftCounters,
     DrafterStats,
     Foretold,
+    Learning,
     Verified,
     VerifierStats,
 )
@@ -39,6 +40,7 @@ __all__ = [
     "Draining",
     "FleetSnapshot",
     "Foretold",
+    "Learning",
     "Member",
     "MemberKind",
     "MemberState",

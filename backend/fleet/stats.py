@@ -185,6 +185,27 @@ class VerifierStats(msgspec.Struct):
         return max(self.tokens / ended, 1.0) if ended else RESPONSE_TOKENS
 
 
+class Learning(msgspec.Struct, frozen=True):
+    """What a drafter that learns from live traffic has done so far."""
+
+    version: int = 0
+    """Of its head; 0: the one it began with."""
+    steps: int = 0
+    training_s: float = 0.0
+    sequences: int = 0
+    """Put into the replay ring."""
+    sequences_dropped: int = 0
+    """Not put there because the writer was behind."""
+    present_length: float | None = None
+    """Acceptance length of the present head on sequences it never learned from (teacher-forced, greedy drafts)."""
+    candidate_length: float | None = None
+    """That of the head in training, on the same ones."""
+    live_acceptance: float | None = None
+    """Share of right draft tokens among those compared with the text, live and lately."""
+    published: int = 0
+    taken_back: int = 0
+
+
 class DrafterStats(msgspec.Struct):
     """One drafter's cumulative counters and present load."""
 
@@ -214,3 +235,5 @@ class DrafterStats(msgspec.Struct):
     connections_refused: int = 0
     """To its tcp socket, for want of the fleet's keys."""
     verifiers: list[str] = msgspec.field(default_factory=list)
+    learning: Learning | None = None
+    """None: it does not learn."""

@@ -171,3 +171,19 @@ def _check_tensors(head: HeadConfig, files: TensorFiles, target_files: TensorFil
             found.errors.append(f"missing tensor: {name}, neither in the head nor in the target")
         elif shape[-1] != head.hidden_size or shape[0] < tokens:
             found.errors.append(f"tensor {name}: shape {list(shape)}, expected {[tokens, head.hidden_size]}")
+
+
+def why_not_learning(head_dir: str, target_dir: str) -> str | None:
+    """What keeps a head that fits from learning from live traffic; None: nothing does.  Raises `CheckpointError`."""
+    head, layers = load_config(head_dir, target_dir), text_config(read_config(target_dir)).get("num_hidden_layers")
+    if head.kind != "eagle3" or not head.uses_aux:
+        return "only EAGLE-3 heads that join hidden states of the target learn"
+    if head.num_layers != 1 or head.norm_before_residual or head.norm_before_fc or head.fc_norm or head.norm_output:
+        return "only EAGLE-3 heads of one layer with the plain norms learn"
+    if head.hidden_size != head.target_hidden_size:
+        return "only heads as wide as their target learn"
+    if any(name.endswith(".bias") for name in TensorFiles(head_dir).tensors):
+        return "heads with biases do not learn"
+    if layers not in head.aux_layers:
+        return f"its features lack the target's last hidden state ({layers}), from which it would be taught"
+    return None

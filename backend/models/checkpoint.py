@@ -52,6 +52,8 @@ class HeadWeights:
     draft_to_target: Tensor | None
     max_position: int
     """Positions the target may reach, and a draft model too; a head's own limit is often a default nobody meant."""
+    projection: FcProjection | None = None
+    """What the drafter itself has to apply to features; None: verifiers have applied it, or there is none."""
 
 
 def drafter_config(directory: str, target_dir: str) -> HeadConfig:
@@ -60,8 +62,11 @@ def drafter_config(directory: str, target_dir: str) -> HeadConfig:
     return load(directory, target_dir)
 
 
-def load_drafter(head_dir: str, target_dir: str) -> HeadWeights:
-    """Reads a head or a draft model; raises `CheckpointError` naming the first thing that does not fit."""
+def load_drafter(head_dir: str, target_dir: str, raw: bool = False) -> HeadWeights:
+    """Reads a head or a draft model; `raw`: a head with its projection.
+
+    Raises `CheckpointError` naming the first thing that does not fit.
+    """
     config = drafter_config(head_dir, target_dir)
     if config.unsupported:
         raise CheckpointError(f"{head_dir}: {config.unsupported[0]}")
@@ -96,7 +101,8 @@ def load_drafter(head_dir: str, target_dir: str) -> HeadWeights:
     _expect(EMBEDDING, embedding, config.vocab_size, config.hidden_size)
     _expect(LM_HEAD, lm_head, config.draft_vocab_size, config.hidden_size)
     mapping = _target_ids(offsets, config) if offsets is not None else None
-    return HeadWeights(config, tensors, embedding, lm_head[: config.draft_vocab_size], mapping, longest)
+    projection = load_fc(head_dir) if raw and config.uses_aux else None
+    return HeadWeights(config, tensors, embedding, lm_head[: config.draft_vocab_size], mapping, longest, projection)
 
 
 def _borrow(target_dir: str, name: str) -> Tensor:

@@ -6,6 +6,7 @@ JSON files are read here, and neither torch nor vLLM is imported.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -15,11 +16,13 @@ from typing import Any, Literal
 import msgspec
 
 from backend.config import REMOTE_MODES, Settings, environment
+from backend.models.head_config import CheckpointError
 
 DrafterKind = Literal["eagle", "draft_model", "ngram", "none"]
 
 DEMO = "demo"
 NGRAM = "ngram"
+GROW = "grow"
 MODES_WITH_DRAFTS = REMOTE_MODES | {"native"}
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json", "tiktoken.model")
 DOWNLOADED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken")
@@ -55,6 +58,8 @@ class ResolvedModels(msgspec.Struct, frozen=True):
     """The target's own name, as it was asked for: a Hugging Face id, a directory's name, or `demo`."""
     in_turn: tuple[OwnDrafter, ...] = ()
     """What drafters have, taking turns by their numbers; empty: all have the one above."""
+    learning_dir: str | None = None
+    """Where drafters keep the heads that they learn; None: they do not learn."""
 
     def drafter(self, member_id: str) -> OwnDrafter:
         """What the drafter `drafter-N` has."""
@@ -79,10 +84,14 @@ def resolve(settings: Settings, say: Say) -> ResolvedModels:
     name = settings.model if not _is_path(settings.model) else target.name
     if settings.mode not in MODES_WITH_DRAFTS:
         return ResolvedModels(str(target), None, "none", name)
-    found = [_drafter(each, target, settings, say) for each in drafter_names(settings)]
+    names = drafter_names(settings)
+    found = [_drafter(each, target, settings, say) for each in names]
     first = next((each for each in found if each.kind == "eagle"), found[0])
     _check_features(found, first, target)
-    return ResolvedModels(str(target), first.directory, first.kind, name, tuple(found) if len(found) > 1 else ())
+    in_turn = tuple(found) if len(found) > 1 else ()
+    learns = GROW in names or settings.drafting.learning == "on"
+    learning_dir = _learn(found, target, settings) if learns else None
+    return ResolvedModels(str(target), first.directory, first.kind, name, in_turn, learning_dir)
 
 
 def drafter_names(settings: Settings) -> list[str]:
@@ -93,7 +102,7 @@ def drafter_names(settings: Settings) -> list[str]:
 def _drafter(name: str, target: Path, settings: Settings, say: Say) -> OwnDrafter:
     if name == NGRAM:
         return OwnDrafter(None, "ngram", name)
-    directory = find("--drafter", name, _demo()[1], say)
+    directory = _initial_head(target, settings) if name == GROW else find("--drafter", name, _demo()[1], say)
     return OwnDrafter(str(directory), check_drafter(name, directory, target, settings, say), name)
 
 
@@ -118,6 +127,10 @@ def check_combination(settings: Settings) -> None:
         raise ModelError("--mode native drafts with one model: give --drafter one name")
     if len(names) > 1 and settings.mode in REMOTE_MODES and settings.drafters != "auto" and settings.drafters < len(names):
         raise ModelError(f"--drafter names {len(names)} models, and --drafters is {settings.drafters}")
+    if GROW in names and settings.mode == "native":
+        raise ModelError("--drafter grow learns on drafters of its own, which --mode native has not: give another mode")
+    if settings.drafting.learning == "on" and (names == [NGRAM] or settings.mode not in REMOTE_MODES):
+        raise ModelError("--drafting-learning on needs an EAGLE head on a drafter of its own: another --drafter or --mode")
     if DEMO in names and settings.model != DEMO and settings.mode in MODES_WITH_DRAFTS:
         raise ModelError(
             f"--drafter demo fits only the demo model, not {settings.model}: "
@@ -127,7 +140,7 @@ def check_combination(settings: Settings) -> None:
 
 def check_without_download(settings: Settings, say: Say) -> None:
     """As much of `resolve` as needs no network.  Raises `ModelError`."""
-    if all(name in (DEMO, NGRAM) or _is_path(name) for name in (settings.model, *drafter_names(settings))):
+    if all(name in (DEMO, NGRAM, GROW) or _is_path(name) for name in (settings.model, *drafter_names(settings))):
         resolve(settings, say)
     else:
         check_combination(settings)
@@ -188,6 +201,43 @@ def check_drafter(name: str, drafter: Path, target: Path, settings: Settings, sa
     for warning in found.warnings:
         say(f"warning: drafter {name}: {warning}")
     return found.kind
+
+
+def _learn(found: Sequence[OwnDrafter], target: Path, settings: Settings) -> str:
+    """Refuses heads that cannot learn here; where they keep what they learn."""
+    from backend.models.check import why_not_learning
+
+    heads = [each.directory for each in found if each.kind == "eagle" and each.directory is not None]
+    for head in heads:
+        if reason := why_not_learning(head, str(target)):
+            raise ModelError(f"--drafting-learning on: {head}: {reason}")
+    if not heads:
+        raise ModelError("--drafting-learning on: only EAGLE heads learn, and --drafter names none")
+    return str(_learning_dir(settings, target))
+
+
+def _learning_dir(settings: Settings, target: Path) -> Path:
+    """Its own for each target and head that learning begins with."""
+    if settings.drafting.learning_dir is not None:
+        return Path(settings.drafting.learning_dir)
+    digest = hashlib.sha256(f"{target}\n{settings.drafter}".encode()).hexdigest()[:8]
+    return environment.state_dir() / "learning" / f"{target.name}-{digest}"
+
+
+def _initial_head(target: Path, settings: Settings) -> Path:
+    """The head that drafters begin with, made where it is not there yet."""
+    from backend.models.check import find_misfits
+    from backend.models.initial_head import write_initial_head
+
+    head = _learning_dir(settings, target) / "start"
+    if not head.is_dir() or find_misfits(str(head), str(target)).errors:
+        try:
+            write_initial_head(str(target), head, target.name)
+        except CheckpointError as error:
+            raise ModelError(f"--drafter grow: {error}") from error
+        except OSError as error:
+            raise ModelError(f"--drafter grow: {head} cannot be written: {error}") from error
+    return head
 
 
 def missing_weights(directory: Path) -> str | None:

@@ -1,11 +1,11 @@
 """The wire between a verifier and its drafters.  Pure data; used by both sides, in any process.
 
-A verifier's worker ships one `Round` per engine step: a MessagePack header and one raw frame that holds the features
-(hidden states after the EAGLE `fc`, or the raw last hidden state for EAGLE-1) of every row in it, in item order.  On one host
-large frames go through shared memory (`transport/ring.py`) and the message holds their position instead.  Rounds only extend
-the drafter's cache.  What to draft the verifier's scheduler says with `Next` on its own socket.  The drafter answers with
-`Drafts` where there is no draft yet, and with `Ahead`: drafts for the likely outcomes of the verification that goes on
-meanwhile.  Nothing here is pickled.
+A verifier's worker ships one `Round` per engine step: a MessagePack header and one raw frame that holds the features (hidden
+states after the EAGLE `fc`; raw for EAGLE-1, or where the drafter's head learns and applies its own `fc`) of every row in it,
+in item order.  On one host large frames go through shared memory (`transport/ring.py`) and the message holds their position
+instead.  Rounds only extend the drafter's cache.  What to draft the verifier's scheduler says with `Next` on its own socket.
+The drafter answers with `Drafts` where there is no draft yet, and with `Ahead`: drafts for the likely outcomes of the
+verification that goes on meanwhile.  Nothing here is pickled.
 
 Noise.  A request has a seed.  The verifier's token at position t is the one that maximises `log p(v) + G(seed, t, v)`
 (`backend/noise`), the draft's the one that maximises `log q(v) + tau G(seed, t, v)`.  A draft token is accepted while it is the
@@ -65,6 +65,10 @@ class Open(msgspec.Struct, frozen=True, tag="open"):
     """The request's; 0: greedy, without noise."""
     trace: str = ""
     """The W3C `traceparent` below which the drafter's span belongs; empty: the request is not traced."""
+    prompt: int = 0
+    """Tokens of the prompt; the others are the target's own."""
+    learn: bool = True
+    """Whether a drafter may learn from the request."""
 
 
 class Commit(msgspec.Struct, frozen=True, tag="commit"):

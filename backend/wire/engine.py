@@ -44,6 +44,8 @@ NOISE_SEED = "outrider_noise_seed"
 """Key of `SamplingParams.extra_args` within a verifier: the seed of a request's noise (`backend/noise`), below 2**64."""
 LOGPROBS_MODE = "outrider_logprobs_mode"
 """Key of `SamplingParams.extra_args` within a verifier: a request's own `Asked.logprobs_mode`."""
+NOT_LEARNED = "outrider_not_learned"
+"""Key of `SamplingParams.extra_args` within a verifier: drafters may not learn from the request (`Asked.learn`)."""
 GREEDY_BELOW = 1e-5
 """Temperature below which vLLM takes the likeliest token."""
 
@@ -69,6 +71,8 @@ class Asked(msgspec.Struct, frozen=True):
     """Tokens that the answer is likely to repeat: they are drafts, too."""
     logprobs_mode: Literal["raw", "processed"] | None = None
     """Log probabilities of the model, or of what was drawn from; None: as `engine_args.logprobs_mode` says."""
+    learn: bool = True
+    """Whether drafters may learn from its text."""
 
 
 class Tally(msgspec.Struct):

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from backend.lab.demo.checkpoints import WEIGHTS
-from backend.lab.demo.drafter_model import Drafter, DrafterShape
-from backend.lab.demo.model import Shape
+from backend.learning.head import Drafter, DrafterShape
+from backend.learning.layers import Shape
 
 
 def load_drafter(directory: Path, embeddings: Tensor) -> Drafter:
@@ -25,7 +25,7 @@ def load_drafter(directory: Path, embeddings: Tensor) -> Drafter:
 
 
 def _shape(config: Mapping[str, Any]) -> Shape:
-    return Shape(**{name: config[name] for name in Shape.__dataclass_fields__})
+    return Shape(**{name: config[name] for name in Shape.__dataclass_fields__ if name in config})
 
 
 def _config(directory: Path) -> dict[str, Any]:

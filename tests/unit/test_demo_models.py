@@ -18,13 +18,15 @@ import torch
 
 from backend.lab.demo.checkpoints import load_target, replacing, save_drafter, save_target
 from backend.lab.demo.drafter import train_drafter
-from backend.lab.demo.drafter_model import Drafter, chain
+from backend.lab.demo.drafter_model import chain, new_drafter
 from backend.lab.demo.evaluate import accept, matching_prefix, sample
 from backend.lab.demo.generate import generate
-from backend.lab.demo.model import Shape, Target
+from backend.lab.demo.model import Target
 from backend.lab.demo.options import DemoOptions, DrafterOptions, TargetOptions
 from backend.lab.demo.target import train_target, validation_loss
 from backend.lab.demo.training import Progress, Windows, rate_factor
+from backend.learning.head import Drafter
+from backend.learning.layers import Shape
 from backend.models.demo import DRAFTER_DIR, TARGET_DIR
 from tests.support.demo_checkpoints import load_drafter
 
@@ -51,7 +53,7 @@ def pair() -> tuple[Target, Drafter]:
     torch.manual_seed(3)
     target = Target(TINY)
     stir(target)
-    drafter = Drafter.for_target(target)
+    drafter = new_drafter(target)
     stir(drafter)
     return target.eval(), drafter.eval()
 
@@ -183,7 +185,7 @@ def test_drafter_learns_its_target(tmp_path: Path) -> None:
     options = replace(options, target=replace(options.target, steps=30))
     target, _ = train_target(options, stream, stream)
     prompt = [0, *stream[100:120].tolist()]
-    before = accept(target.eval(), Drafter.for_target(target), prompt, 30).length
+    before = accept(target.eval(), new_drafter(target), prompt, 30).length
     drafter, progress = train_drafter(replace(options, drafter=replace(options.drafter, steps=30)), target, stream)
     assert progress.step == 30
     assert accept(target, drafter.eval(), prompt, 30).length > before + 0.5

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from backend.drafter.proposer import Ask, Until
-from backend.drafter.rope import inverse_frequencies
 from backend.models.check import check, find_misfits
 from backend.models.checkpoint import CheckpointError, load_config, load_drafter, load_fc
 from backend.models.head_config import Rope
+from backend.models.rope import inverse_frequencies
 from tests.support.drafter_heads import TinyHead, make_proposer, write_head, write_target
 
 

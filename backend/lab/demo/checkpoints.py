@@ -15,9 +15,10 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from backend.lab.demo.drafter_model import Drafter
-from backend.lab.demo.model import Shape, Target
+from backend.lab.demo.model import Target
 from backend.lab.demo.tokenizer import BEGIN_ID, END_ID, PAD_ID
+from backend.learning.head import Drafter
+from backend.learning.layers import Shape
 
 WEIGHTS = "model.safetensors"
 DRAFT_LENGTH = 4

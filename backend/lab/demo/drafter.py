@@ -16,12 +16,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from backend.lab.demo.drafter_model import Drafter
+from backend.lab.demo.drafter_model import new_drafter
 from backend.lab.demo.generate import generated_rows
 from backend.lab.demo.model import Target
 from backend.lab.demo.options import DemoOptions, DrafterOptions
 from backend.lab.demo.training import (
-    Optimizers,
     Pace,
     Progress,
     Windows,
@@ -30,6 +29,8 @@ from backend.lab.demo.training import (
     resolve_device,
     save_state,
 )
+from backend.learning.head import Drafter
+from backend.learning.optimizers import Optimizers
 
 LOGGER = logging.getLogger(__name__)
 CHECKPOINT = "drafter.pt"
@@ -123,7 +124,7 @@ def train_drafter(
     settings, device = options.drafter, resolve_device(options.device)
     torch.manual_seed(options.seed)
     target = target.to(device).eval().requires_grad_(False)
-    drafter = Drafter.for_target(target)
+    drafter = new_drafter(target)
     optimizers = Optimizers(drafter.named_parameters(), settings.matrix_rate, settings.embedding_rate, settings.weight_decay)
     path = Path(options.run_dir) / CHECKPOINT
     progress = load_state(path, drafter, optimizers)

@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from backend.lab.demo.model import Shape, Target
+from backend.lab.demo.model import Target
 from backend.lab.demo.options import DemoOptions
 from backend.lab.demo.training import (
-    Optimizers,
     Pace,
     Progress,
     Windows,
@@ -28,6 +27,8 @@ from backend.lab.demo.training import (
     resolve_device,
     save_state,
 )
+from backend.learning.layers import Shape
+from backend.learning.optimizers import Optimizers
 
 LOGGER = logging.getLogger(__name__)
 CHECKPOINT = "target.pt"

@@ -18,13 +18,13 @@ from transformers import PreTrainedTokenizerFast
 
 from backend.lab.demo.checkpoints import DRAFT_LENGTH, replacing, save_drafter, save_target
 from backend.lab.demo.drafter import train_drafter
-from backend.lab.demo.drafter_model import Drafter
 from backend.lab.demo.evaluate import Scores, acceptance_plan, evaluate, sample
 from backend.lab.demo.model import Target
 from backend.lab.demo.options import DemoOptions
 from backend.lab.demo.target import train_target
 from backend.lab.demo.tokenizer import save_tokenizer, token_stream, train_tokenizer
 from backend.lab.demo.training import Progress
+from backend.learning.head import Drafter
 from backend.rollout.corpus import load_corpus
 
 LOGGER = logging.getLogger(__name__)

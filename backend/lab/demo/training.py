@@ -1,4 +1,4 @@
-"""What both demo trainings share: windows of tokens, the rate schedule, optimizers, and checkpoints that resume.
+"""What both demo trainings share: windows of tokens, the rate schedule, and checkpoints that resume.
 
 Everything random is a function of the seed and of counters kept in the checkpoint, so a run that was
 interrupted and resumed makes the same steps as one that was not (as long as it is bounded by steps, not by
@@ -7,7 +7,7 @@ the clock).
 
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from backend.lab.demo.tokenizer import BEGIN_ID
+from backend.learning.optimizers import Optimizers
 
 WARMUP = 0.03
 DECAY_FROM = 0.35
@@ -97,36 +98,6 @@ class Progress:
         first = self.drawn.get(rows.length, 0)
         self.drawn[rows.length] = first + count
         return rows.batch(first, count)
-
-
-class Optimizers:
-    """Muon for the weight matrices, AdamW for embeddings, output heads and norms; one schedule scales both."""
-
-    def __init__(
-        self,
-        parameters: Iterable[tuple[str, nn.Parameter]],
-        matrix_rate: float,
-        embedding_rate: float,
-        decay: float,
-    ) -> None:
-        matrices: list[nn.Parameter] = []
-        others: list[nn.Parameter] = []
-        for name, parameter in parameters:
-            is_matrix = parameter.ndim == 2 and "embed_tokens" not in name and "lm_head" not in name
-            (matrices if is_matrix else others).append(parameter)
-        self.parts: list[torch.optim.Optimizer] = [
-            torch.optim.Muon(matrices, lr=matrix_rate, weight_decay=decay, momentum=0.95, adjust_lr_fn="original"),
-            torch.optim.AdamW(others, lr=embedding_rate, betas=(0.9, 0.95), weight_decay=0.0),
-        ]
-        self.full_rates = [matrix_rate, embedding_rate]
-
-    def step(self, factor: float) -> None:
-        """Apply the gradients at `factor` of the full rates, and clear them."""
-        for optimizer, rate in zip(self.parts, self.full_rates, strict=True):
-            for group in optimizer.param_groups:
-                group["lr"] = rate * factor
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
 
 
 def save_state(path: Path, model: nn.Module, optimizers: Optimizers, progress: Progress) -> None:

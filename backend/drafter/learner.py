@@ -1,0 +1,232 @@
+"""The drafter's side of learning: its trainer's process, and which head drafts.
+
+A thread of the drafter's process.  It puts what the trainer publishes in place and takes it back where live acceptance falls.
+Whatever happens to the trainer costs what it would have learned: it is started again, and drafting goes on.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import logging
+import os
+import queue
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO
+
+import msgspec
+
+from backend.config.settings import DraftingSettings
+from backend.drafter.lessons import Lessons
+from backend.fleet.stats import Learning
+from backend.learning.ring import ReplayRing, ReplayWriter
+from backend.learning.rules import Watch
+from backend.learning.trainer import VERSIONS, Job, News, TakenBack, newest_version
+from backend.models.head_config import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 0.5
+RESTART_S = 10.0
+JOIN_S = 5.0
+SHARED_MEMORY = Path("/dev/shm")
+KEPT_VERSIONS = 4
+TAKEN_BACK = "-taken-back"
+
+
+class Learner:
+    """One drafter's.  `swap` puts a head in place; it raises `CheckpointError` or `TimeoutError`."""
+
+    def __init__(
+        self, directory: Path, target_dir: str, start_dir: str, settings: DraftingSettings, swap: Callable[[str], None]
+    ) -> None:
+        """`directory` is this drafter's own; `start_dir` the head it begins with where it has learned none yet.
+
+        Raises `CheckpointError` when another drafter uses the directory.
+        """
+        self._directory, self._target_dir, self._start_dir = directory, target_dir, start_dir
+        self._swap = swap
+        self._lock = _lock(directory)
+        self._version, newest = newest_version(directory / VERSIONS)
+        self.head_dir = newest or start_dir
+        """The present head's."""
+        self._previous_dir = start_dir
+        self._ring_dir = Path(settings.ring_dir) / directory.name if settings.ring_dir else _ring_in_memory(directory)
+        self._is_own_ring = settings.ring_dir is None
+        self._device = "cpu"
+        self._watch = Watch()
+        self._writer = ReplayWriter(ReplayRing(self._ring_dir, settings.ring_mib * 2**20))
+        self.lessons = Lessons(self._writer, self._watch)
+        """For the drafting thread."""
+        self._news: queue.SimpleQueue[News | None] = queue.SimpleQueue()
+        self._latest = News(0, 0.0, 0)
+        self._published = self._taken_back = 0
+        self._trainer: subprocess.Popen[bytes] | None = None
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="learner", daemon=True)
+
+    def start(self, device: str) -> None:
+        """Begins to train on `device`."""
+        self._device = device
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the trainer."""
+        self._stopping.set()
+        if self._thread.is_alive():
+            self._thread.join(JOIN_S)
+        self._end_trainer()
+        self._writer.stop()
+        if self._is_own_ring:
+            shutil.rmtree(self._ring_dir, ignore_errors=True)
+        self._lock.close()
+
+    def stats(self) -> Learning:
+        """What it has done so far."""
+        latest = self._latest
+        return Learning(
+            version=self._version,
+            steps=latest.steps,
+            training_s=latest.seconds,
+            sequences=self._writer.written,
+            sequences_dropped=self._writer.dropped,
+            present_length=latest.present,
+            candidate_length=latest.candidate,
+            live_acceptance=self._watch.acceptance,
+            published=self._published,
+            taken_back=self._taken_back,
+        )
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            if self._trainer is None:
+                self._start_trainer()
+            try:
+                news = self._news.get(timeout=LOOK_EVERY_S)
+            except queue.Empty:
+                pass
+            else:
+                self._hear(news)
+            if self._watch.has_fallen and self._version:
+                self._take_back()
+
+    def _hear(self, news: News | None) -> None:
+        if news is None:
+            self._end_trainer()
+            if not self._stopping.wait(RESTART_S):
+                logger.warning("the trainer has ended; it is started again")
+            return
+        # A comparison is rarer than a progress report.
+        self._latest = msgspec.structs.replace(
+            news,
+            present=news.present or self._latest.present,
+            candidate=news.candidate or self._latest.candidate,
+        )
+        if news.published and self._exchange(news.published):
+            self._published += 1
+            self._prune()
+
+    def _exchange(self, head_dir: str) -> bool:
+        """Drafts with this head from now on, where it can be."""
+        try:
+            self._swap(head_dir)
+        except (CheckpointError, TimeoutError) as error:
+            logger.warning("a new head is not used: %s", error)
+            self._tell(self.head_dir)
+            _put_away(head_dir)
+            return False
+        self._previous_dir, self.head_dir = self.head_dir, head_dir
+        self._version = int(Path(head_dir).name)
+        logger.info("drafting with version %d", self._version)
+        return True
+
+    def _take_back(self) -> None:
+        bad, good = self.head_dir, self._previous_dir
+        if bad == good:
+            return
+        try:
+            self._swap(good)
+        except (CheckpointError, TimeoutError) as error:
+            logger.warning("%s cannot be taken back: %s", bad, error)
+            return
+        self._taken_back += 1
+        self.head_dir = good
+        self._version = int(Path(good).name) if good != self._start_dir else 0
+        logger.warning("its drafts are accepted less: %s is taken back, version %d drafts again", bad, self._version)
+        self._tell(good)
+        _put_away(bad)
+
+    def _prune(self) -> None:
+        kept = {self.head_dir, self._previous_dir}
+        versions = sorted((self._directory / VERSIONS).glob("[0-9]*"), reverse=True)
+        for path in versions[KEPT_VERSIONS:]:
+            if str(path) not in kept:
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _tell(self, head_dir: str) -> None:
+        """The trainer goes on from this head."""
+        trainer = self._trainer
+        if trainer is not None and trainer.stdin is not None:
+            try:
+                trainer.stdin.write(msgspec.json.encode(TakenBack(head_dir)) + b"\n")
+                trainer.stdin.flush()
+            except OSError:
+                # It has ended; the next one begins with the present head.
+                pass
+
+    def _start_trainer(self) -> None:
+        job = Job(self._target_dir, self.head_dir, str(self._directory), str(self._ring_dir), self._device)
+        command = [sys.executable, "-m", "backend.learning.trainer", msgspec.json.encode(job).decode()]
+        self._trainer = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert self._trainer.stdout is not None
+        threading.Thread(target=self._read, args=(self._trainer.stdout,), name="trainer-news", daemon=True).start()
+
+    def _read(self, lines: IO[bytes]) -> None:
+        for line in lines:
+            try:
+                self._news.put(msgspec.json.decode(line, type=News))
+            except msgspec.MsgspecError:
+                logger.warning("the trainer says what is no news")
+        self._news.put(None)
+
+    def _end_trainer(self) -> None:
+        trainer, self._trainer = self._trainer, None
+        if trainer is None:
+            return
+        for pipe in (trainer.stdin, trainer.stdout):
+            if pipe is not None:
+                try:
+                    pipe.close()
+                except OSError:
+                    pass
+        trainer.kill()
+        trainer.wait()
+
+
+def _lock(directory: Path) -> IO[str]:
+    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    lock = (directory / "lock").open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        lock.close()
+        raise CheckpointError(f"{directory}: another drafter learns there; give drafting.learning_dir") from error
+    return lock
+
+
+def _ring_in_memory(directory: Path) -> Path:
+    """Found again after a crash, and private to this user."""
+    name = f"outrider-ring-{os.getuid()}-{hashlib.sha256(str(directory.resolve()).encode()).hexdigest()[:12]}"
+    return SHARED_MEMORY / name if os.access(SHARED_MEMORY, os.W_OK) else directory / "ring"
+
+
+def _put_away(head_dir: str) -> None:
+    """Keeps a head that was not good out of what the next start looks at."""
+    path = Path(head_dir)
+    if path.is_dir():
+        path.rename(path.with_name(path.name + TAKEN_BACK))

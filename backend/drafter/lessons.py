@@ -1,0 +1,163 @@
+"""What passes a drafter and is of use to one that learns: sequences with their features, and whether drafts were right.
+
+Drafter thread.  `Lessons` notes what `DrafterService` is told and answers.  Sequences that may be learned from go to the replay
+ring when they end; those of requests that opted out are only drafted for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from backend.learning.ring import Replay, ReplayWriter
+from backend.learning.rules import Watch
+from backend.learning.trainable import LONGEST
+from backend.speculation.tokens import UNKNOWN, splice
+from backend.wire.drafting import Commit, Open, Outcome
+
+RECORDED = 16
+"""Sequences that are recorded at a time; others pass."""
+CONTEXT = 256
+"""Rows of a prompt that are kept, its last ones."""
+SHORTEST = 16
+"""Rows of an answer that are worth a file."""
+
+
+@dataclass
+class _Record:
+    """Rows of one sequence so far, without a gap from `first` on."""
+
+    first: int
+    prompt: int
+    temperature: float
+    parts: list[Tensor] = field(default_factory=list)
+    rows: int = 0
+
+    @property
+    def end(self) -> int:
+        """The position after its last row."""
+        return self.first + self.rows
+
+
+@dataclass
+class _Text:
+    tokens: list[int]
+    record: _Record | None
+    pending: list[tuple[int, list[int], list[int]]] = field(default_factory=list)
+    """Drafts that are not judged yet: base length, tokens that must stand there first, the draft."""
+
+
+class Lessons:
+    """All open sequences."""
+
+    def __init__(self, writer: ReplayWriter, watch: Watch) -> None:
+        self._writer = writer
+        self._watch = watch
+        self._texts: dict[Hashable, _Text] = {}
+        self._recorded = 0
+
+    def opened(self, key: Hashable, item: Open, features: Tensor | None) -> None:
+        """A sequence begins, perhaps again."""
+        self._drop(self._texts.pop(key, None))
+        record = None
+        if item.learn and self._recorded < RECORDED:
+            record = _Record(item.base_len - 1 - item.rows, item.prompt, item.temperature)
+            self._recorded += 1
+        text = self._texts[key] = _Text(list(item.tokens), record)
+        self._add(text, item.base_len, item.rows, features)
+
+    def committed(self, key: Hashable, item: Commit, features: Tensor | None) -> None:
+        """A sequence goes on."""
+        text = self._texts.get(key)
+        if text is None:
+            return
+        if item.tokens:
+            splice(text.tokens, item.base_len, item.tokens)
+            self._judge(text)
+        self._add(text, item.base_len, item.rows, features)
+
+    def closed(self, key: Hashable) -> None:
+        """A sequence is over."""
+        text = self._texts.pop(key, None)
+        if text is None or text.record is None:
+            return
+        record = text.record
+        self._drop(text)
+        tokens = text.tokens[record.first : record.end + 1]
+        if record.end - max(record.prompt, record.first) < SHORTEST or len(tokens) <= record.rows or UNKNOWN in tokens:
+            return
+        features = torch.cat(record.parts)
+        said = torch.tensor(tokens, dtype=torch.int32)
+        self._writer.put(Replay(said, features, record.first, record.prompt, record.temperature))
+
+    def forget(self, keys: Sequence[Hashable]) -> None:
+        """These sequences are no longer heard of."""
+        for key in keys:
+            self._drop(self._texts.pop(key, None))
+
+    def keep(self, keys: Iterable[Hashable]) -> None:
+        """Only these sequences are still heard of."""
+        self.forget(list(self._texts.keys() - set(keys)))
+
+    def drafted(self, key: Hashable, base_len: int, tokens: list[int]) -> None:
+        """A fresh draft was made."""
+        text = self._texts.get(key)
+        if text is not None and tokens:
+            text.pending.append((base_len, [], tokens))
+
+    def imagined(self, key: Hashable, base_len: int, verifying: list[int], outcomes: Sequence[Outcome]) -> None:
+        """Drafts for outcomes of a verification were made; those of one that comes are judged."""
+        text = self._texts.get(key)
+        if text is not None:
+            text.pending += [(base_len, [*verifying[: o.accepted], o.token], o.tokens) for o in outcomes if o.tokens]
+
+    def exchanged(self) -> None:
+        """Another head drafts from now on; all sequences will be opened anew."""
+        self.forget(list(self._texts))
+        self._watch.exchanged()
+
+    def _add(self, text: _Text, base_len: int, rows: int, features: Tensor | None) -> None:
+        """Takes rows into the record; gives it up where there is a gap."""
+        record = text.record
+        if record is None or not rows or features is None:
+            return
+        start = base_len - 1 - rows
+        if start > record.end or (record.rows and start < record.first):
+            self._drop(text)
+            return
+        if start < record.end:
+            kept = torch.cat(record.parts)[: start - record.first]
+            record.parts, record.rows = [kept], len(kept)
+        # Each frame holds the whole round, and would stay for one request's sake.
+        record.parts.append(features.clone())
+        record.rows += rows
+        surplus = min(record.prompt - CONTEXT - record.first, record.rows - 1)
+        if surplus > 0:
+            record.parts = [torch.cat(record.parts)[surplus:].clone()]
+            record.first, record.rows = record.first + surplus, record.rows - surplus
+        if record.rows > 2 * LONGEST:
+            self._drop(text)
+
+    def _judge(self, text: _Text) -> None:
+        """Compares drafts with the text, as far as both go."""
+        waiting = []
+        for base_len, before, draft in text.pending:
+            at = base_len + len(before)
+            came = text.tokens[base_len:at]
+            if came != before[: len(came)]:
+                continue
+            said = text.tokens[at : at + len(draft)]
+            if not said:
+                waiting.append((base_len, before, draft))
+                continue
+            right = next((i for i, (a, b) in enumerate(zip(draft, said, strict=False)) if a != b), len(said))
+            self._watch.note(right, min(right + 1, len(said)))
+        text.pending = waiting
+
+    def _drop(self, text: _Text | None) -> None:
+        if text is not None and text.record is not None:
+            text.record = None
+            self._recorded -= 1

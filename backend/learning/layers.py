@@ -1,0 +1,179 @@
+"""The layers of a Llama: norm, rotary positions, attention with a cache, and the gated network.
+
+For training: of EAGLE heads (`head.py`) and of the demo's target.  Parameter names are those of transformers, so a state dict
+is a checkpoint.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from backend.models.head_config import Rope
+from backend.models.rope import inverse_frequencies
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Sizes of a Llama model; the names follow its `config.json`."""
+
+    vocab_size: int = 2048
+    hidden_size: int = 256
+    num_hidden_layers: int = 6
+    num_attention_heads: int = 4
+    num_key_value_heads: int = 2
+    head_dim: int = 64
+    intermediate_size: int = 704
+    max_position_embeddings: int = 4096
+    rope_theta: float = 10_000.0
+    rms_norm_eps: float = 1e-5
+    rope: Rope | None = None
+    """With scaling; None: that of `rope_theta`."""
+    qk_norm: bool = False
+
+
+@dataclass(slots=True)
+class LayerCache:
+    """Keys and values of one layer, `[batch, kv_heads, capacity, head_dim]`; the first `length` positions are set."""
+
+    keys: Tensor
+    values: Tensor
+    length: int = 0
+
+    @classmethod
+    def empty(cls, shape: Shape, batch: int, capacity: int, like: Tensor) -> "LayerCache":
+        """A cache on the device and in the dtype of `like`."""
+        size = (batch, shape.num_key_value_heads, capacity, shape.head_dim)
+        return cls(keys=like.new_zeros(size), values=like.new_zeros(size))
+
+    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Store new positions and return all keys and values so far."""
+        end = self.length + keys.shape[2]
+        self.keys[:, :, self.length : end] = keys
+        self.values[:, :, self.length : end] = values
+        self.length = end
+        return self.keys[:, :, :end], self.values[:, :, :end]
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm with a learned scale, computed in float32."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        wide = hidden.float()
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return (wide * scale * self.weight).to(hidden.dtype)
+
+
+class Rotary(nn.Module):
+    """Tables of rotary position embeddings, `[max_positions, head_dim]` each."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        rope = shape.rope or Rope(shape.rope_theta, "default", {})
+        positions = torch.arange(shape.max_position_embeddings, dtype=torch.float64)
+        angles = torch.outer(positions, inverse_frequencies(rope, shape.head_dim)).float()
+        angles = torch.cat((angles, angles), dim=-1)
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
+
+    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of `positions` `[tokens]`."""
+        return self.cos[positions], self.sin[positions]
+
+
+def rotate(states: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    """Apply rotary embeddings to `[batch, heads, tokens, head_dim]`."""
+    cos, sin = rotation
+    low, high = states.chunk(2, dim=-1)
+    return (states * cos + torch.cat((-high, low), dim=-1) * sin).to(states.dtype)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention whose projections read `input_size` features."""
+
+    def __init__(self, shape: Shape, input_size: int) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = (
+            shape.num_attention_heads,
+            shape.num_key_value_heads,
+            shape.head_dim,
+        )
+        self.q_proj = nn.Linear(input_size, self.heads * self.head_dim, bias=False)
+        self.k_proj = nn.Linear(input_size, self.kv_heads * self.head_dim, bias=False)
+        self.v_proj = nn.Linear(input_size, self.kv_heads * self.head_dim, bias=False)
+        self.o_proj = nn.Linear(self.heads * self.head_dim, shape.hidden_size, bias=False)
+        self.q_norm = RMSNorm(self.head_dim, shape.rms_norm_eps) if shape.qk_norm else None
+        self.k_norm = RMSNorm(self.head_dim, shape.rms_norm_eps) if shape.qk_norm else None
+
+    def project(self, hidden: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries and keys, and values, each `[batch, heads, tokens, head_dim]`."""
+        batch, tokens, _ = hidden.shape
+        query = self.q_proj(hidden).view(batch, tokens, self.heads, self.head_dim).transpose(1, 2)
+        key = self.k_proj(hidden).view(batch, tokens, self.kv_heads, self.head_dim).transpose(1, 2)
+        value = self.v_proj(hidden).view(batch, tokens, self.kv_heads, self.head_dim).transpose(1, 2)
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
+        return rotate(query, rotation), rotate(key, rotation), value
+
+    def widen(self, states: Tensor) -> Tensor:
+        """Repeat key or value heads so that there is one per query head."""
+        return states.repeat_interleave(self.heads // self.kv_heads, dim=1)
+
+    def merge(self, attended: Tensor) -> Tensor:
+        """`[batch, heads, tokens, head_dim]` back to `[batch, tokens, hidden]`."""
+        batch, _, tokens, _ = attended.shape
+        merged: Tensor = self.o_proj(attended.transpose(1, 2).reshape(batch, tokens, -1))
+        return merged
+
+    def forward(self, hidden: Tensor, rotation: tuple[Tensor, Tensor], cache: LayerCache | None = None) -> Tensor:
+        """Causal attention; with a `cache`, over what it holds and then the new tokens."""
+        query, key, value = self.project(hidden, rotation)
+        tokens, past = key.shape[2], 0
+        if cache is not None:
+            past = cache.length
+            key, value = cache.append(key, value)
+            if tokens == 1:
+                return self.merge(self._attend_one(query, key, value))
+        mask = None
+        if past and tokens > 1:
+            mask = torch.ones(tokens, past + tokens, dtype=torch.bool, device=hidden.device).tril(past)
+        attended = functional.scaled_dot_product_attention(
+            query, self.widen(key), self.widen(value), attn_mask=mask, is_causal=past == 0 and tokens > 1
+        )
+        return self.merge(attended)
+
+    def _attend_one(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Attention of a single new token: the heads of a group stand in for tokens, so that no cache is copied."""
+        grouped = query.view(query.shape[0], self.kv_heads, -1, self.head_dim)
+        return functional.scaled_dot_product_attention(grouped, key, value).view_as(query)
+
+
+class MLP(nn.Module):
+    """The gated feed-forward network."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        output: Tensor = self.down_proj(functional.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
+        return output
+
+
+def initialise(module: nn.Module) -> None:
+    """Normal weights of a scale that keeps activations of order one."""
+    if isinstance(module, nn.Linear):
+        nn.init.normal_(module.weight, std=module.in_features**-0.5)
+    elif isinstance(module, nn.Embedding):
+        nn.init.normal_(module.weight, std=0.02)

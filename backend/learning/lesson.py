@@ -1,0 +1,122 @@
+"""What a head is taught by, and how it is judged: unrolled steps over replayed sequences, against what the target said there.
+
+Row p of a replay has the features of position p and the token at p + 1; its step j predicts the token at p + 2 + j.  The
+target's own scores for that token follow from its last hidden state at p + 1 + j, which is among the features.  So no teacher
+runs.
+
+With p the target's distribution and q the head's, both at the request's temperature, a draft token is accepted about as often
+as a = sum_v min(p_v, q_v) says.  The loss of a row's step is
+
+    (1 - a) CE(p', q') + a (-log a)
+
+with CE the cross entropy at temperature 1, and the weight a not differentiated: where little is accepted, -log a says little of
+what to change (LK losses, arXiv 2602.23881).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from backend.learning.ring import Replay
+from backend.learning.trainable import LONGEST, Pupil
+
+STEP_WEIGHT = 0.9
+LEAST = 1e-6
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Replays side by side, padded behind their ends.
+
+    `tokens` `[batch, rows + 1]`, the first of them at each replay's position `first`; `features` `[batch, rows, width]`;
+    `answers` `[batch, rows + 1]`, whether the target said that token; `temperatures` `[batch]`.
+    """
+
+    tokens: Tensor
+    features: Tensor
+    answers: Tensor
+    temperatures: Tensor
+
+
+def collate(replays: Sequence[Replay], device: torch.device) -> Batch:
+    """The replays' last `LONGEST` rows."""
+    parts = [_cut(replay) for replay in replays]
+    rows = max(len(features) for _, features, _ in parts)
+    width = parts[0][1].shape[1]
+    tokens = torch.zeros(len(parts), rows + 1, dtype=torch.int64)
+    features = torch.zeros(len(parts), rows, width)
+    answers = torch.zeros(len(parts), rows + 1, dtype=torch.bool)
+    for i, (own_tokens, own_features, said_from) in enumerate(parts):
+        count = len(own_features)
+        tokens[i, : count + 1], features[i, :count] = own_tokens[: count + 1], own_features
+        answers[i, max(said_from, 0) : count + 1] = True
+    temperatures = torch.tensor([replay.temperature for replay in replays])
+    return Batch(tokens.to(device), features.to(device), answers.to(device), temperatures.to(device))
+
+
+def _cut(replay: Replay) -> tuple[Tensor, Tensor, int]:
+    """Tokens, features, and where in the tokens the answer begins."""
+    start = max(len(replay.features) - LONGEST, 0)
+    return replay.tokens[start:], replay.features[start:], replay.prompt - replay.first - start
+
+
+def loss_of(pupil: Pupil, batch: Batch, depth: int) -> tuple[Tensor, Tensor]:
+    """The loss, and `[depth]` how many draft tokens of each step would be accepted, after those before them."""
+    goals, outputs, rows = _unroll(pupil, batch, depth)
+    losses, accepted = [], []
+    for step, output in enumerate(outputs):
+        wanted = batch.answers[:, step + 2 : step + 2 + rows]
+        if not bool(wanted.any()):
+            break
+        drafted = pupil.drafter.logits(output[wanted]).float()
+        goal = goals[:, step + 1 : step + 1 + rows][wanted]
+        warmth = batch.temperatures[:, None].expand_as(wanted)[wanted]
+        overlap = _overlap(drafted, goal, warmth)
+        cross = -(goal.softmax(-1) * drafted.log_softmax(-1)).sum(-1)
+        weight = overlap.detach()
+        losses.append(((1 - weight) * cross - weight * overlap.clamp(min=LEAST).log()).mean())
+        accepted.append(weight.mean())
+    if not losses:
+        return torch.zeros((), requires_grad=True), torch.zeros(0)
+    weights = torch.tensor([STEP_WEIGHT**step for step in range(len(losses))], device=batch.features.device)
+    return (torch.stack(losses) * weights).sum() / weights.sum(), torch.stack(accepted)
+
+
+@torch.no_grad()
+def acceptance_lengths(pupil: Pupil, batch: Batch, depth: int) -> list[float | None]:
+    """Of each replay, tokens that a verification of a greedy draft of `depth` tokens would emit on average.
+
+    A draft counts as far as it says what was said.  So the tokens that its later steps read are those that were said.
+    None: the replay is too short.
+    """
+    _, outputs, rows = _unroll(pupil, batch, depth, with_goals=False)
+    wanted = batch.answers[:, 2 : 2 + rows] & batch.answers[:, 1 + depth : 1 + depth + rows]
+    alive = wanted.clone()
+    accepted = torch.zeros(len(batch.tokens), device=batch.tokens.device)
+    for step, output in enumerate(outputs):
+        said = pupil.own_ids[batch.tokens[:, step + 2 : step + 2 + rows]]
+        alive = alive & (pupil.drafter.logits(output).argmax(-1) == said)
+        accepted += alive.sum(1)
+    counts = wanted.sum(1)
+    return [1 + float(a) / int(n) if n else None for a, n in zip(accepted, counts, strict=True)]
+
+
+def _unroll(pupil: Pupil, batch: Batch, depth: int, with_goals: bool = True) -> tuple[Tensor, list[Tensor], int]:
+    rows = batch.features.shape[1] - depth
+    if rows < 1:
+        return batch.features, [], 0
+    with torch.no_grad():
+        goals = pupil.goals(batch.features) if with_goals else batch.features
+    return goals, pupil.drafter.unroll(batch.tokens[:, 1:], batch.features[:, :rows], depth), rows
+
+
+def _overlap(drafted: Tensor, goal: Tensor, warmth: Tensor) -> Tensor:
+    """sum_v min(p_v, q_v) at each row's temperature; of a greedy row, q of the target's choice."""
+    scale = torch.where(warmth > 0, warmth, 1.0)[:, None]
+    q = (drafted / scale).softmax(-1)
+    greedy = q.gather(-1, goal.argmax(-1, keepdim=True)).squeeze(-1)
+    return torch.where(warmth > 0, torch.minimum((goal / scale).softmax(-1), q).sum(-1), greedy)

@@ -1,0 +1,116 @@
+"""An EAGLE-3 head's directory as a module to train, and back.  Trainer's process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from backend.learning.head import Drafter, DrafterShape
+from backend.learning.layers import Shape
+from backend.models.check import why_not_learning
+from backend.models.checkpoint import load_drafter
+from backend.models.head_config import CheckpointError, load_config, read_config, text_config
+from backend.models.initial_head import write_head
+from backend.models.layout import canonical_names
+from backend.models.tensor_files import TensorFiles
+
+LONGEST = 1024
+"""Rows of a sequence that are trained on; also its rows that are kept."""
+DEEPEST = 8
+"""Steps a head may be unrolled."""
+
+
+@dataclass
+class Pupil:
+    """A head in training, and what of its target judges it."""
+
+    drafter: Drafter
+    norm: Tensor
+    """The target's last, `[hidden]`."""
+    eps: float
+    place: int
+    """Which of the features is the target's last hidden state."""
+    output: Tensor
+    """The target's output matrix, `[draft vocabulary, hidden]`: rows of tokens that the head can say."""
+    own_ids: Tensor
+    """`[vocab]`: the head's own id of each token, -1 where it has none."""
+    stored: dict[str, Tensor]
+    """Tensors of the file, under their names there."""
+    source: Path
+
+    def goals(self, features: Tensor) -> Tensor:
+        """The target's scores `[..., draft vocabulary]` of the token behind each feature's own."""
+        last = features.chunk(len(self.drafter.shape.feature_layers), dim=-1)[self.place]
+        normed = functional.rms_norm(last.float(), last.shape[-1:], self.norm, self.eps)
+        return functional.linear(normed.to(self.output.dtype), self.output).float()
+
+
+def load_pupil(head_dir: str, target_dir: str, device: torch.device) -> Pupil:
+    """Reads a head to be trained.  Raises `CheckpointError`."""
+    target = text_config(read_config(target_dir))
+    layers = int(target["num_hidden_layers"])
+    config = load_config(head_dir, target_dir)
+    reason = why_not_learning(head_dir, target_dir)
+    if reason is not None:
+        raise CheckpointError(f"{head_dir}: {reason}")
+    weights = load_drafter(head_dir, target_dir, raw=True)
+    shape = Shape(
+        vocab_size=config.draft_vocab_size,
+        hidden_size=config.hidden_size,
+        num_hidden_layers=1,
+        num_attention_heads=config.num_heads,
+        num_key_value_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        intermediate_size=config.intermediate_size,
+        max_position_embeddings=LONGEST + DEEPEST,
+        rms_norm_eps=config.rms_norm_eps,
+        rope=config.rope,
+        qk_norm=config.model_type == "qwen3",
+    )
+    # Half precision is slow on a CPU.
+    frozen = torch.float32 if device.type == "cpu" else weights.embedding.dtype
+    drafter = Drafter(DrafterShape(shape, config.aux_layers), weights.embedding.to(device, frozen)).to(device)
+    assert weights.projection is not None
+    state = {name: tensor.float() for name, tensor in weights.tensors.items()}
+    drafter.load_state_dict(state | {"fc.weight": weights.projection.weight.float(), "lm_head.weight": weights.lm_head.float()})
+    # The output matrix is the larger part of many a head, and serves the target as it is.
+    drafter.lm_head.weight = torch.nn.Parameter(weights.lm_head.to(device, frozen), requires_grad=False)
+    files = TensorFiles(target_dir)
+    norm, output = files.find("norm.weight"), files.find("lm_head.weight") or files.find("embed_tokens.weight")
+    if norm is None or output is None:
+        raise CheckpointError(f"{target_dir}: no final norm or output matrix")
+    mapping = weights.draft_to_target
+    ids = torch.arange(config.draft_vocab_size) if mapping is None else mapping
+    own_ids = torch.full((config.vocab_size,), -1)
+    own_ids[ids] = torch.arange(config.draft_vocab_size)
+    head_files = TensorFiles(head_dir)
+    return Pupil(
+        drafter,
+        files.read(norm).float().to(device),
+        float(target.get("rms_norm_eps", 1e-6)),
+        config.aux_layers.index(layers),
+        files.read(output)[ids].to(device, frozen),
+        own_ids.to(device),
+        head_files.read_many(list(head_files.tensors)),
+        Path(head_dir),
+    )
+
+
+def trained_tensors(drafter: Drafter) -> dict[str, Tensor]:
+    """What training changes, by canonical name."""
+    return {name: tensor for name, tensor in drafter.state_dict().items() if not name.startswith("lm_head.")}
+
+
+def save_pupil(pupil: Pupil, tensors: dict[str, Tensor], directory: Path) -> None:
+    """Writes a head with these trained tensors, otherwise as the one it came from.  Raises `OSError`."""
+    names = canonical_names(TensorFiles(str(pupil.source)))
+    changed = {names[name]: tensor for name, tensor in tensors.items()}
+    kept = {
+        name: changed[name].detach().to("cpu", old.dtype).contiguous() if name in changed else old
+        for name, old in pupil.stored.items()
+    }
+    write_head(directory, read_config(str(pupil.source)), kept)

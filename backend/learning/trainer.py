@@ -1,0 +1,327 @@
+"""Trains a drafter's head from the replay ring, compares it with the present one, and publishes it.
+
+`python -m backend.learning.trainer JOB`, a child process of the drafter that lives and ends with it: its standard input tells
+of heads that were taken back, and its end is the drafter's.  Its standard output has `News`, one JSON object a line.  It runs
+when nothing else wants the processor, and sleeps while the ring has nothing new.  What it needs to go on after a restart is in
+a file.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import random
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from backend.learning.lesson import acceptance_lengths, collate, loss_of
+from backend.learning.optimizers import Optimizers
+from backend.learning.ring import Replay, ReplayRing, is_held_out
+from backend.learning.rules import bound_of_gain, is_worth_publishing
+from backend.learning.trainable import LONGEST, load_pupil, save_pupil, trained_tensors
+
+logger = logging.getLogger(__name__)
+
+ROWS = 2048
+"""Rows of a step at most."""
+SCORES = 1 << 26
+"""Scores (rows times vocabulary) of a step at most: they are what needs memory."""
+DEPTH = 4
+SHALLOW = (40, 120)
+"""Steps of training after which drafts of two tokens, and of all, are trained: the later ones build on the first."""
+PASSES = 6
+"""How often a row is trained on, for as long as it is kept."""
+WARM_UP = 10
+SLOWER_AFTER = 400
+"""Steps after which rates fall with the square root."""
+MATRIX_RATE, OTHER_RATE = 0.015, 2e-3
+AVERAGED = 0.95
+"""Of the running mean of weights that candidates are: steadier than the weights of one step."""
+EXAMINED_EVERY = 40
+"""Steps."""
+EXAMINED = 32
+"""Held-out sequences of a comparison, the latest."""
+CHECKPOINT_S = 60.0
+POLL_S = 1.0
+CHECKPOINT = "trainer.pt"
+VERSIONS = "versions"
+
+
+class Job(msgspec.Struct, frozen=True):
+    """What a trainer works on, and where."""
+
+    target_dir: str
+    head_dir: str
+    """The present head."""
+    directory: str
+    """Its own: versions and checkpoint."""
+    ring_dir: str
+    device: str = "cpu"
+
+
+class News(msgspec.Struct, frozen=True):
+    """How far it is; `published`: a directory that the drafter should draft with from now on."""
+
+    steps: int
+    seconds: float
+    rows: int
+    present: float | None = None
+    """Acceptance length of the present head on held-out sequences."""
+    candidate: float | None = None
+    published: str = ""
+
+
+class TakenBack(msgspec.Struct, frozen=True):
+    """The drafter drafts with this head again."""
+
+    head_dir: str
+
+
+@dataclass(frozen=True)
+class Examined:
+    """Mean acceptance lengths on the same held-out sequences."""
+
+    present: float
+    candidate: float
+    is_better: bool
+    """For sure, and by enough."""
+
+
+class Trainer:
+    """The head, its optimizer, and what it has seen.  `step` and `examine` are for one thread."""
+
+    def __init__(self, job: Job) -> None:
+        """Raises `CheckpointError`."""
+        self._job = job
+        self._device = torch.device(job.device)
+        self._ring = ReplayRing(Path(job.ring_dir), 0)
+        self._random = random.Random(0)
+        self.steps = 0
+        self.seconds = 0.0
+        self.rows = 0
+        self._credit = 0.0
+        self._newest = 0
+        self._sizes: dict[int, int] = {}
+        self._begin(job.head_dir)
+        self._resume()
+
+    def _begin(self, head_dir: str) -> None:
+        """From the head in this directory on."""
+        self._present_dir = head_dir
+        self._pupil = load_pupil(head_dir, self._job.target_dir, self._device)
+        drafter = self._pupil.drafter
+        self._present = _copy(trained_tensors(drafter))
+        self._mean = _copy(self._present)
+        learned = [(name, each) for name, each in drafter.named_parameters() if each.requires_grad]
+        self._optimizers = Optimizers(learned, MATRIX_RATE, OTHER_RATE, 0.0)
+        self._since = 0
+        self._scores: dict[int, float | None] = {}
+
+    def take_back(self, head_dir: str) -> None:
+        """The present head is this one again; what was learned since is forgotten."""
+        self._begin(head_dir)
+        self.checkpoint()
+
+    @property
+    def is_due(self) -> bool:
+        """Whether candidates should be compared."""
+        return self._since >= EXAMINED_EVERY
+
+    def step(self) -> bool:
+        """One step of training; False: there is nothing new to learn from."""
+        self._look()
+        limit = min(ROWS, max(SCORES // self._pupil.output.shape[0], 64))
+        numbers = [number for number in self._sizes if not is_held_out(number)]
+        if self._credit < limit or not numbers:
+            return False
+        began = time.monotonic()
+        replays: list[Replay] = []
+        rows = 0
+        while numbers and rows < limit:
+            number = numbers.pop(self._random.randrange(len(numbers)))
+            replay = self._ring.read(number)
+            if replay is not None and len(replay.features) > DEPTH + 1:
+                replays.append(replay)
+                rows += min(len(replay.features), LONGEST)
+        self._credit -= max(rows, 1)
+        if not replays:
+            return False
+        depth = 1 + sum(1 if i == 0 else DEPTH - 2 for i, after in enumerate(SHALLOW) if self.steps >= after)
+        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._device.type == "cuda"):
+            loss, _ = loss_of(self._pupil, collate(replays, self._device), depth)
+        if math.isfinite(float(loss)):
+            torch.autograd.backward(loss)
+            self._optimizers.step(min((self.steps + 1) / WARM_UP, math.sqrt(SLOWER_AFTER / max(self.steps, SLOWER_AFTER))))
+            for name, tensor in trained_tensors(self._pupil.drafter).items():
+                self._mean[name].lerp_(tensor, 1 - min(AVERAGED, (1 + self._since) / (10 + self._since)))
+        self.steps, self.rows, self._since = self.steps + 1, self.rows + rows, self._since + 1
+        self.seconds += time.monotonic() - began
+        return True
+
+    def examine(self) -> Examined | None:
+        """Compares the candidate with the present head; None: too few held-out sequences."""
+        self._since = 0
+        numbers = [number for number in sorted(self._sizes) if is_held_out(number)][-EXAMINED:]
+        own = _copy(trained_tensors(self._pupil.drafter))
+        unscored = [number for number in numbers if number not in self._scores]
+        self._scores |= self._score(self._present, unscored)
+        candidate = self._score(self._mean, numbers)
+        self._put(own)
+        pairs = [(old, new) for n in numbers if (old := self._scores[n]) is not None and (new := candidate[n]) is not None]
+        present, proposed = [old for old, _ in pairs], [new for _, new in pairs]
+        bound = bound_of_gain(present, proposed)
+        if bound is None:
+            return None
+        logger.info("step %d: candidate gains more than %.1f %%", self.steps, 100 * bound)
+        return Examined(sum(present) / len(pairs), sum(proposed) / len(pairs), is_worth_publishing(present, proposed))
+
+    def publish(self) -> str:
+        """Writes the candidate, which is the present head from now on; its directory.  Raises `OSError`."""
+        versions = Path(self._job.directory) / VERSIONS
+        directory = versions / f"{newest_version(versions)[0] + 1:06d}"
+        save_pupil(self._pupil, self._mean, directory)
+        self._present, self._present_dir, self._scores = _copy(self._mean), str(directory), {}
+        self.checkpoint()
+        return str(directory)
+
+    def checkpoint(self) -> None:
+        """Writes what is needed to go on.  Raises `OSError`."""
+        state = {
+            "present": self._present_dir,
+            "drafter": trained_tensors(self._pupil.drafter),
+            "mean": self._mean,
+            "optimizers": [part.state_dict() for part in self._optimizers.parts],
+            "counts": [self.steps, self.seconds, self.rows],
+        }
+        path = Path(self._job.directory) / CHECKPOINT
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(".part")
+        torch.save(state, part)
+        part.replace(path)
+
+    def news(self, examined: Examined | None = None, published: str = "") -> News:
+        """How far it is."""
+        present, candidate = (examined.present, examined.candidate) if examined else (None, None)
+        return News(self.steps, round(self.seconds, 3), self.rows, present, candidate, published)
+
+    def _resume(self) -> None:
+        path = Path(self._job.directory) / CHECKPOINT
+        try:
+            state: dict[str, Any] = torch.load(path, map_location=self._device, weights_only=True)
+            if state["present"] != self._present_dir:
+                return
+            self._put(state["drafter"])
+            for part, saved in zip(self._optimizers.parts, state["optimizers"], strict=True):
+                part.load_state_dict(saved)
+            self._mean = state["mean"]
+            self.steps, self.seconds, self.rows = state["counts"]
+        except FileNotFoundError:
+            return
+        except Exception as error:  # a damaged file may raise anything
+            logger.warning("%s is not used: %s", path, error)
+            self._begin(self._present_dir)
+
+    def _look(self) -> None:
+        """Notices what the ring has got and lost."""
+        numbers = self._ring.numbers()
+        for number in numbers:
+            if number > self._newest:
+                replay = self._ring.read(number)
+                rows = 0 if replay is None else min(len(replay.features), LONGEST)
+                self._sizes[number] = rows
+                self._credit += 0 if is_held_out(number) else PASSES * rows
+                self._newest = number
+        there = set(numbers)
+        self._sizes = {number: rows for number, rows in self._sizes.items() if number in there}
+        # It cannot always keep up: what is gone is not owed any more.
+        self._credit = min(self._credit, PASSES * sum(self._sizes.values()))
+
+    def _score(self, tensors: dict[str, Tensor], numbers: list[int]) -> dict[int, float | None]:
+        self._put(tensors)
+        found: dict[int, float | None] = {}
+        for number in numbers:
+            replay = self._ring.read(number)
+            found[number] = None
+            if replay is None or len(replay.features) <= DEPTH + 1:
+                continue
+            with torch.autocast(self._device.type, torch.bfloat16, enabled=self._device.type == "cuda"):
+                found[number] = acceptance_lengths(self._pupil, collate([replay], self._device), DEPTH)[0]
+        return found
+
+    def _put(self, tensors: dict[str, Tensor]) -> None:
+        self._pupil.drafter.load_state_dict(tensors, strict=False)
+
+
+def newest_version(versions: Path) -> tuple[int, str | None]:
+    """The number and directory of the latest published head; 0 and None: there is none."""
+    found = [path for path in versions.glob("*") if path.name.isdecimal() and (path / "config.json").is_file()]
+    latest = max(found, key=lambda path: int(path.name), default=None)
+    return (int(latest.name), str(latest)) if latest is not None else (0, None)
+
+
+def _copy(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+def _run(trainer: Trainer, orders: list[TakenBack]) -> None:
+    saved = said = time.monotonic()
+    while True:
+        while orders:
+            trainer.take_back(orders.pop(0).head_dir)
+        worked = trainer.step()
+        if trainer.is_due:
+            examined = trainer.examine()
+            published = trainer.publish() if examined is not None and examined.is_better else ""
+            _tell(trainer.news(examined, published))
+            said = time.monotonic()
+        now = time.monotonic()
+        if now - said > POLL_S:
+            said = now
+            _tell(trainer.news())
+        if worked and now - saved > CHECKPOINT_S:
+            saved = now
+            trainer.checkpoint()
+        if not worked:
+            time.sleep(POLL_S)
+
+
+def _tell(news: News) -> None:
+    sys.stdout.buffer.write(msgspec.json.encode(news) + b"\n")
+    sys.stdout.buffer.flush()
+
+
+def _listen(orders: list[TakenBack]) -> None:
+    """Until the drafter ends, and then this process does."""
+    for line in sys.stdin.buffer:
+        orders.append(msgspec.json.decode(line, type=TakenBack))
+    os._exit(0)
+
+
+def main() -> None:
+    """The process."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    give_way()
+    torch.set_num_threads(1)
+    orders: list[TakenBack] = []
+    threading.Thread(target=_listen, args=(orders,), daemon=True).start()
+    _run(Trainer(msgspec.json.decode(sys.argv[1], type=Job)), orders)
+
+
+def give_way() -> None:
+    """Lets everything else run first."""
+    os.nice(19)
+    if hasattr(os, "SCHED_IDLE"):
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""The head that a growing drafter starts from: its target's own last layer, as an EAGLE-3 head.  Launcher's process.
+
+Its features are three hidden states of the target, the last of them the one that the target itself reads its tokens from.
+`fc` passes that one on, and attention does not look at embeddings yet.  So it begins as one more turn of the target's last
+layer; what token comes after the next it has to learn (`backend/learning/`).  Embeddings and output matrix are the target's
+and not stored.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from backend.models.head_config import CheckpointError, read_config, text_config
+from backend.models.tensor_files import TensorFiles
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+WEIGHTS = "model.safetensors"
+NORMS = {"llama": False, "mistral": False, "qwen2": False, "qwen3": True}
+"""Families of targets whose last layer can be a head, and whether they normalise queries and keys."""
+KEPT = (
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "vocab_size",
+)
+
+
+def feature_layers(layers: int) -> tuple[int, int, int]:
+    """Whose inputs a growing head reads, in a target of so many layers; the last is what its final norm reads."""
+    return (min(2, layers - 2), layers // 2, layers) if layers > 3 else (0, layers - 1, layers)
+
+
+def write_initial_head(target_dir: str, directory: Path, name: str) -> None:
+    """Makes `directory` a head in speculators' layout for the target `name`.  Raises `CheckpointError`, `OSError`."""
+    target = text_config(read_config(target_dir))
+    try:
+        config = _config(target, name)
+        tensors = _tensors(target, TensorFiles(target_dir), target_dir)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{target_dir}/config.json: {type(error).__name__}: {error}") from error
+    write_head(directory, config, tensors)
+
+
+def write_head(directory: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Writes a head's two files; `directory` is there whole or not at all.  Raises `OSError`."""
+    from safetensors.torch import save_file
+
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    fresh = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
+    try:
+        save_file(dict(tensors), fresh / WEIGHTS, metadata={"format": "pt"})
+        (fresh / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        if directory.exists():
+            shutil.rmtree(directory)
+        fresh.rename(directory)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+
+
+def _config(target: Mapping[str, Any], name: str) -> dict[str, Any]:
+    family, layers = target.get("model_type"), int(target["num_hidden_layers"])
+    if family not in NORMS:
+        raise ValueError(f"no head can be made of the layers of a {family!r} model (of {', '.join(NORMS)} it can)")
+    if layers < 2:
+        raise ValueError("a target of one layer has no three hidden states to draft from")
+    heads, hidden = int(target["num_attention_heads"]), int(target["hidden_size"])
+    dtype = str(target.get("dtype") or target.get("torch_dtype") or "float32")
+    layer = {key: target[key] for key in KEPT if target.get(key) is not None} | {
+        "architectures": ["LlamaForCausalLM"],
+        "attention_bias": False,
+        "head_dim": int(target.get("head_dim") or hidden // heads),
+        "hidden_act": target.get("hidden_act", "silu"),
+        "mlp_bias": False,
+        "model_type": "qwen3" if NORMS[family] else "llama",
+        "num_hidden_layers": 1,
+        "tie_word_embeddings": False,
+        "torch_dtype": dtype,
+    }
+    return {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "draft_vocab_size": int(target["vocab_size"]),
+        "target_hidden_size": hidden,
+        "norm_before_residual": False,
+        "eagle_aux_hidden_state_layer_ids": list(feature_layers(layers)),
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 4}],
+            "verifier": {"name_or_path": name, "architectures": target.get("architectures") or ["LlamaForCausalLM"]},
+        },
+        "torch_dtype": dtype,
+        "transformer_layer_config": layer,
+    }
+
+
+def _tensors(target: Mapping[str, Any], files: TensorFiles, where: str) -> dict[str, Tensor]:
+    import torch
+
+    hidden, last = int(target["hidden_size"]), f"layers.{int(target['num_hidden_layers']) - 1}"
+
+    def read(name: str) -> Tensor:
+        found = files.find(name)
+        if found is None:
+            raise CheckpointError(f"{where}: missing tensor: {name}")
+        return files.read(found)
+
+    own = "layers.0"
+    norm = read("norm.weight")
+    tensors = {
+        "norm.weight": norm,
+        "fc.weight": torch.cat((norm.new_zeros(hidden, 2 * hidden), torch.eye(hidden, dtype=norm.dtype)), dim=1),
+        f"{own}.hidden_norm.weight": read(f"{last}.input_layernorm.weight"),
+        f"{own}.input_layernorm.weight": torch.ones_like(norm),
+    }
+    same = ["self_attn.o_proj", "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+    same += ["self_attn.q_norm", "self_attn.k_norm"] if NORMS[str(target["model_type"])] else []
+    tensors |= {f"{own}.{name}.weight": read(f"{last}.{name}.weight") for name in same}
+    for name in ("q_proj", "k_proj", "v_proj"):
+        weight = read(f"{last}.self_attn.{name}.weight")
+        tensors[f"{own}.self_attn.{name}.weight"] = torch.cat((torch.zeros_like(weight), weight), dim=1)
+    return {name: tensor.contiguous() for name, tensor in tensors.items()}
