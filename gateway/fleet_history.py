@@ -232,6 +232,7 @@ class FleetHistory:
             busy = _ratio(new.busy_s - old.busy_s, window.seconds, 4)
             row.busy = min(1.0, busy) if busy is not None else None
             row.draft_tokens_per_s = _ratio(new.draft_tokens - old.draft_tokens, window.seconds, 1)
+            row.version = new.learning.version if new.learning is not None else None
         return row
 
     def _pairs(self) -> list[PairRow]:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from itertools import product
 from typing import Any, get_args
 
+import msgspec
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
@@ -78,6 +79,16 @@ _LABELLED_COUNTERS = {
     "outrider_verifier_requests_finished_total": "requests_finished",
     "outrider_records_written_total": "records_written",
     "outrider_records_dropped_total": "records_dropped",
+}
+_LEARNING = {
+    "outrider_learning_version": "version",
+    "outrider_learning_steps_total": "steps",
+    "outrider_learning_seconds_total": "training_s",
+    "outrider_learning_sequences_total": "sequences",
+    "outrider_learning_sequences_dropped_total": "sequences_dropped",
+    "outrider_learning_published_total": "published",
+    "outrider_learning_taken_back_total": "taken_back",
+    "outrider_learning_live_acceptance": "live_acceptance",
 }
 _FLEET_TOTALS = {
     "vllm:spec_decode_num_drafts_total": "drafts",
@@ -155,6 +166,7 @@ class FleetCollector(Collector):
         yield operations
         yield _info(views, stats)
         yield _refused(views)
+        yield from _learning(views)
 
     def _vllm_names(self) -> Iterator[Metric]:
         sums = self._totals.sums()
@@ -208,6 +220,24 @@ def _refused(views: list[MemberView]) -> Metric:
         if (stats := view.verifier or view.drafter) is not None:
             family.add_metric([view.member.id], stats.connections_refused)  # type: ignore[attr-defined]
     return family
+
+
+def _learning(views: list[MemberView]) -> Iterator[Metric]:
+    """Of drafters that learn."""
+    known = [(each.drafter_id, each.learning) for view in views if (each := view.drafter) is not None and each.learning]
+    for name, field in _LEARNING.items():
+        family = _family(name)
+        for drafter_id, learning in known:
+            value = getattr(learning, field)
+            if value is not None:
+                family.add_metric([drafter_id], value)
+        yield family
+    lengths = _family("outrider_learning_acceptance_length")
+    for drafter_id, learning in known:
+        for head, length in (("present", learning.present_length), ("candidate", learning.candidate_length)):
+            if length is not None:
+                lengths.add_metric([drafter_id, head], length)
+    yield lengths
 
 
 def _info(views: list[MemberView], stats: list[VerifierStats]) -> Metric:
@@ -300,6 +330,8 @@ def fleet_document(core: FleetCore) -> dict[str, Any]:
             entry["verifiers"] = drafter.verifiers if drafter else []
             entry["sequences"] = drafter.sequences if drafter else 0
             entry["cache_usage"] = drafter.cache_usage if drafter else 0.0
+            if drafter is not None and drafter.learning is not None:
+                entry["learning"] = msgspec.to_builtins(drafter.learning)
             drafters.append(entry)
         else:
             gateways.append(entry)

@@ -52,6 +52,8 @@ class DrafterRow(msgspec.Struct):
     cache_usage: float = 0.0
     busy: float | None = None
     draft_tokens_per_s: float | None = None
+    version: int | None = None
+    """Of a head that learns; None: it does not."""
 
 
 class PairRow(msgspec.Struct):

@@ -27,6 +27,7 @@ class Definition(NamedTuple):
 
 _VERIFIER = ("verifier",)
 _PAIR = ("verifier", "drafter")
+_DRAFTER = ("drafter",)
 
 DEFINITIONS: dict[str, Definition] = {
     # What this gateway saw
@@ -127,6 +128,20 @@ DEFINITIONS: dict[str, Definition] = {
     "outrider_ahead_misses_total": Definition("counter", _PAIR, "no draft at hand after a verification, drafting ahead"),
     "outrider_drafts_dropped_total": Definition("counter", (*_PAIR, "reason"), "drafts not used, by reason"),
     "outrider_drafters_down": Definition("gauge", _VERIFIER, "assigned drafters that are not waited for"),
+    # What drafters that learn report
+    "outrider_learning_version": Definition("gauge", _DRAFTER, "version of the drafter's head; 0: the one it began with"),
+    "outrider_learning_steps_total": Definition("counter", _DRAFTER, "steps its head was trained for"),
+    "outrider_learning_seconds_total": Definition("counter", _DRAFTER, "time they took"),
+    "outrider_learning_sequences_total": Definition("counter", _DRAFTER, "sequences put into its replay ring"),
+    "outrider_learning_sequences_dropped_total": Definition("counter", _DRAFTER, "sequences its writer had no time for"),
+    "outrider_learning_published_total": Definition("counter", _DRAFTER, "heads that it has put in place"),
+    "outrider_learning_taken_back_total": Definition("counter", _DRAFTER, "heads that it has taken back"),
+    "outrider_learning_live_acceptance": Definition(
+        "gauge", _DRAFTER, "share of right draft tokens among those compared with the text, lately"
+    ),
+    "outrider_learning_acceptance_length": Definition(
+        "gauge", (*_DRAFTER, "head"), "acceptance length of the `present` head and the `candidate` on held-out sequences"
+    ),
     "outrider_verifier_busy_seconds_total": Definition("counter", _VERIFIER, "time in steps; busy + idle = wall"),
     "outrider_verifier_idle_seconds_total": Definition(
         "counter", (*_VERIFIER, "cause"), "time the verifier could have computed but did not, by cause"

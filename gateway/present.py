@@ -125,7 +125,10 @@ def _work(view: MemberView, snapshot: FleetSnapshot) -> tuple[str, str]:
         return f"{stats.running} running, {stats.waiting} waiting", detail + down
     if view.drafter is not None:
         drafter = view.drafter
-        return f"{drafter.sequences} sequences", f"{drafter.draft_tokens} tokens drafted, cache {drafter.cache_usage:.0%}"
+        detail = f"{drafter.draft_tokens} tokens drafted, cache {drafter.cache_usage:.0%}"
+        if (learning := drafter.learning) is not None:
+            detail += f", head version {learning.version} ({learning.steps} steps of training)"
+        return f"{drafter.sequences} sequences", detail
     return "", ""
 
 

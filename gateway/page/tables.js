@@ -53,6 +53,7 @@ const DRAFTER = [
   ["Draft tokens/s", (r) => r.draft_tokens_per_s, (r) => number(r.draft_tokens_per_s, 1), "figure"],
   ["Acceptance", (r) => r.acceptance, (r) => number(r.acceptance, 2), "figure"],
   ["Round trip", (r) => r.round_trip, (r) => (r.round_trip === null ? NOTHING : `${number(r.round_trip, 1)} ms`), "figure"],
+  ["Head version", (r) => r.version, (r) => (r.version === null ? NOTHING : number(r.version)), "figure"],
   ["Dropped/s", (r) => r.dropped, (r) => number(r.dropped, 1), "figure"],
   ["Serves", (r) => r.verifiers.join(" "), (r) => r.verifiers.join(", ") || NOTHING, "list"],
   ["Node", (r) => r.node, (r) => r.node, "list"],
