@@ -28,7 +28,7 @@ MAX_PREDICTION_TOKENS = 1 << 14
 """Tokens of a prediction that draft; the answer is rarely longer, and a verifier keeps some hundred bytes for each."""
 _CHARS_PER_TOKEN = 8
 """Text beyond so many is not tokenized: it would only be cut."""
-_FIELDS = ("stats", "mode", "num_speculative_tokens", "logprobs_mode")
+_FIELDS = ("stats", "mode", "num_speculative_tokens", "logprobs_mode", "learn")
 
 
 async def inquire(gateway: Gateway, request: Request, data: Mapping[str, Any]) -> Inquiry | None:
@@ -39,7 +39,11 @@ async def inquire(gateway: Gateway, request: Request, data: Mapping[str, Any]) -
     text = _predicted(data.get("prediction"))
     prediction = await _tokens(gateway, text) if text else []
     logprobs_mode = _logprobs_mode(options, gateway.settings)
-    asked = Asked(stats or bool(prediction), mode, longest, prediction, logprobs_mode)  # type: ignore[arg-type]  # its literals
+    learn = options.get("learn", True)
+    if not isinstance(learn, bool):
+        raise BadRequest("`outrider.learn` must be true or false.", param="outrider.learn")
+    account = stats or bool(prediction)
+    asked = Asked(account, mode, longest, prediction, logprobs_mode, learn)  # type: ignore[arg-type]  # its literals
     if asked == Asked():
         return None
     if asked.account and data.get("use_beam_search"):

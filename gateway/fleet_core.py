@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
+
 from backend.engine.front import (
     EngineCoreClient,
     EngineCoreOutput,
@@ -28,7 +30,7 @@ from backend.fleet.speed import RESPONSE_TOKENS
 from backend.fleet.stats import Weights
 from backend.routing.routers import LeastLoaded, Router
 from backend.transport.sockets import Wire
-from backend.wire.engine import PAUSED, Account
+from backend.wire.engine import PAUSED, Account, Asked
 from gateway.admission.claim import current_claim
 from gateway.admission.gate import Gate, Queueing
 from gateway.admission.room import Rooms
@@ -485,7 +487,10 @@ class FleetCore(EngineCoreClient):
         record.placed_at = time.monotonic()
         record.taken = False
         told = record.told
-        link.add(record.request, record.place_id, record.emitted, record.noise_seed, told.asked if told is not None else None)
+        asked = told.asked if told is not None else None
+        if not record.claim.learn:
+            asked = msgspec.structs.replace(asked or Asked(), learn=False)
+        link.add(record.request, record.place_id, record.emitted, record.noise_seed, asked)
         if told is not None and told.asked.account:
             told.placed(record.place_id, record.cut)
             self._accounts[record.place_id] = link, told

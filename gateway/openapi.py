@@ -180,6 +180,7 @@ _SPECULATION: dict[str, Schema] = {
         stats={"type": ["boolean", "null"]},
         mode={"enum": [*MODES["auto"], None]},
         num_speculative_tokens={"type": ["integer", "null"], "minimum": 0},
+        learn={"type": ["boolean", "null"]},
     )
     | {"additionalProperties": False},
     "prediction": _object(

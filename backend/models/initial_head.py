@@ -40,7 +40,8 @@ KEPT = (
 
 def feature_layers(layers: int) -> tuple[int, int, int]:
     """Whose inputs a growing head reads, in a target of so many layers; the last is what its final norm reads."""
-    return (min(2, layers - 2), layers // 2, layers) if layers > 3 else (0, layers - 1, layers)
+    early = min(2, layers - 2)
+    return early, max(layers // 2, early + 1), layers
 
 
 def write_initial_head(target_dir: str, directory: Path, name: str) -> None:

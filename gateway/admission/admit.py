@@ -22,6 +22,8 @@ _MANY = ("prompt", "input", "messages", "documents", "items", "text_2")
 """Fields that may hold more than one prompt."""
 WAIT_HEADER = "x-outrider-max-wait-s"
 """By which a client says how long its request may wait for room; never longer than `gateway.queue_wait_s`."""
+LEARN_HEADER = "x-outrider-learn"
+"""0: drafters may not learn from the request."""
 
 
 def admit(gateway: Gateway, request: Request, asked: Any) -> Claim:
@@ -34,6 +36,7 @@ def admit(gateway: Gateway, request: Request, asked: Any) -> Claim:
     claim: Claim = request.scope["state"].get("claim") or Claim(caller, caller.priority, accounts=gateway.doors.quotas)
     if claim.wait_s is not None:
         claim.wait_s = _wait_s(request.headers.get(WAIT_HEADER), gateway.settings.gateway.queue_wait_s)
+    claim.learn = caller.learn and _flag(request, LEARN_HEADER)
     claim.choices = getattr(asked, "n", None) or 1
     prompts = max(count_prompts(getattr(asked, name, None)) for name in _MANY)
     claim.sequences = claim.choices * prompts
@@ -54,6 +57,14 @@ def check_model(gateway: Gateway, request: Request, asked: Any) -> None:
     """Raises `ModelNotFound` for a model that the caller may not use: what there is for others is not told."""
     if not caller_of(request).may_use(getattr(asked, "model", None) or gateway.services.models.model_name()):
         raise ModelNotFound("The model does not exist, or this key has no access to it.", param="model")
+
+
+def _flag(request: Request, header: str) -> bool:
+    """Whether a header, 0 or 1, is not 0."""
+    value = request.headers.get(header)
+    if value not in (None, "0", "1"):
+        raise BadRequest(f"The header `{header}` must be 0 or 1.", param=header)
+    return value != "0"
 
 
 def _longest(asked: Any) -> int | None:

@@ -36,6 +36,8 @@ class Claim:
     charged_tokens: int = 0
     """Of the caller's quota."""
     accounts: Accounts | None = None
+    learn: bool = True
+    """Whether drafters may learn from its sequences."""
     closed: bool = False
     """The HTTP request is over, or there was none: what else its sequences take is charged as they end."""
     granted: bool = False

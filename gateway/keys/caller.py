@@ -48,6 +48,8 @@ class Caller:
     priority: Priority = Priority.INTERACTIVE
     admin: bool = False
     metrics: bool = False
+    learn: bool = True
+    """Whether drafters may learn from its requests."""
 
     def may_use(self, model: str) -> bool:
         """Whether this model or adapter is among its own."""

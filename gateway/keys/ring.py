@@ -45,6 +45,8 @@ class Entry(BaseModel):
     weight: float = Field(1.0, gt=0, le=1000)
     priority: Literal["high", "interactive", "batch"] = "interactive"
     rights: list[Literal["admin", "metrics"]] = []
+    learn: bool = True
+    """False: drafters do not learn from its requests."""
 
     @field_validator("name")
     @classmethod
@@ -74,6 +76,7 @@ class Entry(BaseModel):
             Priority[self.priority.upper()],
             "admin" in self.rights,
             "metrics" in self.rights,
+            self.learn,
         )
 
 
