@@ -67,6 +67,7 @@ class DrafterService:
         self._spans = spans
         self._lessons = lessons
         self._drafter_id = drafter_id
+        self._exchanges = 0
         self._proposer = proposer
         self._idle_ttl_s = idle_ttl_s
         self._clock = clock
@@ -146,6 +147,7 @@ class DrafterService:
             self._end(session)
         self._sessions.clear()
         self._unknown.clear()
+        self._exchanges += 1
         if self._lessons is not None:
             self._lessons.exchanged()
         self._proposer = proposer
@@ -201,7 +203,7 @@ class DrafterService:
             session.drafts = identity
         session.last_heard = now
         ring = hello.role == "features" and session.ring is not None
-        return identity, encode(Welcome(PROTOCOL_VERSION, self._drafter_id, self._proposer.kind, ring))
+        return identity, encode(Welcome(PROTOCOL_VERSION, self._drafter_id, self._proposer.kind, ring, self._exchanges))
 
     def _end(self, session: Session) -> None:
         """A new epoch has begun: the old one's requests are over, its sockets strangers, its rounds unwanted."""

@@ -14,7 +14,17 @@ from backend.engine.feature_link import GREET_EVERY_S
 from backend.engine.scheduler import DraftingScheduler
 from backend.fleet import DrafterRef, VerifierStats
 from backend.transport import Dealer, Hub
-from backend.wire.drafting import HELLO_FIRST, PROTOCOL_VERSION, Ahead, Drafts, Hello, Refused, decode_to_verifier, encode
+from backend.wire.drafting import (
+    HELLO_FIRST,
+    PROTOCOL_VERSION,
+    Ahead,
+    Drafts,
+    Hello,
+    Refused,
+    Welcome,
+    decode_to_verifier,
+    encode,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +37,8 @@ class _Link:
     dealer: Dealer
     hello: bytes
     greeted_at: float = float("-inf")
+    exchanges: int | None = None
+    """Of its head, as it last said."""
 
     def greet(self, now: float) -> None:
         """Says who we are, unless that was said a moment ago."""
@@ -95,6 +107,10 @@ class DraftLinks:
                     self._scheduler.take_drafts(drafter_id, message, now)
                 elif isinstance(message, Ahead):
                     self._scheduler.take_ahead(drafter_id, message)
+                elif isinstance(message, Welcome):
+                    if link.exchanges not in (None, message.exchanges):
+                        self._scheduler.speculator.renewed(drafter_id)
+                    link.exchanges = message.exchanges
                 elif isinstance(message, Refused) and message.reason == HELLO_FIRST:
                     link.greet(now)
                 elif isinstance(message, Refused):

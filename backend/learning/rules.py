@@ -13,7 +13,7 @@ FEWEST = 8
 SURE = 1.64
 """Standard errors of a one-sided bound of 95 %."""
 
-BLOCK = 32
+BLOCK = 16
 """Compared draft tokens that make one observation of live acceptance; those of a request depend on each other."""
 KEPT_BLOCKS = 64
 FEWEST_BLOCKS = 4
@@ -51,7 +51,8 @@ class Watch:
     @property
     def acceptance(self) -> float | None:
         """Share of right tokens with the present head; None: not known yet."""
-        return sum(self._blocks) / len(self._blocks) if self._blocks else None
+        blocks = list(self._blocks)
+        return sum(blocks) / len(blocks) if blocks else None
 
     def note(self, right: int, seen: int) -> None:
         """A draft of the present head: tokens compared with the text, and how many of them were right."""
@@ -70,14 +71,16 @@ class Watch:
     @property
     def has_fallen(self) -> bool:
         """Whether the present head is accepted less than the one before, for sure and by enough."""
-        before, after = self._before, self._blocks
+        before, after = self._before, list(self._blocks)
         if len(before) < FEWEST_BLOCKS or len(after) < FEWEST_BLOCKS:
             return False
-        (old, old_error), (new, new_error) = _mean(before), _mean(after)
-        return new < TOLERATED * old and old - new > VERY_SURE * math.sqrt(old_error + new_error)
+        (old, old_spread), (new, new_spread) = _moments(before), _moments(after)
+        # Few observations are often alike by chance.
+        error = math.sqrt(max(old_spread, new_spread) * (1 / len(before) + 1 / len(after)))
+        return new < TOLERATED * old and old - new > VERY_SURE * error
 
 
-def _mean(values: Sequence[float]) -> tuple[float, float]:
-    """Mean, and the square of its standard error."""
+def _moments(values: Sequence[float]) -> tuple[float, float]:
+    """Mean and variance."""
     mean = sum(values) / len(values)
-    return mean, sum((value - mean) ** 2 for value in values) / (len(values) - 1) / len(values)
+    return mean, sum((value - mean) ** 2 for value in values) / (len(values) - 1)

@@ -31,17 +31,17 @@ from backend.learning.trainable import LONGEST, load_pupil, save_pupil, trained_
 
 logger = logging.getLogger(__name__)
 
-ROWS = 2048
+ROWS = 512
 """Rows of a step at most."""
 SCORES = 1 << 26
 """Scores (rows times vocabulary) of a step at most: they are what needs memory."""
 DEPTH = 4
-SHALLOW = (40, 120)
+SHALLOW = (80, 240)
 """Steps of training after which drafts of two tokens, and of all, are trained: the later ones build on the first."""
 PASSES = 6
 """How often a row is trained on, for as long as it is kept."""
 WARM_UP = 10
-SLOWER_AFTER = 400
+SLOWER_AFTER = 1000
 """Steps after which rates fall with the square root."""
 MATRIX_RATE, OTHER_RATE = 0.015, 2e-3
 AVERAGED = 0.95
@@ -158,7 +158,7 @@ class Trainer:
         depth = 1 + sum(1 if i == 0 else DEPTH - 2 for i, after in enumerate(SHALLOW) if self.steps >= after)
         with torch.autocast(self._device.type, torch.bfloat16, enabled=self._device.type == "cuda"):
             loss, _ = loss_of(self._pupil, collate(replays, self._device), depth)
-        if math.isfinite(float(loss)):
+        if math.isfinite(loss.item()):
             torch.autograd.backward(loss)
             self._optimizers.step(min((self.steps + 1) / WARM_UP, math.sqrt(SLOWER_AFTER / max(self.steps, SLOWER_AFTER))))
             for name, tensor in trained_tensors(self._pupil.drafter).items():

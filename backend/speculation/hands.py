@@ -95,8 +95,8 @@ class Hands:
         """Drafts of at most `longest` tokens, `outcomes` drafted ahead per request."""
         self.requests: dict[str, Request] = {}
         self.foresight = Foresight(outcomes)
-        prior = survivals(chances(Calibration(longest).weights, [0.0] * (2 * longest)))
-        self.drafted, self.alone = Outlook(longest, prior), Outlook(longest)
+        self._prior = survivals(chances(Calibration(longest).weights, [0.0] * (2 * longest)))
+        self.drafted, self.alone = Outlook(longest, self._prior), Outlook(longest)
         """What drafts bring with drafters, and without."""
         self.steps = 0
         self.forced = 0
@@ -145,6 +145,11 @@ class Hands:
             calibration.forget(request_id)
         if self._lookups is not None:
             self._lookups.forget(request_id)
+
+    def renewed(self, drafter_id: str) -> None:
+        """The drafter has another head: its drafts are taken for a fair one's again."""
+        self._calibrations = {s: known for s, known in self._calibrations.items() if s.drafter_id != drafter_id}
+        self.drafted = Outlook(self._longest, self._prior)
 
     # -- drafts that come ----------------------------------------------------------------------------------------------
 

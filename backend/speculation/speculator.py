@@ -97,6 +97,11 @@ class Speculator:
         self.preference.set_drafters(dict(heads))
         self.questions.set_drafters(self._drafter_ids)
 
+    def renewed(self, drafter_id: str) -> None:
+        """The drafter drafts with another head than before, of which nothing is known yet."""
+        self.hands.renewed(drafter_id)
+        self._reconsider_at = 0
+
     def arrived(self, drafter_id: str, draft: Draft, draft_s: float, now: float) -> tuple[str, float | None]:
         """A fresh draft came: `ready`, `late` (not waited for any more), `stale` (not asked for) or `invalid`.
 

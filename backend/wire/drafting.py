@@ -131,6 +131,8 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     kind: str
     ring: bool = False
     """Whether it reads the ring it was offered."""
+    exchanges: int = 0
+    """How often its head was exchanged: what is known of its drafts holds for one head."""
 
 
 class Draft(msgspec.Struct, frozen=True, array_like=True):

@@ -16,10 +16,12 @@ from transformers import PreTrainedTokenizerFast
 
 from backend.lab.bench.prompts import docstrings
 from backend.lab.demo.checkpoints import load_target, replacing, save_target
-from backend.lab.demo.model import Shape, Target
+from backend.lab.demo.model import Target
 from backend.lab.demo.options import DemoOptions, DraftModelOptions
 from backend.lab.demo.tokenizer import save_tokenizer, token_stream
-from backend.lab.demo.training import Optimizers, Pace, Progress, Windows, load_state, rate_factor, resolve_device, save_state
+from backend.lab.demo.training import Pace, Progress, Windows, load_state, rate_factor, resolve_device, save_state
+from backend.learning.layers import Shape
+from backend.learning.optimizers import Optimizers
 from backend.rollout.corpus import Document, load_corpus
 
 LOGGER = logging.getLogger(__name__)
