@@ -340,8 +340,8 @@ class Settings(Section):
     drafter: str = Field(
         "demo",
         description="EAGLE head, or a smaller model with the same tokenizer: Hugging Face id, directory, the built-in `demo`; "
-        "`ngram` (no weights); `grow`, a head that begins as the target's last layer and learns from live traffic; several, with "
-        "commas between them, go to the drafters in turn",
+        "`ngram` (no weights); `grow`, a head that begins as the target's last layer and learns from live traffic; several, "
+        "with commas between them, go to the drafters in turn",
     )
     mode: Mode = Field(
         "auto",

@@ -1,0 +1,335 @@
+"""Learning from live traffic: the ring, what is recorded, when a head is published or taken back, and that training helps."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from backend.config import Settings
+from backend.config.settings import DraftingSettings
+from backend.drafter.learner import Learner
+from backend.drafter.lessons import CONTEXT, Lessons
+from backend.drafter.process import DrafterModel, DrafterProcess, build_proposer
+from backend.drafter.proposer import Ask, Until
+from backend.learning.lesson import acceptance_lengths, collate
+from backend.learning.ring import Replay, ReplayRing, ReplayWriter, is_held_out
+from backend.learning.rules import BLOCK, FEWEST, FEWEST_BLOCKS, Watch, is_worth_publishing
+from backend.learning.trainable import load_pupil
+from backend.learning.trainer import PASSES, Job, Trainer, newest_version
+from backend.models.check import check, why_not_learning
+from backend.models.demo import DRAFTER_DIR, TARGET_DIR
+from backend.models.head_config import CheckpointError, load_config
+from backend.models.initial_head import feature_layers, write_initial_head
+from backend.models.resolve import ModelError, resolve
+from backend.wire.drafting import Commit, Open, Outcome
+
+WIDTH = 6
+DEVICE = torch.device("cpu")
+
+
+def replay(rows: int = 20, seed: int = 0, width: int = WIDTH) -> Replay:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(3, 50, (rows + 1,), generator=generator, dtype=torch.int32)
+    return Replay(tokens, torch.randn(rows, width, generator=generator), 4, 9, 0.8)
+
+
+# -- the ring ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_ring_gives_back_what_it_got_and_drops_the_oldest(tmp_path: Path) -> None:
+    ring = ReplayRing(tmp_path / "ring", 4096)
+    first = ring.open_for_writing()
+    for number in range(first, first + 12):
+        ring.write(number, replay(seed=number))
+    numbers = ring.numbers()
+    assert numbers == list(range(numbers[0], first + 12))
+    assert len(numbers) < 12
+    assert sum(path.stat().st_size for path in (tmp_path / "ring").iterdir()) <= 4096
+    found, written = ring.read(numbers[-1]), replay(seed=numbers[-1])
+    assert found is not None
+    assert torch.equal(found.tokens, written.tokens)
+    assert torch.equal(found.features, written.features)
+    assert (found.first, found.prompt, found.temperature) == (4, 9, 0.8)
+    assert ring.read(first) is None
+
+
+def test_a_killed_writer_leaves_nothing_that_a_reader_takes_for_a_sequence(tmp_path: Path) -> None:
+    ring = ReplayRing(tmp_path, 1 << 20)
+    ring.write(ring.open_for_writing(), replay())
+    (tmp_path / "2.part").write_bytes(b"half")
+    (tmp_path / f"{3:012d}.safetensors").write_bytes(b"spoiled")
+    assert ring.numbers() == [1, 3]
+    assert ring.read(3) is None
+    assert ReplayRing(tmp_path, 1 << 20).open_for_writing() == 4
+    assert not list(tmp_path.glob("*.part"))
+
+
+# -- what is recorded --------------------------------------------------------------------------------------------------
+
+
+class Kept(ReplayWriter):
+    """Keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.replays: list[Replay] = []
+
+    def put(self, replay: Replay) -> None:
+        self.replays.append(replay)
+
+
+def feature(first: int, rows: int) -> torch.Tensor:
+    """Rows that say which position they are of."""
+    return torch.arange(first, first + rows, dtype=torch.float32)[:, None].expand(-1, WIDTH)
+
+
+def commit(base_len: int, rows: int) -> Commit:
+    return Commit("r", base_len, [7] * rows, rows)
+
+
+def test_sequences_are_recorded_with_their_rows_and_the_end_of_a_long_prompt() -> None:
+    kept = Kept()
+    lessons = Lessons(kept, Watch())
+    prompt = CONTEXT + 100
+    lessons.opened("r", Open("r", prompt + 1, [5] * (prompt + 1), prompt, temperature=0.7, prompt=prompt), feature(0, prompt))
+    for step in range(10):
+        at = prompt + 1 + 3 * step
+        lessons.committed("r", commit(at + 3, 3), feature(at - 1, 3))
+    lessons.closed("r")
+    (found,) = kept.replays
+    assert (found.first, found.prompt, found.temperature) == (100, prompt, 0.7)
+    assert torch.equal(found.features[:, 0], torch.arange(100.0, prompt + 30))
+    assert found.tokens.tolist() == [5] * (CONTEXT + 1) + [7] * 30
+
+
+def test_recomputed_rows_replace_earlier_ones_and_a_gap_ends_the_record() -> None:
+    kept = Kept()
+    lessons = Lessons(kept, Watch())
+    lessons.opened("r", Open("r", 41, [5] * 41, 40, prompt=10), feature(0, 40))
+    lessons.committed("r", commit(43, 10), feature(32, 10))
+    lessons.closed("r")
+    assert torch.equal(kept.replays[0].features[:, 0], torch.arange(42.0))
+    lessons.opened("r", Open("r", 41, [5] * 41, 40, prompt=10), feature(0, 40))
+    lessons.committed("r", commit(46, 4), feature(41, 4))
+    lessons.closed("r")
+    assert len(kept.replays) == 1
+
+
+def test_who_opts_out_is_drafted_for_and_not_recorded() -> None:
+    kept, watch = Kept(), Watch()
+    lessons = Lessons(kept, watch)
+    lessons.opened("r", Open("r", 41, [5] * 41, 40, learn=False), feature(0, 40))
+    for at in range(41, 41 + 2 * BLOCK):
+        lessons.drafted("r", at, [7])
+        lessons.committed("r", commit(at + 1, 1), feature(at - 1, 1))
+    lessons.closed("r")
+    assert not kept.replays
+    assert watch.acceptance == 1.0
+
+
+def test_drafts_are_judged_by_the_text_as_far_as_both_go() -> None:
+    watch = Watch()
+    lessons = Lessons(Kept(), watch)
+    lessons.opened("r", Open("r", 5, [5] * 5, 0), None)
+    at = 5
+    for _ in range(BLOCK):
+        lessons.drafted("r", at, [7, 7, 9])
+        lessons.imagined("r", at, [7, 7], [Outcome(1, 3, [1]), Outcome(2, 7, [7, 1])])
+        lessons.committed("r", commit(at + 3, 3), None)
+        lessons.committed("r", commit(at + 4, 1), None)
+        at += 4
+    # Of each fresh draft two of three tokens; of the outcome that came one of one; the other one never came.
+    assert watch.acceptance == pytest.approx(3 / 4, abs=0.05)
+
+
+# -- rules -------------------------------------------------------------------------------------------------------------
+
+
+def test_only_a_sure_gain_is_published() -> None:
+    present = [2.0 + 0.1 * i for i in range(FEWEST)]
+    assert is_worth_publishing(present, [length * 1.1 for length in present])
+    assert not is_worth_publishing(present, [length * 1.01 for length in present])
+    assert not is_worth_publishing(present[1:], [length * 1.1 for length in present[1:]])
+    # The same mean gain, of one lucky sequence.
+    assert not is_worth_publishing(present, [*present[:-1], present[-1] + 0.1 * sum(present)])
+
+
+def test_a_head_is_taken_back_when_its_drafts_are_accepted_less() -> None:
+    watch = Watch()
+
+    def live(right: int, blocks: int) -> None:
+        for i in range(blocks):
+            watch.note(right + i % 3 - 1, BLOCK)
+
+    live(10, 20)
+    watch.exchanged()
+    assert watch.acceptance is None
+    live(9, 64)
+    assert not watch.has_fallen
+    watch.exchanged()
+    live(1, FEWEST_BLOCKS - 1)
+    assert not watch.has_fallen
+    live(1, 2)
+    assert watch.has_fallen
+
+
+# -- heads -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> str:
+    directory = tmp_path_factory.mktemp("grow") / "start"
+    write_initial_head(str(TARGET_DIR), directory, "demo")
+    return str(directory)
+
+
+def test_the_initial_head_fits_and_repeats_the_target(start: str) -> None:
+    assert check(start, str(TARGET_DIR)) == []
+    assert why_not_learning(start, str(TARGET_DIR)) is None
+    assert load_config(start, str(TARGET_DIR)).aux_layers == feature_layers(5) == (2, 3, 5)
+    assert all(len(set(feature_layers(layers))) == 3 and max(feature_layers(layers)) == layers for layers in range(2, 90))
+    proposer = build_proposer(
+        DrafterModel(str(TARGET_DIR), start, start, "/anywhere"), DraftingSettings(gpus=0, cache_tokens=512)
+    )
+    assert proposer.hidden == 3 * 256
+    proposer.open("r", [5] * 9, 8, 0.0)
+    (drafted,) = proposer.draft([Ask("r", 9, 8, torch.randn(8, 768), Until(4))])
+    assert len(drafted.tokens) == 4
+
+
+def test_heads_that_cannot_learn_are_refused() -> None:
+    assert "last hidden state" in str(why_not_learning(str(DRAFTER_DIR), str(TARGET_DIR)))
+    with pytest.raises(ModelError, match="last hidden state"):
+        resolve(Settings.model_validate({"drafting": {"learning": "on"}}), print)
+    for changes in ({"drafter": "grow", "mode": "native"}, {"drafter": "ngram", "drafting": {"learning": "on"}}):
+        with pytest.raises(ModelError):
+            resolve(Settings.model_validate(changes), print)
+
+
+def teach(directory: Path, count: int) -> None:
+    """A ring of sequences in which each token follows from the one before, with features that say what the target says."""
+    ring = ReplayRing(directory, 1 << 30)
+    pupil_target = load_embeddings()
+    for number in range(ring.open_for_writing(), count + 1):
+        generator = torch.Generator().manual_seed(number)
+        begin = int(torch.randint(0, 40, (1,), generator=generator))
+        tokens = 100 + (begin + 7 * torch.arange(49)) % 40
+        # Position p's last hidden state points at the embedding of the token at p + 1.
+        last = pupil_target[tokens[1:]] * 8
+        features = torch.cat((torch.zeros(48, 512), last), dim=1)
+        ring.write(number, Replay(tokens.int(), features, 0, 4, 0.0))
+
+
+def load_embeddings() -> torch.Tensor:
+    from backend.models.tensor_files import TensorFiles
+
+    files = TensorFiles(str(TARGET_DIR))
+    name = files.find("embed_tokens.weight")
+    assert name is not None
+    return files.read(name).float()
+
+
+def test_training_publishes_a_better_head_and_goes_on_after_a_restart(start: str, tmp_path: Path) -> None:
+    teach(tmp_path / "ring", 100)
+    job = Job(str(TARGET_DIR), start, str(tmp_path / "own"), str(tmp_path / "ring"))
+    trainer = Trainer(job)
+    while not trainer.is_due:
+        assert trainer.step()
+    examined = trainer.examine()
+    assert examined is not None
+    assert examined.is_better
+    directory = trainer.publish()
+    assert newest_version(tmp_path / "own" / "versions") == (1, directory)
+    assert check(directory, str(TARGET_DIR)) == []
+    held_out = ReplayRing(tmp_path / "ring", 0).read(10)
+    assert held_out is not None
+    assert is_held_out(10)
+    lengths = [
+        acceptance_lengths(load_pupil(each, str(TARGET_DIR), DEVICE), collate([held_out], DEVICE), 4)[0]
+        for each in (start, directory)
+    ]
+    before, after = lengths
+    assert before is not None
+    assert after is not None
+    assert after > before * 1.1
+    assert after == pytest.approx(examined.candidate, rel=0.3)
+    again = Trainer(Job(job.target_dir, directory, job.directory, job.ring_dir))
+    assert again.steps == trainer.steps
+
+
+def test_a_trainer_sleeps_when_all_has_been_learned(start: str, tmp_path: Path) -> None:
+    teach(tmp_path / "ring", 12)
+    trainer = Trainer(Job(str(TARGET_DIR), start, str(tmp_path / "own"), str(tmp_path / "ring")))
+    steps = 0
+    while trainer.step():
+        steps += 1
+        assert steps <= PASSES * 12 * 48 / 400
+    assert steps
+
+
+def learner(start: str, directory: Path, swap) -> Learner:
+    settings = DraftingSettings(ring_dir=str(directory / "rings"))
+    return Learner(directory / "drafter-0", str(TARGET_DIR), start, settings, swap)
+
+
+def test_a_spoiled_head_is_taken_back_by_live_acceptance(start: str, tmp_path: Path) -> None:
+    swapped: list[str] = []
+    own = learner(start, tmp_path, swapped.append)
+    try:
+        spoiled = tmp_path / "drafter-0" / "versions" / "000001"
+        write_initial_head(str(TARGET_DIR), spoiled, "demo")
+        for _ in range(20):
+            own._watch.note(10, BLOCK)
+        own._exchange(str(spoiled))
+        own.lessons.exchanged()
+        for _ in range(FEWEST_BLOCKS):
+            assert not own._watch.has_fallen
+            own._watch.note(0, BLOCK)
+        assert own._watch.has_fallen
+        own._take_back()
+        assert swapped == [str(spoiled), start]
+        assert (own.head_dir, own.stats().version, own.stats().taken_back) == (start, 0, 1)
+        assert newest_version(spoiled.parent) == (0, None)
+    finally:
+        own.stop()
+
+
+def test_a_head_that_cannot_be_loaded_is_put_away(start: str, tmp_path: Path) -> None:
+    def refuse(head_dir: str) -> None:
+        raise CheckpointError("spoiled")
+
+    own = learner(start, tmp_path, refuse)
+    try:
+        spoiled = tmp_path / "drafter-0" / "versions" / "000001"
+        write_initial_head(str(TARGET_DIR), spoiled, "demo")
+        assert not own._exchange(str(spoiled))
+        assert own.head_dir == start
+        assert newest_version(spoiled.parent) == (0, None)
+        with pytest.raises(CheckpointError, match="another drafter"):
+            learner(start, tmp_path, refuse)
+    finally:
+        own.stop()
+
+
+def test_a_drafter_process_starts_and_ends_its_trainer(start: str, tmp_path: Path) -> None:
+    model = DrafterModel(str(TARGET_DIR), start, start, str(tmp_path))
+    settings = DraftingSettings(gpus=0, cache_tokens=512, ring_dir=str(tmp_path / "rings"))
+    process = DrafterProcess("drafter-0", model, settings, f"ipc://{tmp_path}/d.sock")
+    process.start()
+    try:
+        assert process._learner is not None
+        started = threading.Event()
+        while process._learner._trainer is None:
+            started.wait(0.01)
+        trainer = process._learner._trainer
+        assert trainer.poll() is None
+        learning = process.stats().learning
+        assert learning is not None
+        assert learning.version == 0
+        with pytest.raises(CheckpointError, match="learns"):
+            process.swap_head(start)
+    finally:
+        process.stop()
+    assert trainer.poll() is not None
