@@ -1,0 +1,96 @@
+"""A head that grows under a real verifier is taught, put in place and taken back while requests run, and no text changes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from vllm.sampling_params import SamplingParams
+
+from backend.config import Settings
+from backend.fleet import Learning
+from backend.models.head_config import read_config
+from backend.models.initial_head import WEIGHTS, write_head
+from backend.models.resolve import ResolvedModels, resolve
+from tests.support.processes import Drafter, Verifier, together
+
+pytestmark = pytest.mark.engine
+
+PARAMS = SamplingParams(temperature=0.8, seed=7, max_tokens=64, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+LIMIT_S = 60.0
+SETTINGS = {"mode": "sync", "num_speculative_tokens": 4, "verifier": {"lookup": False}, "drafter": "grow"}
+
+
+def prompts(turn: int) -> list[list[int]]:
+    return [[5 + (37 * turn + 7 * i + j * j) % 900 for j in range(8 + 3 * i)] for i in range(8)]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("g")
+
+
+@pytest.fixture(scope="module")
+def paths(directory: Path) -> ResolvedModels:
+    learning = {"learning_dir": str(directory / "learned")}
+    return resolve(Settings.model_validate(SETTINGS | {"drafting": learning}), print)
+
+
+@pytest.fixture(scope="module")
+def fleet(directory: Path, paths: ResolvedModels) -> Iterator[tuple[Verifier, Verifier, Drafter]]:
+    """A verifier that decodes plainly, one that is drafted for, and the drafter."""
+    plain, drafted, drafter = together(
+        lambda: Verifier(directory, {"mode": "off"}),
+        lambda: Verifier(directory, SETTINGS, paths),
+        lambda: Drafter(directory, paths, gpus=0, cache_tokens=8192, ring_dir=str(directory / "ring")),
+    )
+    drafted.set_drafters(drafter.ref)
+    yield plain, drafted, drafter
+    for each in (drafter, drafted, plain):
+        each.close()
+
+
+def learned(drafter: Drafter, put_in_place: str = "") -> Learning:
+    drafter.tell(put_in_place)
+    found: Learning = drafter.hear()
+    return found
+
+
+def test_a_head_grows_and_a_spoiled_one_is_taken_back(fleet: tuple[Verifier, Verifier, Drafter], paths: ResolvedModels) -> None:
+    plain, drafted, drafter = fleet
+    turn = 0
+
+    def serve_until(what: str) -> Learning:
+        """Traffic until something has happened; every text is that of plain decoding."""
+        nonlocal turn
+        deadline = time.monotonic() + LIMIT_S
+        while not getattr(found := learned(drafter), what):
+            assert time.monotonic() < deadline, found
+            asked, params = prompts(turn), PARAMS if turn % 2 else GREEDY
+            turn += 1
+            ours = [answer.tokens for answer in drafted.client.generate(asked, params)]
+            if turn % 4 < 2:
+                assert ours == [answer.tokens for answer in plain.client.generate(asked, params)]
+        return found
+
+    grown = serve_until("published")
+    assert grown.steps > 0
+    assert grown.candidate_length is not None
+    assert grown.present_length is not None
+    assert grown.candidate_length > grown.present_length
+    serve_until("live_acceptance")
+    assert paths.learning_dir is not None
+    versions = Path(paths.learning_dir) / "drafter-0" / "versions"
+    good = max(path for path in versions.iterdir() if path.name.isdecimal())
+    spoiled = {name: torch.randn_like(tensor) for name, tensor in load_file(good / WEIGHTS).items()}
+    write_head(versions / "000900", read_config(str(good)), spoiled)
+    began = time.monotonic()
+    learned(drafter, str(versions / "000900"))
+    serve_until("taken_back")
+    assert time.monotonic() - began < 30
+    assert not (versions / "000900").exists()
