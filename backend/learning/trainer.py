@@ -26,7 +26,7 @@ from torch import Tensor
 from backend.learning.lesson import acceptance_lengths, collate, loss_of
 from backend.learning.optimizers import Optimizers
 from backend.learning.ring import Replay, ReplayRing, is_held_out
-from backend.learning.rules import bound_of_gain, is_worth_publishing
+from backend.learning.rules import FEWEST, bound_of_gain, is_worth_publishing
 from backend.learning.trainable import LONGEST, load_pupil, save_pupil, trained_tensors
 
 logger = logging.getLogger(__name__)
@@ -133,8 +133,8 @@ class Trainer:
 
     @property
     def is_due(self) -> bool:
-        """Whether candidates should be compared."""
-        return self._since >= EXAMINED_EVERY
+        """Whether candidates should be compared, and can be."""
+        return self._since >= EXAMINED_EVERY and sum(map(is_held_out, self._sizes)) >= FEWEST
 
     def step(self) -> bool:
         """One step of training; False: there is nothing new to learn from."""

@@ -16,12 +16,13 @@ from backend.fleet import Learning
 from backend.models.head_config import read_config
 from backend.models.initial_head import WEIGHTS, write_head
 from backend.models.resolve import ResolvedModels, resolve
+from backend.wire.engine import Asked
 from tests.support.processes import Drafter, Verifier, together
 
 pytestmark = pytest.mark.engine
 
-PARAMS = SamplingParams(temperature=0.8, seed=7, max_tokens=64, ignore_eos=True)
-GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+PARAMS = SamplingParams(temperature=0.8, seed=7, max_tokens=40, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 LIMIT_S = 60.0
 SETTINGS = {"mode": "sync", "num_speculative_tokens": 4, "verifier": {"lookup": False}, "drafter": "grow"}
 
@@ -78,6 +79,14 @@ def test_a_head_grows_and_a_spoiled_one_is_taken_back(fleet: tuple[Verifier, Ver
                 assert ours == [answer.tokens for answer in plain.client.generate(asked, params)]
         return found
 
+    # The second batch's news tells the drafter that the first one is over.
+    for asked in (Asked(learn=False), None, Asked(learn=False), Asked(learn=False)):
+        drafted.client.generate(prompts(turn), GREEDY, asked=asked)
+    deadline = time.monotonic() + LIMIT_S
+    while (found := learned(drafter)).sequences < 8:
+        assert time.monotonic() < deadline, found
+        drafted.client.generate(prompts(turn)[:1], GREEDY, asked=Asked(learn=False))
+    assert found.sequences == 8
     grown = serve_until("published")
     assert grown.steps > 0
     assert grown.candidate_length is not None
