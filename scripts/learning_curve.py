@@ -3,8 +3,8 @@
     outrider serve --drafter grow --verifier-lookup false
     python scripts/learning_curve.py --seconds 300 --temperature 0.8
 
-Prompts are pieces of the standard library's source.  `length` is the acceptance length of the drafter's drafts in that interval,
-from the answers' own accounts.  `present_length` and `candidate_length` are the trainer's, on held-out sequences.
+Prompts are pieces of the standard library's source.  `length` is the acceptance length of the drafter's drafts in that
+interval, from the answers' own accounts.  `present_length` and `candidate_length` are the trainer's, on held-out sequences.
 """
 
 from __future__ import annotations

@@ -19,6 +19,9 @@ def tell(verifier: FakeVerifier, sequence: Sequence, **fields: Any) -> None:
     verifier.send(sequence.client, wire.ACCOUNTS, msgspec.msgpack.encode([account]))
 
 
+RESPONSE: dict[str, Any] = {"model": "demo", "input": "hi", "max_output_tokens": 6}
+
+
 async def drafting(verifier: FakeVerifier, sequence: Sequence) -> None:
     """Six tokens in two verifications, one of which had a draft from each source."""
     drafts = [Tally("fresh", "drafter-0", 1, 4, 2), Tally("prediction", "lookup", 2, 7, 3)]
@@ -60,6 +63,15 @@ async def test_wishes_reach_the_verifier_and_nothing_else_does():
         first, *others = [each.addition.asked for each in running.verifier.sequences]
         assert first == Asked(mode="ahead", longest=2)
         assert others == [Asked(account=True, prediction=tokens)] * 2
+
+        running.verifier.sequences.clear()
+        await running.http.post("/v1/completions", json={**COMPLETION, "outrider": {"learn": False}})
+        refusing = {"X-Outrider-Learn": "0"}
+        for path, base in (("/v1/chat/completions", CHAT), ("/v1/messages", CHAT), ("/v1/responses", RESPONSE)):
+            assert (await running.http.post(path, json=base, headers=refusing)).status_code == 200
+        assert [each.addition.asked for each in running.verifier.sequences] == [Asked(learn=False)] * 4
+        response = await running.http.post("/v1/messages", json=CHAT, headers={"X-Outrider-Learn": "no"})
+        assert response.status_code == 400
 
 
 async def test_an_answer_tells_what_drafts_did():

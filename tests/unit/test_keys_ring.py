@@ -47,6 +47,7 @@ keys:
     weight: 2.5
     priority: batch
     rights: [admin, metrics]
+    learn: false
 """,
     )
     caller = keys.find(scope("Bearer old"))
@@ -60,6 +61,7 @@ keys:
         3,
     )
     assert (caller.weight, caller.priority, caller.admin, caller.metrics) == (2.5, Priority.BATCH, True, True)
+    assert not caller.learn
     assert keys.find_administrator(scope("Bearer new")) is caller
     assert keys.has_admin
     assert keys.guards_metrics
