@@ -139,8 +139,8 @@ def check_combination(settings: Settings) -> None:
 
 
 def check_without_download(settings: Settings, say: Say) -> None:
-    """As much of `resolve` as needs no network.  Raises `ModelError`."""
-    if all(name in (DEMO, NGRAM, GROW) or _is_path(name) for name in (settings.model, *drafter_names(settings))):
+    """As much of `resolve` as needs no network and writes nothing.  Raises `ModelError`."""
+    if all(name in (DEMO, NGRAM) or _is_path(name) for name in (settings.model, *drafter_names(settings))):
         resolve(settings, say)
     else:
         check_combination(settings)
