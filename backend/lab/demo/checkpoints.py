@@ -87,7 +87,7 @@ def save_target(target: Target, directory: Path) -> None:
 def load_target(directory: Path) -> Target:
     """What `save_target` wrote."""
     config: Mapping[str, Any] = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    target = Target(Shape(**{name: config[name] for name in Shape.__dataclass_fields__}))
+    target = Target(Shape(**{name: config[name] for name in Shape.__dataclass_fields__ if name in config}))
     target.load_state_dict(load_file(directory / WEIGHTS))
     return target
 
