@@ -32,7 +32,8 @@ from backend.models.head_config import CheckpointError
 logger = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 0.5
-RESTART_S = 10.0
+RESTART_S, LONGEST_RESTART_S = 10.0, 600.0
+"""Pause before a trainer that has ended is started again; it doubles while none says anything."""
 JOIN_S = 5.0
 SHARED_MEMORY = Path("/dev/shm")
 KEPT_VERSIONS = 4
@@ -67,6 +68,7 @@ class Learner:
         self._latest = News(0, 0.0, 0)
         self._published = self._taken_back = 0
         self._trainer: subprocess.Popen[bytes] | None = None
+        self._restart_s = RESTART_S
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="learner", daemon=True)
 
@@ -118,9 +120,11 @@ class Learner:
     def _hear(self, news: News | None) -> None:
         if news is None:
             self._end_trainer()
-            if not self._stopping.wait(RESTART_S):
+            if not self._stopping.wait(self._restart_s):
                 logger.warning("the trainer has ended; it is started again")
+            self._restart_s = min(2 * self._restart_s, LONGEST_RESTART_S)
             return
+        self._restart_s = RESTART_S
         # A comparison is rarer than a progress report.
         self._latest = msgspec.structs.replace(
             news,

@@ -319,8 +319,11 @@ def main() -> None:
 def give_way() -> None:
     """Lets everything else run first."""
     os.nice(19)
-    if hasattr(os, "SCHED_IDLE"):
+    try:
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    except (AttributeError, OSError):
+        # Not Linux, or a sandbox that forbids it: being nice is the next best.
+        pass
 
 
 if __name__ == "__main__":
