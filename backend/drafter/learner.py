@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO
@@ -68,7 +69,7 @@ class Learner:
         self._latest = News(0, 0.0, 0)
         self._published = self._taken_back = 0
         self._trainer: subprocess.Popen[bytes] | None = None
-        self._restart_s = RESTART_S
+        self._restart_s, self._start_at = RESTART_S, 0.0
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="learner", daemon=True)
 
@@ -106,7 +107,7 @@ class Learner:
 
     def _run(self) -> None:
         while not self._stopping.is_set():
-            if self._trainer is None:
+            if self._trainer is None and time.monotonic() >= self._start_at:
                 self._start_trainer()
             try:
                 news = self._news.get(timeout=LOOK_EVERY_S)
@@ -120,8 +121,8 @@ class Learner:
     def _hear(self, news: News | None) -> None:
         if news is None:
             self._end_trainer()
-            if not self._stopping.wait(self._restart_s):
-                logger.warning("the trainer has ended; it is started again")
+            logger.warning("the trainer has ended; it is started again in %d s", self._restart_s)
+            self._start_at = time.monotonic() + self._restart_s
             self._restart_s = min(2 * self._restart_s, LONGEST_RESTART_S)
             return
         self._restart_s = RESTART_S
