@@ -38,7 +38,6 @@ RESTART_S, LONGEST_RESTART_S = 10.0, 600.0
 JOIN_S = 5.0
 SHARED_MEMORY = Path("/dev/shm")
 KEPT_VERSIONS = 4
-TAKEN_BACK = "-taken-back"
 
 
 class Learner:
@@ -143,7 +142,7 @@ class Learner:
         except (CheckpointError, TimeoutError) as error:
             logger.warning("a new head is not used: %s", error)
             self._tell(self.head_dir)
-            _put_away(head_dir)
+            shutil.rmtree(head_dir, ignore_errors=True)
             return False
         self._previous_dir, self.head_dir = self.head_dir, head_dir
         self._version = int(Path(head_dir).name)
@@ -164,7 +163,7 @@ class Learner:
         self._version = int(Path(good).name) if good != self._start_dir else 0
         logger.warning("its drafts are accepted less: %s is taken back, version %d drafts again", bad, self._version)
         self._tell(good)
-        _put_away(bad)
+        shutil.rmtree(bad, ignore_errors=True)
 
     def _prune(self) -> None:
         kept = {self.head_dir, self._previous_dir}
@@ -203,14 +202,15 @@ class Learner:
         trainer, self._trainer = self._trainer, None
         if trainer is None:
             return
+        trainer.kill()
+        trainer.wait()
         for pipe in (trainer.stdin, trainer.stdout):
             if pipe is not None:
                 try:
                     pipe.close()
                 except OSError:
+                    # What was not written any more.
                     pass
-        trainer.kill()
-        trainer.wait()
 
 
 def _lock(directory: Path) -> IO[str]:
@@ -228,10 +228,3 @@ def _ring_in_memory(directory: Path) -> Path:
     """Found again after a crash, and private to this user."""
     name = f"outrider-ring-{os.getuid()}-{hashlib.sha256(str(directory.resolve()).encode()).hexdigest()[:12]}"
     return SHARED_MEMORY / name if os.access(SHARED_MEMORY, os.W_OK) else directory / "ring"
-
-
-def _put_away(head_dir: str) -> None:
-    """Keeps a head that was not good out of what the next start looks at."""
-    path = Path(head_dir)
-    if path.is_dir():
-        path.rename(path.with_name(path.name + TAKEN_BACK))
