@@ -21,6 +21,21 @@ from dashboards.overview import IDLE, NO_DRAFTS, NO_TRAFFIC
 from dashboards.shapes import by_verifier, plot, stacked
 
 _ENDS = ("verifier", "drafter")
+_LEARNER = f'{JOB}, drafter=~"$drafter"'
+_TRAINING = {
+    "steps": "steps",
+    "seconds": "seconds",
+    "sequences": "sequences",
+    "sequences_dropped": "sequences lost",
+    "published": "put in place",
+    "taken_back": "taken back",
+}
+NO_LEARNING = "no drafter learns"
+
+
+def _learning(gauge: str, *by: str) -> str:
+    """A learning drafter's gauge, once per drafter."""
+    return once(f"{gauge}{{{_LEARNER}}}", "drafter", *by)
 
 
 def _by_version(whole: str) -> str:
@@ -234,6 +249,41 @@ SPECULATION = Dashboard(
                     "How often mode auto changes between plain steps, drafting, and drafting ahead, per minute.",
                     f"60 * {verifier_rate('outrider_verifier_plan_changes_total')}",
                     width=12,
+                ),
+            ],
+        ),
+        Row(
+            "Learning",
+            [
+                Panel(
+                    "Heads on held-out sequences",
+                    "Acceptance length of the head in use and of the one in training, and the version in use.",
+                    [
+                        Query(_learning("outrider_learning_acceptance_length", "head"), "{{drafter}} {{head}}"),
+                        Query(_learning("outrider_learning_version"), "{{drafter}} version"),
+                    ],
+                    decimals=2,
+                    empty=NO_LEARNING,
+                ),
+                plot(
+                    "Live acceptance of a learning head",
+                    "Share of right draft tokens among those compared with the text, lately.",
+                    _learning("outrider_learning_live_acceptance"),
+                    "{{drafter}}",
+                    unit="percentunit",
+                    empty=NO_LEARNING,
+                ),
+                Panel(
+                    "Training",
+                    "Per minute: steps, seconds, sequences taken and lost, heads put in place and taken back.",
+                    [
+                        Query(
+                            f"60 * {once(rate(f'outrider_learning_{name}_total', _LEARNER), 'drafter')}",
+                            f"{{{{drafter}}}} {said}",
+                        )
+                        for name, said in _TRAINING.items()
+                    ],
+                    empty=NO_LEARNING,
                 ),
             ],
         ),
