@@ -205,7 +205,7 @@ class FakeVerifier:
                 self.send(client, wire.OUTPUTS, *MsgpackEncoder().encode(answer))
 
 
-async def eventually(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+async def eventually(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
     """Waits for a condition; fails loudly when it does not come true."""
     deadline = time.monotonic() + timeout_s
     while not condition():

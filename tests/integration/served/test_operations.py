@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -99,7 +100,11 @@ def test_another_head_while_requests_run(fleet: ServedFleet, expected: str, tmp_
 def test_a_head_that_does_not_fit_is_refused_and_the_present_one_drafts_on(
     fleet: ServedFleet, expected: str, tmp_path: Path
 ) -> None:
-    for path, reason in ((MODELS / "target", "drafter-0 keeps its head"), (tmp_path / "none", "no such directory")):
+    other = tmp_path / "other"
+    shutil.copytree(MODELS / "drafter", other)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}))
+    for path, reason in ((other, "drafter-0 keeps its head"), (tmp_path / "none", "no such directory")):
         refused = operation(fleet, "swap-drafter", drafter="drafter-0", path=str(path))
         assert refused["state"] == "failed"
         assert reason in refused["note"]
