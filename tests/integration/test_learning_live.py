@@ -19,11 +19,12 @@ from backend.models.resolve import ResolvedModels, resolve
 from backend.wire.engine import Asked
 from tests.support.processes import Drafter, Verifier, together
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 PARAMS = SamplingParams(temperature=0.8, seed=7, max_tokens=40, ignore_eos=True)
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-LIMIT_S = 60.0
+LIMIT_S = 240.0
+"""The trainer has what time others leave; on a quiet machine this takes seconds."""
 SETTINGS = {"mode": "sync", "num_speculative_tokens": 4, "verifier": {"lookup": False}, "drafter": "grow"}
 
 
@@ -101,5 +102,5 @@ def test_a_head_grows_and_a_spoiled_one_is_taken_back(fleet: tuple[Verifier, Ver
     began = time.monotonic()
     learned(drafter, str(versions / "000900"))
     serve_until("taken_back")
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 120
     assert not (versions / "000900").exists()
