@@ -65,6 +65,8 @@ class DraftingScheduler(CountingScheduler, Scheduler):
             old = self._refs.get(ref.id)
             if old is not None and old != ref:
                 self.speculator.questions.reset_drafter(ref.id)
+                if old.head != ref.head:
+                    self.speculator.renewed(ref.id)
         self._refs = {ref.id: ref for ref in refs}
         self.speculator.set_drafters({ref.id: ref.head for ref in refs})
 

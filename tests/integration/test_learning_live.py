@@ -63,44 +63,59 @@ def learned(drafter: Drafter, put_in_place: str = "") -> Learning:
     return found
 
 
-def test_a_head_grows_and_a_spoiled_one_is_taken_back(fleet: tuple[Verifier, Verifier, Drafter], paths: ResolvedModels) -> None:
-    plain, drafted, drafter = fleet
-    turn = 0
+class Traffic:
+    """Requests at both verifiers, whose texts are compared."""
 
-    def serve_until(what: str) -> Learning:
-        """Traffic until something has happened; every text is that of plain decoding."""
-        nonlocal turn
+    def __init__(self, plain: Verifier, drafted: Verifier, drafter: Drafter) -> None:
+        self.plain, self.drafted, self.drafter = plain, drafted, drafter
+        self._turn = 0
+
+    def until(self, what: str) -> Learning:
+        """Until something has happened; every text is that of plain decoding."""
         deadline = time.monotonic() + LIMIT_S
-        while not getattr(found := learned(drafter), what):
+        while not getattr(found := learned(self.drafter), what):
             assert time.monotonic() < deadline, found
-            asked, params = prompts(turn), PARAMS if turn % 2 else GREEDY
-            turn += 1
-            ours = [answer.tokens for answer in drafted.client.generate(asked, params)]
-            if turn % 4 < 2:
-                assert ours == [answer.tokens for answer in plain.client.generate(asked, params)]
+            asked, params = prompts(self._turn), PARAMS if self._turn % 2 else GREEDY
+            self._turn += 1
+            ours = [answer.tokens for answer in self.drafted.client.generate(asked, params)]
+            if self._turn % 4 < 2:
+                assert ours == [answer.tokens for answer in self.plain.client.generate(asked, params)]
         return found
 
+
+def test_what_opts_out_is_not_recorded(fleet: tuple[Verifier, Verifier, Drafter]) -> None:
+    _, drafted, drafter = fleet
     # The second batch's news tells the drafter that the first one is over.
     for asked in (Asked(learn=False), None, Asked(learn=False), Asked(learn=False)):
-        drafted.client.generate(prompts(turn), GREEDY, asked=asked)
+        drafted.client.generate(prompts(0), GREEDY, asked=asked)
     deadline = time.monotonic() + LIMIT_S
     while (found := learned(drafter)).sequences < 8:
         assert time.monotonic() < deadline, found
-        drafted.client.generate(prompts(turn)[:1], GREEDY, asked=Asked(learn=False))
+        drafted.client.generate(prompts(0)[:1], GREEDY, asked=Asked(learn=False))
     assert found.sequences == 8
-    grown = serve_until("published")
+
+
+def test_a_spoiled_head_is_taken_back(fleet: tuple[Verifier, Verifier, Drafter], paths: ResolvedModels) -> None:
+    traffic = Traffic(*fleet)
+    traffic.until("live_acceptance")
+    before = learned(traffic.drafter).taken_back
+    assert paths.learning_dir is not None
+    versions = Path(paths.learning_dir) / "drafter-0" / "versions"
+    versions.mkdir(exist_ok=True)
+    assert paths.drafter_dir is not None
+    good = Path(paths.drafter_dir)
+    spoiled = {name: torch.randn_like(tensor) for name, tensor in load_file(good / WEIGHTS).items()}
+    write_head(versions / "000900", read_config(str(good)), spoiled)
+    learned(traffic.drafter, str(versions / "000900"))
+    assert traffic.until("taken_back").taken_back > before
+    assert not (versions / "000900").exists()
+
+
+@pytest.mark.campaign
+def test_a_head_grows(fleet: tuple[Verifier, Verifier, Drafter]) -> None:
+    """The trainer takes the time that others leave: minutes, on a busy machine."""
+    grown = Traffic(*fleet).until("published")
     assert grown.steps > 0
     assert grown.candidate_length is not None
     assert grown.present_length is not None
     assert grown.candidate_length > grown.present_length
-    serve_until("live_acceptance")
-    assert paths.learning_dir is not None
-    versions = Path(paths.learning_dir) / "drafter-0" / "versions"
-    good = max(path for path in versions.iterdir() if path.name.isdecimal())
-    spoiled = {name: torch.randn_like(tensor) for name, tensor in load_file(good / WEIGHTS).items()}
-    write_head(versions / "000900", read_config(str(good)), spoiled)
-    began = time.monotonic()
-    learned(drafter, str(versions / "000900"))
-    serve_until("taken_back")
-    assert time.monotonic() - began < 120
-    assert not (versions / "000900").exists()

@@ -70,15 +70,22 @@ def start(directory: Path, mode: str) -> Verifier:
 
 
 @pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Verifier]]:
+def drafter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Drafter]:
+    """The demo's head."""
+    started = Drafter(tmp_path_factory.mktemp("d"))
+    yield started
+    started.close()
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory, drafter: Drafter) -> Iterator[dict[str, Verifier]]:
     """A verifier of each mode, two loading at a time; one drafter answers those that draft remotely."""
     directory = tmp_path_factory.mktemp("l")
-    drafter = Drafter(directory)
     started = dict(zip(MODES, together(*(partial(start, directory, mode) for mode in MODES)), strict=True))
     for mode in REMOTE_MODES:
         started[mode].set_drafters(drafter.ref)
     yield started
-    for child in (*started.values(), drafter):
+    for child in started.values():
         child.close()
 
 
@@ -228,16 +235,22 @@ def draft_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Drafter]:
 
 
 def drafted_by(
-    drafter: Drafter, verifier: Verifier, plain: Verifier, expected: dict[str, list[Answer]], temperature: float
+    draft_model: Drafter,
+    drafter: Drafter,
+    verifier: Verifier,
+    plain: Verifier,
+    expected: dict[str, list[Answer]],
+    temperature: float,
 ) -> tuple[int, int]:
-    """Asks with this drafter for what plain decoding has said; its draft tokens, and how many of them were accepted."""
-    verifier.set_drafters(drafter.ref)
+    """Asks with this draft model for what plain decoding has said; its draft tokens, and how many of them were accepted."""
+    verifier.set_drafters(draft_model.ref)
     before, name = verifier.client.fresh_stats().drafters["drafter-0"], f"T = {temperature}"
     found = texts(verifier, python_prompts(FEW_PROMPTS), temperature=temperature)
     assert_same(plain, name, expected[name][:FEW_PROMPTS], found)
     after = verifier.client.fresh_stats().drafters["drafter-0"]
     drafted, right = after.draft_tokens - before.draft_tokens, after.accepted_tokens - before.accepted_tokens
     print(f"{name}: {right} of {drafted} draft tokens accepted")
+    verifier.set_drafters(drafter.ref)
     return drafted, right
 
 
@@ -248,10 +261,11 @@ def test_with_a_draft_model_every_mode_says_the_same(
     said: dict[str, Future[Said]],
     expected: dict[str, list[Answer]],
     draft_model: Drafter,
+    drafter: Drafter,
     mode: str,
 ) -> None:
     said[mode].result()
-    found = [drafted_by(draft_model, engines[mode], plain, expected, temperature) for temperature in (0.0, 1.0)]
+    found = [drafted_by(draft_model, drafter, engines[mode], plain, expected, temperature) for temperature in (0.0, 1.0)]
     # Mode auto may find that nothing pays.
     assert mode == "auto" or sum(right for _, right in found) > 0
 
@@ -261,17 +275,18 @@ def test_a_draft_model_that_is_the_target_is_always_right(
     plain: Verifier,
     said: dict[str, Future[Said]],
     expected: dict[str, list[Answer]],
+    drafter: Drafter,
     tmp_path: Path,
 ) -> None:
     said["sync"].result()
-    drafter = Drafter(tmp_path, draft_model=str(TARGET_DIR))
+    itself = Drafter(tmp_path, draft_model=str(TARGET_DIR))
     try:
         for temperature in (0.0, 1.0):
-            drafted, right = drafted_by(drafter, engines["sync"], plain, expected, temperature)
+            drafted, right = drafted_by(itself, drafter, engines["sync"], plain, expected, temperature)
             # But for near ties: the noise is the same too.
             assert right > 0.98 * drafted > FEW_PROMPTS
     finally:
-        drafter.close()
+        itself.close()
 
 
 def wishes(text: list[int]) -> list[Asked]:
