@@ -530,26 +530,23 @@ class FleetCore(EngineCoreClient):
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
         """Never suspends, so that it also works in a task that is being cancelled."""
+        known = [self._sequences.get(request_id) for request_id in dict.fromkeys(request_ids)]
+        self._abort([record for record in known if record is not None])
+
+    def finish(self, records: Sequence[InFlight]) -> None:
+        """Ends sequences as aborted, behind every token that has come for them."""
+        self._abort(records)
+        ended = [EngineCoreOutput(each.request.request_id, [], finish_reason=FinishReason.ABORT) for each in records]
+        self._outputs.put_nowait(EngineCoreOutputs(outputs=ended))
+
+    def _abort(self, records: Sequence[InFlight]) -> None:
         by_link: dict[int, tuple[VerifierLink, list[str]]] = {}
-        for request_id in request_ids:
-            record = self._sequences.get(request_id)
-            if record is None:
-                continue
+        for record in records:
             if record.link is not None:
                 by_link.setdefault(id(record.link), (record.link, []))[1].append(record.place_id)
             self._end(record, "aborted")
         for link, ids in by_link.values():
             link.abort(ids)
-
-    def finish(self, records: Sequence[InFlight]) -> None:
-        """Ends sequences as aborted, behind every token that has come for them."""
-        ended = []
-        for record in records:
-            if record.link is not None:
-                record.link.abort([record.place_id])
-            self._end(record, "aborted")
-            ended.append(EngineCoreOutput(record.request.request_id, [], finish_reason=FinishReason.ABORT))
-        self._outputs.put_nowait(EngineCoreOutputs(outputs=ended))
 
     # EngineCoreClient: utilities, asked of every verifier
 

@@ -46,7 +46,6 @@ class EagleProposer:
         config = weights.config
         self.kind: str = config.kind
         self.hidden = config.hidden_size
-        self._projection = None
         self.vocab_size = config.vocab_size
         self.max_position = weights.max_position
         where = torch.device(device)
@@ -62,9 +61,10 @@ class EagleProposer:
                 self.max_position + MAX_DRAFT,
                 gather,
             )
-        if weights.projection is not None:
-            self._projection = weights.projection.to(self._head.device, self._head.dtype)
-            self.hidden = weights.projection.weight.shape[1]
+        raw = weights.projection
+        self._projection = None if raw is None else raw.to(self._head.device, self._head.dtype)
+        if raw is not None:
+            self.hidden = raw.weight.shape[1]
         self._taus = Taus()
         self._imagination = Imagination(self._head, self._taus, self.max_position)
         noise.warm_up(where)
@@ -191,7 +191,9 @@ class EagleProposer:
             if ask.features is not None:
                 features.append(ask.features)
         head, held = self._head, extended.values()
-        joined = torch.cat(features).to(device=head.device, dtype=head.dtype) if features else None
+        joined = None
+        if features:
+            joined = (features[0] if len(features) == 1 else torch.cat(features)).to(device=head.device, dtype=head.dtype)
         packed = torch.tensor([ids, positions, places], device=head.device)
         counts = [batch[i].rows for i in extended]
         rows = Rows(packed[0], packed[1], packed[2], [s.start for s in held], [s.length for s in held], counts)

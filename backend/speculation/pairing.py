@@ -17,5 +17,7 @@ def drafter_for(request_id: str, drafter_ids: Sequence[str]) -> str | None:
 
 
 def having(heads: Mapping[str, str], head: str | None) -> list[str]:
-    """Of drafters and their heads, those with this one; all of them where none has it."""
+    """Of drafters and their heads, those with this one; all of them where none has it, or none is asked for."""
+    if head is None:
+        return list(heads)
     return [drafter_id for drafter_id, each in heads.items() if each == head] or list(heads)

@@ -9,7 +9,7 @@ draft that is late or stays out counts as none.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -87,6 +87,8 @@ class Preference:
 
     def __init__(self) -> None:
         self._heads: dict[str, str] = {}
+        self.has_choice = False
+        """Whether drafters differ."""
         self._clusters = Clusters()
         self._kinds: OrderedDict[Hashable, Kind] = OrderedDict()
         self._chosen: dict[str, tuple[str, Brought]] = {}
@@ -94,11 +96,7 @@ class Preference:
     def set_drafters(self, heads: dict[str, str]) -> None:
         """The assignment changed: each drafter's head."""
         self._heads = dict(sorted(heads.items()))
-
-    @property
-    def has_choice(self) -> bool:
-        """Whether drafters differ."""
-        return len(set(self._heads.values())) > 1
+        self.has_choice = len(set(heads.values())) > 1
 
     def begin(self, request_id: str, prompt: Sequence[int], adapter: str) -> str | None:
         """Chooses for a new request; None where there is nothing to choose."""
@@ -131,18 +129,12 @@ class Preference:
         if chosen is not None:
             chosen[1].learn(tokens)
 
-    def forget(self, request_ids: Iterable[str]) -> None:
-        """These requests are over."""
-        for request_id in request_ids:
-            self._chosen.pop(request_id, None)
+    def forget(self, request_id: str) -> None:
+        """The request is over."""
+        self._chosen.pop(request_id, None)
 
     def _choose(self, kind: Kind) -> str:
-        heads = sorted(set(self._heads.values()))
-        for head in heads:
-            kind.brought.setdefault(head, Brought())
-        known = {head: kind.brought[head] for head in heads}
-        if any(each.verifications < TRIED for each in known.values()):
-            return min(heads, key=lambda head: known[head].requests)
-        if kind.requests % TRY_ONE_IN == 0:
-            return min(heads, key=lambda head: known[head].requests)
-        return max(heads, key=lambda head: known[head].mean)
+        known = {head: kind.brought.setdefault(head, Brought()) for head in sorted(set(self._heads.values()))}
+        if kind.requests % TRY_ONE_IN == 0 or any(each.verifications < TRIED for each in known.values()):
+            return min(known, key=lambda head: known[head].requests)
+        return max(known, key=lambda head: known[head].mean)

@@ -155,7 +155,7 @@ class Speculator:
     def forget(self, request_id: str) -> None:
         """The request is over."""
         self.release(request_id)
-        self.preference.forget([request_id])
+        self.preference.forget(request_id)
         self._unlearned.pop(request_id, None)
         self.hands.forget(request_id)
 

@@ -358,7 +358,7 @@ def _furthest(found: list[Answer], expected: list[Answer]) -> float:
 
 
 def _as_prompts(plain: Verifier, prompts: list[list[int]], answers: list[Answer]) -> list[Answer]:
-    """The same tokens with the log probabilities that they have in a prompt: computed all at once, and nothing is drawn."""
+    """These tokens, with the log probabilities that they have in a prompt: computed all at once, and nothing is drawn."""
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
     whole = [prompt + answer.tokens for prompt, answer in zip(prompts, answers, strict=True)]
     made = []

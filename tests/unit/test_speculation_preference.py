@@ -26,7 +26,7 @@ def serve(preference: Preference, brings: dict[tuple[str, str], float], requests
         chosen.append((kind, head))
         for _ in range(20):
             preference.learn(name, 1 + (dice.random() < brings[kind, head] % 1) + int(brings[kind, head]))
-        preference.forget([name])
+        preference.forget(name)
     return chosen
 
 
