@@ -158,12 +158,12 @@ class Learner:
         except (CheckpointError, TimeoutError) as error:
             logger.warning("%s cannot be taken back: %s", bad, error)
             return
-        self._taken_back += 1
         self.head_dir = good
         self._version = int(Path(good).name) if good != self._start_dir else 0
         logger.warning("its drafts are accepted less: %s is taken back, version %d drafts again", bad, self._version)
         self._tell(good)
         shutil.rmtree(bad, ignore_errors=True)
+        self._taken_back += 1
 
     def _prune(self) -> None:
         kept = {self.head_dir, self._previous_dir}

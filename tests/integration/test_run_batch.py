@@ -57,6 +57,8 @@ async def test_it_goes_on_where_it_ended(files):
         gateway = Gateway(running.server.url, None)
         first = asyncio.create_task(carry_out(gateway, source, target, 2, lambda line: None))
         await eventually(lambda: target.exists() and len(target.read_text().splitlines()) == 3)
+        # Both workers wait for an answer now: no request arrives after the count below.
+        await eventually(lambda: len(running.verifier.sequences) == 5)
         first.cancel()
         await asyncio.gather(first, return_exceptions=True)
         with target.open("ab") as file:
