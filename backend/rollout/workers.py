@@ -28,6 +28,9 @@ logger = logging.getLogger(__name__)
 SILENCE_LIMIT_S = 60.0
 """A verifier publishes counters four times a second: one silent for so long hangs."""
 
+STARVED_S = 10.0
+"""A verifier whose lease has run out may only be starved: it stays while it has spoken to this client within that time."""
+
 ANSWER_S = 5.0
 LOAD_S = 600.0
 """So long a verifier that was started anew may load the weights of the others."""
@@ -85,11 +88,11 @@ class Workers:
             seen = [view.member for view in self._coordinator.snapshot().members]
         except CoordinatorUnavailable:
             return [], self._leave(self._silent())
-        ready = {member.id: member for member in seen if member.kind == "verifier" and member.state == "ready"}
+        verifiers = {member.id: member for member in seen if member.kind == "verifier"}
+        ready = {name: member for name, member in verifiers.items() if member.state == "ready"}
         gone = self._silent()
         for worker in self.present.values():
-            now = ready.get(worker.name)
-            if (now is None or now.incarnation != worker.member.incarnation) and worker not in [each for each, _ in gone]:
+            if not _is_there(worker, verifiers.get(worker.name)) and worker not in [each for each, _ in gone]:
                 gone.append((worker, "died"))
         left = self._leave(gone)
         come = [self._join(member) for name, member in sorted(ready.items()) if name not in self.present]
@@ -194,6 +197,13 @@ class Workers:
         if fault := client.results[call]:
             client.close()
             raise EngineRefused(fault)
+
+
+def _is_there(worker: Worker, member: Member | None) -> bool:
+    """Whether what the coordinator says of a worker's name, None for nothing, leaves the worker alive."""
+    if member is None or member.incarnation != worker.member.incarnation:
+        return False
+    return member.state == "ready" or (member.state == "lost" and time.monotonic() - worker.client.heard_at < STARVED_S)
 
 
 def _number(name: str, used: set[int]) -> int:

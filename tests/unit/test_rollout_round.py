@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from vllm.v1.engine import FinishReason
 
 from backend.coordinator import CoordinatorUnavailable
 from backend.fleet import FleetSnapshot, MemberView, VerifierStats
+from backend.fleet.members import MemberState
 from backend.fleet.speed import Speed
 from backend.fleet.stats import Weights
 from backend.records.rows import RequestRow, StepRow, VerificationRow
@@ -26,7 +28,7 @@ from backend.rollout.requests import Request
 from backend.rollout.run import RolloutError, RoundRunner, Sampling
 from backend.rollout.tables import markov_table, whole_requests
 from backend.rollout.trace import Case
-from backend.rollout.workers import Workers
+from backend.rollout.workers import STARVED_S, Workers
 from backend.routing.balance import Limits
 from backend.wire.engine import FIXED_RESPONSE
 from tests.support.fake_verifier import FakeVerifier, Sequence
@@ -48,6 +50,8 @@ class Fleet:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.verifiers: dict[str, FakeVerifier] = {}
+        self.states: dict[str, MemberState] = {}
+        """Of those that are not ready."""
         self.workers: Workers | None = None
         self._all: list[FakeVerifier] = []
         self.on_look: Callable[[], None] = lambda: None
@@ -74,7 +78,8 @@ class Fleet:
 
     def snapshot(self) -> FleetSnapshot:
         self.on_look()
-        return FleetSnapshot(1, [MemberView(each.member, 0.0) for each in self.verifiers.values()], [], {})
+        members = [replace(each.member, state=self.states.get(name, "ready")) for name, each in self.verifiers.items()]
+        return FleetSnapshot(1, [MemberView(each, 0.0) for each in members], [], {})
 
     def close(self) -> None:
         async def end() -> None:
@@ -176,6 +181,23 @@ def test_a_worker_that_dies_is_replaced_by_the_others(fleet: Fleet) -> None:
     (death,) = finished.deaths
     assert (death.worker, death.reason, death.resumed) == (1, "died", 3)
     assert all(not part.completed for part in finished.parts if part.number == 1)
+
+
+def test_a_starved_worker_stays(fleet: Fleet) -> None:
+    """Its lease runs out while it answers; one that says nothing is gone."""
+    fleet.start("verifier-0", respond)
+    fleet.states["verifier-0"] = "lost"
+    workers = Workers(fleet, None)  # type: ignore[arg-type]
+    try:
+        assert workers.look() == ([], []), "no new worker is begun with"
+        del fleet.states["verifier-0"]
+        (worker,), _ = workers.look()
+        fleet.states["verifier-0"] = "lost"
+        assert workers.look() == ([], [])
+        worker.client.heard_at -= STARVED_S
+        assert workers.look() == ([], [(worker, "died")])
+    finally:
+        workers.close()
 
 
 def test_the_only_worker_comes_back(fleet: Fleet) -> None:
