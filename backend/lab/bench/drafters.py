@@ -74,17 +74,18 @@ class Place:
         }
         return DrafterRef(f"drafter-{number}", "bench", self.child(job).wait_ready(), "", 1, "" if fleets else name, fleets)
 
-    def verifier(self, mode: str) -> tuple[Child, EngineClient]:
+    def verifier(self, mode: str, lookup: bool = True) -> tuple[Child, EngineClient]:
         """A running one and a client."""
-        settings = {"mode": mode, "verifier": {"cores": len(self.split.verifier), "gateway_lease_s": NEVER_S}}
+        own = {"cores": len(self.split.verifier), "gateway_lease_s": NEVER_S, "lookup": lookup, "fixed_responses": True}
+        settings, name = {"mode": mode, "verifier": own}, f"{mode}{'' if lookup else '-alone'}"
         child = self.child(
             {
                 "role": "verifier",
-                "name": mode,
+                "name": name,
                 "cores": self.split.verifier,
                 "paths": msgspec.to_builtins(self.models),
                 "settings": settings,
-                "address": f"ipc://{self.directory}/{mode}",
+                "address": f"ipc://{self.directory}/{name}",
             }
         )
         client = EngineClient(child.wait_ready(), "bench", child.check)

@@ -1,0 +1,101 @@
+"""What look-ups and predictions bring where a file is asked back with small changes: a table.
+
+    python -m backend.lab.bench.editing
+
+The prompt is a piece of source, the answer the same with some lines changed: it is fixed, since no small model edits.  So
+speeds are real, and drafts are accepted as far as they agree with the edited piece.  A second prompt lacks the piece, which the
+client then sends as the request's `prediction` alone.  Alternating rounds; every request has the verifier to itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import sys
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import median
+
+import msgspec
+
+from backend.config import Settings
+from backend.engine.client import EngineClient, fixed_sampling
+from backend.lab.bench.drafters import Place
+from backend.lab.bench.plan import split_cores
+from backend.lab.bench.prompts import Prompts
+from backend.lab.bench.run import prepare
+from backend.models.resolve import resolve
+from backend.wire.engine import Asked
+
+HEAD_ONLY, LOOKUPS, PREDICTED = "head alone", "head and look-ups", "head, look-ups, prediction"
+CASES = (("file in the prompt", True), ("file in the prediction alone", False))
+
+
+def edited(tokens: list[int], changes: int, chance: random.Random) -> list[int]:
+    """The tokens with pieces of one to four replaced, left out or put in."""
+    found = list(tokens)
+    for _ in range(changes):
+        at, count = chance.randrange(len(found) - 8), chance.randrange(1, 5)
+        instead = [chance.choice(tokens) for _ in range(chance.randrange(5))]
+        found[at : at + count] = instead
+    return found
+
+
+def speed(client: EngineClient, asked: list[tuple[list[int], list[int], list[int]]]) -> float:
+    """Tokens per second of these prompts, answers and predictions, one after the other; the first only warms up."""
+    spent, count = 0.0, 0
+    for i, (prompt, answer, prediction) in enumerate(asked):
+        request_id = client.add(prompt, fixed_sampling(answer, 0.0), asked=Asked(prediction=prediction))
+        client.finish_all()
+        found = client.answers.pop(request_id)
+        assert found.tokens == answer
+        if i:
+            spent, count = spent + found.last_at - found.sent_at, count + len(answer)
+    return count / spent
+
+
+def main() -> None:
+    """Measures, and prints the table."""
+    parser = argparse.ArgumentParser(prog="python -m backend.lab.bench.editing", description=__doc__)
+    parser.add_argument("--target", default="S", help="demo, or widened to S or L")
+    parser.add_argument("--tokens", type=int, default=256, help="of a piece")
+    parser.add_argument("--changes", type=int, default=6, help="of a piece")
+    parser.add_argument("--requests", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=3)
+    given = parser.parse_args()
+    speeds: dict[tuple[str, str], list[float]] = {}
+    with tempfile.TemporaryDirectory(dir="/tmp") as name, ExitStack() as stack:
+        split = split_cores(sorted(os.sched_getaffinity(0)), None, None)
+        models = prepare(given.target, resolve(Settings.model_validate({"mode": "sync"}), lambda line: None), Path(name))
+        place = Place(models, split, Path(name), stack)
+        ref = place.drafter(0, "demo")
+        plain, alone, helped = place.verifier("off"), place.verifier("auto", lookup=False), place.verifier("auto")
+        for child, _ in (alone, helped):
+            child.ask(msgspec.to_builtins([ref]))
+        kinds = {"none": plain, HEAD_ONLY: alone, LOOKUPS: helped, PREDICTED: helped}
+        make = Prompts(models.target_dir, given.tokens)
+        for turn in range(-1, given.rounds):
+            for case, shown in CASES:
+                chance = random.Random(f"{turn}/{shown}")
+                pieces = [make.make("code", f"edit/{turn}/{shown}/{i}") for i in range(given.requests + 1)]
+                answers = [edited(piece, given.changes, chance) for piece in pieces]
+                for kind, (_, client) in kinds.items():
+                    asked = [
+                        (piece if shown else piece[:8], answer, piece if kind == PREDICTED else [])
+                        for piece, answer in zip(pieces, answers, strict=True)
+                    ]
+                    found = speed(client, asked)
+                    if turn >= 0:
+                        speeds.setdefault((case, kind), []).append(found)
+    lines = ["| | drafts | tokens/s | of plain decoding | of the head alone |", "|---|---|---|---|---|"]
+    for (case, kind), each in speeds.items():
+        ratios = [[a / b for a, b in zip(each, speeds[case, base], strict=True)] for base in ("none", HEAD_ONLY)]
+        told = " | ".join(f"{median(r):.2f} ({min(r):.2f} to {max(r):.2f})" for r in ratios)
+        lines.append(f"| {case} | {kind} | {median(each):.0f} | {told} |")
+    sys.stdout.write("\n".join([*lines, ""]))
+
+
+if __name__ == "__main__":
+    main()

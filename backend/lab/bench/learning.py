@@ -1,0 +1,205 @@
+"""How a head that learns comes on under load: a line of JSON per window of requests.
+
+    python -m backend.lab.bench.learning --plan code:0.8:600 --learned DIR
+    python -m backend.lab.bench.learning --plan prose:0.8:400,code:0.8:200 --learned DIR --frozen
+    python -m backend.lab.bench.learning --plan code:0.8:120 --learned DIR --pauses
+
+One verifier in mode `sync`, without look-ups, and one drafter, on the core of which its trainer also runs.  `--plan`: domain,
+temperature and seconds of each phase.  DIR is the learning directory: from what it holds, learning goes on.  `length` is
+tokens per drafted verification.
+
+`--reference HEAD`: the length and speed of a head that does not learn, under each phase's load, before it begins.
+`--frozen`: every fourth window is drafted for by a second drafter that has the head of the start and whose trainer is stopped.
+`--pauses`: the trainer stops for every other window; the last line compares their speeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import msgspec
+
+from backend.config import Settings
+from backend.engine.client import EngineClient
+from backend.fleet import DrafterRef
+from backend.lab.bench.children import ENVIRONMENT, Child
+from backend.lab.bench.load import run_load
+from backend.lab.bench.measure import drafting_between
+from backend.lab.bench.plan import CoreSplit, split_cores
+from backend.lab.bench.prompts import Prompts
+from backend.models.resolve import ResolvedModels, resolve
+
+CONCURRENCY, REQUESTS, TOKENS, PROMPT = 4, 12, 96, 96
+"""Of a window."""
+NEVER_S = 24 * 3600.0
+FROZEN_ONE_IN = 4
+LEARNED = ("version", "steps", "training_s", "sequences", "present_length", "candidate_length", "live_acceptance", "taken_back")
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Load of one kind."""
+
+    domain: str
+    temperature: float
+    seconds: float
+
+
+class Fleet:
+    """A verifier and its drafters, in processes of their own; `models` as resolved."""
+
+    def __init__(self, models: ResolvedModels, directory: Path, split: CoreSplit, stack: ExitStack) -> None:
+        self._models, self._directory, self._split, self._stack = models, directory, split, stack
+        settings = {"mode": "sync", "verifier": {"cores": len(split.verifier), "gateway_lease_s": NEVER_S, "lookup": False}}
+        job = {"role": "verifier", "name": "verifier", "cores": split.verifier, "paths": msgspec.to_builtins(models)}
+        self._verifier = self._child(job | {"settings": settings})
+        self.client = EngineClient(self._verifier.wait_ready(), "bench", self._verifier.check)
+        stack.callback(self.client.close)
+        self._seen = self.client.fresh_stats()
+
+    def drafter(self, name: str) -> tuple[Child, DrafterRef]:
+        """A running one."""
+        job: dict[str, Any] = {
+            "role": "drafter",
+            "name": name,
+            "cores": self._split.drafter,
+            "target_dir": self._models.target_dir,
+            "head_dir": self._models.drafter_dir,
+            "learning_dir": self._models.learning_dir,
+            "settings": {"cores": len(self._split.drafter)},
+        }
+        child = self._child(job)
+        return child, DrafterRef(name, "bench", child.wait_ready(), "", 1)
+
+    def assign(self, ref: DrafterRef) -> None:
+        """This drafter drafts from now on."""
+        self._verifier.ask(msgspec.to_builtins([ref]))
+
+    def window(self, prompts: Sequence[list[int]], temperature: float) -> dict[str, Any]:
+        """A closed loop, and what came of it."""
+        load = run_load(self.client, prompts, TOKENS, temperature, CONCURRENCY)
+        before, self._seen = self._seen, self.client.fresh_stats()
+        grown = drafting_between(before, self._seen)
+        length = 1 + grown.accepted_tokens / grown.drafts if grown.drafts else None
+        return {"tokens_per_s": round(load.tokens_per_s, 1), "length": length and round(length, 3), "drafts": grown.drafts}
+
+    def _child(self, job: dict[str, Any]) -> Child:
+        name = f"{job['name']}-{os.urandom(2).hex()}"
+        whole = job | {"environment": ENVIRONMENT, "address": f"ipc://{self._directory}/{name}"}
+        child = Child(whole, self._directory / f"{name}.log")
+        self._stack.callback(child.close)
+        return child
+
+
+def trainer_of(drafter: Child) -> int:
+    """Its process id, once it runs."""
+    while True:
+        drafter.check()
+        for path in Path("/proc").glob("[0-9]*"):
+            try:
+                words = (path / "cmdline").read_bytes().split(b"\0")
+                parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+            except OSError:
+                continue  # it has ended
+            if parent == drafter.process.pid and b"backend.learning.trainer" in words:
+                return int(path.name)
+        time.sleep(0.1)
+
+
+def refer(head: str, phases: Sequence[Phase], directory: Path, split: CoreSplit) -> None:
+    """What a head that does not learn brings."""
+    with ExitStack() as stack:
+        settings = Settings.model_validate({"mode": "sync", "drafter": head})
+        fleet = Fleet(resolve(settings, lambda line: None), directory, split, stack)
+        fleet.assign(fleet.drafter("drafter-0")[1])
+        for domain, temperature in dict.fromkeys((phase.domain, phase.temperature) for phase in phases):
+            make = Prompts(str(resolve(settings, lambda line: None).target_dir), PROMPT)
+            windows = [
+                fleet.window([make.make(domain, f"r{turn}/{i}") for i in range(REQUESTS)], temperature) for turn in range(4)
+            ][1:]
+            found = {name: median(each[name] for each in windows) for name in ("length", "tokens_per_s")}
+            say({"reference": head, "domain": domain, "temperature": temperature} | found)
+
+
+def learn(models: ResolvedModels, given: argparse.Namespace, directory: Path, split: CoreSplit, stack: ExitStack) -> None:
+    """All phases."""
+    fleet = Fleet(models, directory, split, stack)
+    make = Prompts(models.target_dir, PROMPT)
+    assert models.learning_dir is not None
+    frozen = None
+    if given.frozen:
+        learned = Path(models.learning_dir)
+        shutil.rmtree(learned / "frozen", ignore_errors=True)
+        shutil.copytree(learned / "drafter-0", learned / "frozen", ignore=shutil.ignore_patterns("lock"))
+        still, frozen = fleet.drafter("frozen")
+        os.kill(trainer_of(still), signal.SIGSTOP)
+    drafter, ref = fleet.drafter("drafter-0")
+    trainer = trainer_of(drafter)
+    began, turn = time.monotonic(), 0
+    speeds: dict[bool, list[float]] = {False: [], True: []}
+    for phase in given.plan:
+        until = time.monotonic() + phase.seconds
+        while time.monotonic() < until:
+            turn += 1
+            drafts = frozen if frozen is not None and turn % FROZEN_ONE_IN == 0 else ref
+            fleet.assign(drafts)
+            trains = not given.pauses or turn % 2 == 0
+            os.kill(trainer, signal.SIGCONT if trains else signal.SIGSTOP)
+            prompts = [make.make(phase.domain, f"{began}/{turn}/{i}") for i in range(REQUESTS)]
+            found = fleet.window(prompts, phase.temperature)
+            speeds[trains].append(found["tokens_per_s"])
+            line = {"s": round(time.monotonic() - began), "domain": phase.domain, "temperature": phase.temperature, **found}
+            news: dict[str, Any] = drafter.ask({}).get("learning") or {}
+            line |= {"drafter": drafts.id, "trains": trains} | {name: news[name] for name in LEARNED if name in news}
+            say(line)
+    if given.pauses:
+        pairs = [a / b for a, b in zip(speeds[True], speeds[False], strict=False)]
+        say({"with_over_without_training": median(pairs), "least": min(pairs), "greatest": max(pairs), "pairs": len(pairs)})
+
+
+def say(line: dict[str, Any]) -> None:
+    """One line."""
+    sys.stdout.write(json.dumps(line) + "\n")
+    sys.stdout.flush()
+
+
+def phases_of(text: str) -> list[Phase]:
+    """`code:0.8:600,prose:0:300`."""
+    return [Phase(a, float(b), float(c)) for a, b, c in (each.split(":") for each in text.split(","))]
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m backend.lab.bench.learning", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--plan", type=phases_of, required=True)
+    parser.add_argument("--learned", type=Path, required=True)
+    parser.add_argument("--reference")
+    parser.add_argument("--frozen", action="store_true")
+    parser.add_argument("--pauses", action="store_true")
+    given = parser.parse_args()
+    split = split_cores(sorted(os.sched_getaffinity(0)), None, None)
+    with tempfile.TemporaryDirectory(dir="/tmp") as name, ExitStack() as stack:
+        if given.reference:
+            refer(given.reference, given.plan, Path(name), split)
+        learning = {"learning_dir": str(given.learned.resolve())}
+        settings = Settings.model_validate({"mode": "sync", "drafter": "grow", "drafting": learning})
+        learn(resolve(settings, lambda line: None), given, Path(name), split, stack)
+
+
+if __name__ == "__main__":
+    main()
