@@ -1,7 +1,7 @@
 """Drafts from what a client expects the answer to be (OpenAI's `prediction`).  Pure; scheduler's process and thread.
 
 The answer is read along the prediction.  Where it leaves it, its latest tokens are looked up there: the longest suffix of
-`SHORTEST..LONGEST` tokens, rather behind the place where it left than before.
+`SHORTEST..LONGEST` tokens, rather behind the place where it left than before, and the nearest of these.
 """
 
 from __future__ import annotations
@@ -64,11 +64,13 @@ class Prediction:
             self._places = {}
             for place, token in enumerate(tokens):
                 self._places.setdefault(token, []).append(place)
-        best = (0, False, 0)
+        best, found = (0, False, 0), 0
         for place in self._places.get(ending[-1], ()):
             size = 1
             while size < len(ending) and size <= place and tokens[place - size] == ending[-1 - size]:
                 size += 1
-            best = max(best, (size, place >= self._at, -place))
+            rank = size, place >= self._at, -abs(place - self._at)
+            if rank > best:
+                best, found = rank, place
         if best[0] >= SHORTEST:
-            self._agreed, self._at = best[0], 1 - best[2]
+            self._agreed, self._at = best[0], found + 1

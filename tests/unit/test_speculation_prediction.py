@@ -30,7 +30,7 @@ def test_after_other_tokens_it_is_found_again_by_two_tokens_in_a_row():
 def test_of_two_places_the_one_behind_where_it_was_left_is_taken():
     tokens = [1, 2, 10, 11, 12, 20, 1, 2, 30, 31]
     assert drafts(tokens, [1, 2, 10, 11, 70, 1, 2])[-1] == [30, 31]
-    assert drafts(tokens, [1, 2, 10, 11, 12, 20, 1, 2, 30, 70, 1, 2])[-1] == [10, 11, 12], "or any, where there is none"
+    assert drafts(tokens, [1, 2, 10, 11, 12, 20, 1, 2, 30, 70, 1, 2])[-1] == [30, 31], "or the nearest before"
 
 
 def test_of_two_places_the_one_that_agrees_for_longer_is_taken():
