@@ -57,6 +57,7 @@ class Learner:
         self.head_dir = newest or start_dir
         """The present head's."""
         self._previous_dir = start_dir
+        """That of the latest head before it whose acceptance is known."""
         self._ring_dir = Path(settings.ring_dir) / directory.name if settings.ring_dir else _ring_in_memory(directory)
         self._is_own_ring = settings.ring_dir is None
         self._device = "cpu"
@@ -144,7 +145,9 @@ class Learner:
             self._tell(self.head_dir)
             shutil.rmtree(head_dir, ignore_errors=True)
             return False
-        self._previous_dir, self.head_dir = self.head_dir, head_dir
+        if self._watch.knows_previous:
+            self._previous_dir = self.head_dir
+        self.head_dir = head_dir
         self._version = int(Path(head_dir).name)
         logger.info("drafting with version %d", self._version)
         return True

@@ -46,6 +46,8 @@ class Watch:
     def __init__(self) -> None:
         self._blocks: deque[float] = deque(maxlen=KEPT_BLOCKS)
         self._before: list[float] = []
+        self.knows_previous = True
+        """Whether what later heads are compared with is of the head before the latest exchange: it was long enough in use."""
         self._right = self._seen = 0
 
     @property
@@ -63,7 +65,8 @@ class Watch:
 
     def exchanged(self) -> None:
         """Another head drafts from now on."""
-        if len(self._blocks) >= FEWEST_BLOCKS:
+        self.knows_previous = len(self._blocks) >= FEWEST_BLOCKS
+        if self.knows_previous:
             self._before = list(self._blocks)
         self._blocks.clear()
         self._right = self._seen = 0

@@ -13,11 +13,13 @@ from vllm.sampling_params import SamplingParams
 
 from backend.config import Settings
 from backend.fleet import Learning
+from backend.learning.ring import SUFFIX
 from backend.models.head_config import read_config
 from backend.models.initial_head import WEIGHTS, write_head
 from backend.models.resolve import ResolvedModels, resolve
 from backend.wire.engine import Asked
 from tests.support.processes import Drafter, Verifier, together
+from tests.support.run_drafter import GO_ON
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -57,8 +59,8 @@ def fleet(directory: Path, paths: ResolvedModels) -> Iterator[tuple[Verifier, Ve
         each.close()
 
 
-def learned(drafter: Drafter, put_in_place: str = "") -> Learning:
-    drafter.tell(put_in_place)
+def learned(drafter: Drafter, message: str = "") -> Learning:
+    drafter.tell(message)
     found: Learning = drafter.hear()
     return found
 
@@ -70,10 +72,10 @@ class Traffic:
         self.plain, self.drafted, self.drafter = plain, drafted, drafter
         self._turn = 0
 
-    def until(self, what: str) -> Learning:
+    def until(self, what: str, more_than: float = 0) -> Learning:
         """Until something has happened; every text is that of plain decoding."""
         deadline = time.monotonic() + LIMIT_S
-        while not getattr(found := learned(self.drafter), what):
+        while (getattr(found := learned(self.drafter), what) or 0) <= more_than:
             assert time.monotonic() < deadline, found
             asked, params = prompts(self._turn), PARAMS if self._turn % 2 else GREEDY
             self._turn += 1
@@ -107,15 +109,38 @@ def test_a_spoiled_head_is_taken_back(fleet: tuple[Verifier, Verifier, Drafter],
     spoiled = {name: torch.randn_like(tensor) for name, tensor in load_file(good / WEIGHTS).items()}
     write_head(versions / "000900", read_config(str(good)), spoiled)
     learned(traffic.drafter, str(versions / "000900"))
-    assert traffic.until("taken_back").taken_back > before
+    traffic.until("taken_back", before)
     assert not (versions / "000900").exists()
+    learned(traffic.drafter, GO_ON)
 
 
 @pytest.mark.campaign
 def test_a_head_grows(fleet: tuple[Verifier, Verifier, Drafter]) -> None:
     """The trainer takes the time that others leave: minutes, on a busy machine."""
-    grown = Traffic(*fleet).until("published")
+    grown = Traffic(*fleet).until("version")
     assert grown.steps > 0
     assert grown.candidate_length is not None
     assert grown.present_length is not None
     assert grown.candidate_length > grown.present_length
+
+
+@pytest.mark.campaign
+def test_a_killed_drafter_goes_on(fleet: tuple[Verifier, Verifier, Drafter], directory: Path, paths: ResolvedModels) -> None:
+    """What was published, recorded and saved is there again; requests that run meanwhile lose nothing."""
+    plain, drafted, drafter = fleet
+    before = learned(drafter)
+    recorded = sorted((directory / "ring").rglob(f"*{SUFFIX}"))
+    running = [drafted.client.add(prompt, PARAMS) for prompt in prompts(90)]
+    drafter.process.kill()
+    drafter.process.join()
+    drafted.client.finish_all()
+    asked = [answer.tokens for answer in plain.client.generate(prompts(90), PARAMS)]
+    assert [drafted.client.answers.pop(each).tokens for each in running] == asked
+    again = Drafter(directory, paths, gpus=0, cache_tokens=8192, ring_dir=str(directory / "ring"))
+    try:
+        assert set(recorded) <= set((directory / "ring").rglob(f"*{SUFFIX}"))
+        assert learned(again).version == before.version > 0
+        drafted.set_drafters(again.ref)
+        assert Traffic(plain, drafted, again).until("steps").steps >= 40, "it goes on from its checkpoint"
+    finally:
+        again.close()

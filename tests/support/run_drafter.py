@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import signal
 from multiprocessing.connection import Connection
 from typing import Any
 
+from msgspec.structs import replace
+
+GO_ON = "go on"
+
 
 def main(job: dict[str, Any], pipe: Connection) -> None:
-    """Runs one `DrafterProcess` until its input ends.  A message is a head to put in place, or empty; `Learning` answers it."""
+    """Runs one `DrafterProcess` until its input ends.  `Learning` answers each message.
+
+    A message is empty, or a head that the trainer publishes and then stops, or `GO_ON` for the trainer.
+    """
     from backend.config import DraftingSettings
     from backend.drafter.process import DrafterModel, DrafterProcess
 
@@ -18,10 +26,13 @@ def main(job: dict[str, Any], pipe: Connection) -> None:
     pipe.send(drafter.address)
     try:
         while True:
-            head_dir = pipe.recv()
-            if head_dir:
-                assert drafter._learner is not None
-                assert drafter._learner._exchange(head_dir)
+            if message := pipe.recv():
+                learner = drafter._learner
+                assert learner is not None
+                assert learner._trainer is not None
+                learner._trainer.send_signal(signal.SIGCONT if message == GO_ON else signal.SIGSTOP)
+                if message != GO_ON:
+                    learner._news.put(replace(learner._latest, published=message))
             pipe.send(drafter.stats().learning)
     except EOFError:
         drafter.stop()

@@ -175,6 +175,18 @@ def test_a_head_is_taken_back_when_its_drafts_are_accepted_less() -> None:
     assert watch.has_fallen
 
 
+def test_a_head_that_was_hardly_used_is_nothing_to_compare_with() -> None:
+    watch = Watch()
+    for right, blocks in ((BLOCK, FEWEST_BLOCKS), (0, FEWEST_BLOCKS - 1)):
+        for _ in range(blocks):
+            watch.note(right, BLOCK)
+        watch.exchanged()
+        assert watch.knows_previous == bool(right)
+    for i in range(FEWEST_BLOCKS):
+        watch.note(BLOCK // 2 + i % 2, BLOCK)
+    assert watch.has_fallen, "it is compared with the one before"
+
+
 # -- heads -------------------------------------------------------------------------------------------------------------
 
 
