@@ -14,9 +14,9 @@ from backend.learning.layers import Shape
 from backend.models.check import why_not_learning
 from backend.models.checkpoint import load_drafter
 from backend.models.head_config import CheckpointError, load_config, read_config, text_config
-from backend.models.initial_head import write_head
 from backend.models.layout import canonical_names
 from backend.models.tensor_files import TensorFiles
+from backend.models.writing import replacing, write_checkpoint
 
 LONGEST = 1024
 """Rows of a sequence that are trained on; also its rows that are kept."""
@@ -109,8 +109,6 @@ def save_pupil(pupil: Pupil, tensors: dict[str, Tensor], directory: Path) -> Non
     """Writes a head with these trained tensors, otherwise as the one it came from.  Raises `OSError`."""
     names = canonical_names(TensorFiles(str(pupil.source)))
     changed = {names[name]: tensor for name, tensor in tensors.items()}
-    kept = {
-        name: changed[name].detach().to("cpu", old.dtype).contiguous() if name in changed else old
-        for name, old in pupil.stored.items()
-    }
-    write_head(directory, read_config(str(pupil.source)), kept)
+    kept = {name: changed[name].to(old.dtype) if name in changed else old for name, old in pupil.stored.items()}
+    with replacing(directory) as fresh:
+        write_checkpoint(fresh, read_config(str(pupil.source)), kept)

@@ -8,22 +8,19 @@ and not stored.
 
 from __future__ import annotations
 
-import json
-import shutil
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from backend.models.head_config import CheckpointError, read_config, text_config
+from backend.models.head_config import FAMILIES, CheckpointError, read_config, text_config
 from backend.models.tensor_files import TensorFiles
+from backend.models.writing import replacing, speculators_config, write_checkpoint
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-WEIGHTS = "model.safetensors"
-NORMS = {"llama": False, "mistral": False, "qwen2": False, "qwen3": True}
-"""Families of targets whose last layer can be a head, and whether they normalise queries and keys."""
+NORMALISING = "qwen3"
+"""The family that normalises queries and keys."""
 KEPT = (
     "hidden_size",
     "intermediate_size",
@@ -52,60 +49,29 @@ def write_initial_head(target_dir: str, directory: Path, name: str) -> None:
         tensors = _tensors(target, TensorFiles(target_dir), target_dir)
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{target_dir}/config.json: {type(error).__name__}: {error}") from error
-    write_head(directory, config, tensors)
-
-
-def write_head(directory: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Writes a head's two files; `directory` is there whole or not at all.  Raises `OSError`."""
-    from safetensors.torch import save_file
-
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    fresh = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
-    try:
-        save_file(dict(tensors), fresh / WEIGHTS, metadata={"format": "pt"})
-        (fresh / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        if directory.exists():
-            shutil.rmtree(directory)
-        fresh.rename(directory)
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)
+    with replacing(directory) as fresh:
+        write_checkpoint(fresh, config, tensors)
 
 
 def _config(target: Mapping[str, Any], name: str) -> dict[str, Any]:
     family, layers = target.get("model_type"), int(target["num_hidden_layers"])
-    if family not in NORMS:
-        raise ValueError(f"no head can be made of the layers of a {family!r} model (of {', '.join(NORMS)} it can)")
+    if family not in FAMILIES:
+        raise ValueError(f"no head can be made of the layers of a {family!r} model (of {', '.join(FAMILIES)} it can)")
     if layers < 2:
         raise ValueError("a target of one layer has no three hidden states to draft from")
     heads, hidden = int(target["num_attention_heads"]), int(target["hidden_size"])
-    dtype = str(target.get("dtype") or target.get("torch_dtype") or "float32")
     layer = {key: target[key] for key in KEPT if target.get(key) is not None} | {
         "architectures": ["LlamaForCausalLM"],
         "attention_bias": False,
         "head_dim": int(target.get("head_dim") or hidden // heads),
         "hidden_act": target.get("hidden_act", "silu"),
         "mlp_bias": False,
-        "model_type": "qwen3" if NORMS[family] else "llama",
+        "model_type": family if family == NORMALISING else "llama",
         "num_hidden_layers": 1,
         "tie_word_embeddings": False,
-        "torch_dtype": dtype,
+        "torch_dtype": str(target.get("dtype") or target.get("torch_dtype") or "float32"),
     }
-    return {
-        "architectures": ["Eagle3Speculator"],
-        "speculators_model_type": "eagle3",
-        "draft_vocab_size": int(target["vocab_size"]),
-        "target_hidden_size": hidden,
-        "norm_before_residual": False,
-        "eagle_aux_hidden_state_layer_ids": list(feature_layers(layers)),
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 4}],
-            "verifier": {"name_or_path": name, "architectures": target.get("architectures") or ["LlamaForCausalLM"]},
-        },
-        "torch_dtype": dtype,
-        "transformer_layer_config": layer,
-    }
+    return speculators_config(layer, feature_layers(layers), name, target.get("architectures") or ["LlamaForCausalLM"])
 
 
 def _tensors(target: Mapping[str, Any], files: TensorFiles, where: str) -> dict[str, Tensor]:
@@ -128,9 +94,9 @@ def _tensors(target: Mapping[str, Any], files: TensorFiles, where: str) -> dict[
         f"{own}.input_layernorm.weight": torch.ones_like(norm),
     }
     same = ["self_attn.o_proj", "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
-    same += ["self_attn.q_norm", "self_attn.k_norm"] if NORMS[str(target["model_type"])] else []
+    same += ["self_attn.q_norm", "self_attn.k_norm"] if target["model_type"] == NORMALISING else []
     tensors |= {f"{own}.{name}.weight": read(f"{last}.{name}.weight") for name in same}
     for name in ("q_proj", "k_proj", "v_proj"):
         weight = read(f"{last}.self_attn.{name}.weight")
         tensors[f"{own}.self_attn.{name}.weight"] = torch.cat((torch.zeros_like(weight), weight), dim=1)
-    return {name: tensor.contiguous() for name, tensor in tensors.items()}
+    return tensors

@@ -15,8 +15,8 @@ from backend.config import Settings
 from backend.fleet import Learning
 from backend.learning.ring import SUFFIX
 from backend.models.head_config import read_config
-from backend.models.initial_head import WEIGHTS, write_head
 from backend.models.resolve import ResolvedModels, resolve
+from backend.models.writing import WEIGHTS, write_checkpoint
 from backend.wire.engine import Asked
 from tests.support.processes import Drafter, Verifier, together
 from tests.support.run_drafter import GO_ON
@@ -107,7 +107,8 @@ def test_a_spoiled_head_is_taken_back(fleet: tuple[Verifier, Verifier, Drafter],
     assert paths.drafter_dir is not None
     good = Path(paths.drafter_dir)
     spoiled = {name: torch.randn_like(tensor) for name, tensor in load_file(good / WEIGHTS).items()}
-    write_head(versions / "000900", read_config(str(good)), spoiled)
+    (versions / "000900").mkdir()
+    write_checkpoint(versions / "000900", read_config(str(good)), spoiled)
     learned(traffic.drafter, str(versions / "000900"))
     traffic.until("taken_back", before)
     assert not (versions / "000900").exists()

@@ -10,9 +10,9 @@ from typing import Any
 from safetensors.torch import load_file
 from torch import Tensor
 
-from backend.lab.demo.checkpoints import WEIGHTS
 from backend.learning.head import Drafter, DrafterShape
 from backend.learning.layers import Shape
+from backend.models.writing import WEIGHTS
 
 
 def load_drafter(directory: Path, embeddings: Tensor) -> Drafter:

@@ -16,7 +16,7 @@ pytest.importorskip("safetensors")
 
 import torch
 
-from backend.lab.demo.checkpoints import load_target, replacing, save_drafter, save_target
+from backend.lab.demo.checkpoints import load_target, save_drafter, save_target
 from backend.lab.demo.drafter import train_drafter
 from backend.lab.demo.drafter_model import chain, new_drafter
 from backend.lab.demo.evaluate import accept, matching_prefix, sample
@@ -28,6 +28,7 @@ from backend.lab.demo.training import Progress, Windows, rate_factor
 from backend.learning.head import Drafter
 from backend.learning.layers import Shape
 from backend.models.demo import DRAFTER_DIR, TARGET_DIR
+from backend.models.writing import replacing
 from tests.support.demo_checkpoints import load_drafter
 
 TINY = Shape(

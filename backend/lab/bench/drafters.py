@@ -26,6 +26,7 @@ from backend.engine.client import EngineClient
 from backend.fleet import DrafterRef
 from backend.lab.bench.children import ENVIRONMENT, Child
 from backend.lab.bench.load import run_load
+from backend.lab.bench.measure import drafting_between
 from backend.lab.bench.plan import CoreSplit, split_cores
 from backend.lab.bench.prompts import Prompts
 from backend.lab.bench.run import prepare
@@ -95,12 +96,10 @@ class Place:
 
 def measure(client: EngineClient, prompts: Sequence[list[int]], tokens: int, temperature: float, requests: int) -> Measured:
     """One closed loop."""
-    before = client.fresh_stats().drafters.values()
+    before = client.fresh_stats()
     load = run_load(client, prompts, tokens, temperature, requests)
-    after = client.fresh_stats().drafters.values()
-    drafts, accepted = (sum(getattr(each, name) for each in after) - sum(getattr(each, name) for each in before)
-                        for name in ("drafts", "accepted_tokens"))  # fmt: skip
-    return Measured(load.tokens_per_s, 1 + accepted / drafts if drafts else 1.0)
+    grown = drafting_between(before, client.fresh_stats())
+    return Measured(load.tokens_per_s, 1 + grown.accepted_tokens / grown.drafts if grown.drafts else 1.0)
 
 
 def main() -> None:

@@ -1,44 +1,20 @@
 """The files of the demo models: a transformers checkpoint for the target, the speculators layout for the drafter.
 
-Owns the mapping between the modules here and what transformers and vLLM read, and the swap of a finished
-directory into its place.
+Owns the mapping between the modules here and what transformers and vLLM read.
 """
 
 import json
-import shutil
-import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from safetensors.torch import load_file
 
 from backend.lab.demo.model import Target
 from backend.lab.demo.tokenizer import BEGIN_ID, END_ID, PAD_ID
 from backend.learning.head import Drafter
 from backend.learning.layers import Shape
-
-WEIGHTS = "model.safetensors"
-DRAFT_LENGTH = 4
-
-
-@contextmanager
-def replacing(directory: Path) -> Iterator[Path]:
-    """A fresh directory to fill, which takes the place of `directory` when the block ends without an error."""
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    fresh = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
-    fresh.chmod(0o755)
-    try:
-        yield fresh
-        retired = fresh.with_name(fresh.name + "-old")
-        if directory.exists():
-            directory.rename(retired)
-        fresh.rename(directory)
-        shutil.rmtree(retired, ignore_errors=True)
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)
+from backend.models.writing import WEIGHTS, speculators_config, write_checkpoint, write_json
 
 
 def llama_config(shape: Shape, layers: int, tied: bool) -> dict[str, Any]:
@@ -76,12 +52,11 @@ def save_target(target: Target, directory: Path) -> None:
     shape = target.shape
     dtype = str(target.model.embed_tokens.weight.dtype).removeprefix("torch.")
     config = llama_config(shape, shape.num_hidden_layers, tied=True) | {"torch_dtype": dtype}
-    _write_json(directory / "config.json", config)
+    write_checkpoint(directory, config, target.state_dict())
     tokens = {"bos_token_id": BEGIN_ID, "eos_token_id": END_ID, "pad_token_id": PAD_ID}
     # What a client gets that names no temperature: a model this small repeats itself when greedy.
     generation = {**tokens, "do_sample": True, "temperature": 0.8}
-    _write_json(directory / "generation_config.json", generation)
-    _write_weights(directory, target.state_dict())
+    write_json(directory / "generation_config.json", generation)
 
 
 def load_target(directory: Path) -> Target:
@@ -96,32 +71,5 @@ def save_drafter(drafter: Drafter, directory: Path, verifier: str) -> None:
     """Write the drafter in the speculators layout; `verifier` names the target it belongs to."""
     shape = drafter.shape.layer
     layer = llama_config(shape, layers=1, tied=False)
-    proposal = {"proposal_type": "greedy", "speculative_tokens": DRAFT_LENGTH}
-    config = {
-        "architectures": ["Eagle3Speculator"],
-        "speculators_model_type": "eagle3",
-        "draft_vocab_size": shape.vocab_size,
-        "target_hidden_size": shape.hidden_size,
-        "norm_before_residual": False,
-        "eagle_aux_hidden_state_layer_ids": list(drafter.shape.feature_layers),
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [proposal],
-            "verifier": {"name_or_path": verifier, "architectures": ["LlamaForCausalLM"]},
-        },
-        "torch_dtype": "float32",
-        "transformer_layer_config": layer,
-    }
-    _write_json(directory / "config.json", config)
-    _write_weights(directory, drafter.state_dict())
-
-
-def _write_weights(directory: Path, state: Mapping[str, Tensor]) -> None:
-    tensors = {name: value.detach().to("cpu").contiguous() for name, value in state.items()}
-    save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
-    (directory / WEIGHTS).chmod(0o644)
-
-
-def _write_json(path: Path, value: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    config = speculators_config(layer, drafter.shape.feature_layers, verifier, ["LlamaForCausalLM"])
+    write_checkpoint(directory, config, drafter.state_dict())

@@ -4,8 +4,6 @@ It begins with the embeddings' first principal components, and speaks through th
 """
 
 import json
-import logging
-import time
 from dataclasses import asdict
 from pathlib import Path
 
@@ -15,17 +13,16 @@ from torch.nn import functional
 from transformers import PreTrainedTokenizerFast
 
 from backend.lab.bench.prompts import docstrings
-from backend.lab.demo.checkpoints import load_target, replacing, save_target
+from backend.lab.demo.checkpoints import load_target, save_target
 from backend.lab.demo.model import Target
 from backend.lab.demo.options import DemoOptions, DraftModelOptions
 from backend.lab.demo.tokenizer import save_tokenizer, token_stream
-from backend.lab.demo.training import Pace, Progress, Windows, load_state, rate_factor, resolve_device, save_state
+from backend.lab.demo.training import Progress, Windows, resolve_device, train
 from backend.learning.layers import Shape
 from backend.learning.optimizers import Optimizers
+from backend.models.writing import replacing
 from backend.rollout.corpus import Document, load_corpus
 
-LOGGER = logging.getLogger(__name__)
-CHECKPOINT = "draft-model.pt"
 RECORD = "training.json"
 
 
@@ -80,28 +77,17 @@ def train_draft_model(options: DemoOptions, directory: Path) -> float:
     windows = Windows(token_stream(tokenizer, documents), settings.length, options.seed)
     model = begin(draft_shape(target.shape, settings), target).to(device)
     optimizers = Optimizers(model.named_parameters(), settings.matrix_rate, settings.embedding_rate, 0.0)
-    path = Path(options.run_dir) / CHECKPOINT
-    progress = load_state(path, model, optimizers)
     loss_of = torch.compile(distillation_loss, dynamic=False) if options.compile else distillation_loss
-    pace = Pace(report_s=20.0, checkpoint_s=options.checkpoint_s)
     hits = 0.0
-    while (fraction := progress.fraction(settings.minutes, settings.steps)) < 1.0:
-        began = time.monotonic()
+
+    def step(progress: Progress, fraction: float) -> tuple[Tensor, int, str]:
+        nonlocal hits
         tokens = progress.draw(windows, max(1, settings.tokens_per_step // windows.length))[:, :-1].to(device)
-        with torch.autocast(device.type, torch.bfloat16):
-            loss, hit = loss_of(model, target, tokens, settings.first_choice)
-        torch.autograd.backward(loss)
-        optimizers.step(rate_factor(fraction))
+        loss, hit = loss_of(model, target, tokens, settings.first_choice)
         hits += (0.05 if progress.step else 1.0) * (float(hit) - hits)
-        progress.step += 1
-        progress.tokens += tokens.numel()
-        if pace.report_due():
-            line = "draft model %5.1f%%  step %d  loss %.4f  first choices %.3f"
-            LOGGER.info(line, 100 * fraction, progress.step, loss.item(), hits)
-        if pace.checkpoint_due():
-            save_state(path, model, optimizers, progress)
-        progress.elapsed_s += time.monotonic() - began
-    save_state(path, model, optimizers, progress)
+        return loss, tokens.numel(), f"first choices {hits:.3f}"
+
+    progress = train("draft-model", options, settings, model, optimizers, step)
     _package(options, model, tokenizer, progress, hits, directory)
     return hits
 

@@ -20,20 +20,11 @@ from backend.lab.demo.drafter_model import new_drafter
 from backend.lab.demo.generate import generated_rows
 from backend.lab.demo.model import Target
 from backend.lab.demo.options import DemoOptions, DrafterOptions
-from backend.lab.demo.training import (
-    Pace,
-    Progress,
-    Windows,
-    load_state,
-    rate_factor,
-    resolve_device,
-    save_state,
-)
+from backend.lab.demo.training import Progress, Windows, resolve_device, train
 from backend.learning.head import Drafter
 from backend.learning.optimizers import Optimizers
 
 LOGGER = logging.getLogger(__name__)
-CHECKPOINT = "drafter.pt"
 ROWS = "drafter-rows.npz"
 STEP_WEIGHT = 0.9
 
@@ -117,52 +108,30 @@ def unrolled_loss(drafter: Drafter, target: Target, tokens: Tensor, depth: int, 
 def train_drafter(
     options: DemoOptions,
     target: Target,
-    train: npt.NDArray[np.int32],
+    stream: npt.NDArray[np.int32],
     on_checkpoint: Callable[[Drafter, Progress], None] | None = None,
 ) -> tuple[Drafter, Progress]:
-    """Train a drafter for `target` until the budget is spent, resuming from `run_dir`; `train` is a token stream."""
+    """Train a drafter for `target` until the budget is spent, resuming from `run_dir`; `stream` is of tokens."""
     settings, device = options.drafter, resolve_device(options.device)
     torch.manual_seed(options.seed)
     target = target.to(device).eval().requires_grad_(False)
     drafter = new_drafter(target)
     optimizers = Optimizers(drafter.named_parameters(), settings.matrix_rate, settings.embedding_rate, settings.weight_decay)
-    path = Path(options.run_dir) / CHECKPOINT
-    progress = load_state(path, drafter, optimizers)
-    short, long = _kept_rows(Path(options.run_dir) / ROWS, target, train, options)
+    short, long = _kept_rows(Path(options.run_dir) / ROWS, target, stream, options)
     loss_of = torch.compile(unrolled_loss, dynamic=False) if options.compile else unrolled_loss
-    pace = Pace(report_s=20.0, checkpoint_s=options.checkpoint_s)
     hits = torch.zeros(settings.unroll)
-    while (fraction := progress.fraction(settings.minutes, settings.steps)) < 1.0:
-        began = time.monotonic()
+
+    def step(progress: Progress, fraction: float) -> tuple[Tensor, int, str]:
         rows = long if fraction >= 1.0 - settings.long_share else short
         count = max(1, settings.tokens_per_step // rows.length)
         tokens = progress.draw(rows, count)[:, : rows.length].to(device)  # the goals come from the target itself
-        with torch.autocast(device.type, torch.bfloat16):
-            depth = unroll_depth(fraction, settings.unroll)
-            loss, hit = loss_of(drafter, target, tokens, depth, settings.first_choice)
-        torch.autograd.backward(loss)
-        optimizers.step(rate_factor(fraction))
+        depth = unroll_depth(fraction, settings.unroll)
+        loss, hit = loss_of(drafter, target, tokens, depth, settings.first_choice)
         hits[:depth] += 0.05 * (hit.cpu() - hits[:depth])
-        progress.step += 1
-        progress.tokens += tokens.numel()
-        if pace.report_due():
-            _report(progress, fraction, loss.item(), hits)
-        if pace.checkpoint_due():
-            save_state(path, drafter, optimizers, progress)
-            if on_checkpoint is not None:
-                on_checkpoint(drafter, progress)
-        progress.elapsed_s += time.monotonic() - began
-    save_state(path, drafter, optimizers, progress)
-    return drafter, progress
+        return loss, tokens.numel(), "first choices " + " ".join(f"{each:.3f}" for each in hits.tolist())
 
+    def checkpoint(progress: Progress) -> None:
+        if on_checkpoint is not None:
+            on_checkpoint(drafter, progress)
 
-def _report(progress: Progress, fraction: float, loss: float, hits: Tensor) -> None:
-    LOGGER.info(
-        "drafter %5.1f%%  step %d  %.2fM tokens  %.0f tokens/s  loss %.4f  first choices %s",
-        100 * fraction,
-        progress.step,
-        progress.tokens / 1e6,
-        progress.tokens / max(progress.elapsed_s, 1e-9),
-        loss,
-        " ".join(f"{hit:.3f}" for hit in hits.tolist()),
-    )
+    return drafter, train("drafter", options, settings, drafter, optimizers, step, checkpoint)

@@ -13,13 +13,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from backend.lab.demo.checkpoints import DRAFT_LENGTH
 from backend.lab.demo.drafter_model import chain
 from backend.lab.demo.generate import generate, prompt_lengths
 from backend.lab.demo.model import Target
 from backend.lab.demo.target import validation_loss
 from backend.lab.demo.training import Windows
 from backend.learning.head import Drafter
+from backend.models.writing import DRAFT_LENGTH
 
 PROMPTS = 64
 NEW_TOKENS = 128

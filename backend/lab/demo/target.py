@@ -6,9 +6,7 @@ context.
 """
 
 import logging
-import time
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -18,20 +16,11 @@ from torch.nn import functional
 
 from backend.lab.demo.model import Target
 from backend.lab.demo.options import DemoOptions
-from backend.lab.demo.training import (
-    Pace,
-    Progress,
-    Windows,
-    load_state,
-    rate_factor,
-    resolve_device,
-    save_state,
-)
+from backend.lab.demo.training import Progress, Windows, resolve_device, train
 from backend.learning.layers import Shape
 from backend.learning.optimizers import Optimizers
 
 LOGGER = logging.getLogger(__name__)
-CHECKPOINT = "target.pt"
 
 
 def target_shape(options: DemoOptions) -> Shape:
@@ -76,55 +65,30 @@ def validation_loss(
 
 def train_target(
     options: DemoOptions,
-    train: npt.NDArray[np.int32],
+    train_stream: npt.NDArray[np.int32],
     validation: npt.NDArray[np.int32],
     on_checkpoint: Callable[[Target, Progress], None] | None = None,
 ) -> tuple[Target, Progress]:
     """Train until the budget is spent, resuming from `run_dir` where a checkpoint is there.
 
-    `train` and `validation` are token streams.  `on_checkpoint` is called after every checkpoint.
+    Both are token streams.  `on_checkpoint` is called after every checkpoint.
     """
     settings, device = options.target, resolve_device(options.device)
     torch.manual_seed(options.seed)
     model = Target(target_shape(options)).to(device)
     optimizers = Optimizers(model.named_parameters(), settings.matrix_rate, settings.embedding_rate, settings.weight_decay)
-    path = Path(options.run_dir) / CHECKPOINT
-    progress = load_state(path, model, optimizers)
     loss_of = torch.compile(next_token_loss, dynamic=False) if options.compile else next_token_loss
-    short = Windows(train, settings.length, options.seed)
-    long = Windows(train, settings.long_length, options.seed)
-    pace = Pace(report_s=20.0, checkpoint_s=options.checkpoint_s)
-    recent: list[float] = []
-    while (fraction := progress.fraction(settings.minutes, settings.steps)) < 1.0:
-        began = time.monotonic()
+    short = Windows(train_stream, settings.length, options.seed)
+    long = Windows(train_stream, settings.long_length, options.seed)
+
+    def step(progress: Progress, fraction: float) -> tuple[Tensor, int, str]:
         windows = long if fraction >= 1.0 - settings.long_share else short
         tokens = progress.draw(windows, max(1, settings.tokens_per_step // windows.length)).to(device)
-        with torch.autocast(device.type, torch.bfloat16):
-            loss = loss_of(model, tokens)
-        torch.autograd.backward(loss)
-        optimizers.step(rate_factor(fraction))
-        recent.append(loss.item())
-        progress.step += 1
-        progress.tokens += tokens.shape[0] * (tokens.shape[1] - 1)
-        if pace.report_due():
-            _report(progress, fraction, recent)
-            recent.clear()
-        if pace.checkpoint_due():
-            LOGGER.info("target validation %.4f", validation_loss(model, validation, settings.length, limit=48))
-            save_state(path, model, optimizers, progress)
-            if on_checkpoint is not None:
-                on_checkpoint(model, progress)
-        progress.elapsed_s += time.monotonic() - began
-    save_state(path, model, optimizers, progress)
-    return model, progress
+        return loss_of(model, tokens), tokens.shape[0] * (tokens.shape[1] - 1), ""
 
+    def checkpoint(progress: Progress) -> None:
+        LOGGER.info("target validation %.4f", validation_loss(model, validation, settings.length, limit=48))
+        if on_checkpoint is not None:
+            on_checkpoint(model, progress)
 
-def _report(progress: Progress, fraction: float, recent: list[float]) -> None:
-    LOGGER.info(
-        "target %5.1f%%  step %d  %.2fM tokens  %.0f tokens/s  loss %.4f",
-        100 * fraction,
-        progress.step,
-        progress.tokens / 1e6,
-        progress.tokens / max(progress.elapsed_s, 1e-9),
-        sum(recent) / max(len(recent), 1),
-    )
+    return model, train("target", options, settings, model, optimizers, step, checkpoint)

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from transformers import PreTrainedTokenizerFast
 
-from backend.lab.demo.checkpoints import DRAFT_LENGTH, replacing, save_drafter, save_target
+from backend.lab.demo.checkpoints import save_drafter, save_target
 from backend.lab.demo.drafter import train_drafter
 from backend.lab.demo.evaluate import Scores, acceptance_plan, evaluate, sample
 from backend.lab.demo.model import Target
@@ -25,6 +25,7 @@ from backend.lab.demo.target import train_target
 from backend.lab.demo.tokenizer import save_tokenizer, token_stream, train_tokenizer
 from backend.lab.demo.training import Progress
 from backend.learning.head import Drafter
+from backend.models.writing import DRAFT_LENGTH, replacing
 from backend.rollout.corpus import load_corpus
 
 LOGGER = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""What both demo trainings share: windows of tokens, the rate schedule, and checkpoints that resume.
+"""What the demo trainings share: windows of tokens, the loop with its rate schedule, and checkpoints that resume.
 
 Everything random is a function of the seed and of counters kept in the checkpoint, so a run that was
 interrupted and resumed makes the same steps as one that was not (as long as it is bounded by steps, not by
@@ -7,7 +7,7 @@ the clock).
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,11 +17,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from backend.lab.demo.options import DemoOptions
 from backend.lab.demo.tokenizer import BEGIN_ID
 from backend.learning.optimizers import Optimizers
 
 WARMUP = 0.03
 DECAY_FROM = 0.35
+REPORT_S = 20.0
 LOGGER = logging.getLogger(__name__)
 
 
@@ -131,23 +133,53 @@ def load_state(path: Path, model: nn.Module, optimizers: Optimizers) -> Progress
     return progress
 
 
-class Pace:
-    """Decides when to report and when to checkpoint, by the clock."""
+class Budget(Protocol):
+    """How long a run lasts."""
 
-    def __init__(self, report_s: float, checkpoint_s: float) -> None:
-        self.report_s, self.checkpoint_s = report_s, checkpoint_s
-        self.reported = self.saved = time.monotonic()
+    @property
+    def minutes(self) -> float:
+        """Of wall clock."""
 
-    def report_due(self) -> bool:
-        """Whether `report_s` have passed since this last said so."""
-        if time.monotonic() - self.reported < self.report_s:
-            return False
-        self.reported = time.monotonic()
-        return True
+    @property
+    def steps(self) -> int | None:
+        """Counts instead, when set."""
 
-    def checkpoint_due(self) -> bool:
-        """Whether `checkpoint_s` have passed since this last said so."""
-        if time.monotonic() - self.saved < self.checkpoint_s:
-            return False
-        self.saved = time.monotonic()
-        return True
+
+def train(
+    name: str,
+    options: DemoOptions,
+    budget: Budget,
+    model: nn.Module,
+    optimizers: Optimizers,
+    step: Callable[[Progress, float], tuple[Tensor, int, str]],
+    on_checkpoint: Callable[[Progress], None] | None = None,
+) -> Progress:
+    """Trains until the budget is spent, resuming from `run_dir` where a checkpoint is there.
+
+    `step` is given the run's progress and the share of it that is done; it returns the loss, how many tokens it read, and
+    what else to report.  `on_checkpoint` is called after every checkpoint but the last.
+    """
+    path, device = Path(options.run_dir) / f"{name}.pt", resolve_device(options.device)
+    progress = load_state(path, model, optimizers)
+    reported = saved = time.monotonic()
+    while (fraction := progress.fraction(budget.minutes, budget.steps)) < 1.0:
+        began = time.monotonic()
+        with torch.autocast(device.type, torch.bfloat16):
+            loss, tokens, told = step(progress, fraction)
+        torch.autograd.backward(loss)
+        optimizers.step(rate_factor(fraction))
+        progress.step += 1
+        progress.tokens += tokens
+        if began - reported > REPORT_S:
+            reported = began
+            speed = progress.tokens / max(progress.elapsed_s, 1e-9)
+            line = "%s %5.1f%%  step %d  %.2fM tokens  %.0f tokens/s  loss %.4f  %s"
+            LOGGER.info(line, name, 100 * fraction, progress.step, progress.tokens / 1e6, speed, loss.item(), told)
+        if began - saved > options.checkpoint_s:
+            saved = began
+            save_state(path, model, optimizers, progress)
+            if on_checkpoint is not None:
+                on_checkpoint(progress)
+        progress.elapsed_s += time.monotonic() - began
+    save_state(path, model, optimizers, progress)
+    return progress
