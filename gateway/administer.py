@@ -10,9 +10,9 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
-from backend.config.sources import ConfigError, Loaded, load
+from backend.config.sources import ConfigError, Loaded, Parser, load
 from backend.coordinator.commands import Add, AnyCommand, Assign, Drain, Refused, Remove, Restart, Resume, SwapDrafter
 
 if TYPE_CHECKING:
@@ -37,11 +37,6 @@ FLEET_FLAGS = ("--config", "--ray-address", "--ray-namespace")
 
 class AdministrationError(Exception):
     """The command was refused, or its operation failed; the message is one line."""
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)
 
 
 def main(
@@ -119,7 +114,7 @@ def _find(coordinator: CoordinatorHandle, operation_id: int) -> Operation | None
 
 
 def _parser(name: str) -> argparse.ArgumentParser:
-    parser = _Parser(prog=f"outrider {name}", description=f"Administration: {SUMMARIES[name]}.", allow_abbrev=False)
+    parser = Parser(prog=f"outrider {name}", description=f"Administration: {SUMMARIES[name]}.", allow_abbrev=False)
     if name in ("drain", "resume", "remove"):
         parser.add_argument("member", help="a verifier or drafter, as `outrider status` names it")
     elif name == "add":

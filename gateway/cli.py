@@ -51,6 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "rollout": tools.rollout,
         "run-batch": tools.run_batch,
         "trace": tools.trace,
+        "train-drafter": tools.train_drafter,
         **{name: partial(tools.laboratory, name) for name in tools.LABORATORY},
         **{name: partial(administration, name) for name in administer.SUMMARIES},
     }

@@ -5,21 +5,20 @@ Answers are written as they come.  Run again with the same files it goes on wher
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import random
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, NoReturn
+from typing import Any, BinaryIO, NamedTuple
 
 import httpx
 import msgspec
 
 from backend.config import sources
 from backend.config.runtime import StateError
-from backend.config.sources import CommandError, ConfigError
+from backend.config.sources import CommandError, ConfigError, Parser
 from backend.launch import state
 from gateway.batches import lines
 from gateway.batches.calls import RETRIED
@@ -39,11 +38,6 @@ SHOWN_ERRORS = 5
 Say = Callable[[str], None]
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)
-
-
 class Gateway(NamedTuple):
     """Where to send requests."""
 
@@ -60,7 +54,7 @@ class _Told(msgspec.Struct):
 
 def main(arguments: list[str], say: Say) -> int:
     """Returns how many requests failed.  Raises `ConfigError` or `CommandError`."""
-    parser = _Parser(
+    parser = Parser(
         prog="outrider run-batch", description="Carries out OpenAI batch requests; run again, it goes on.", allow_abbrev=False
     )
     parser.add_argument("-i", "--input-file", type=Path, required=True, help="requests, as OpenAI's batch input (JSONL)")

@@ -71,6 +71,20 @@ def run_batch(arguments: list[str]) -> int:
     return FAILED if failed else OK
 
 
+def train_drafter(arguments: list[str]) -> int:
+    """Trains a head for a model; the command has its own options beside the settings."""
+    from gateway.train_drafter import main
+
+    with signals() as forced:
+        try:
+            main(arguments, present.Progress().say)
+        except CommandError as error:
+            return fail(str(error), FAILED)
+        finally:
+            forced.armed = True
+    return OK
+
+
 def trace(arguments: list[str]) -> int:
     """Makes traces; the command has its own options."""
     from backend.rollout.main import trace as run

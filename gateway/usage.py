@@ -21,6 +21,7 @@ commands:
   run-batch     carry out a file of OpenAI batch requests at a gateway (it has options of its own)
   rollout       run a trace's prompts over a fleet of its own, with a row of every step (it has options of its own)
   trace         make traces (it has options of its own)
+  train-drafter train a head for a model from prompts (it has options of its own)
   train-demo    train the built-in demo models again
 
 changing a running fleet:

@@ -113,14 +113,17 @@ def merge(sources: Sequence[Mapping[KeyPath, Given]]) -> Loaded:
 # Command line.
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, by `ConfigError`."""
+
     def error(self, message: str) -> NoReturn:
+        """As said."""
         raise ConfigError(message)
 
 
 def parser(program: str, description: str = "") -> argparse.ArgumentParser:
     """The command line's parser, one flag per setting, sections as groups of the help text."""
-    result = _Parser(prog=program, description=description, allow_abbrev=False)
+    result = Parser(prog=program, description=description, allow_abbrev=False)
     result.add_argument("--config", metavar="FILE", help="YAML file with settings")
     groups: dict[KeyPath, Any] = {(): result.add_argument_group("fleet")}
     short = {path: alias for alias, path in ALIASES.items()}

@@ -66,7 +66,7 @@ class Learner:
         self.lessons = Lessons(self._writer, self._watch)
         """For the drafting thread."""
         self._news: queue.SimpleQueue[News | None] = queue.SimpleQueue()
-        self._latest = News(0, 0.0, 0)
+        self._latest = News(0, 0.0)
         self._published = self._taken_back = 0
         self._trainer: subprocess.Popen[bytes] | None = None
         self._restart_s, self._start_at = RESTART_S, 0.0
@@ -96,6 +96,8 @@ class Learner:
             version=self._version,
             steps=latest.steps,
             training_s=latest.seconds,
+            owed=latest.owed,
+            loss=latest.loss,
             sequences=self._writer.written,
             sequences_dropped=self._writer.dropped,
             present_length=latest.present,

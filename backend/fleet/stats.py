@@ -192,6 +192,10 @@ class Learning(msgspec.Struct, frozen=True):
     """Of its head; 0: the one it began with."""
     steps: int = 0
     training_s: float = 0.0
+    owed: int = 0
+    """Rows of the replay ring that are still to be trained on, each as often as it will."""
+    loss: float | None = None
+    """Of the latest steps."""
     sequences: int = 0
     """Put into the replay ring."""
     sequences_dropped: int = 0

@@ -46,6 +46,8 @@ SLOWER_AFTER = 1000
 MATRIX_RATE, OTHER_RATE = 0.015, 2e-3
 AVERAGED = 0.95
 """Of the running mean of weights that candidates are: steadier than the weights of one step."""
+RECENT = 0.1
+"""Weight of a step's loss in what is told."""
 EXAMINED_EVERY = 40
 """Steps."""
 EXAMINED = 32
@@ -73,7 +75,10 @@ class News(msgspec.Struct, frozen=True):
 
     steps: int
     seconds: float
-    rows: int
+    owed: int = 0
+    """Rows that it has yet to train on, each as often as it will."""
+    loss: float | None = None
+    """Of the latest steps."""
     present: float | None = None
     """Acceptance length of the present head on held-out sequences."""
     candidate: float | None = None
@@ -107,7 +112,7 @@ class Trainer:
         self._random = random.Random(0)
         self.steps = 0
         self.seconds = 0.0
-        self.rows = 0
+        self._loss: float | None = None
         self._credit = 0.0
         self._newest = 0
         self._sizes: dict[int, int] = {}
@@ -158,12 +163,13 @@ class Trainer:
         depth = 1 + sum(1 if i == 0 else DEPTH - 2 for i, after in enumerate(SHALLOW) if self.steps >= after)
         with torch.autocast(self._device.type, torch.bfloat16, enabled=self._device.type == "cuda"):
             loss, _ = loss_of(self._pupil, collate(replays, self._device), depth)
-        if math.isfinite(loss.item()):
+        if math.isfinite(value := loss.item()):
+            self._loss = value if self._loss is None else self._loss + RECENT * (value - self._loss)
             torch.autograd.backward(loss)
             self._optimizers.step(min((self.steps + 1) / WARM_UP, math.sqrt(SLOWER_AFTER / max(self.steps, SLOWER_AFTER))))
             for name, tensor in trained_tensors(self._pupil.drafter).items():
                 self._mean[name].lerp_(tensor, 1 - min(AVERAGED, (1 + self._since) / (10 + self._since)))
-        self.steps, self.rows, self._since = self.steps + 1, self.rows + rows, self._since + 1
+        self.steps, self._since = self.steps + 1, self._since + 1
         self.seconds += time.monotonic() - began
         return True
 
@@ -200,7 +206,7 @@ class Trainer:
             "drafter": trained_tensors(self._pupil.drafter),
             "mean": self._mean,
             "optimizers": [part.state_dict() for part in self._optimizers.parts],
-            "counts": [self.steps, self.seconds, self.rows],
+            "counts": [self.steps, self.seconds],
         }
         path = Path(self._job.directory) / CHECKPOINT
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -211,7 +217,7 @@ class Trainer:
     def news(self, examined: Examined | None = None, published: str = "") -> News:
         """How far it is."""
         present, candidate = (examined.present, examined.candidate) if examined else (None, None)
-        return News(self.steps, round(self.seconds, 3), self.rows, present, candidate, published)
+        return News(self.steps, round(self.seconds, 3), int(self._credit), self._loss, present, candidate, published)
 
     def _resume(self) -> None:
         path = Path(self._job.directory) / CHECKPOINT
@@ -223,7 +229,7 @@ class Trainer:
             for part, saved in zip(self._optimizers.parts, state["optimizers"], strict=True):
                 part.load_state_dict(saved)
             self._mean = state["mean"]
-            self.steps, self.seconds, self.rows = state["counts"]
+            self.steps, self.seconds = state["counts"]
         except FileNotFoundError:
             return
         except Exception as error:  # a damaged file may raise anything

@@ -7,11 +7,10 @@ import datetime
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
 
 import msgspec
 
-from backend.config.sources import ConfigError
+from backend.config.sources import Parser
 from backend.records import export, summary
 from backend.records.reading import Records, RecordsError, Selection
 from backend.records.schema import KINDS
@@ -79,13 +78,6 @@ def _format(given: argparse.Namespace, output: Path | None) -> export.Format:
                 return known
         raise RecordsError(f"{output}: --format is needed, or a name that ends in .csv, .jsonl or .parquet")
     return "csv"
-
-
-class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -8,8 +8,9 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from backend.config.sources import Parser
 from backend.records.chapters import Chapter, recorded, rolled_out, rounds
-from backend.records.main import Parser, add_selection, selection_of
+from backend.records.main import add_selection, selection_of
 from backend.records.page import Picture, page
 from backend.records.reading import Records, RecordsError, has_records
 

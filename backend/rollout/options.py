@@ -8,13 +8,13 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NoReturn, get_args
+from typing import Any, Literal, get_args
 
 from backend.config import Settings
 from backend.config.arguments import at_least
 from backend.config.settings import Mode
 from backend.config.sources import ALIASES as SETTING_ALIASES
-from backend.config.sources import ConfigError, Loaded, flag, leaves
+from backend.config.sources import ConfigError, Loaded, Parser, flag, leaves
 
 Implementation = Literal["disaggregated", "native"]
 Method = Literal["eagle3", "eagle", "ngram"]
@@ -92,11 +92,6 @@ class TraceOptions:
     min_gen: int
     max_gen: int
     seed: int
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)
 
 
 def rollout_options(arguments: Sequence[str]) -> tuple[RolloutOptions, list[str]]:
@@ -188,7 +183,7 @@ def _mode(options: RolloutOptions, mode: Mode, given: bool) -> Mode:
 
 def _rollout_parser() -> argparse.ArgumentParser:
     aliases = ", ".join(f"{name} for {meant}" for name, meant in ALIASES.items())
-    parser = _Parser(
+    parser = Parser(
         prog="outrider rollout",
         description="Runs a trace's prompts over a fleet of its own; writes a row of every step, request and verification.",
         epilog="All settings of `outrider serve` are flags here too (--verifiers, --drafters, --mode, --model, --drafter, "
@@ -243,7 +238,7 @@ def _rollout_parser() -> argparse.ArgumentParser:
 
 
 def _trace_parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="outrider trace make",
         description="Makes a trace of text files (*.txt, *.py, ...: cut into a prompt and a response by tokens), of JSON Lines "
         "with prompt and response, or of cases (*.parquet); a directory stands for the files in it, stdlib for Python's own.",

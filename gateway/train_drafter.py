@@ -1,0 +1,171 @@
+"""`outrider train-drafter`: a head for a model, from prompts, without waiting for traffic.  The command line's process.
+
+A fleet with `--drafter grow` generates answers to the prompts, and its drafter learns from them as from live traffic
+(`backend/learning/`).  Prompts wait while the trainer is behind.  All that was learned lies in `--output`: run again, it goes
+on from there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import csv
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from backend.config.arguments import at_least
+from backend.config.sources import CommandError, ConfigError, KeyPath, Loaded, Parser, load
+from backend.rollout.trace import TraceError, read_json_lines, read_prompts
+from outrider.asynchronous import AsyncFleet, Prompt
+from outrider.types import OutriderError
+
+Say = Callable[[str], None]
+OWN: tuple[KeyPath, ...] = (("drafters",), ("drafting", "learning_dir"), ("drafting", "ring_dir"), ("drafting", "learning"))
+"""Settings that are this command's."""
+TEMPERATURES = (0.0, 0.8)
+"""Of answers, by turns: both kinds of requests are drafted for."""
+AT_A_TIME = 16
+"""Requests: as many as a drafter records."""
+MOST_OWED = 50_000
+"""Rows that may wait to be trained on: prompts wait while there are more."""
+WAIT_S, TOLD_S = 1.0, 10.0
+CURVE = "curve.csv"
+COLUMNS = ("seconds", "steps", "sequences", "loss", "candidate_length", "present_length", "version")
+
+
+def main(arguments: Sequence[str], say: Say) -> None:
+    """Raises `ConfigError` or `CommandError`."""
+    parser = Parser(
+        prog="outrider train-drafter",
+        description="Trains an EAGLE-3 head for --model on answers to prompts; run again, it goes on.",
+        epilog="Further arguments are settings, as of `outrider serve`: --model, --drafter (grow, or a head that learned), ...",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--data", type=Path, required=True, help="prompts: JSON Lines with `prompt` or `messages`, or a trace")
+    parser.add_argument("--output", type=Path, required=True, help="directory of versions, curve and what it takes to go on")
+    parser.add_argument("--minutes", type=float, default=30.0, help="how long to train in all (default: 30)")
+    parser.add_argument("--steps", type=at_least(1), help="train for so many steps instead")
+    parser.add_argument("--max-tokens", type=at_least(32), default=256, help="of an answer (default: 256)")
+    given, rest = parser.parse_known_args(arguments)
+    if given.minutes <= 0:
+        raise ConfigError("--minutes: must be more than 0")
+    loaded = load(rest, "outrider train-drafter")
+    for path in OWN:
+        if path in loaded.origins:
+            raise ConfigError(f"--{'-'.join(path).replace('_', '-')}: is not for this command")
+    try:
+        prompts = read_data(given.data)
+        asyncio.run(train(given, fleet_settings(loaded, given.output), prompts, say))
+    except TraceError as error:
+        raise ConfigError(str(error)) from error
+    except OutriderError as error:
+        raise CommandError(str(error)) from error
+
+
+def read_data(file: Path) -> list[Prompt]:
+    """What to ask.  Raises `TraceError`, which names the row."""
+    if file.suffix == ".parquet":
+        return list(read_prompts(file))
+    prompts: list[Prompt] = []
+    for number, row in enumerate(read_json_lines(file), 1):
+        prompt = row.get("prompt", row.get("messages"))
+        if not isinstance(prompt, str | list) or not prompt:
+            raise TraceError(f"{file}: row {number}: neither `prompt` (text or token ids) nor `messages`")
+        prompts.append(prompt)
+    if not prompts:
+        raise TraceError(f"{file}: no prompts in it")
+    return prompts
+
+
+async def train(given: argparse.Namespace, settings: dict[str, object], prompts: Sequence[Prompt], say: Say) -> None:
+    """Until the budget is spent."""
+    given.output.mkdir(parents=True, exist_ok=True, mode=0o700)
+    order = _endless(prompts)
+    async with AsyncFleet(**settings) as fleet:  # type: ignore[arg-type]
+        curve = Curve(given.output / CURVE, say)
+        began, now = time.monotonic(), await _learning(fleet)
+        while not curve.is_over(now, given):
+            if now["owed"] > MOST_OWED:
+                await asyncio.sleep(WAIT_S)
+            else:
+                asked = [next(order) for _ in range(AT_A_TIME)]
+                fields = {"temperature": random.choice(TEMPERATURES), "max_tokens": given.max_tokens}
+                async for _ in fleet.generate(asked, fields):
+                    pass
+            now = await _learning(fleet)
+            curve.add(now, time.monotonic() - began)
+    if found := newest_head(given.output):
+        say(f"the head: --drafter {found}")
+    else:
+        raise CommandError("no version was better than the first head yet: run this again, for longer")
+
+
+def newest_head(output: Path) -> Path | None:
+    """The latest version that was published."""
+    versions = (path for path in output.glob("drafter-0/versions/*") if path.name.isdecimal())
+    return max(versions, key=lambda path: int(path.name), default=None)
+
+
+class Curve:
+    """Progress, on the terminal and in a file that a further run goes on with."""
+
+    def __init__(self, file: Path, say: Say) -> None:
+        self._file, self._say, self._said = file, say, 0.0
+        rows = list(csv.DictReader(file.open(newline="", encoding="utf-8"))) if file.exists() else []
+        self._seconds_before = float(rows[-1]["seconds"]) if rows else 0.0
+        self.seconds = self._seconds_before
+        if not rows:
+            self._write(COLUMNS)
+
+    def is_over(self, now: dict[str, Any], given: argparse.Namespace) -> bool:
+        """Whether the budget is spent, earlier runs included."""
+        return bool(now["steps"] >= given.steps if given.steps else self.seconds >= 60 * given.minutes)
+
+    def add(self, now: dict[str, Any], seconds: float) -> None:
+        """Every few seconds a line."""
+        self.seconds = self._seconds_before + seconds
+        if time.monotonic() - self._said < TOLD_S:
+            return
+        self._said = time.monotonic()
+        row = {name: round(value, 4) if isinstance(value, float) else value for name, value in now.items()}
+        row["seconds"] = round(self.seconds, 1)
+        self._write([row[name] for name in COLUMNS])
+        lengths = " and ".join(
+            f"{row[f'{name}_length']:.2f} ({name})" for name in ("candidate", "present") if row[f"{name}_length"] is not None
+        )
+        loss = "" if row["loss"] is None else f", loss {row['loss']:.3f}"
+        held_out = f", held-out acceptance length {lengths}" if lengths else ""
+        self._say(f"{self.seconds / 60:.1f} min: step {row['steps']}, version {row['version']}{loss}{held_out}")
+
+    def _write(self, row: Sequence[object]) -> None:
+        with self._file.open("a", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerow(row)
+
+
+def fleet_settings(loaded: Loaded, output: Path) -> dict[str, object]:
+    """Of the fleet, by flag."""
+    found: dict[str, object] = {}
+    for path in loaded.origins:
+        value: Any = loaded.settings
+        for name in path:
+            value = getattr(value, name)
+        found["_".join(path)] = value
+    where = {"drafting_learning_dir": str(output.absolute()), "drafting_ring_dir": str((output / "ring").absolute())}
+    kind = {"drafting_learning": "on"} if found.get("drafter", "grow") != "grow" else {"drafter": "grow"}
+    # In other modes drafters that do not pay get no features.
+    return {"mode": "sync", "drafters": 1} | found | where | kind
+
+
+async def _learning(fleet: AsyncFleet) -> dict[str, Any]:
+    drafters = (await fleet.stats())["drafters"]
+    found: dict[str, Any] | None = drafters[0].get("learning") if drafters else None
+    # A drafter that has died is started again.
+    return found or dict.fromkeys(COLUMNS) | {"steps": 0, "owed": 0}
+
+
+def _endless(prompts: Sequence[Prompt]) -> Iterator[Prompt]:
+    while True:
+        yield from random.sample(prompts, len(prompts))

@@ -1,0 +1,62 @@
+"""`outrider train-drafter` on the demo target, from nothing: it gets better, is killed, goes on, and its head is a head."""
+
+from __future__ import annotations
+
+import csv
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from backend.models.check import check
+from backend.models.demo import TARGET_DIR
+from gateway.train_drafter import CURVE, newest_head
+from tests.support.processes import ENGINE_ENV, ROOT
+
+pytestmark = [pytest.mark.engine, pytest.mark.campaign, pytest.mark.timeout(900)]
+
+LIMIT_S = 400.0
+
+
+def start(directory: Path, steps: int) -> subprocess.Popen[str]:
+    data = directory / "data.jsonl"
+    data.write_text("".join(json.dumps({"prompt": f"def read_{i}(path):\n    with open(path"}) + "\n" for i in range(200)))
+    command = [sys.executable, "-m", "gateway.cli", "train-drafter", "--model", "demo", "--data", str(data)]
+    command += ["--output", str(directory / "o"), "--steps", str(steps), "--max-tokens", "64"]
+    environment = os.environ | ENGINE_ENV | {"XDG_RUNTIME_DIR": str(directory)}
+    return subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
+
+
+def curve(directory: Path) -> list[dict[str, str]]:
+    file = directory / "o" / CURVE
+    return list(csv.DictReader(file.open(newline=""))) if file.exists() else []
+
+
+def test_a_head_is_trained_killed_and_trained_on(tmp_path: Path) -> None:
+    first = start(tmp_path, 100_000)
+    deadline = time.monotonic() + LIMIT_S
+    while newest_head(tmp_path / "o") is None:
+        assert first.poll() is None, first.communicate()[1]
+        assert time.monotonic() < deadline, curve(tmp_path)
+        time.sleep(0.5)
+    first.send_signal(signal.SIGKILL)
+    first.communicate()
+    with (tmp_path / "o" / "drafter-0" / "lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # its fleet ends by itself
+    done = max(int(row["steps"]) for row in curve(tmp_path))
+    second = start(tmp_path, done + 60)
+    _, told = second.communicate(timeout=LIMIT_S)
+    assert second.returncode == 0, told
+    rows = [row for row in curve(tmp_path) if row["candidate_length"]]
+    assert float(rows[-1]["candidate_length"]) > 1.2
+    assert all(int(row["steps"]) >= 40 for row in curve(tmp_path)[-2:]), "it goes on from the checkpoint"
+    head = newest_head(tmp_path / "o")
+    assert head is not None
+    assert str(head) in told
+    check(str(head), str(TARGET_DIR))
