@@ -68,6 +68,7 @@ class Turn:
             "truncation": asked["truncation"],
             "user": asked["user"],
             **{name: made.get(name) for name in _FROM_VLLM},
+            "output": _ended(made.get("output"), made.get("status")),
             "usage": usage,
         }
 
@@ -96,6 +97,13 @@ def _whole(item: Item) -> Item:
 
 def _new_id(item: Item) -> str:
     return f"{_PREFIXES.get(str(item.get('type', 'message')), 'item')}_{uuid.uuid4().hex}"
+
+
+def _ended(output: list[Item] | None, status: object) -> list[Item] | None:
+    """Output items, of which the last is what was cut off; vLLM calls all of them completed."""
+    if status != "incomplete" or not output or "status" not in output[-1]:
+        return output
+    return [*output[:-1], {**output[-1], "status": "incomplete"}]
 
 
 def _only(details: dict[str, Any], name: str) -> dict[str, Any]:

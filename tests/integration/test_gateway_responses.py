@@ -144,6 +144,7 @@ async def test_a_cut_answer_is_incomplete(running):
         last = event
     assert last.type == "response.incomplete"
     assert last.response.incomplete_details.reason == "max_output_tokens"
+    assert last.response.output[-1].status == "incomplete"
 
 
 async def test_nothing_is_kept_that_is_not_to_be(running):
