@@ -2,8 +2,8 @@
 
 Written for small batches, where every operator call and every byte of weights counts: the embedding's share of layer 0's input
 projection is computed per token beforehand (or at least its norm is), q, k and v are one product, and in the last layer rows
-that nobody drafts from contribute keys and values only.  Semantics are those of vLLM's `llama_eagle3` and `llama_eagle`.
-A draft model is a head without features: its rows begin as embeddings.
+that nobody drafts from contribute keys and values only.  Semantics are those of vLLM's `llama_eagle3`, `llama_eagle` and
+`mimo_mtp`.  A draft model is a head without features: its rows begin as embeddings.
 """
 
 from __future__ import annotations
@@ -94,6 +94,7 @@ class Head:
         self.table, self.table_weight, self.feature_fc = self._input_tables(weights.embedding)
         self.layers = [self._layer(index) for index in range(config.num_layers)]
         self.hidden_norm = self._vector("layers.0.hidden_norm.weight")
+        self.feature_norm = self._vector("feature_norm.weight")
         self.norm = self._vector("norm.weight")
         self.lm_head = self._on_device(weights.lm_head.t())
         mapping = weights.draft_to_target
@@ -122,6 +123,10 @@ class Head:
         """
         part = self._embed(rows.ids)
         rotations = self.rotations.index_select(0, rows.positions)
+        if self.feature_norm is not None and features is not None:
+            # As MTP layers were trained: without the embedding at position 0, and on normed features.
+            part = part.masked_fill((rows.positions == 0).unsqueeze(1), 0.0)
+            features = self._rms(features, self.feature_norm)
         hidden = part
         if self.takes_features and features is not None:
             hidden = features if self.feature_fc is None else torch.addmm(part, features, self.feature_fc)
@@ -264,11 +269,11 @@ class Head:
         if not self.takes_features:
             return self._on_device(embedding), None, None
         if self.is_eagle3:
-            norm = self._source["layers.0.input_layernorm.weight"].float()
+            norm = self._source.get("layers.0.input_layernorm.weight")
             weight, bias = self._fused("layers.0.self_attn", ("q_proj", "k_proj", "v_proj"))
             on_embedding, feature_fc = weight[:, :hidden], None
         else:
-            norm, bias = None, self._source.get("fc.bias")
+            norm, bias = self._source.get("token_norm.weight"), self._source.get("fc.bias")
             on_embedding, on_feature = self._source["fc.weight"].tensor_split(2, dim=1)
             feature_fc = self._on_device(on_feature.t())
         fits = embedding.shape[0] * on_embedding.shape[0] * self.dtype.itemsize <= TABLE_BYTES and bias is None
@@ -276,7 +281,7 @@ class Head:
         for first in range(0, len(embedding), TABLE_CHUNK):
             rows = embedding[first : first + TABLE_CHUNK].float()
             if norm is not None:
-                rows = functional.rms_norm(rows, norm.shape, norm, self.config.rms_norm_eps)
+                rows = functional.rms_norm(rows, norm.shape, norm.float(), self.config.rms_norm_eps)
             pieces.append(self._on_device(rows @ on_embedding.float().t() if fits else rows))
         table = torch.cat(pieces)
         if fits:
@@ -297,7 +302,7 @@ class Head:
         assert post_norm is not None
         q_norm, k_norm = (self._source.get(f"{name}.self_attn.{n}_norm.weight") for n in "qk")
         return _Layer(
-            input_norm=self._vector(f"{name}.input_layernorm.weight") if index or not self.takes_features else None,
+            input_norm=None if index == 0 and self.is_eagle3 else self._vector(f"{name}.input_layernorm.weight"),
             qkv=self._on_device(qkv.t()),
             qkv_bias=None if qkv_bias is None else self._on_device(qkv_bias),
             out=self._on_device(self._source[f"{name}.self_attn.o_proj.weight"].t()),

@@ -142,8 +142,10 @@ def _speculative_config(settings: Settings, paths: ResolvedModels) -> dict[str, 
                 "prompt_lookup_min": SHORTEST,
             }
         assert paths.drafter_dir is not None, "`resolve` finds a model for mode native unless drafts come from n-grams"
-        kind = drafter_config(paths.drafter_dir, paths.target_dir).kind
-        return {"method": kind, "model": paths.drafter_dir, "num_speculative_tokens": k}
+        config = drafter_config(paths.drafter_dir, paths.target_dir)
+        if config.is_mtp:
+            return {"method": "mtp", "num_speculative_tokens": k}
+        return {"method": config.kind, "model": paths.drafter_dir, "num_speculative_tokens": k}
     return {
         "method": "custom_class",
         "model": "backend.engine.proposer.RemoteProposer",

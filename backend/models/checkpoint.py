@@ -85,6 +85,9 @@ def load_drafter(head_dir: str, target_dir: str, raw: bool = False) -> HeadWeigh
     keep = {n for n in wanted.keys() | optional if config.kind == "eagle" or not n.startswith(("fc.", "fc_norm."))}
     stored = files.read_many([names[name] for name in sorted(keep)])
     tensors = {name: stored[names[name]] for name in keep}
+    if config.is_mtp:
+        # It joins feature and embedding the other way round.
+        tensors["fc.weight"] = torch.cat(tensors["fc.weight"].chunk(2, dim=1)[::-1], dim=1)
     embedding = tensors.pop(EMBEDDING, None)
     lm_head = tensors.pop(LM_HEAD, None)
     offsets = tensors.pop("d2t", None)

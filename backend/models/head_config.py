@@ -2,7 +2,8 @@
 
 Two layouts exist.  SafeAILab's is a Llama configuration with a few extra keys; speculators' wraps one in
 `transformer_layer_config` and keeps the extra keys outside.  Defaults follow vLLM's reading of both.  A
-draft model is a language model of its own, in the layout of transformers.
+draft model is a language model of its own, in the layout of transformers.  Of a target's checkpoint with layers for
+multi-token prediction (MTP), the first of these is an EAGLE-1 head that norms what it joins.
 """
 
 from __future__ import annotations
@@ -16,6 +17,10 @@ HeadKind = Literal["eagle", "eagle3", "draft_model"]
 Layout = Literal["eagle", "speculators", "transformers"]
 
 DRAFT_MODEL: Literal["draft_model"] = "draft_model"
+MTP_ARCHITECTURES = ("MiMoForCausalLM",)
+"""Targets whose MTP layers are dense blocks that the drafter computes."""
+MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+"""How configurations call the number of MTP layers."""
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Draft models by `model_type`."""
 
@@ -61,6 +66,8 @@ class HeadConfig:
     norm_before_fc: bool
     fc_norm: bool
     norm_output: bool
+    is_mtp: bool
+    """The first MTP layer of the target's own checkpoint."""
     dtype: str
     unsupported: tuple[str, ...]
     """Settings this drafter cannot honour, one line each."""
@@ -118,6 +125,11 @@ def load_model_config(model_dir: str, target_dir: str) -> HeadConfig:
         raise CheckpointError(f"{model_dir}/config.json: {type(error).__name__}: {error}") from error
 
 
+def mtp_layers(config: dict[str, Any]) -> int:
+    """How many layers for multi-token prediction a checkpoint says it has."""
+    return max(int(config.get(name) or 0) for name in MTP_LAYERS)
+
+
 def same_features(new: HeadConfig, old: HeadConfig) -> str | None:
     """Why a head cannot draft from what verifiers send for another; None: it can."""
     for what in ("kind", "hidden_size", "target_hidden_size", "vocab_size", "aux_layers"):
@@ -161,6 +173,7 @@ def _parse_model(own: dict[str, Any], target: dict[str, Any]) -> HeadConfig:
         norm_before_fc=False,
         fc_norm=False,
         norm_output=False,
+        is_mtp=False,
         dtype=str(own.get("torch_dtype") or own.get("dtype") or "float32"),
         unsupported=tuple(dict.fromkeys(problems)),
     )
@@ -178,6 +191,8 @@ def _parse(outer: dict[str, Any], target: dict[str, Any]) -> HeadConfig:
     vocab = int(target.get("vocab_size") or layer["vocab_size"])
     # An absent key means True in speculators' layout and False in the other (vLLM reads them so).
     before_residual = bool(outer.get("norm_before_residual", bool(speculators)))
+    # Heads' configurations may repeat their target's, but not its architecture.
+    is_mtp = mtp_layers(outer) > 0 and bool(set(MTP_ARCHITECTURES) & set(outer.get("architectures") or []))
     eagle = outer.get("eagle_config") or {}
     before_fc = bool(eagle.get("norm_before_fc", outer.get("norm_before_fc", False)))
     return HeadConfig(
@@ -187,7 +202,7 @@ def _parse(outer: dict[str, Any], target: dict[str, Any]) -> HeadConfig:
         hidden_size=hidden,
         target_hidden_size=int(outer.get("target_hidden_size") or layer.get("target_hidden_size") or hidden),
         intermediate_size=int(layer["intermediate_size"]),
-        num_layers=int(layer.get("num_hidden_layers", 1)),
+        num_layers=1 if is_mtp else int(layer.get("num_hidden_layers", 1)),
         num_heads=heads,
         num_kv_heads=int(layer.get("num_key_value_heads") or heads),
         head_dim=int(layer.get("head_dim") or hidden // heads),
@@ -202,7 +217,8 @@ def _parse(outer: dict[str, Any], target: dict[str, Any]) -> HeadConfig:
         norm_before_residual=before_residual,
         norm_before_fc=before_fc,
         fc_norm=bool(outer.get("fc_norm", False)),
-        norm_output=bool(outer.get("norm_output", False)),
+        norm_output=is_mtp or bool(outer.get("norm_output", False)),
+        is_mtp=is_mtp,
         dtype=str(outer.get("torch_dtype") or layer.get("torch_dtype") or layer.get("dtype") or "float32"),
         unsupported=tuple(_unsupported(outer, layer)),
     )

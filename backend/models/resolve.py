@@ -16,13 +16,14 @@ from typing import Any, Literal
 import msgspec
 
 from backend.config import REMOTE_MODES, Settings, environment
-from backend.models.head_config import CheckpointError
+from backend.models.head_config import MTP_ARCHITECTURES, CheckpointError, mtp_layers
 
 DrafterKind = Literal["eagle", "draft_model", "ngram", "none"]
 
 DEMO = "demo"
 NGRAM = "ngram"
 GROW = "grow"
+MTP = "mtp"
 MODES_WITH_DRAFTS = REMOTE_MODES | {"native"}
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json", "tiktoken.model")
 DOWNLOADED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken")
@@ -102,7 +103,10 @@ def drafter_names(settings: Settings) -> list[str]:
 def _drafter(name: str, target: Path, settings: Settings, say: Say) -> OwnDrafter:
     if name == NGRAM:
         return OwnDrafter(None, "ngram", name)
-    directory = _initial_head(target, settings) if name == GROW else find("--drafter", name, _demo()[1], say)
+    if name == MTP:
+        directory = _with_mtp_layers(target)
+    else:
+        directory = _initial_head(target, settings) if name == GROW else find("--drafter", name, _demo()[1], say)
     return OwnDrafter(str(directory), check_drafter(name, directory, target, settings, say), name)
 
 
@@ -140,7 +144,7 @@ def check_combination(settings: Settings) -> None:
 
 def check_without_download(settings: Settings, say: Say) -> None:
     """As much of `resolve` as needs no network and writes nothing.  Raises `ModelError`."""
-    if all(name in (DEMO, NGRAM) or _is_path(name) for name in (settings.model, *drafter_names(settings))):
+    if all(name in (DEMO, NGRAM, MTP) or _is_path(name) for name in (settings.model, *drafter_names(settings))):
         resolve(settings, say)
     else:
         check_combination(settings)
@@ -222,6 +226,17 @@ def _learning_dir(settings: Settings, target: Path) -> Path:
         return Path(settings.drafting.learning_dir)
     digest = hashlib.sha256(f"{target}\n{settings.drafter}".encode()).hexdigest()[:8]
     return environment.state_dir() / "learning" / f"{target.name}-{digest}"
+
+
+def _with_mtp_layers(target: Path) -> Path:
+    config = read_json(target / "config.json", "--model")
+    if not mtp_layers(config):
+        raise ModelError(f"--drafter mtp: {target} has no layers for multi-token prediction")
+    if not set(MTP_ARCHITECTURES) & set(config["architectures"]):
+        raise ModelError(
+            f"--drafter mtp: those of {config['architectures'][0]} are not supported, only of {', '.join(MTP_ARCHITECTURES)}"
+        )
+    return target
 
 
 def _initial_head(target: Path, settings: Settings) -> Path:
