@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 from unittest import mock
 
@@ -201,9 +201,9 @@ async def running() -> AsyncIterator[Running]:
             yield gateway
 
 
-@pytest.fixture(scope="module")
-def probe(running: Running) -> Iterator[Probe]:
-    with Probe(running.server.url) as watching:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def probe(running: Running) -> AsyncIterator[Probe]:
+    async with Probe(running.server.url) as watching:
         yield watching
 
 
