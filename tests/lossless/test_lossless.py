@@ -37,7 +37,8 @@ SAMPLES, MANY_SAMPLES, BATCH = 2_500, 60_000, 500
 MANY_LOGPROBS = 1_000
 TIE_NATS = 1e-3
 SIGNIFICANT = 0.01
-"""So many samples show the bias of `BiasedWorker` a thousand times as clearly as they have to.  The draws are fixed by the requests' seeds: the outcome is the same every time."""
+"""`BiasedWorker` is a thousand times as significant with as many samples.  The draws are fixed by the requests' seeds: the
+outcome is the same every time."""
 END_OF_TEXT = json.loads((TARGET_DIR / "config.json").read_text())["eos_token_id"]
 SCHEMA = {
     "type": "object",

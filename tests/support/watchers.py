@@ -26,9 +26,7 @@ class Probe:
         self._thread.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._stopping.set()
         # It waits for an answer, which this thread's loop may have to give.
         await asyncio.to_thread(self._thread.join)
