@@ -86,8 +86,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory, drafter: Drafter) -> Itera
     for mode in REMOTE_MODES:
         started[mode].set_drafters(drafter.ref)
     yield started
-    for child in started.values():
-        child.close()
+    together(*(child.close for child in started.values()))
 
 
 @dataclass
