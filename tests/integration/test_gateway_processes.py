@@ -157,7 +157,7 @@ def test_one_that_dies_is_started_again_and_the_other_goes_on(fleet: ServedFleet
 
 def test_the_end_drains_all(fleet: ServedFleet, first_key: str) -> None:
     pids = gateway_pids(fleet, first_key).values()
-    body = {"model": "demo", "prompt": "x", "max_tokens": 600, "ignore_eos": True, "stream": True}
+    body = {"model": "demo", "prompt": "x", "max_tokens": 300, "ignore_eos": True, "stream": True}
     with contextlib.ExitStack() as stack:
         # Connections of their own, so that either process has some.
         streams = [
