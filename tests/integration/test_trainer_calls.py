@@ -23,7 +23,7 @@ from tests.support.fleet_process import ServedFleet, wait_for
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 TARGET = Path(backend.models.demo.__file__).parent / "target"
-RUNNING, LONG = 4, 320
+RUNNING, LONG = 4, 600
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +148,12 @@ def test_skyrl(fleet: ServedFleet, http: httpx.Client, others: Path, before: lis
     assert tokens(http) != before
     info = http.get("/server_info").json()
     assert {each["weights"]["version"] for each in info["verifiers"].values()} == {info["weight_version"]} == {"1"}
-    assert all(fleet.metric("outrider_accepted_tokens_by_version_total", version=each) > 0 for each in "01")
+
+    def both_counted() -> bool:
+        generate(http)
+        return all(fleet.metric("outrider_accepted_tokens_by_version_total", version=each) > 0 for each in "01")
+
+    wait_for(both_counted, what="accepted tokens of both versions")
 
 
 def test_tensors_in_parts_while_requests_run(fleet: ServedFleet, http: httpx.Client, before: list[int]) -> None:
@@ -195,14 +200,14 @@ def test_prime_rl(fleet: ServedFleet, http: httpx.Client, others: Path, before: 
 
 
 def test_requests_end_wait_or_are_waited_for(fleet: ServedFleet, http: httpx.Client) -> None:
-    meanwhile = Meanwhile(fleet, http, 600)
+    meanwhile = Meanwhile(fleet, http)
     meanwhile.end()
     aborted = said(http, "/abort_requests", json={})
     ended = [choice for choice in meanwhile.choices() if choice["finish_reason"] == "abort"]
     assert len(ended) == aborted["aborted"] > 0
     assert sorted(len(each) for (each,) in aborted["token_ids"].values()) == sorted(len(c["token_ids"]) for c in ended)
 
-    meanwhile = Meanwhile(fleet, http, 600)
+    meanwhile = Meanwhile(fleet, http)
     meanwhile.end()
     said(http, "/pause", params={"mode": "abort"})
     with ThreadPoolExecutor(1) as pool:

@@ -52,7 +52,7 @@ def pair(directory: Path) -> Iterator[tuple[Verifier, Verifier]]:
     drafter.close()
 
 
-def compare(pair: tuple[Verifier, Verifier], prompts: list[list[int]], params: SamplingParams, **fields: Any) -> None:
+def compare(pair: tuple[Verifier, Verifier], prompts: list[list[int]], params: Any, **fields: Any) -> None:
     """Tokens are the same with and without drafts, and drafts were used."""
     before = accepted(pair[1])
     wanted, got = generate_on(pair, prompts, params, **fields)

@@ -4,6 +4,7 @@
 A module of vLLM's that is gone under another version is loaded when it is needed, as if it did not stand here.
 """
 
+import atexit
 import gc
 
 # Nothing of what is imported is garbage, neither here nor in what is forked from here.
@@ -26,3 +27,5 @@ import vllm.v1.worker.cpu_worker
 
 gc.enable()
 gc.freeze()
+# Libraries complain at the end of the process about what is never collected.
+atexit.register(gc.unfreeze)
