@@ -28,7 +28,7 @@ RUNNING, LONG = 4, 600
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[ServedFleet]:
-    served = ServedFleet("--verifiers", "2", "--drafters", "1")
+    served = ServedFleet("--verifiers", "2", "--drafters", "1", "--mode", "sync")
     yield served
     served.stop()
 
