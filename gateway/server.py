@@ -140,6 +140,8 @@ class GatewayServer:
         self._on_listening = on_listening
         self._on_ready = on_ready
         self._stopping = asyncio.Event()
+        self._freezes = False
+        """Whether the process, and with it what it has imported, is the server's alone."""
         config = uvicorn.Config(
             build_app(self.gateway),
             log_config=None,
@@ -161,7 +163,12 @@ class GatewayServer:
         # What was imported and built stays: looking through it again and again would hold up all streams for tens of ms.
         gc.collect()
         gc.freeze()
-        uvloop.run(self._run())
+        self._freezes = True
+        try:
+            uvloop.run(self._run())
+        finally:
+            # Libraries complain at the end of the process about what is never collected.
+            gc.unfreeze()
 
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
@@ -217,14 +224,13 @@ class GatewayServer:
             for watcher in watchers:
                 watcher.cancel()
             await asyncio.gather(*watchers, return_exceptions=True)
-            # Libraries complain at the end of the process about what is never collected.
-            gc.unfreeze()
 
     async def _announce(self) -> None:
         await self._server.listening.wait()
-        # What was imported stays; looking through it for garbage would hold every request for a quarter of a second.
-        gc.collect()
-        gc.freeze()
+        if self._freezes:
+            # What was imported stays; looking through it for garbage would hold every request for a quarter of a second.
+            gc.collect()
+            gc.freeze()
         logger.info("listening on %s", self.url)
         if self._on_listening is not None:
             self._on_listening(self.url)

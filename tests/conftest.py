@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import sys
 import tempfile
 from typing import Any
 
 import hypothesis
 import pytest
 
+# Nothing of what is imported while tests are collected is garbage.
+gc.disable()
+# Fleets start dozens of processes, and each would compile what it imports anew.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Tensors of tests are tiny: more threads only wait for each other, and for a core where others work, too.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # What gateways keep is nothing to the person who runs the tests.
@@ -27,6 +34,17 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         from tests.support.processes import start_fork_server
 
         start_fork_server()
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays."""
+    gc.enable()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Libraries complain at the end of the process about what is never collected."""
+    gc.unfreeze()
 
 
 @pytest.hookimpl(optionalhook=True)

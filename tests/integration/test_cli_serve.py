@@ -1,8 +1,7 @@
-"""`outrider serve` as a process: it comes up, is found, ends on a signal and leaves nothing behind."""
+"""`outrider serve` as a process that does not come up, or is killed (how it comes up and ends: `served/`)."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -10,12 +9,12 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
+
+from tests.support.process_tree import command_line, group_members, leftovers, wait_gone
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
@@ -50,82 +49,6 @@ def read_until(process: subprocess.Popen[str], pattern: str) -> re.Match[str]:
         if match := re.search(pattern, line):
             return match
     raise AssertionError(f"{pattern!r} never came:\n{''.join(seen)}")
-
-
-def group_members(pgid_or_root: int) -> list[int]:
-    """Live descendants of a process, whatever their process group."""
-    parents = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            parents[int(entry.name)] = int(fields[1])
-    found, frontier = [], {pgid_or_root}
-    while frontier:
-        frontier = {pid for pid, parent in parents.items() if parent in frontier}
-        found += sorted(frontier)
-    return found
-
-
-def command_line(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_text()
-    except OSError:
-        return ""
-
-
-def shared_memory(pid: int) -> set[str]:
-    """The files in shared memory that a process has mapped."""
-    try:
-        return set(re.findall(r" (/dev/shm/\S+)", Path(f"/proc/{pid}/maps").read_text()))
-    except OSError:
-        return set()
-
-
-def alive(pids: list[int]) -> list[int]:
-    return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
-
-
-def wait_gone(pids: list[int], timeout_s: float = 20.0) -> list[int]:
-    deadline = time.monotonic() + timeout_s
-    while alive(pids) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return alive(pids)
-
-
-def leftovers(home: Path) -> list[str]:
-    """Files of fleets that should be gone; the user's token stays, and so do caches of torch."""
-    return [p.name for p in (*home.glob("or-ray-*"), *home.glob("outrider/*")) if p.name != "ray-token"]
-
-
-def test_serve_comes_up_is_found_and_leaves_nothing(home: Path) -> None:
-    process = outrider(home, "serve", "--port", "0", "--drafter", "ngram")
-    try:
-        url = read_until(process, r"serving at (http://\S+)/v1")[1]
-        assert httpx.get(f"{url}/v1/models", timeout=30, trust_env=False).json()["data"][0]["id"] == "demo"
-        asked = {"model": "demo", "prompt": "pass\n", "max_tokens": 4}
-        assert httpx.post(f"{url}/v1/completions", json=asked, timeout=30, trust_env=False).status_code == 200
-        status = outrider(home, "status", "--json")
-        snapshot = json.loads(status.communicate(timeout=60)[0])
-        assert {m["member"]["kind"]: m["member"]["state"] for m in snapshot["members"]} == {
-            "verifier": "ready",
-            "drafter": "ready",
-            "gateway": "ready",
-        }
-        assert [(a["verifier_id"], a["drafter_id"]) for a in snapshot["assignments"]] == [("verifier-0", "drafter-0")]
-        family = group_members(process.pid)
-        assert len(family) > 5
-        shared = set().union(*(shared_memory(pid) for pid in family))
-        assert shared, "Ray's object store, at least"
-        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-        assert process.wait(timeout=60) == 0
-        assert wait_gone(family) == []
-        assert leftovers(home) == []
-        assert [path for path in shared if Path(path).exists()] == []
-    finally:
-        process.kill()
 
 
 def test_a_killed_fleet_ends_and_the_next_command_cleans_up(home: Path) -> None:

@@ -39,7 +39,7 @@ def coordinator(cluster: RayCluster) -> Iterator[CoordinatorHandle]:
     handle = CoordinatorHandle.create(cluster.namespace, 2.0, INFO)
     yield handle
     handle.kill()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
         try:
             ray.get_actor(NAME, namespace=cluster.namespace)
@@ -144,7 +144,7 @@ def test_rooms_are_rays_placement_groups(cluster: RayCluster) -> None:
         assert ray.get(guest.group.remote(), timeout=30) == one
     finally:
         rooms.close()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while ray.available_resources().get("CPU", 0) < cluster.cpus:
         assert time.monotonic() < deadline, "the room was not given back"
         time.sleep(0.05)

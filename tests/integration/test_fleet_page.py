@@ -201,4 +201,4 @@ async def test_a_gateway_shows_its_fleet_and_stops_in_spite_of_watchers():
                     break
             assert [row["id"] for row in rows] == ["verifier-0"]
             running.server.stop()
-            await asyncio.wait_for(running.stopped, 10)
+            await asyncio.wait_for(running.stopped, 30)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 from unittest import mock
 
@@ -198,12 +199,15 @@ async def running() -> AsyncIterator[Running]:
             # The process that compiles takes seconds to import vLLM.
             gateway.http.timeout = 60
             await gateway.http.post(COMPLETIONS, json=grammar(choice=["a"]))
+            # As in a process that is the gateway's alone: to look through what was imported takes longer than a stall may.
+            gc.collect()
+            gc.freeze()
             yield gateway
 
 
-@pytest.fixture(scope="module")
-def probe(running: Running) -> Iterator[Probe]:
-    with Probe(running.server.url) as watching:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def probe(running: Running) -> AsyncIterator[Probe]:
+    async with Probe(running.server.url) as watching:
         yield watching
 
 

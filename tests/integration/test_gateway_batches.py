@@ -43,7 +43,7 @@ async def begin(client, content, endpoint=CHATS, **fields):
     return await client.batches.create(input_file_id=file.id, endpoint=endpoint, completion_window="24h", **fields)
 
 
-async def until(client, batch, *statuses, timeout_s=15):
+async def until(client, batch, *statuses, timeout_s=30):
     deadline = time.monotonic() + timeout_s
     while (batch := await client.batches.retrieve(batch.id)).status not in statuses:
         assert time.monotonic() < deadline, batch

@@ -360,7 +360,7 @@ async def test_they_do_not_wait_for_long_nor_for_one_that_never_was(monkeypatch)
     async with running_gateway() as running:
         await stop_for_a_moment(running)
         for _ in range(2):
-            answer = await asyncio.wait_for(running.http.post("/v1/completions", json=COMPLETION), 2)
+            answer = await asyncio.wait_for(running.http.post("/v1/completions", json=COMPLETION), 5)
             assert answer.status_code == 503
         assert running.idle
 

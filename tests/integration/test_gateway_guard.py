@@ -41,12 +41,12 @@ class Wire:
     async def rest(self) -> bytes:
         """Everything until the server closes."""
         with contextlib.suppress(ConnectionError):
-            return await asyncio.wait_for(self.reader.read(), 10)
+            return await asyncio.wait_for(self.reader.read(), 30)
         return b""
 
     async def answer(self) -> tuple[int, bytes]:
         """One response: its status and body."""
-        head = await asyncio.wait_for(self.reader.readuntil(b"\r\n\r\n"), 10)
+        head = await asyncio.wait_for(self.reader.readuntil(b"\r\n\r\n"), 30)
         length = next(int(line.split(b":")[1]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length"))
         return int(head.split()[1]), await self.reader.readexactly(length)
 
@@ -273,7 +273,7 @@ async def test_while_streams_finish_probes_and_new_requests_are_told():
                 assert answer.json()["error"]["code"] == "shutting_down"
         await count_up(running.verifier, running.verifier.sequences[0])
         assert (await request).status_code == 200
-        await asyncio.wait_for(running.stopped, 5)
+        await asyncio.wait_for(running.stopped, 30)
 
 
 async def test_an_unknown_url_is_named(running):

@@ -24,7 +24,7 @@ def test_signals_end_a_process_cleanly(how: signal.Signals, tmp_path: Path) -> N
     try:
         assert httpx.get(f"{gateway.address}/livez").status_code == 200
         os.kill(gateway.pid, how)
-        gateway.process.join(10)
+        gateway.process.join(30)
         assert gateway.process.exitcode == 0
     finally:
         gateway.close()
@@ -67,5 +67,5 @@ async def test_a_real_engine_behind_the_gateway(engine):
         async with running.http.stream("POST", "/v1/completions", json=endless) as response:
             await anext(response.aiter_raw())
         await eventually(lambda: running.idle)
-        await eventually(lambda: bool(running.core.stats()) and running.core.stats()[0].running == 0, 5)
+        await eventually(lambda: bool(running.core.stats()) and running.core.stats()[0].running == 0, 30)
         assert running.core.stats()[0].tokens < 24 * 12 + 400

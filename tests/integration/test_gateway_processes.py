@@ -82,7 +82,7 @@ def gateway_pids(fleet: ServedFleet, key: str) -> dict[str, int]:
 
 
 def test_both_serve_and_load_stays_balanced(fleet: ServedFleet, first_key: str) -> None:
-    wait_for(lambda: len(gateway_pids(fleet, first_key)) == 2, 10)
+    wait_for(lambda: len(gateway_pids(fleet, first_key)) == 2, 30)
     before = samples(fleet, "outrider_verifier_tokens_total", "verifier")
 
     def ask(number: int) -> str:
@@ -97,7 +97,7 @@ def test_both_serve_and_load_stays_balanced(fleet: ServedFleet, first_key: str) 
     assert sum(by_gateway.values()) == 96 * 16
     # A fair hash gives one of the two fewer than 28 of 96 connections once in 25,000 runs.
     assert min(by_gateway.values()) >= 28 * 16
-    wait_for(lambda: sum(samples(fleet, "outrider_verifier_tokens_total", "verifier").values()) >= 96 * 16, 5)
+    wait_for(lambda: sum(samples(fleet, "outrider_verifier_tokens_total", "verifier").values()) >= 96 * 16, 30)
     after = samples(fleet, "outrider_verifier_tokens_total", "verifier")
     gained = [after[name] - before.get(name, 0) for name in after]
     assert len(gained) == 2
@@ -124,7 +124,7 @@ def test_a_reload_reaches_all(fleet: ServedFleet, first_key: str, keys: Path) ->
     assert {post(fleet, second, prompt="x", max_tokens=1).status_code for _ in range(16)} == {200}
     keys.write_text(old)
     os.kill(fleet.process.pid, signal.SIGHUP)
-    wait_for(lambda: {post(fleet, second, prompt="x", max_tokens=1).status_code for _ in range(16)} == {401}, 10)
+    wait_for(lambda: {post(fleet, second, prompt="x", max_tokens=1).status_code for _ in range(16)} == {401}, 30)
 
 
 def test_background_responses_are_cancelled_and_followed_through_any(fleet: ServedFleet, first_key: str) -> None:
@@ -149,15 +149,15 @@ def test_one_that_dies_is_started_again_and_the_other_goes_on(fleet: ServedFleet
     first = fleet.process.pid
     victim = next(pid for pid in gateway_pids(fleet, first_key).values() if pid != first)
     os.kill(victim, signal.SIGKILL)
-    wait_for(lambda: FRESH.get(f"{fleet.url}/readyz").status_code == 503, 10)
+    wait_for(lambda: FRESH.get(f"{fleet.url}/readyz").status_code == 503, 30)
     assert {post(fleet, first_key, prompt="x", max_tokens=1).status_code for _ in range(8)} == {200}
     wait_for(lambda: FRESH.get(f"{fleet.url}/readyz").status_code == 200, 60)
-    wait_for(lambda: victim not in gateway_pids(fleet, first_key).values() and len(gateway_pids(fleet, first_key)) == 2, 10)
+    wait_for(lambda: victim not in gateway_pids(fleet, first_key).values() and len(gateway_pids(fleet, first_key)) == 2, 30)
 
 
 def test_the_end_drains_all(fleet: ServedFleet, first_key: str) -> None:
     pids = gateway_pids(fleet, first_key).values()
-    body = {"model": "demo", "prompt": "x", "max_tokens": 600, "ignore_eos": True, "stream": True}
+    body = {"model": "demo", "prompt": "x", "max_tokens": 300, "ignore_eos": True, "stream": True}
     with contextlib.ExitStack() as stack:
         # Connections of their own, so that either process has some.
         streams = [

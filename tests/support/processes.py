@@ -137,8 +137,13 @@ def together(*starts: Callable[[], Any]) -> list[Any]:
 
 
 def generate_on(verifiers: Sequence[Verifier], prompts: Sequence[list[int]], params: Any, **fields: Any) -> list[list[Answer]]:
-    """The prompts' answers by each of the verifiers, which work at the same time; `params` are `SamplingParams`."""
-    asked = [[verifier.client.add(prompt, params, **fields) for prompt in prompts] for verifier in verifiers]
+    """The prompts' answers by each of the verifiers, which work at the same time.
+
+    `params` are `SamplingParams`, or a list with those of each prompt.
+    """
+    each = params if isinstance(params, list) else [params] * len(prompts)
+    pairs = list(zip(prompts, each, strict=True))
+    asked = [[verifier.client.add(prompt, mine, **fields) for prompt, mine in pairs] for verifier in verifiers]
     for verifier in verifiers:
         verifier.client.finish_all()
     return [[verifier.client.answers.pop(i) for i in ids] for verifier, ids in zip(verifiers, asked, strict=True)]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from multiprocessing.connection import Connection
 from typing import Any
+from unittest import mock
 
 
 def main(job: dict[str, Any], pipe: Connection) -> None:
@@ -24,4 +26,6 @@ def main(job: dict[str, Any], pipe: Connection) -> None:
             process.set_drafters(pipe.recv())
         except EOFError:
             break
-    process.stop()
+    # vLLM would look for garbage in all that it has imported, and touch every page that is shared with other forks.
+    with mock.patch.object(gc, "unfreeze"), mock.patch.object(gc, "collect"):
+        process.stop()

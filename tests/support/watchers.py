@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import TracebackType
 from urllib.parse import urlsplit
 
 
@@ -23,13 +22,14 @@ class Probe:
         self.longest_s = 0.0
         self.failures: list[str] = []
 
-    def __enter__(self) -> Probe:
+    async def __aenter__(self) -> Probe:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._stopping.set()
-        self._thread.join()
+        # It waits for an answer, which this thread's loop may have to give.
+        await asyncio.to_thread(self._thread.join)
         self._connection.close()
 
     def reset(self) -> None:

@@ -65,14 +65,14 @@ def test_sigterm_drains_waits_for_the_last_request_and_ends(member) -> None:
     finally:
         signal.signal(signal.SIGTERM, before)
     with coordinator.reported:
-        assert coordinator.reported.wait_for(lambda: coordinator.states[-1:] == ["draining"], 10)
+        assert coordinator.reported.wait_for(lambda: coordinator.states[-1:] == ["draining"], 30)
         count = len(coordinator.states)
         # Orders to the contrary do not change its mind, and it is still there: it has work.
-        assert coordinator.reported.wait_for(lambda: len(coordinator.states) > count + 20, 10)
+        assert coordinator.reported.wait_for(lambda: len(coordinator.states) > count + 20, 30)
         assert set(coordinator.states[count:]) == {"draining"}
     assert not stopped.is_set()
     busy.clear()
-    assert ended.wait(10)
+    assert ended.wait(30)
     assert stopped.is_set()
 
 
@@ -82,7 +82,7 @@ def test_it_does_not_wait_for_ever(member) -> None:
     leaving = Departure(membership, lambda: False, lambda: None, 0.05)
     leaving._exit = lambda status: ended.set()
     leaving.begin()
-    assert ended.wait(10)
+    assert ended.wait(30)
 
 
 def test_off_the_main_thread_nothing_changes(member) -> None:

@@ -117,7 +117,7 @@ events = st.lists(st.tuples(st.floats(0.01, 0.6), st.sampled_from(["restart", "h
 
 @pytest.mark.parametrize("mode", MODES)
 @examples(
-    8,
+    6,
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )

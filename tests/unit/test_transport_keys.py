@@ -63,8 +63,12 @@ def says(address: str, word: bytes, wait_ms: int, client: ServerKeys | None = No
         if client is not None:
             dealer.curve_serverkey = server_key.encode()
             dealer.curve_publickey, dealer.curve_secretkey = client.public.encode(), client.secret.encode()
+        dealer.sndtimeo = wait_ms
         dealer.connect(address)
-        dealer.send(word)
+        try:
+            dealer.send(word)
+        except zmq.Again:
+            return None  # turned away before it has said anything: there is no connection to say it on
         return dealer.recv_multipart() if dealer.poll(wait_ms) else None
 
 

@@ -89,7 +89,15 @@ class GrammarChecks:
     def warm_up(self) -> None:
         """Starts a process in the background; without it the first check waits for the import of vLLM."""
         worker = self._worker()
-        self._threads.submit(worker.start).add_done_callback(lambda done: self._idle.append(worker))
+
+        def start() -> None:
+            # Where that fails the first check says why.
+            with contextlib.suppress(OSError, EOFError, RuntimeError):
+                worker.start()
+            self._idle.append(worker)
+
+        # Not of the pool: the end of the process would wait for the import.
+        threading.Thread(target=start, name="grammar-start", daemon=True).start()
 
     def close(self) -> None:
         """Ends the processes."""

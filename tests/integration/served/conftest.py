@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -19,7 +22,18 @@ def collector() -> Iterator[Collector]:
 
 
 @pytest.fixture(scope="package")
-def fleet(collector: Collector) -> Iterator[ServedFleet]:
+def home() -> Iterator[Path]:
+    """Where the fleet keeps its files, and commands look for it; short, as Ray's sockets live below it."""
+    directory = Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(directory))
+        patch.setenv("XDG_RUNTIME_DIR", str(directory))
+        yield directory
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.fixture(scope="package")
+def fleet(collector: Collector, home: Path) -> Iterator[ServedFleet]:
     # Only requests that come with a trace are traced.
     tracing = ("--tracing-endpoint", collector.url, "--tracing-sample-ratio", "0")
     fleet = ServedFleet("--mode", "sync", "--ray-namespace", f"served-{os.getpid()}", *tracing)

@@ -171,7 +171,7 @@ def test_members_come_and_go_and_the_last_verifier_stays(fleet: ServedFleet, exp
         assert (status, body["error"]["code"]) == (409, "last_verifier")
     assert set(meanwhile.texts) == {expected}
     # The gateway hears of it with the next snapshot.
-    wait_for(lambda: [drafter["id"] for drafter in fleet.fleet()["drafters"]] == ["drafter-0"], 10, "one drafter")
+    wait_for(lambda: [drafter["id"] for drafter in fleet.fleet()["drafters"]] == ["drafter-0"], 30, "one drafter")
     refused = outrider(fleet, "remove", "verifier-0")
     assert refused.returncode == 1
     assert "the last verifier" in refused.stderr
