@@ -27,8 +27,14 @@ RUNNING, LONG = 4, 600
 
 
 @pytest.fixture(scope="module")
-def fleet() -> Iterator[ServedFleet]:
-    served = ServedFleet("--verifiers", "2", "--drafters", "1")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedFleet]:
+    """Its head takes embeddings and output matrix from the target."""
+    folder = tmp_path_factory.mktemp("heads") / "head"
+    shutil.copytree(TARGET.parent / "drafter", folder)
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    served = ServedFleet("--verifiers", "2", "--drafters", "1", "--drafter", str(folder))
     yield served
     served.stop()
 
@@ -192,6 +198,42 @@ def test_prime_rl(fleet: ServedFleet, http: httpx.Client, others: Path, before: 
     missing = http.post("/update_weights", json={"weight_dir": "/nowhere"})
     assert (missing.status_code, "no such directory" in missing.text) == (400, True)
     assert http.post("/load_lora_adapter", json={"lora_name": "a", "lora_path": "/b"}).status_code == 403
+
+
+def test_drafters_follow_what_their_head_shares_with_the_target(
+    fleet: ServedFleet, http: httpx.Client, tmp_path: Path, before: list[int]
+) -> None:
+    """The target's tokens in another order: the text is the same but for that, and so is what is accepted of drafts."""
+    order = torch.randperm(2048, generator=torch.Generator().manual_seed(1))
+    places = order.argsort().tolist()
+
+    def accepted(prompts: list[list[int]], version: str) -> float:
+        """Tokens accepted of a draft."""
+        kinds = ("accepted_tokens", "drafts")
+        first = [fleet.metric(f"outrider_{kind}_by_version_total", version=version) for kind in kinds]
+        with ThreadPoolExecutor(RUNNING) as pool:
+            list(pool.map(lambda prompt: generate(http, 200, token_ids=prompt), prompts))
+        time.sleep(0.5)
+        tokens, drafts = (
+            fleet.metric(f"outrider_{kind}_by_version_total", version=version) - old
+            for kind, old in zip(kinds, first, strict=True)
+        )
+        print(version, tokens, drafts, tokens / max(drafts, 1))
+        return tokens / drafts if drafts else 0.0
+
+    prompts = [[5 + (7 * i + j * j) % 900 for j in range(12)] for i in range(8)]
+    said(http, "/update_weights", json={"weight_dir": str(TARGET), "weight_version": "b0"})
+    for i in range(4):
+        accepted(prompts, "b0")
+    folder = tmp_path / "step_9"
+    shutil.copytree(TARGET, folder)
+    tensors = target()
+    name = next(name for name in tensors if name.endswith("embed_tokens.weight"))
+    tensors[name] = tensors[name][order]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    said(http, "/update_weights", json={"weight_dir": str(folder), "weight_version": "b1"})
+    for i in range(6):
+        accepted([[places[t] for t in prompt] for prompt in prompts], "b1")
 
 
 def test_requests_end_wait_or_are_waited_for(fleet: ServedFleet, http: httpx.Client) -> None:
