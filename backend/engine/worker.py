@@ -16,7 +16,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 
 from backend.engine import target_rows, tensor_transfer
-from backend.engine.cpu_kernels import repair_cpu_kernels
+from backend.engine.cpu_kernels import repack_output_matrix, repair_cpu_kernels
 from backend.engine.feature_link import Projection
 from backend.engine.features import FeatureShipper, Shipped
 from backend.engine.fixed import FixedResponses
@@ -102,6 +102,16 @@ class _Mixed:
 
 class OutriderCpuWorker(_Mixed, CPUWorker):
     """vLLM's CPU worker."""
+
+    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
+        """vLLM's method of the same name."""
+        super().reload_weights(*args, **kwargs)
+        repack_output_matrix(self.model_runner.get_model())
+
+    def finish_weight_update(self) -> None:
+        """vLLM's method of the same name."""
+        super().finish_weight_update()
+        repack_output_matrix(self.model_runner.get_model())
 
 
 class OutriderGpuWorker(_Mixed, Worker):
