@@ -200,8 +200,8 @@ class Learner:
             try:
                 trainer.stdin.write(msgspec.json.encode(order) + b"\n")
                 trainer.stdin.flush()
-            except OSError:
-                # It has ended; the next one begins with the present head.
+            except (OSError, ValueError):
+                # It has ended, or its pipe was closed just now; the next one begins with what holds then.
                 pass
 
     def _start_trainer(self) -> None:
