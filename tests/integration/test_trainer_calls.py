@@ -34,7 +34,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedFleet]:
     tensors = load_file(folder / "model.safetensors")
     del tensors["lm_head.weight"]
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    served = ServedFleet("--verifiers", "2", "--drafters", "1", "--drafter", str(folder))
+    served = ServedFleet("--verifiers", "2", "--drafters", "1", "--drafter", str(folder), "--verifier-lookup", "false")
     yield served
     served.stop()
 
@@ -213,9 +213,10 @@ def test_drafters_follow_what_their_head_shares_with_the_target(fleet: ServedFle
             return fleet.metric(f"outrider_{kind}_by_version_total", version=version)
 
         accepted, drafts = counted("accepted_tokens"), counted("drafts")
+        emitted = fleet.metric("outrider_verifier_tokens_total") + 64 * len(asked)
         texts = [generate(http, token_ids=each)["token_ids"] for each in asked]
-        wait_for(lambda: counted("drafts") > drafts, what="drafts are counted")
-        return texts, (counted("accepted_tokens") - accepted) / (counted("drafts") - drafts)
+        wait_for(lambda: fleet.metric("outrider_verifier_tokens_total") >= emitted, what="tokens are counted")
+        return texts, (counted("accepted_tokens") - accepted) / max(counted("drafts") - drafts, 1)
 
     said(http, "/update_weights", json={"weight_dir": str(TARGET), "weight_version": "in order"})
     speak(prompts, "in order")
@@ -234,9 +235,10 @@ def test_drafters_follow_what_their_head_shares_with_the_target(fleet: ServedFle
         found, accepted = speak([[places[token] for token in prompt] for prompt in prompts], "in another")
         print(f"in another order: {accepted:.2f}")
         assert found == [[places[token] for token in text] for text in texts]
-        return accepted > 0.8 * usual
+        return accepted > 0.7 * usual > 0
 
     wait_for(has_followed, 60, what="drafts are accepted as before")
+    said(http, "/update_weights", json={"weight_dir": str(TARGET)})
 
 
 def test_requests_end_wait_or_are_waited_for(fleet: ServedFleet, http: httpx.Client) -> None:
