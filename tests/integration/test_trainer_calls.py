@@ -34,7 +34,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedFleet]:
     tensors = load_file(folder / "model.safetensors")
     del tensors["lm_head.weight"]
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    served = ServedFleet("--verifiers", "2", "--drafters", "1", "--drafter", str(folder), "--verifier-lookup", "false")
+    served = ServedFleet("--verifiers", "2", "--drafters", "1", "--drafter", str(folder))
     yield served
     served.stop()
 
