@@ -16,18 +16,20 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO
 
 import msgspec
+from safetensors.torch import save_file
+from torch import Tensor
 
 from backend.config.settings import DraftingSettings
 from backend.drafter.lessons import Lessons
 from backend.fleet.stats import Learning
 from backend.learning.ring import ReplayRing, ReplayWriter
 from backend.learning.rules import Watch
-from backend.learning.trainer import VERSIONS, Job, News, TakenBack, newest_version
+from backend.learning.trainer import VERSIONS, Followed, Job, News, TakenBack, newest_version
 from backend.models.head_config import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -58,6 +60,8 @@ class Learner:
         """The present head's."""
         self._previous_dir = start_dir
         """That of the latest head before it whose acceptance is known."""
+        self._newer = ""
+        """The file of what the target has now instead of what is in its directory."""
         self._ring_dir = Path(settings.ring_dir) / directory.name if settings.ring_dir else _ring_in_memory(directory)
         self._is_own_ring = settings.ring_dir is None
         self._device = "cpu"
@@ -88,6 +92,19 @@ class Learner:
         if self._is_own_ring:
             shutil.rmtree(self._ring_dir, ignore_errors=True)
         self._lock.close()
+
+    def follow(self, newer: Mapping[str, Tensor]) -> None:
+        """The trainer goes on with these of the target's tensors.  Any thread."""
+        try:
+            path = self._directory / "target.safetensors"
+            part = path.with_suffix(".part")
+            save_file({name: tensor.contiguous() for name, tensor in newer.items()}, part)
+            part.replace(path)
+        except OSError as error:
+            logger.warning("the head is taught by the target's earlier weights: %s", error)
+            return
+        self._newer = str(path)
+        self._tell(Followed(self._newer))
 
     def stats(self) -> Learning:
         """What it has done so far."""
@@ -144,7 +161,7 @@ class Learner:
             self._swap(head_dir)
         except (CheckpointError, TimeoutError) as error:
             logger.warning("a new head is not used: %s", error)
-            self._tell(self.head_dir)
+            self._tell(TakenBack(self.head_dir))
             shutil.rmtree(head_dir, ignore_errors=True)
             return False
         if self._watch.knows_previous:
@@ -166,7 +183,7 @@ class Learner:
         self.head_dir = good
         self._version = int(Path(good).name) if good != self._start_dir else 0
         logger.warning("its drafts are accepted less: %s is taken back, version %d drafts again", bad, self._version)
-        self._tell(good)
+        self._tell(TakenBack(good))
         shutil.rmtree(bad, ignore_errors=True)
         self._taken_back += 1
 
@@ -177,19 +194,18 @@ class Learner:
             if str(path) not in kept:
                 shutil.rmtree(path, ignore_errors=True)
 
-    def _tell(self, head_dir: str) -> None:
-        """The trainer goes on from this head."""
+    def _tell(self, order: TakenBack | Followed) -> None:
         trainer = self._trainer
         if trainer is not None and trainer.stdin is not None:
             try:
-                trainer.stdin.write(msgspec.json.encode(TakenBack(head_dir)) + b"\n")
+                trainer.stdin.write(msgspec.json.encode(order) + b"\n")
                 trainer.stdin.flush()
-            except OSError:
-                # It has ended; the next one begins with the present head.
+            except (OSError, ValueError):
+                # It has ended, or its pipe was closed just now; the next one begins with what holds then.
                 pass
 
     def _start_trainer(self) -> None:
-        job = Job(self._target_dir, self.head_dir, str(self._directory), str(self._ring_dir), self._device)
+        job = Job(self._target_dir, self.head_dir, str(self._directory), str(self._ring_dir), self._device, self._newer)
         command = [sys.executable, "-m", "backend.learning.trainer", msgspec.json.encode(job).decode()]
         self._trainer = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert self._trainer.stdout is not None

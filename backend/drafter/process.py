@@ -8,16 +8,18 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
 import torch
+from torch import Tensor
 
 from backend.config.settings import DraftingSettings
 from backend.drafter.draft_model import ModelProposer
 from backend.drafter.eagle import EagleProposer
+from backend.drafter.following import Following
 from backend.drafter.learner import Learner
 from backend.drafter.loop import DrafterLoop
 from backend.drafter.ngram import NgramProposer
@@ -25,12 +27,13 @@ from backend.drafter.proposer import Proposer
 from backend.drafter.service import DrafterService
 from backend.drafter.spans import DraftSpans
 from backend.fleet import DrafterStats
-from backend.models.checkpoint import drafter_config, load_drafter
+from backend.models.checkpoint import borrowed, drafter_config, load_drafter
 from backend.models.head_config import DRAFT_MODEL, CheckpointError, read_config, same_features, text_config
 from backend.speculation.lookup import LONGEST, SHORTEST
 from backend.tracing import Tracing
 from backend.transport.hub import Hub
 from backend.transport.sockets import ServerKeys, Wire, unlink_ipc_on_exit
+from backend.wire.drafting import TargetTensor
 
 logger = logging.getLogger(__name__)
 
@@ -46,12 +49,21 @@ class DrafterModel:
 
     Verifiers send the features that `fleet_head` takes, or none.
     `learning_dir`: where drafters keep the heads they learn, features are raw then; None: they do not learn.
+    `newer`: tensors that the target has now instead of those in its directory.
     """
 
     target_dir: str
     head_dir: str | None
     fleet_head: str | None = None
     learning_dir: str | None = None
+    newer: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def shared(self) -> set[TargetTensor]:
+        """The target's tensors that the head drafts with, or is taught by.  Raises `CheckpointError`."""
+        if self.head_dir is None or not _is_head(self.head_dir, self.target_dir):
+            return set()
+        taught: set[TargetTensor] = {"lm_head.weight", "norm.weight"} if self.learning_dir is not None else set()
+        return borrowed(self.head_dir) | taught
 
 
 def pin_cores(cores: Sequence[int]) -> None:
@@ -70,7 +82,7 @@ def build_proposer(model: DrafterModel, settings: DraftingSettings) -> Proposer:
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"{model.target_dir}/config.json: {type(error).__name__}: {error}") from error
         return NgramProposer(vocab, longest, SHORTEST, LONGEST, settings.cache_tokens)
-    weights = load_drafter(model.head_dir, model.target_dir, raw=model.learning_dir is not None)
+    weights = load_drafter(model.head_dir, model.target_dir, model.learning_dir is not None, model.newer)
     kind = ModelProposer if weights.config.kind == DRAFT_MODEL else EagleProposer
     return kind(weights, settings.cache_tokens, _device(settings), settings.dtype)
 
@@ -112,7 +124,11 @@ class DrafterProcess:
         proposer = build_proposer(model, settings)
         lessons = None if self._learner is None else self._learner.lessons
         spans = DraftSpans(tracing, drafter_id) if tracing is not None else None
-        self._service = DrafterService(drafter_id, proposer, IDLE_TTL_S, spans=spans, lessons=lessons)
+        self._exchanging = threading.Lock()
+        self._newest: dict[str, Tensor] = {}
+        self._shared = model.shared()
+        following = Following(lambda: self._shared, self._follow)
+        self._service = DrafterService(drafter_id, proposer, IDLE_TTL_S, spans=spans, lessons=lessons, following=following)
         self._hub = Hub(wire or Wire())
         try:
             router = self._hub.router(address, server_keys, local_address)
@@ -172,9 +188,31 @@ class DrafterProcess:
                 raise CheckpointError(f"{head_dir}: an EAGLE head, and this fleet's verifiers send no features")
             if reason := same_features(new, drafter_config(fleet_head, target_dir)):
                 raise CheckpointError(f"{head_dir}: {reason}")
-        model = replace(self._model, head_dir=head_dir)
+        with self._exchanging:
+            self._put(replace(self._model, head_dir=head_dir))
+
+    def _put(self, model: DrafterModel) -> None:
+        shared = model.shared()
         self._loop.replace(build_proposer(model, self._settings), SWAP_TIMEOUT_S)
-        self._model = model
+        self._model, self._shared = model, shared
+
+    def _follow(self, newer: dict[str, Tensor]) -> None:
+        """The target has other weights.  Drafting thread, which goes on meanwhile."""
+        self._newest = newer
+        threading.Thread(target=self._adopt, args=(newer,), name="following", daemon=True).start()
+
+    def _adopt(self, newer: dict[str, Tensor]) -> None:
+        with self._exchanging:
+            if newer is not self._newest:
+                return
+            try:
+                self._put(replace(self._model, newer=newer))
+            except (CheckpointError, TimeoutError) as error:
+                logger.warning("drafter %s does not follow its target's new weights: %s", self._drafter_id, error)
+                return
+        logger.info("drafter %s drafts with %s of the target's new weights", self._drafter_id, ", ".join(sorted(newer)))
+        if self._learner is not None:
+            self._learner.follow(newer)
 
     def stats(self) -> DrafterStats:
         """Counters and load."""

@@ -18,6 +18,7 @@ from dataclasses import replace
 
 import msgspec
 
+from backend.drafter.following import Following
 from backend.drafter.intake import Limits, Malformed, check_next, features_of
 from backend.drafter.lessons import Lessons
 from backend.drafter.nexts import Key, Nexts, Wanted
@@ -37,10 +38,12 @@ from backend.wire.drafting import (
     Hello,
     Next,
     Open,
+    Part,
     Refused,
     Role,
     Round,
     Unknown,
+    Want,
     Welcome,
     decode_to_drafter,
     encode,
@@ -63,7 +66,9 @@ class DrafterService:
         clock: Callable[[], float] = time.monotonic,
         spans: DraftSpans | None = None,
         lessons: Lessons | None = None,
+        following: Following | None = None,
     ) -> None:
+        self._following = following or Following(lambda: (), lambda newer: None)
         self._spans = spans
         self._lessons = lessons
         self._drafter_id = drafter_id
@@ -108,13 +113,15 @@ class DrafterService:
                 raise Malformed("an empty message")
             message = decode_to_drafter(frames[0])
             if isinstance(message, Hello):
-                return [self._greet(identity, message, now)]
+                return self._greet(identity, message, now)
             session = self._session_of(identity, message)
             session.last_heard = now
             if isinstance(message, Next):
                 check_next(message, self._limits)
                 self._take_next(session, message, now)
-                return []
+                return self._wish(identity, self._following.remind(session, now))
+            if isinstance(message, Part):
+                return self._wish(identity, self._following.receive(session, message, frames[1:], now))
             features = features_of(message, frames[1:], self._limits, session.ring)
         except (msgspec.MsgspecError, RecursionError):
             return self._refuse(identity, "not a message of this protocol")
@@ -147,6 +154,7 @@ class DrafterService:
             self._end(session)
         self._sessions.clear()
         self._unknown.clear()
+        self._following.reset()
         self._exchanges += 1
         if self._lessons is not None:
             self._lessons.exchanged()
@@ -182,7 +190,7 @@ class DrafterService:
             verifiers=sorted(s.verifier_id for s in self._sessions.values() if s.last_heard >= heard_after),
         )
 
-    def _greet(self, identity: bytes, hello: Hello, now: float) -> Reply:
+    def _greet(self, identity: bytes, hello: Hello, now: float) -> list[Reply]:
         if hello.version != PROTOCOL_VERSION:
             raise Malformed(f"protocol version {hello.version}; this drafter speaks {PROTOCOL_VERSION}")
         if hello.weights != self._weights.get(hello.verifier_id, 0):
@@ -203,7 +211,13 @@ class DrafterService:
             session.drafts = identity
         session.last_heard = now
         ring = hello.role == "features" and session.ring is not None
-        return identity, encode(Welcome(PROTOCOL_VERSION, self._drafter_id, self._proposer.kind, ring, self._exchanges))
+        welcome = Welcome(PROTOCOL_VERSION, self._drafter_id, self._proposer.kind, ring, self._exchanges)
+        wish = self._following.greeted(session, hello, now) if hello.role == "drafts" else None
+        return [(identity, encode(welcome)), *self._wish(identity, wish)]
+
+    @staticmethod
+    def _wish(identity: bytes, wish: Want | None) -> list[Reply]:
+        return [] if wish is None else [(identity, encode(wish))]
 
     def _end(self, session: Session) -> None:
         """A new epoch has begun: the old one's requests are over, its sockets strangers, its rounds unwanted."""
@@ -220,14 +234,14 @@ class DrafterService:
         if self._lessons is not None:
             self._lessons.forget(over)
 
-    def _session_of(self, identity: bytes, message: Round | Next) -> Session:
+    def _session_of(self, identity: bytes, message: Round | Next | Part) -> Session:
         session, role = self._peers.get(identity, (None, "drafts"))
         if session is None:
             raise Malformed(HELLO_FIRST)
         if isinstance(message, Round) and role != "features":
             raise Malformed("rounds come from the features socket")
-        if isinstance(message, Next) and role != "drafts":
-            raise Malformed("wishes come from the drafts socket")
+        if not isinstance(message, Round) and role != "drafts":
+            raise Malformed("wishes and weights come from the drafts socket")
         return session
 
     def _refuse(self, identity: bytes, reason: str) -> list[Reply]:

@@ -24,6 +24,8 @@ class Session:
     drafts: bytes | None = None
     ring: RingReader | None = None
     last_heard: float = 0.0
+    target: str = ""
+    """Names the weights it runs (`Hello.target`)."""
 
     def map_ring(self, ref: RingRef | None) -> None:
         """Maps the ring a features socket offers; without one its frames come in the messages."""

@@ -1,4 +1,4 @@
-"""Replacements for two of vLLM's CPU kernels.  Worker process, at start.
+"""Replacements for two of vLLM's CPU kernels, and a third that is kept up to date.  Worker process.
 
 The first breaks sampling under speculation.
 
@@ -12,11 +12,16 @@ Its replacement is put where vLLM's own registry of platform kernels would put i
 every loaded module for references, and trips over some of them.
 
 The second compiles itself when a request first asks for log probabilities: the verifier would stand still for seconds.
+
+The third is the product with the output matrix, of which vLLM keeps a packed copy on a CPU.  Where the matrix is tied to the
+embedding no weight of that name is ever loaded, so an exchange of weights leaves the copy as it was, and the model wrong.
+(vllm/model_executor/model_loader/reload/layerwise.py, `finalize_layerwise_processing`.)
 """
 
 from __future__ import annotations
 
 import torch
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.triton_utils import HAS_TRITON
 from vllm.triton_utils.dispatcher import KernelOverride
 from vllm.v1.sample import rejection_sampler, sampler
@@ -53,3 +58,10 @@ def repair_cpu_kernels() -> None:
     launcher.kernel = KernelOverride(rejection_sampler.expand_kernel, expand)
     # The launcher remembers its kernel's argument names.
     vars(launcher).pop("_kernel_arg_names", None)
+
+
+def repack_output_matrix(model: torch.nn.Module) -> None:
+    """Call when weights have been exchanged."""
+    for layer in model.modules():
+        if isinstance(layer, ParallelLMHead):
+            layer.quant_method.process_weights_after_loading(layer)

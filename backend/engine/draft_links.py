@@ -12,7 +12,9 @@ from vllm.v1.engine.core import EngineCore
 from backend.engine.counting import Counters
 from backend.engine.feature_link import GREET_EVERY_S
 from backend.engine.scheduler import DraftingScheduler
+from backend.engine.target_rows import TargetRows
 from backend.fleet import DrafterRef, VerifierStats
+from backend.fleet.stats import Weights
 from backend.transport import Dealer, Hub
 from backend.wire.drafting import (
     HELLO_FIRST,
@@ -20,7 +22,9 @@ from backend.wire.drafting import (
     Ahead,
     Drafts,
     Hello,
+    Part,
     Refused,
+    Want,
     Welcome,
     decode_to_verifier,
     encode,
@@ -59,7 +63,7 @@ class DraftLinks:
         self._links: dict[str, _Link] = {}
         # Answers carry the epoch they were asked in: a process that restarts must not accept its predecessor's.
         self._epoch = time.time_ns() & 0xFFFF_FFFF_FFFF
-        self._weights = 0
+        self._weights, self._target = 0, ""
 
     def set_drafters(self, refs: list[DrafterRef]) -> None:
         """Applies a new assignment between two steps, on the scheduler's side and on every worker."""
@@ -67,10 +71,12 @@ class DraftLinks:
         if wanted != {drafter_id: link.ref for drafter_id, link in self._links.items()}:
             self._connect(refs, wanted)
 
-    def renew(self) -> None:
-        """The target has other weights: drafters forget what they have of its features, and all requests are opened anew."""
+    def renew(self, loaded: Weights) -> None:
+        """The target has other weights: drafters forget what they have of its features, all requests are opened anew, and heads
+        follow in what they share with it."""
         refs = [link.ref for link in self._links.values()]
         self._weights += 1
+        self._target = f"{loaded.update} {loaded.version} {loaded.path or ''}" if loaded != Weights() else ""
         for link in self._links.values():
             self._hub.drop(link.dealer)
             self._scheduler.speculator.questions.reset_drafter(link.ref.id)
@@ -87,8 +93,10 @@ class DraftLinks:
             if ref.id not in self._links:
                 identity = f"{self._verifier_id}/drafts/{self._epoch}"
                 dealer = self._hub.dealer(ref.address, identity, ref.server_key)
-                hello = encode(Hello(PROTOCOL_VERSION, self._verifier_id, "drafts", self._epoch, weights=self._weights))
-                self._links[ref.id] = _Link(ref, dealer, hello)
+                hello = Hello(
+                    PROTOCOL_VERSION, self._verifier_id, "drafts", self._epoch, weights=self._weights, target=self._target
+                )
+                self._links[ref.id] = _Link(ref, dealer, encode(hello))
                 self._links[ref.id].greet(time.monotonic())
         self._core.collective_rpc("set_drafters", args=(refs, self._epoch, self._hub.wire.fleet_keys, self._weights))
         self._scheduler.set_drafters(refs)
@@ -107,6 +115,8 @@ class DraftLinks:
                     self._scheduler.take_drafts(drafter_id, message, now)
                 elif isinstance(message, Ahead):
                     self._scheduler.take_ahead(drafter_id, message)
+                elif isinstance(message, Want):
+                    self._give(link, message)
                 elif isinstance(message, Welcome):
                     if link.exchanges not in (None, message.exchanges):
                         self._scheduler.speculator.renewed(drafter_id)
@@ -116,6 +126,17 @@ class DraftLinks:
                 elif isinstance(message, Refused):
                     logger.warning("drafter %s refuses: %s", drafter_id, message.reason)
                     self._counters.dropped(drafter_id, "invalid")
+
+    def _give(self, link: _Link, asked: Want) -> None:
+        """Answers with a part of one of the target's tensors, if it can be read now."""
+        if asked.first < 0 or self._core.model_executor.is_sleeping:
+            return
+        pieces: list[TargetRows | None] = self._core.collective_rpc("target_rows", args=(asked.name, asked.first))
+        held = [piece for piece in pieces if piece is not None]
+        if len(held) == len(pieces):
+            one = held[0]
+            part = Part(asked.name, asked.first, one.rows, one.of, one.width, one.dtype)
+            link.dealer.send(encode(part), b"".join(piece.data for piece in held))
 
     def ask(self, now: float) -> None:
         """Drafters are told what to draft next for the requests whose step has ended."""

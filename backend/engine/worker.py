@@ -10,21 +10,23 @@ from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any
 
-from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 
-from backend.engine import tensor_transfer
-from backend.engine.cpu_kernels import repair_cpu_kernels
+from backend.engine import target_rows, tensor_transfer
+from backend.engine.cpu_kernels import repack_output_matrix, repair_cpu_kernels
 from backend.engine.feature_link import Projection
 from backend.engine.features import FeatureShipper, Shipped
 from backend.engine.fixed import FixedResponses
 from backend.engine.runner import RemoteDrafting, ResumedOutputs, SeededPrefill, UndraftedSteps
 from backend.engine.sampling import SharedNoise, all_logits_processors
+from backend.engine.target_rows import TargetRows
 from backend.fleet import DrafterRef
 from backend.noise import warm_up
 from backend.transport import ServerKeys, Wire
+from backend.wire.drafting import TargetTensor
 
 KEPT_PROJECTIONS = 8
 """Heads whose `fc` is kept at hand: each drafter may have another."""
@@ -92,9 +94,24 @@ class _Mixed:
         shipper = self.model_runner.shipper
         return shipper.take_counters() if shipper is not None else Shipped()
 
+    def target_rows(self, name: TargetTensor, first: int) -> TargetRows | None:
+        """This rank's share of `target_rows.read`."""
+        rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+        return target_rows.read(self.model_runner.get_model(), name, first, rank, ranks)
+
 
 class OutriderCpuWorker(_Mixed, CPUWorker):
     """vLLM's CPU worker."""
+
+    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
+        """vLLM's method of the same name."""
+        super().reload_weights(*args, **kwargs)
+        repack_output_matrix(self.model_runner.get_model())
+
+    def finish_weight_update(self) -> None:
+        """vLLM's method of the same name."""
+        super().finish_weight_update()
+        repack_output_matrix(self.model_runner.get_model())
 
 
 class OutriderGpuWorker(_Mixed, Worker):

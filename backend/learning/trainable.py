@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
 
@@ -49,15 +50,16 @@ class Pupil:
         return functional.linear(normed.to(self.output.dtype), self.output).float()
 
 
-def load_pupil(head_dir: str, target_dir: str, device: torch.device) -> Pupil:
-    """Reads a head to be trained.  Raises `CheckpointError`."""
+def load_pupil(head_dir: str, target_dir: str, device: torch.device, newer_file: str = "") -> Pupil:
+    """Reads a head to be trained; `newer_file` has tensors that the target has now.  Raises `CheckpointError`."""
+    newer = load_file(newer_file) if newer_file else {}
     target = text_config(read_config(target_dir))
     layers = int(target["num_hidden_layers"])
     config = load_config(head_dir, target_dir)
     reason = why_not_learning(head_dir, target_dir)
     if reason is not None:
         raise CheckpointError(f"{head_dir}: {reason}")
-    weights = load_drafter(head_dir, target_dir, raw=True)
+    weights = load_drafter(head_dir, target_dir, raw=True, newer=newer)
     shape = Shape(
         vocab_size=config.draft_vocab_size,
         hidden_size=config.hidden_size,
@@ -83,6 +85,7 @@ def load_pupil(head_dir: str, target_dir: str, device: torch.device) -> Pupil:
     norm, output = files.find("norm.weight"), files.find("lm_head.weight") or files.find("embed_tokens.weight")
     if norm is None or output is None:
         raise CheckpointError(f"{target_dir}: no final norm or output matrix")
+    judging = newer or {"norm.weight": files.read(norm), "lm_head.weight": files.read(output)}
     mapping = weights.draft_to_target
     ids = torch.arange(config.draft_vocab_size) if mapping is None else mapping
     own_ids = torch.full((config.vocab_size,), -1)
@@ -90,10 +93,10 @@ def load_pupil(head_dir: str, target_dir: str, device: torch.device) -> Pupil:
     head_files = TensorFiles(head_dir)
     return Pupil(
         drafter,
-        files.read(norm).float().to(device),
+        judging["norm.weight"].float().to(device),
         float(target.get("rms_norm_eps", 1e-6)),
         config.aux_layers.index(layers),
-        files.read(output)[ids].to(device, frozen),
+        judging["lm_head.weight"][ids].to(device, frozen),
         own_ids.to(device),
         head_files.read_many(list(head_files.tensors)),
         Path(head_dir),

@@ -68,6 +68,8 @@ class Job(msgspec.Struct, frozen=True):
     """Its own: versions and checkpoint."""
     ring_dir: str
     device: str = "cpu"
+    newer: str = ""
+    """A file of tensors that the target has now instead of those in its directory."""
 
 
 class News(msgspec.Struct, frozen=True):
@@ -85,10 +87,16 @@ class News(msgspec.Struct, frozen=True):
     published: str = ""
 
 
-class TakenBack(msgspec.Struct, frozen=True):
+class TakenBack(msgspec.Struct, frozen=True, tag="taken back"):
     """The drafter drafts with this head again."""
 
     head_dir: str
+
+
+class Followed(msgspec.Struct, frozen=True, tag="followed"):
+    """The target has other weights; those that matter here are in this file."""
+
+    newer: str
 
 
 @dataclass(frozen=True)
@@ -122,7 +130,7 @@ class Trainer:
     def _begin(self, head_dir: str) -> None:
         """From the head in this directory on."""
         self._present_dir = head_dir
-        self._pupil = load_pupil(head_dir, self._job.target_dir, self._device)
+        self._pupil = load_pupil(head_dir, self._job.target_dir, self._device, self._job.newer)
         drafter = self._pupil.drafter
         self._present = _copy(trained_tensors(drafter))
         self._mean = _copy(self._present)
@@ -135,6 +143,13 @@ class Trainer:
         """The present head is this one again; what was learned since is forgotten."""
         self._begin(head_dir)
         self.checkpoint()
+
+    def follow(self, newer: str) -> None:
+        """The target has these tensors now; all that was learned is kept."""
+        self.checkpoint()
+        self._job = msgspec.structs.replace(self._job, newer=newer)
+        self._begin(self._present_dir)
+        self._resume()
 
     @property
     def is_due(self) -> bool:
@@ -278,11 +293,15 @@ def _copy(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
-def _run(trainer: Trainer, orders: list[TakenBack]) -> None:
+def _run(trainer: Trainer, orders: list[TakenBack | Followed]) -> None:
     saved = said = time.monotonic()
     while True:
         while orders:
-            trainer.take_back(orders.pop(0).head_dir)
+            order = orders.pop(0)
+            if isinstance(order, TakenBack):
+                trainer.take_back(order.head_dir)
+            else:
+                trainer.follow(order.newer)
         worked = trainer.step()
         if trainer.is_due:
             examined = trainer.examine()
@@ -305,10 +324,10 @@ def _tell(news: News) -> None:
     sys.stdout.buffer.flush()
 
 
-def _listen(orders: list[TakenBack]) -> None:
+def _listen(orders: list[TakenBack | Followed]) -> None:
     """Until the drafter ends, and then this process does."""
     for line in sys.stdin.buffer:
-        orders.append(msgspec.json.decode(line, type=TakenBack))
+        orders.append(msgspec.json.decode(line, type=TakenBack | Followed))
     os._exit(0)
 
 
@@ -317,7 +336,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     give_way()
     torch.set_num_threads(1)
-    orders: list[TakenBack] = []
+    orders: list[TakenBack | Followed] = []
     threading.Thread(target=_listen, args=(orders,), daemon=True).start()
     _run(Trainer(msgspec.json.decode(sys.argv[1], type=Job)), orders)
 

@@ -5,7 +5,10 @@ The head's own embeddings and output matrix are used where it has them, the targ
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -29,12 +32,17 @@ __all__ = [
     "FcProjection",
     "HeadConfig",
     "HeadWeights",
+    "borrowed",
     "check",
     "drafter_config",
     "load_config",
     "load_drafter",
     "load_fc",
 ]
+
+
+Borrowed = Literal["embed_tokens.weight", "lm_head.weight"]
+NOTHING_NEWER: Mapping[str, Tensor] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -62,9 +70,17 @@ def drafter_config(directory: str, target_dir: str) -> HeadConfig:
     return load(directory, target_dir)
 
 
-def load_drafter(head_dir: str, target_dir: str, raw: bool = False) -> HeadWeights:
+def borrowed(directory: str) -> set[Borrowed]:
+    """Which of embedding and output matrix a head takes from its target.  Raises `CheckpointError`."""
+    files = TensorFiles(directory)
+    own = canonical_names(files)
+    return set() if is_draft_model(files) else {name for name in get_args(Borrowed) if name not in own}
+
+
+def load_drafter(head_dir: str, target_dir: str, raw: bool = False, newer: Mapping[str, Tensor] = NOTHING_NEWER) -> HeadWeights:
     """Reads a head or a draft model; `raw`: a head with its projection.
 
+    `newer`: tensors that the target has now instead of those in its directory, see `borrowed`.
     Raises `CheckpointError` naming the first thing that does not fit.
     """
     config = drafter_config(head_dir, target_dir)
@@ -99,8 +115,8 @@ def load_drafter(head_dir: str, target_dir: str, raw: bool = False) -> HeadWeigh
         # The target's tokens beyond its own vocabulary it reads as nothing.
         embedding = functional.pad(embedding, (0, 0, 0, max(config.vocab_size - len(embedding), 0)))
         longest = min(longest, config.max_position)
-    embedding = _borrow(target_dir, EMBEDDING) if embedding is None else embedding
-    lm_head = _borrow(target_dir, LM_HEAD) if lm_head is None else lm_head
+    embedding = _borrow(target_dir, EMBEDDING, newer) if embedding is None else embedding
+    lm_head = _borrow(target_dir, LM_HEAD, newer) if lm_head is None else lm_head
     _expect(EMBEDDING, embedding, config.vocab_size, config.hidden_size)
     _expect(LM_HEAD, lm_head, config.draft_vocab_size, config.hidden_size)
     mapping = _target_ids(offsets, config) if offsets is not None else None
@@ -108,8 +124,10 @@ def load_drafter(head_dir: str, target_dir: str, raw: bool = False) -> HeadWeigh
     return HeadWeights(config, tensors, embedding, lm_head[: config.draft_vocab_size], mapping, longest, projection)
 
 
-def _borrow(target_dir: str, name: str) -> Tensor:
+def _borrow(target_dir: str, name: str, newer: Mapping[str, Tensor]) -> Tensor:
     """The target's tensor of this name; its embedding where the output matrix is tied to it."""
+    if name in newer:
+        return newer[name]
     target = TensorFiles(target_dir)
     source = target.find(name) or target.find(EMBEDDING)
     if source is None:

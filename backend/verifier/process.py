@@ -189,5 +189,5 @@ class VerifierProcess:
 
         weights.on_changed = changed
         if links is not None:
-            weights.on_renewed = links.renew
+            weights.on_renewed = lambda: links.renew(weights.loaded)
         return EngineLoop(core, hub, gateways, links, counters, files, weights)

@@ -29,13 +29,15 @@ import msgspec
 
 from backend.transport.ring import RingRef
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 
 HELLO_FIRST = "hello first"
 """The reason of a refusal that greeting again, and opening all requests again, will cure."""
 
 FeatureDtype = Literal["float32", "bfloat16", "float16"]
 Role = Literal["features", "drafts"]
+TargetTensor = Literal["embed_tokens.weight", "lm_head.weight", "norm.weight"]
+"""What a head may share with its target, or be taught by."""
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
@@ -50,6 +52,8 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     """Shared memory in which this socket's rounds may leave their features."""
     weights: int = 0
     """Counts the exchanges of the target's weights: features of another number fit these no longer."""
+    target: str = ""
+    """Names the target's weights: the same for verifiers that run the same; empty: those of the start."""
 
 
 class Open(msgspec.Struct, frozen=True, tag="open"):
@@ -121,6 +125,28 @@ class Next(msgspec.Struct, frozen=True, tag="next"):
     items: list[NextItem]
     judges: list[list[float]] = []
     """The weights of `chances` for greedy and for sampled requests; empty: no draft ends before its `k`."""
+
+
+class Part(msgspec.Struct, frozen=True, tag="part"):
+    """The answer to a `Want`.  The frame behind it holds `[rows, width]` of `dtype`, C order."""
+
+    name: TargetTensor
+    first: int
+    rows: int
+    of: int
+    """Rows of the whole tensor; a vector is one row; 0: this target has no such tensor to give."""
+    width: int
+    dtype: FeatureDtype
+
+
+class Want(msgspec.Struct, frozen=True, tag="want"):
+    """On the `drafts` socket: a drafter asks for rows of one of the target's tensors, from `first` on.
+
+    A verifier that cannot read its weights now (they are being exchanged, or sleep) does not answer.
+    """
+
+    name: TargetTensor
+    first: int
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
@@ -202,8 +228,8 @@ class Unknown(msgspec.Struct, frozen=True, tag="unknown"):
     request_ids: list[str]
 
 
-ToDrafter = Hello | Round | Next
-ToVerifier = Welcome | Drafts | Ahead | Refused | Unknown
+ToDrafter = Hello | Round | Next | Part
+ToVerifier = Welcome | Drafts | Ahead | Refused | Unknown | Want
 
 _encoder = msgspec.msgpack.Encoder()
 _to_drafter: msgspec.msgpack.Decoder[ToDrafter] = msgspec.msgpack.Decoder(ToDrafter)

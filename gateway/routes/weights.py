@@ -114,7 +114,7 @@ async def is_paused(request: Request, verifier: str | None = None) -> Response:
 @router.post("/sleep")
 async def sleep_as_vllm(request: Request, level: int = 1, mode: str = "abort", verifier: str | None = None) -> Response:
     """vLLM's: frees the device's memory (level 1 or 2), or only pauses (0)."""
-    return await _everywhere(gateway_of(request), verifier, "sleep", level, mode)
+    return await _everywhere(gateway_of(request), verifier, "sleep", level, mode, status="sleeping", level=level)
 
 
 @router.post("/wake_up")
@@ -122,7 +122,8 @@ async def wake_up_as_vllm(
     request: Request, tags: Annotated[list[str] | None, Query()] = None, verifier: str | None = None
 ) -> Response:
     """vLLM's: undoes it."""
-    return await _everywhere(gateway_of(request), verifier, "wake_up", tags)
+    woken = await _results(gateway_of(request), verifier, "wake_up", tags)
+    return JSONResponse({"status": "awake" if all(woken.values()) else "sleeping", "tags": tags, "verifiers": woken})
 
 
 @router.get("/is_sleeping")
@@ -135,9 +136,9 @@ async def is_sleeping(request: Request, verifier: str | None = None) -> Response
 async def reset_prefix_cache(request: Request, reset_running_requests: bool = False, verifier: str | None = None) -> Response:
     """Empties the prefix cache; with `reset_running_requests` running requests compute their context anew."""
     gateway = gateway_of(request)
-    answer = await _everywhere(gateway, verifier, "reset_prefix_cache", reset_running_requests)
+    emptied = await _results(gateway, verifier, "reset_prefix_cache", reset_running_requests)
     gateway.client.core.choosing.emptied([verifier] if verifier else gateway.client.core.links)
-    return answer
+    return JSONResponse({"success": all(emptied.values()), "verifiers": emptied})
 
 
 @router.post("/init_weight_transfer_engine")
@@ -243,7 +244,7 @@ async def _renew(gateway: Gateway, verifier: str | None, method: str, *arguments
     return answer
 
 
-async def _everywhere(gateway: Gateway, verifier: str | None, method: str, *arguments: Any, **said: str) -> Response:
+async def _everywhere(gateway: Gateway, verifier: str | None, method: str, *arguments: Any, **said: str | int) -> Response:
     return JSONResponse({**said, "verifiers": await _results(gateway, verifier, method, *arguments)})
 
 

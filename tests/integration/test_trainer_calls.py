@@ -226,6 +226,16 @@ def test_requests_end_wait_or_are_waited_for(fleet: ServedFleet, http: httpx.Cli
     assert {choice["finish_reason"] for choice in meanwhile.choices()} == {"length"}
 
 
+def test_what_vllms_own_routes_answer(http: httpx.Client) -> None:
+    """Trainers wait for these fields, and ask again where the cache could not be emptied."""
+    slept = said(http, "/sleep", params={"level": 0, "mode": "keep"})
+    assert (slept["status"], slept["level"]) == ("sleeping", 0)
+    assert http.get("/is_sleeping").json() == {"is_sleeping": True}
+    woken = said(http, "/wake_up")
+    assert (woken["status"], woken["tags"]) == ("awake", None)
+    assert said(http, "/reset_prefix_cache")["success"] is True
+
+
 def test_a_verifier_that_is_started_anew_gets_the_newest_weights(
     fleet: ServedFleet, http: httpx.Client, others: Path, after: list[int]
 ) -> None:

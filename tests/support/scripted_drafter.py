@@ -82,7 +82,7 @@ class ScriptedDrafter:
             self.feature_bytes += len(frames[1])
             self._extend(message)
             self._answer(router)
-        else:
+        elif isinstance(message, Next):
             self._wanted |= {item.request_id: (message.epoch, item) for item in message.items if not item.verifying}
             self._answer(router)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from backend.config import Settings
 from backend.config.settings import DraftingSettings
@@ -17,7 +18,7 @@ from backend.drafter.proposer import Ask, Until
 from backend.learning.lesson import acceptance_lengths, collate
 from backend.learning.ring import Replay, ReplayRing, ReplayWriter, is_held_out
 from backend.learning.rules import BLOCK, FEWEST, FEWEST_BLOCKS, Watch, is_worth_publishing
-from backend.learning.trainable import load_pupil
+from backend.learning.trainable import load_pupil, trained_tensors
 from backend.learning.trainer import PASSES, Job, Trainer, newest_version
 from backend.models.check import check, why_not_learning
 from backend.models.demo import DRAFTER_DIR, TARGET_DIR
@@ -272,6 +273,27 @@ def test_a_trainer_sleeps_when_all_has_been_learned(start: str, tmp_path: Path) 
         steps += 1
         assert steps <= PASSES * 12 * 48 / 400
     assert steps
+
+
+def test_a_trainer_keeps_what_it_learned_when_the_target_has_other_weights(start: str, tmp_path: Path) -> None:
+    teach(tmp_path / "ring", 12)
+    trainer = Trainer(Job(str(TARGET_DIR), start, str(tmp_path / "own"), str(tmp_path / "ring")))
+    assert trainer.step()
+    learned = {name: tensor.clone() for name, tensor in trained_tensors(trainer._pupil.drafter).items()}
+    goals = trainer._pupil.goals(torch.ones(1, trainer._pupil.drafter.fc.in_features))
+    newer = {
+        "embed_tokens.weight": load_embeddings().flip(0),
+        "lm_head.weight": load_embeddings().flip(0),
+        "norm.weight": 2 * trainer._pupil.norm,
+    }
+    save_file({name: tensor.contiguous() for name, tensor in newer.items()}, tmp_path / "target.safetensors")
+    trainer.follow(str(tmp_path / "target.safetensors"))
+    assert trainer.steps == 1
+    kept = trained_tensors(trainer._pupil.drafter)
+    assert all(torch.equal(kept[name], tensor) for name, tensor in learned.items())
+    renewed = trainer._pupil.goals(torch.ones(1, trainer._pupil.drafter.fc.in_features))
+    assert torch.allclose(renewed, 2 * goals.flip(-1), rtol=1e-4, atol=1e-4)
+    assert trainer.step()
 
 
 def learner(start: str, directory: Path, swap) -> Learner:

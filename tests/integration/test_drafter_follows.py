@@ -1,0 +1,78 @@
+"""A drafter whose head shares tensors with its target takes the new ones when the target's weights are exchanged."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from vllm.sampling_params import SamplingParams
+
+from backend.models.demo import DRAFTER_DIR, TARGET_DIR
+from tests.support.processes import Drafter, Verifier, demo_models, together
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+
+WEIGHTS = "model.safetensors"
+PROMPTS = [[5 + (7 * i + j * j) % 900 for j in range(12)] for i in range(8)]
+GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+LIMIT_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Verifier, Drafter]]:
+    """The demo's, but that the head has the target's embedding and output matrix."""
+    directory = tmp_path_factory.mktemp("f")
+    head = Path(shutil.copytree(DRAFTER_DIR, directory / "head"))
+    tensors = load_file(head / WEIGHTS)
+    save_file({n: t for n, t in tensors.items() if "lm_head" not in n}, head / WEIGHTS, metadata={"format": "pt"})
+    paths = msgspec.structs.replace(demo_models(), drafter_dir=str(head))
+    settings = {"mode": "sync", "num_speculative_tokens": 4, "verifier": {"lookup": False}}
+    verifier, drafter = together(
+        lambda: Verifier(directory, settings, paths), lambda: Drafter(directory, paths, gpus=0, cache_tokens=8192)
+    )
+    verifier.set_drafters(drafter.ref)
+    yield verifier, drafter
+    for each in (drafter, verifier):
+        each.close()
+
+
+def speak(verifier: Verifier, prompts: list[list[int]]) -> tuple[list[list[int]], float]:
+    """Texts, and the share of draft tokens that were accepted."""
+    before = verifier.client.fresh_stats().drafters.values()
+    old = [sum(getattr(each, name) for each in before) for name in ("accepted_tokens", "draft_tokens")]
+    texts = [answer.tokens for answer in verifier.client.generate(prompts, GREEDY)]
+    after = verifier.client.fresh_stats().drafters.values()
+    new = [sum(getattr(each, name) for each in after) for name in ("accepted_tokens", "draft_tokens")]
+    return texts, (new[0] - old[0]) / max(new[1] - old[1], 1)
+
+
+def test_it_drafts_as_well_for_the_same_model_with_its_tokens_in_another_order(
+    pair: tuple[Verifier, Drafter], tmp_path: Path
+) -> None:
+    """A drafter with the earlier embedding would draft other tokens altogether."""
+    verifier, _ = pair
+    speak(verifier, PROMPTS)
+    texts, usual = speak(verifier, PROMPTS)
+    order = torch.randperm(2048, generator=torch.Generator().manual_seed(1))
+    places = order.argsort().tolist()
+    folder = Path(shutil.copytree(TARGET_DIR, tmp_path / "other"))
+    tensors = load_file(folder / WEIGHTS)
+    name = next(name for name in tensors if name.endswith("embed_tokens.weight"))
+    save_file(tensors | {name: tensors[name][order]}, folder / WEIGHTS, metadata={"format": "pt"})
+    call = verifier.client.call("reload_weights", str(folder), "other", 1)
+    verifier.client.run_until(lambda: call in verifier.client.results)
+    assert verifier.client.results[call] is None
+    prompts = [[places[token] for token in prompt] for prompt in PROMPTS]
+    deadline, shares = time.monotonic() + LIMIT_S, [0.0]
+    while shares[-1] < 0.8 * usual:
+        assert time.monotonic() < deadline, (usual, shares)
+        found, share = speak(verifier, prompts)
+        shares.append(share)
+        assert found == [[places[token] for token in text] for text in texts]
+    assert usual > 0.2
