@@ -97,7 +97,7 @@ def _drafter(job: Job) -> None:
 
         pacer = pace_drafter(msgspec.convert(job["pace"], Pace))
         measures[PACED] = lambda: pacer.counts
-    model = DrafterModel(job["target_dir"], job["head_dir"], learning_dir=job.get("learning_dir"))
+    model = DrafterModel(job["target_dir"], job["head_dir"], job["head_dir"], job.get("learning_dir"))
     process = DrafterProcess(job["name"], model, DraftingSettings.model_validate(job["settings"]), job["address"])
     process.start()
     _say({"address": process.address})
