@@ -13,6 +13,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from backend.engine.front import LoadLoRAAdapterRequest
 from gateway.access import Access
 from gateway.balancing import Balancer
 from gateway.errors import translate
@@ -55,7 +56,11 @@ def build_app(gateway: Gateway) -> FastAPI:
         gateway.feed.start()
         balancer.start()
         gateway.doors.quotas.start()
-        await gateway.services.models.init_static_loras()
+        models = gateway.services.models
+        await models.init_static_loras()
+        for each in await gateway.peers.adapters() if gateway.peers is not None else []:
+            if each["lora_name"] not in models.lora_requests:
+                await models.load_lora_adapter(LoadLoRAAdapterRequest(**each))
         await gateway.responses.start()
         gateway.batches.start(app, gateway.client.core, gateway.metrics, gateway.doors)
         try:

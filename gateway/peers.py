@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any, Literal
 
 import httpx
 import uvicorn
@@ -23,6 +24,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from backend.engine.front import LoadLoRAAdapterRequest, UnloadLoRAAdapterRequest
 from gateway.reload import ReloadError
 from gateway.state import Gateway
 
@@ -71,6 +73,7 @@ class Peers:
                 Route("/reload", _reload, methods=["POST"]),
                 Route("/cancel", _cancel, methods=["POST"]),
                 Route("/abort", _abort, methods=["POST"]),
+                Route("/adapters", _adapters, methods=["GET", "POST", "DELETE"]),
             ]
         )
         app.state.gateway = gateway
@@ -128,10 +131,25 @@ class Peers:
     async def reload(self) -> None:
         """Has all other processes read keys, limits and routing again."""
         answers = await self._ask_all("POST", "/reload", timeout_s=6 * ASK_TIMEOUT_S)
-        behind = [number for number in self._others if number not in answers or answers[number].status_code != 200]
         # One that is being started reads the settings then.
+        self._tell_of_others(answers, "did not reload")
+
+    async def adapters(self) -> list[dict[str, Any]]:
+        """The adapters that another process knows, as requests to load them."""
+        answers = await self._ask_all("GET", "/adapters", timeout_s=READY_TIMEOUT_S)
+        known: list[list[dict[str, Any]]] = [answer.json() for answer in answers.values()]
+        return max(known, key=len, default=[])
+
+    async def adapter(self, method: Literal["POST", "DELETE"], asked: dict[str, Any]) -> None:
+        """Has all other processes load (POST) or unload an adapter, too."""
+        # One that is being started asks for them.
+        answers = await self._ask_all(method, "/adapters", json=asked, timeout_s=6 * ASK_TIMEOUT_S)
+        self._tell_of_others(answers, f"did not {'load' if method == 'POST' else 'unload'} {asked['lora_name']}")
+
+    def _tell_of_others(self, answers: Mapping[int, httpx.Response], what: str) -> None:
+        behind = [number for number in self._others if number not in answers or answers[number].status_code != 200]
         if behind:
-            logger.error("gateway processes that did not reload: %s", ", ".join(map(str, behind)))
+            logger.error("gateway processes that %s: %s", what, ", ".join(map(str, behind)))
 
     async def cancel(self, response_id: str, owner: str) -> None:
         """Ends a response that another process makes in the background."""
@@ -250,6 +268,19 @@ async def _reload(request: Request) -> Response:
 
 async def _abort(request: Request) -> Response:
     return JSONResponse(request.app.state.gateway.abort(await request.json()))
+
+
+async def _adapters(request: Request) -> Response:
+    models = request.app.state.gateway.services.models
+    if request.method == "GET":
+        known = models.lora_requests.values()
+        return JSONResponse([{"lora_name": each.lora_name, "lora_path": each.lora_path} for each in known])
+    asked = await request.json()
+    if request.method == "POST":
+        said = await models.load_lora_adapter(LoadLoRAAdapterRequest(**asked))
+    else:
+        said = await models.unload_lora_adapter(UnloadLoRAAdapterRequest(**asked))
+    return Response(status_code=200 if isinstance(said, str) else 400)
 
 
 async def _cancel(request: Request) -> Response:

@@ -77,16 +77,22 @@ def _card(gateway: Gateway, name: str, root: str, *, parent: str | None = None) 
 @router.post("/load_lora_adapter")
 async def load_adapter(request: Request) -> Response:
     """Makes a LoRA adapter known under a name, from a directory that the verifiers can read.  For administrators."""
-    asked = await _adapter(request, LoadLoRAAdapterRequest)
-    return _said(await gateway_of(request).services.models.load_lora_adapter(asked))
+    asked, gateway = await _adapter(request, LoadLoRAAdapterRequest), gateway_of(request)
+    answer = _said(await gateway.services.models.load_lora_adapter(asked))
+    if gateway.peers is not None:
+        await gateway.peers.adapter("POST", asked.model_dump())
+    return answer
 
 
 @router.post("/v1/unload_lora_adapter")
 @router.post("/unload_lora_adapter")
 async def unload_adapter(request: Request) -> Response:
     """Forgets one.  For administrators."""
-    asked = await _adapter(request, UnloadLoRAAdapterRequest)
-    return _said(await gateway_of(request).services.models.unload_lora_adapter(asked))
+    asked, gateway = await _adapter(request, UnloadLoRAAdapterRequest), gateway_of(request)
+    answer = _said(await gateway.services.models.unload_lora_adapter(asked))
+    if gateway.peers is not None:
+        await gateway.peers.adapter("DELETE", asked.model_dump())
+    return answer
 
 
 async def _adapter(request: Request, model: type[ModelT]) -> ModelT:

@@ -19,6 +19,7 @@ from backend.config.sources import ConfigError, load
 from gateway.keys.ring import make_key
 from gateway.peers import merged
 from tests.support.fleet_process import ServedFleet, wait_for
+from tests.support.lora import write_adapter
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
@@ -47,6 +48,7 @@ def fleet(keys: Path, first_key: str) -> Iterator[ServedFleet]:
         "verifiers": 2,
         "drafters": 0,
         "gateway-admin-key": "adm",
+        "verifier-adapters-loadable": "true",
         "gateway-keys-file": keys,
         "gateway-state-dir": keys.parent,
     }
@@ -144,15 +146,31 @@ def test_background_responses_are_cancelled_and_followed_through_any(fleet: Serv
         assert FRESH.get(url, headers=bearer(first_key)).text == streamed.replace(": \n\n", "")
 
 
+def test_an_adapter_that_one_loads_all_have(fleet: ServedFleet, first_key: str, tmp_path: Path) -> None:
+    def seen() -> set[int]:
+        return {post(fleet, first_key, model="sql", prompt="def f(", max_tokens=2).status_code for _ in range(12)}
+
+    asked = {"lora_name": "sql", "lora_path": str(write_adapter(tmp_path / "sql"))}
+    loaded = FRESH.post(f"{fleet.url}/v1/load_lora_adapter", json=asked, headers=ADMIN)
+    assert loaded.status_code == 200, loaded.text
+    assert seen() == {200}
+    assert FRESH.post(f"{fleet.url}/v1/unload_lora_adapter", json={"lora_name": "sql"}, headers=ADMIN).status_code == 200
+    assert seen() == {404}
+
+
 @pytest.mark.campaign
-def test_one_that_dies_is_started_again_and_the_other_goes_on(fleet: ServedFleet, first_key: str) -> None:
+def test_one_that_dies_is_started_again_and_the_other_goes_on(fleet: ServedFleet, first_key: str, tmp_path: Path) -> None:
     first = fleet.process.pid
+    asked = {"lora_name": "sql", "lora_path": str(write_adapter(tmp_path / "sql"))}
+    assert FRESH.post(f"{fleet.url}/v1/load_lora_adapter", json=asked, headers=ADMIN).status_code == 200
     victim = next(pid for pid in gateway_pids(fleet, first_key).values() if pid != first)
     os.kill(victim, signal.SIGKILL)
     wait_for(lambda: FRESH.get(f"{fleet.url}/readyz").status_code == 503, 30)
     assert {post(fleet, first_key, prompt="x", max_tokens=1).status_code for _ in range(8)} == {200}
     wait_for(lambda: FRESH.get(f"{fleet.url}/readyz").status_code == 200, 60)
     wait_for(lambda: victim not in gateway_pids(fleet, first_key).values() and len(gateway_pids(fleet, first_key)) == 2, 30)
+    # What was loaded before, the new one has asked for.
+    assert {post(fleet, first_key, model="sql", prompt="x", max_tokens=1).status_code for _ in range(12)} == {200}
 
 
 def test_the_end_drains_all(fleet: ServedFleet, first_key: str) -> None:
