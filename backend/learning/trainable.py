@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -41,7 +42,10 @@ class Pupil:
     """`[vocab]`: the head's own id of each token, -1 where it has none."""
     stored: dict[str, Tensor]
     """Tensors of the file, under their names there."""
-    source: Path
+    names: dict[str, str]
+    """Our name of each of them -> its name there."""
+    config: dict[str, Any]
+    """The file's `config.json`.  The directory may be gone when the head is written."""
 
     def goals(self, features: Tensor) -> Tensor:
         """The target's scores `[..., draft vocabulary]` of the token behind each feature's own."""
@@ -99,7 +103,8 @@ def load_pupil(head_dir: str, target_dir: str, device: torch.device, newer_file:
         judging["lm_head.weight"][ids].to(device, frozen),
         own_ids.to(device),
         head_files.read_many(list(head_files.tensors)),
-        Path(head_dir),
+        canonical_names(head_files),
+        read_config(head_dir),
     )
 
 
@@ -110,8 +115,7 @@ def trained_tensors(drafter: Drafter) -> dict[str, Tensor]:
 
 def save_pupil(pupil: Pupil, tensors: dict[str, Tensor], directory: Path) -> None:
     """Writes a head with these trained tensors, otherwise as the one it came from.  Raises `OSError`."""
-    names = canonical_names(TensorFiles(str(pupil.source)))
-    changed = {names[name]: tensor for name, tensor in tensors.items()}
+    changed = {pupil.names[name]: tensor for name, tensor in tensors.items()}
     kept = {name: changed[name].to(old.dtype) if name in changed else old for name, old in pupil.stored.items()}
     with replacing(directory) as fresh:
-        write_checkpoint(fresh, read_config(str(pupil.source)), kept)
+        write_checkpoint(fresh, pupil.config, kept)

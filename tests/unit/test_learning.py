@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from pathlib import Path
 
@@ -263,6 +264,9 @@ def test_training_publishes_a_better_head_and_goes_on_after_a_restart(start: str
         assert sum(length for length in lengths if length is not None) / len(held_out) == pytest.approx(expected)
     again = Trainer(Job(job.target_dir, directory, job.directory, job.ring_dir))
     assert again.steps == trainer.steps
+    # Earlier versions are deleted in time, the one that it began with among them.
+    shutil.rmtree(directory)
+    assert check(again.publish(), str(TARGET_DIR)) == []
 
 
 def test_a_trainer_sleeps_when_all_has_been_learned(start: str, tmp_path: Path) -> None:
