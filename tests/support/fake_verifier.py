@@ -51,8 +51,10 @@ async def count_up(verifier: FakeVerifier, sequence: Sequence) -> None:
     for start in range(len(sequence.emitted), sequence.max_tokens, 2):
         tokens = [300 + index for index in range(start, min(start + 2, sequence.max_tokens))]
         last = start + 2 >= sequence.max_tokens
-        sequence.emit(tokens, FinishReason.LENGTH if last else None)
-        await asyncio.sleep(0)
+        # It shares the gateway's event loop: hundreds of sequences at once would hold that up.
+        async with verifier.turn:
+            sequence.emit(tokens, FinishReason.LENGTH if last else None)
+            await asyncio.sleep(0)
 
 
 def gated(gate: asyncio.Event) -> Behaviour:
@@ -74,6 +76,7 @@ class FakeVerifier:
         self.max_model_len = max_model_len
         self.behaviour: Behaviour = count_up
         self.sequences: list[Sequence] = []
+        self.turn = asyncio.Semaphore(8)
         self.added = asyncio.Event()
         self.takes = True
         """Says that its engine has what it was sent."""
@@ -189,6 +192,7 @@ class FakeVerifier:
                     self.send(client, wire.TAKEN, addition.request_id.encode())
                 self.added.set()
                 self._spawn(self.behaviour(self, sequence))
+                await asyncio.sleep(0)
             elif kind == wire.ABORT:
                 for request_id in msgspec.msgpack.decode(frames[0]):
                     for sequence in self.sequences:

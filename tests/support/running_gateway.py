@@ -65,7 +65,7 @@ async def running_gateway(
         task = asyncio.create_task(server.serve())
         try:
             await eventually(lambda: server.url != "" and len(server.gateway.client.core.ready_links) == verifiers, 60)
-            async with httpx.AsyncClient(base_url=server.url, timeout=20) as http:
+            async with httpx.AsyncClient(base_url=server.url, timeout=60) as http:
                 yield Running(server, directory, fakes, http, task)
         finally:
             server.stop()
