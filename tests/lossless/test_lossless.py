@@ -266,8 +266,8 @@ def test_with_a_draft_model_every_mode_says_the_same(
 ) -> None:
     said[mode].result()
     found = [drafted_by(draft_model, drafter, engines[mode], plain, expected, temperature) for temperature in (0.0, 1.0)]
-    # Mode auto may find that nothing pays.
-    assert mode == "auto" or sum(right for _, right in found) > 0
+    # Other modes wait for drafts as long as that pays: on a busy machine not at all.
+    assert mode != "sync" or sum(right for _, right in found) > 0
 
 
 def test_a_draft_model_that_is_the_target_is_always_right(

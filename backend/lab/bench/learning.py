@@ -46,7 +46,8 @@ CONCURRENCY, REQUESTS, TOKENS, PROMPT = 4, 12, 96, 96
 """Of a window."""
 NEVER_S = 24 * 3600.0
 FROZEN_ONE_IN = 4
-LEARNED = ("version", "steps", "training_s", "sequences", "loss", "present_length", "candidate_length", "live_acceptance", "taken_back")
+LEARNED = ("version", "steps", "training_s", "sequences", "loss", "present_length", "candidate_length", "live_acceptance",
+           "taken_back")  # fmt: skip
 
 
 @dataclass(frozen=True)
