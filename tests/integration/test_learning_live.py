@@ -99,8 +99,9 @@ def test_what_opts_out_is_not_recorded(fleet: tuple[Verifier, Verifier, Drafter]
 
 def test_a_spoiled_head_is_taken_back(fleet: tuple[Verifier, Verifier, Drafter], paths: ResolvedModels) -> None:
     traffic = Traffic(*fleet)
-    traffic.until("live_acceptance")
-    before = learned(traffic.drafter).taken_back
+    # What comes is compared with a head whose acceptance is known: of some hundred drafts.
+    traffic.until("sequences", 100)
+    before = traffic.until("live_acceptance").taken_back
     assert paths.learning_dir is not None
     versions = Path(paths.learning_dir) / "drafter-0" / "versions"
     versions.mkdir(exist_ok=True)
