@@ -154,7 +154,7 @@ def fleet_settings(loaded: Loaded, output: Path) -> dict[str, object]:
             value = getattr(value, name)
         found["_".join(path)] = value
     where = {"drafting_learning_dir": str(output.absolute()), "drafting_ring_dir": str((output / "ring").absolute())}
-    kind = {"drafting_learning": "on"} if found.get("drafter", "grow") != "grow" else {"drafter": "grow"}
+    kind = {"drafting_learning": "always"} if found.get("drafter", "grow") != "grow" else {"drafter": "grow"}
     # In other modes drafters that do not pay get no features.
     return {"mode": "sync", "drafters": 1} | found | where | kind
 

@@ -215,8 +215,10 @@ class DraftingSettings(Section):
     ray_resources: dict[str, float] = Field(default_factory=dict, description="as verifier.ray_resources, of a drafter")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="compute type; auto: the head's own")
     cache_tokens: int = Field(131072, ge=256, description="rows of the drafter's KV cache, over all sequences")
-    learning: Literal["off", "on"] = Field(
-        "off", description="on: the head goes on learning from live traffic while it serves (`--drafter grow` always does)"
+    learning: Literal["off", "on", "always"] = Field(
+        "off",
+        description="a given head learns from live traffic: on, once few of its drafts are accepted, or fewer than at first; "
+        "always, from the start (`--drafter grow` always does)",
     )
     learning_dir: str | None = Field(
         None, description="folder of heads that were learned, one per drafter; default: in the user's state folder, by model"

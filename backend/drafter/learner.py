@@ -65,6 +65,8 @@ class Learner:
         self._ring_dir = Path(settings.ring_dir) / directory.name if settings.ring_dir else _ring_in_memory(directory)
         self._is_own_ring = settings.ring_dir is None
         self._device = "cpu"
+        self._trains = settings.learning != "on" or self._version > 0
+        """A given head does once it needs to, and goes on then."""
         self._watch = Watch()
         self._writer = ReplayWriter(ReplayRing(self._ring_dir, settings.ring_mib * 2**20))
         self.lessons = Lessons(self._writer, self._watch)
@@ -126,7 +128,10 @@ class Learner:
 
     def _run(self) -> None:
         while not self._stopping.is_set():
-            if self._trainer is None and time.monotonic() >= self._start_at:
+            if not self._trains and self._watch.needs_learning:
+                logger.info("%.0f %% of its drafts' tokens are accepted: the head learns", 100 * (self._watch.acceptance or 0))
+                self._trains = True
+            if self._trains and self._trainer is None and time.monotonic() >= self._start_at:
                 self._start_trainer()
             try:
                 news = self._news.get(timeout=LOOK_EVERY_S)

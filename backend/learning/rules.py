@@ -1,4 +1,4 @@
-"""When a candidate replaces the present head, and when its predecessor comes back.  Pure."""
+"""When a head begins to learn, when a candidate replaces it, and when a predecessor comes back.  Pure."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ BLOCK = 16
 KEPT_BLOCKS = 64
 FEWEST_BLOCKS = 4
 TOLERATED = 0.95
-"""Share of the earlier acceptance that a new head may fall to without being taken back."""
+"""Share of the earlier acceptance that is not called less."""
 VERY_SURE = 3.0
 """Standard errors: traffic changes by itself, and every block is one more test."""
+LOW = 0.6
+"""Acceptance below which a given head is worth teaching."""
 
 
 def bound_of_gain(present: Sequence[float], candidate: Sequence[float]) -> float | None:
@@ -46,6 +48,7 @@ class Watch:
     def __init__(self) -> None:
         self._blocks: deque[float] = deque(maxlen=KEPT_BLOCKS)
         self._before: list[float] = []
+        self._first: list[float] = []
         self.knows_previous = True
         """Whether what later heads are compared with is of the head before the latest exchange: it was long enough in use."""
         self._right = self._seen = 0
@@ -62,6 +65,8 @@ class Watch:
         if self._seen >= BLOCK:
             self._blocks.append(self._right / self._seen)
             self._right = self._seen = 0
+            if len(self._first) < KEPT_BLOCKS:
+                self._first.append(self._blocks[-1])
 
     def exchanged(self) -> None:
         """Another head drafts from now on."""
@@ -69,18 +74,32 @@ class Watch:
         if self.knows_previous:
             self._before = list(self._blocks)
         self._blocks.clear()
+        self._first.clear()
         self._right = self._seen = 0
 
     @property
     def has_fallen(self) -> bool:
         """Whether the present head is accepted less than the one before, for sure and by enough."""
-        before, after = self._before, list(self._blocks)
-        if len(before) < FEWEST_BLOCKS or len(after) < FEWEST_BLOCKS:
+        return _is_less(self._before, list(self._blocks))
+
+    @property
+    def needs_learning(self) -> bool:
+        """Whether few of the present head's drafts are accepted, or fewer than at first."""
+        latest = list(self._blocks)
+        if len(latest) < KEPT_BLOCKS:
             return False
-        (old, old_spread), (new, new_spread) = _moments(before), _moments(after)
-        # Few observations are often alike by chance.
-        error = math.sqrt(max(old_spread, new_spread) * (1 / len(before) + 1 / len(after)))
-        return new < TOLERATED * old and old - new > VERY_SURE * error
+        mean, variance = _moments(latest)
+        return mean + VERY_SURE * math.sqrt(variance / len(latest)) < LOW or _is_less(self._first, latest)
+
+
+def _is_less(before: Sequence[float], after: Sequence[float]) -> bool:
+    """Whether acceptance fell, for sure and by enough."""
+    if len(before) < FEWEST_BLOCKS or len(after) < FEWEST_BLOCKS:
+        return False
+    (old, old_spread), (new, new_spread) = _moments(before), _moments(after)
+    # Few observations are often alike by chance.
+    error = math.sqrt(max(old_spread, new_spread) * (1 / len(before) + 1 / len(after)))
+    return new < TOLERATED * old and old - new > VERY_SURE * error
 
 
 def _moments(values: Sequence[float]) -> tuple[float, float]:

@@ -90,7 +90,7 @@ def resolve(settings: Settings, say: Say) -> ResolvedModels:
     first = next((each for each in found if each.kind == "eagle"), found[0])
     _check_features(found, first, target)
     in_turn = tuple(found) if len(found) > 1 else ()
-    learns = GROW in names or settings.drafting.learning == "on"
+    learns = GROW in names or settings.drafting.learning != "off"
     learning_dir = _learn(found, target, settings) if learns else None
     return ResolvedModels(str(target), first.directory, first.kind, name, in_turn, learning_dir)
 
@@ -133,8 +133,8 @@ def check_combination(settings: Settings) -> None:
         raise ModelError(f"--drafter names {len(names)} models, and --drafters is {settings.drafters}")
     if GROW in names and settings.mode == "native":
         raise ModelError("--drafter grow learns on drafters of its own, which --mode native has not: give another mode")
-    if settings.drafting.learning == "on" and (names == [NGRAM] or settings.mode not in REMOTE_MODES):
-        raise ModelError("--drafting-learning on needs an EAGLE head on a drafter of its own: another --drafter or --mode")
+    if settings.drafting.learning != "off" and (names == [NGRAM] or settings.mode not in REMOTE_MODES):
+        raise ModelError("--drafting-learning needs an EAGLE head on a drafter of its own: another --drafter or --mode")
     if DEMO in names and settings.model != DEMO and settings.mode in MODES_WITH_DRAFTS:
         raise ModelError(
             f"--drafter demo fits only the demo model, not {settings.model}: "
@@ -214,9 +214,9 @@ def _learn(found: Sequence[OwnDrafter], target: Path, settings: Settings) -> str
     heads = [each.directory for each in found if each.kind == "eagle" and each.directory is not None]
     for head in heads:
         if reason := why_not_learning(head, str(target)):
-            raise ModelError(f"--drafting-learning on: {head}: {reason}")
+            raise ModelError(f"--drafting-learning: {head}: {reason}")
     if not heads:
-        raise ModelError("--drafting-learning on: only EAGLE heads learn, and --drafter names none")
+        raise ModelError("--drafting-learning: only EAGLE heads learn, and --drafter names none")
     return str(_learning_dir(settings, target))
 
 

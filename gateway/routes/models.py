@@ -22,6 +22,7 @@ from gateway.admission.admit import check_model
 from gateway.errors import EngineFailed, Forbidden, ModelNotFound, from_vllm
 from gateway.keys.caller import caller_of
 from gateway.requests import ModelT, parse, read_json
+from gateway.routes.weights import reset_prefix_cache
 from gateway.sse import unless_disconnected
 from gateway.state import Gateway, gateway_of
 
@@ -76,9 +77,17 @@ def _card(gateway: Gateway, name: str, root: str, *, parent: str | None = None) 
 @router.post("/v1/load_lora_adapter")
 @router.post("/load_lora_adapter")
 async def load_adapter(request: Request) -> Response:
-    """Makes a LoRA adapter known under a name, from a directory that the verifiers can read.  For administrators."""
+    """Makes a LoRA adapter known under a name, from a directory that the verifiers can read.  For administrators.
+
+    Without `/v1` it replaces one of that name, as prime-rl's route does.
+    """
     asked, gateway = await _adapter(request, LoadLoRAAdapterRequest), gateway_of(request)
+    asked.load_inplace |= not request.url.path.startswith("/v1")
+    known = gateway.services.models.lora_requests.get(asked.lora_name)
     answer = _said(await gateway.services.models.load_lora_adapter(asked))
+    if known is not None and known.lora_path == asked.lora_path:
+        # What caches hold is told apart by name and directory.
+        await reset_prefix_cache(request, reset_running_requests=True)
     if gateway.peers is not None:
         await gateway.peers.adapter("POST", asked.model_dump())
     return answer

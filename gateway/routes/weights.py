@@ -56,6 +56,8 @@ class UpdateWeights(msgspec.Struct, forbid_unknown_fields=True):
     """Fields of /update_weights: a directory that the verifiers can read, or what vLLM's transfer engine is to receive."""
 
     weight_dir: str | None = None
+    skip_prefix_cache_reset: bool = False
+    """prime-rl's.  Without effect: caches of other weights would change the text."""
     update_info: dict[str, Any] | list[dict[str, Any]] | None = None
     weight_version: str | int | None = None
 

@@ -6,6 +6,7 @@ import anthropic
 import pytest
 from vllm.v1.engine import FinishReason
 
+from tests.integration.test_gateway_streams import stall
 from tests.support.running_gateway import running_gateway
 from tests.support.saying import saying
 
@@ -80,14 +81,14 @@ async def test_errors_have_anthropics_shape(running, fields, status, kind):
 
 
 async def test_a_lost_verifier_ends_a_stream_with_an_error_event():
-    async def half(verifier, sequence):
-        sequence.emit([300, 301])
-        verifier.kill()
-
     async with running_gateway(failover_wait_s=0.05) as running:
-        running.verifier.behaviour = half
+        running.verifier.behaviour = stall
+        lines = []
         async with running.http.stream("POST", "/v1/messages", json={**HI, "stream": True}) as answer:
-            lines = [line async for line in answer.aiter_lines() if line]
+            async for line in answer.aiter_lines():
+                lines += [line] if line else []
+                if line.startswith("event: content_block_delta"):
+                    running.verifier.kill()
         assert lines[-2] == "event: error"
         assert json.loads(lines[-1].removeprefix("data: "))["error"]["type"] == "overloaded_error"
         assert running.idle

@@ -6,6 +6,7 @@ import json
 import openai
 import pytest
 
+from tests.integration.test_gateway_streams import stall
 from tests.support.fake_verifier import eventually
 from tests.support.running_gateway import running_gateway
 from tests.support.saying import saying
@@ -279,15 +280,17 @@ async def test_without_a_folder_nothing_is_kept():
         assert answer.status_code == 400
 
 
-async def test_a_stream_that_fails_says_so_and_is_kept_as_failed(running):
-    async def half(verifier, sequence):
-        sequence.emit([300, 301])
-        verifier.kill()
-
+async def test_a_stream_that_fails_says_so_and_is_kept_as_failed():
     async with running_gateway(failover_wait_s=0.05) as running:
-        running.verifier.behaviour = half
-        async with running.http.stream("POST", "/v1/responses", json={"model": "demo", "input": "x", "stream": True}) as answer:
-            lines = [line async for line in answer.aiter_lines() if line.startswith("data:")]
+        running.verifier.behaviour = stall
+        body = {"model": "demo", "input": "x", "stream": True}
+        lines = []
+        async with running.http.stream("POST", "/v1/responses", json=body) as answer:
+            async for line in answer.aiter_lines():
+                if line.startswith("data:"):
+                    lines.append(line)
+                if "output_text.delta" in line:
+                    running.verifier.kill()
         last = json.loads(lines[-1].removeprefix("data: "))
         assert (last["type"], last["response"]["error"]["code"]) == ("response.failed", "server_error")
         assert (await client(running).responses.retrieve(last["response"]["id"])).status == "failed"

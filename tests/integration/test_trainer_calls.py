@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save, save_file
 
 import backend.models.demo
 from tests.support.fleet_process import ServedFleet, wait_for
+from tests.support.lora import write_adapter
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 TARGET = Path(backend.models.demo.__file__).parent / "target"
@@ -28,7 +29,7 @@ RUNNING, LONG = 4, 600
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[ServedFleet]:
-    served = ServedFleet("--verifiers", "2", "--drafters", "1", "--mode", "sync")
+    served = ServedFleet("--verifiers", "2", "--drafters", "1", "--mode", "sync", "--verifier-adapters-loadable", "true")
     yield served
     served.stop()
 
@@ -99,14 +100,23 @@ class Meanwhile:
     """Long requests, again and again, while something is done to the fleet."""
 
     def __init__(self, fleet: ServedFleet, http: httpx.Client, length: int = LONG) -> None:
-        before = fleet.metric("outrider_verifier_tokens_total")
         self._ending = threading.Event()
         self._pool = ThreadPoolExecutor(RUNNING)
-        self._clients = [self._pool.submit(self._ask, http, length) for _ in range(RUNNING)]
-        wait_for(lambda: fleet.metric("outrider_verifier_tokens_total") > before + 100 * RUNNING, what="requests run")
+        self._clients = [self._pool.submit(self._ask, http, length, length * i // RUNNING) for i in range(RUNNING)]
+        # The counter may still miss what was generated before: only its second step is of these alone.
+        wait_for(lambda: fleet.metric("outrider_requests_in_flight") >= RUNNING, what="requests are there")
+        steps = {fleet.metric("outrider_verifier_tokens_total")}
 
-    def _ask(self, http: httpx.Client, length: int) -> list[dict[str, Any]]:
-        found = [generate(http, length)]
+        def two_steps() -> bool:
+            steps.add(fleet.metric("outrider_verifier_tokens_total"))
+            return len(steps) > 2
+
+        wait_for(two_steps, what="requests run")
+
+    def _ask(self, http: httpx.Client, length: int, first: int) -> list[dict[str, Any]]:
+        # Of the same length they would all end at once, and nothing would run for a moment.
+        found = [choice for choice in ([generate(http, first)] if first else []) if choice["finish_reason"] == "abort"]
+        found.append(generate(http, length))
         while not self._ending.is_set():
             found.append(generate(http, length))
         return found
@@ -125,9 +135,15 @@ class Meanwhile:
 
 def test_skyrl(fleet: ServedFleet, http: httpx.Client, others: Path, before: list[int], after: list[int]) -> None:
     """Pause and keep, exchange, resume: requests go on under the new weights, and say where."""
+
+    def accepted(version: str) -> bool:
+        generate(http)
+        return fleet.metric("outrider_accepted_tokens_by_version_total", version=version) > 0
+
+    wait_for(lambda: accepted("0"), what="accepted tokens of the first version")
     meanwhile = Meanwhile(fleet, http)
     began = time.monotonic()
-    assert said(http, "/pause", params={"mode": "keep"})["status"] == "paused"
+    assert said(http, "/pause", params={"mode": "keep", "clear_cache": "false"})["status"] == "paused"
     assert http.get("/is_paused").json() == {"is_paused": True}
     said(http, "/update_weights", json={"weight_dir": str(others), "weight_version": 1})
     assert said(http, "/resume")["status"] == "resumed"
@@ -148,12 +164,41 @@ def test_skyrl(fleet: ServedFleet, http: httpx.Client, others: Path, before: lis
     assert tokens(http) != before
     info = http.get("/server_info").json()
     assert {each["weights"]["version"] for each in info["verifiers"].values()} == {info["weight_version"]} == {"1"}
+    wait_for(lambda: accepted("1"), what="accepted tokens of the second version")
 
-    def both_counted() -> bool:
-        generate(http)
-        return all(fleet.metric("outrider_accepted_tokens_by_version_total", version=each) > 0 for each in "01")
 
-    wait_for(both_counted, what="accepted tokens of both versions")
+def test_the_other_calls_of_skyrls_client(http: httpx.Client, tmp_path: Path) -> None:
+    """Its bodies, also where vLLM reads none; adapters that replace each other."""
+    assert http.request("GET", "/get_world_size", json={}).json()["world_size"] == 2
+    for mode in ("wait", "abort", "keep"):
+        said(http, "/pause", params={"mode": mode, "clear_cache": "true"})
+        said(http, "/resume")
+    said(http, "/sleep", json={"level": 2, "tags": ["weights"]}, params={"level": 0})
+    said(http, "/wake_up", json={"tags": ["weights"]})
+    said(http, "/reset_prefix_cache", json={"reset_running_requests": False})
+    session = {"X-Session-ID": "episode-1"}
+    told = said(http, "/tokenize", json={"model": "demo", "prompt": "def f(x):", "add_special_tokens": True})["tokens"]
+    assert said(http, "/detokenize", json={"model": "demo", "tokens": told})["prompt"].endswith("def f(x):")
+    text = said(http, "/v1/completions", json={"model": "demo", "prompt": told, "max_tokens": 4}, headers=session)
+    assert text["choices"][0]["finish_reason"] == "length"
+    chat = {"model": "demo", "messages": [{"role": "user", "content": "x"}], "max_tokens": 4}
+    assert said(http, "/v1/chat/completions", json=chat, headers=session)["usage"]["completion_tokens"] <= 4
+
+    base = tokens(http)
+    adapters = [write_adapter(tmp_path / str(seed), seed=seed) for seed in (1, 2)]
+    texts = []
+    for adapter in adapters:
+        said(http, "/v1/load_lora_adapter", json={"lora_name": "policy", "lora_path": str(adapter), "load_inplace": True})
+        texts.append(generate(http, model="policy")["token_ids"])
+    assert base != texts[0] != texts[1] != base
+    shutil.copytree(adapters[0], adapters[1], dirs_exist_ok=True)
+    body = {"lora_name": "policy", "lora_path": str(adapters[1])}
+    refused = http.post("/v1/load_lora_adapter", json=body)
+    assert (refused.status_code, "already been loaded" in refused.text) == (400, True)
+    said(http, "/v1/load_lora_adapter", json={**body, "load_inplace": True})
+    assert generate(http, model="policy")["token_ids"] == texts[0], "the directory has another adapter now"
+    said(http, "/v1/unload_lora_adapter", json={"lora_name": "policy"})
+    assert tokens(http) == base
 
 
 def test_tensors_in_parts_while_requests_run(fleet: ServedFleet, http: httpx.Client, before: list[int]) -> None:
@@ -176,15 +221,18 @@ def test_tensors_in_parts_while_requests_run(fleet: ServedFleet, http: httpx.Cli
     assert tokens(http) == before
 
 
-def test_prime_rl(fleet: ServedFleet, http: httpx.Client, others: Path, before: list[int], after: list[int]) -> None:
+def test_prime_rl(http: httpx.Client, others: Path, before: list[int], after: list[int], tmp_path: Path) -> None:
     """Text and tokens by chat; a directory; one verifier at a time where it is named."""
     assert http.get("/liveness").status_code == 200
     chat = {"model": "demo", "messages": [{"role": "user", "content": "x"}], "max_tokens": 8, "return_token_ids": True}
     answer = said(http, "/v1/chat/completions", json={**chat, "logprobs": True, "temperature": 1.0})
     assert len(answer["choices"][0]["token_ids"]) == 8
     assert answer["prompt_token_ids"]
-    said(http, "/pause", params={"mode": "keep"})
-    said(http, "/update_weights", json={"weight_dir": str(others)})
+    assert "demo" in [each["id"] for each in http.get("/v1/models").json()["data"]]
+    assert http.get("/health").status_code == 200
+    assert http.post("/init_broadcaster", json={"host": "trainer", "port": 1}).status_code == 404, "its client goes on then"
+    said(http, "/pause", params={"mode": "keep", "clear_cache": "false"})
+    said(http, "/update_weights", json={"weight_dir": str(others), "skip_prefix_cache_reset": True})
     said(http, "/resume")
     assert http.get("/weight_info").json()["weight_version"] == "3"
     assert tokens(http)[:8] == after
@@ -196,19 +244,25 @@ def test_prime_rl(fleet: ServedFleet, http: httpx.Client, others: Path, before: 
     assert tokens(http) == before
     missing = http.post("/update_weights", json={"weight_dir": "/nowhere"})
     assert (missing.status_code, "no such directory" in missing.text) == (400, True)
-    assert http.post("/load_lora_adapter", json={"lora_name": "a", "lora_path": "/b"}).status_code == 403
+    texts = []
+    for seed in (1, 2):
+        adapter = write_adapter(tmp_path / "adapter", seed=seed)
+        said(http, "/load_lora_adapter", json={"lora_name": "policy", "lora_path": str(adapter)})
+        texts.append(generate(http, model="policy")["token_ids"])
+    assert before != texts[0] != texts[1] != before
+    said(http, "/v1/unload_lora_adapter", json={"lora_name": "policy"})
+    missing = http.post("/load_lora_adapter", json={"lora_name": "policy", "lora_path": "/nowhere"})
+    assert missing.status_code == 404
 
 
 def test_requests_end_wait_or_are_waited_for(fleet: ServedFleet, http: httpx.Client) -> None:
     meanwhile = Meanwhile(fleet, http)
-    meanwhile.end()
     aborted = said(http, "/abort_requests", json={})
     ended = [choice for choice in meanwhile.choices() if choice["finish_reason"] == "abort"]
     assert len(ended) == aborted["aborted"] > 0
     assert sorted(len(each) for (each,) in aborted["token_ids"].values()) == sorted(len(c["token_ids"]) for c in ended)
 
     meanwhile = Meanwhile(fleet, http)
-    meanwhile.end()
     said(http, "/pause", params={"mode": "abort"})
     with ThreadPoolExecutor(1) as pool:
         new = pool.submit(generate, http, 4)
@@ -219,7 +273,6 @@ def test_requests_end_wait_or_are_waited_for(fleet: ServedFleet, http: httpx.Cli
     assert "abort" in {choice["finish_reason"] for choice in meanwhile.choices()}
 
     meanwhile = Meanwhile(fleet, http, 300)
-    meanwhile.end()
     said(http, "/pause", params={"mode": "wait"})
     assert http.get("/is_paused").json() == {"is_paused": True}
     said(http, "/resume")

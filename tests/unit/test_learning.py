@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from backend.drafter.process import DrafterModel, DrafterProcess, build_proposer
 from backend.drafter.proposer import Ask, Until
 from backend.learning.lesson import acceptance_lengths, collate
 from backend.learning.ring import Replay, ReplayRing, ReplayWriter, is_held_out
-from backend.learning.rules import BLOCK, FEWEST, FEWEST_BLOCKS, Watch, is_worth_publishing
+from backend.learning.rules import BLOCK, FEWEST, FEWEST_BLOCKS, KEPT_BLOCKS, Watch, is_worth_publishing
 from backend.learning.trainable import load_pupil, trained_tensors
 from backend.learning.trainer import PASSES, Job, Trainer, newest_version
 from backend.models.check import check, why_not_learning
@@ -300,8 +301,8 @@ def test_a_trainer_keeps_what_it_learned_when_the_target_has_other_weights(start
     assert trainer.step()
 
 
-def learner(start: str, directory: Path, swap) -> Learner:
-    settings = DraftingSettings(ring_dir=str(directory / "rings"))
+def learner(start: str, directory: Path, swap, learning: str = "always") -> Learner:
+    settings = DraftingSettings(ring_dir=str(directory / "rings"), learning=learning)
     return Learner(directory / "drafter-0", str(TARGET_DIR), start, settings, swap)
 
 
@@ -364,3 +365,37 @@ def test_a_drafter_process_starts_and_ends_its_trainer(start: str, tmp_path: Pat
     finally:
         process.stop()
     assert trainer.poll() is not None
+
+
+def test_a_given_head_learns_once_its_drafts_are_accepted_less() -> None:
+    watch = Watch()
+
+    def live(right: int, blocks: int) -> bool:
+        for i in range(blocks):
+            watch.note(right + i % 3 - 1, BLOCK)
+        return watch.needs_learning
+
+    assert not live(12, 3 * KEPT_BLOCKS)
+    assert live(10, KEPT_BLOCKS), "traffic that it does not know"
+    watch.exchanged()
+    assert not live(10, 2 * KEPT_BLOCKS), "what it has now is what it is compared with"
+    watch.exchanged()
+    assert not live(7, KEPT_BLOCKS - 1), "too few to say"
+    assert live(7, 1)
+
+
+@pytest.mark.parametrize(("learning", "trains"), [("on", False), ("always", True), ("off", True)])
+def test_the_trainer_of_a_given_head_waits_until_it_is_needed(start: str, tmp_path: Path, learning: str, trains: bool) -> None:
+    own = learner(start, tmp_path, lambda head: None, learning)
+    assert own._trains is trains
+    own.start("cpu")
+    try:
+        if not trains:
+            for _ in range(KEPT_BLOCKS):
+                own._watch.note(2, BLOCK)
+        deadline = time.monotonic() + 30
+        while own._trainer is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    finally:
+        own.stop()

@@ -67,7 +67,7 @@ def test_a_given_head_goes_on_learning_and_any_other_model_gets_a_new_one(tmp_pa
         "drafting_ring_dir": str(tmp_path / "ring"),
     }
     given = fleet_settings(load(["--drafter", "/head"]), tmp_path)
-    assert (given["drafter"], given["drafting_learning"]) == ("/head", "on")
+    assert (given["drafter"], given["drafting_learning"]) == ("/head", "always")
 
 
 def test_a_further_run_goes_on_with_the_curve_and_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

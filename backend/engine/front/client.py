@@ -153,7 +153,10 @@ class FleetClient(AsyncLLM, Generic[CoreT]):
     async def add_lora(self, lora_request: LoRARequest) -> bool:
         """Adapters have the same number at every gateway: verifiers tell them apart by it alone."""
         lora_request.lora_int_id = adapter_number(lora_request.lora_name, lora_request.lora_path)
-        return bool(await super().add_lora(lora_request))
+        added = bool(await super().add_lora(lora_request))
+        # It comes with every request of the adapter, and would be read again in every step.
+        lora_request.load_inplace = False
+        return added
 
     async def add_request(self, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
         """vLLM's method of the same name, for a grammar that has been checked."""
