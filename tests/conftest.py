@@ -11,6 +11,8 @@ from typing import Any
 import hypothesis
 import pytest
 
+from tests.again import FAILED
+
 # Nothing of what is imported while tests are collected is garbage.
 gc.disable()
 # Fleets start dozens of processes, and each would compile what it imports anew.
@@ -40,6 +42,12 @@ def pytest_collection_finish() -> None:
     """What was imported stays."""
     gc.enable()
     gc.freeze()
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """For `tests.again`."""
+    failed = {each.nodeid for kind in ("failed", "error") for each in terminalreporter.stats.get(kind, ())}
+    config.cache.set(FAILED, sorted(failed))
 
 
 def pytest_unconfigure() -> None:
