@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
+import json
+import secrets
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pydantic
+from starlette.responses import Response
+
+from backend.engine.front.deferred import discard
 
 _SILENT_WHEN_NULL = frozenset(
     {
@@ -38,6 +48,72 @@ _ANSWERED = ("choices", "message", "prompt_tokens_details", "usage")
 def body(answer: pydantic.BaseModel) -> dict[str, Any]:
     """An answer's JSON."""
     return _spoken(answer.model_dump(mode="json", by_alias=True))
+
+
+class InPieces:
+    """An answer whose log probabilities are text already, for they may be many.
+
+    Every single call holds the interpreter, and all other requests with it: so they are written one token at a time.
+    """
+
+    def __init__(self, answer: Any, shown: Callable[[Any], dict[str, Any]]) -> None:
+        self._pieces: dict[str, bytes] = {}
+        marks: list[str | None] = []
+        for choice in answer.choices:
+            marks.append(None if choice.logprobs is None else secrets.token_hex(8))
+            if marks[-1]:
+                self._pieces[marks[-1]] = _text(choice.logprobs).encode()
+                choice.logprobs = None
+        self.body = shown(answer)
+        """As it is shown, with marks where log probabilities belong."""
+        for choice, mark in zip(self.body["choices"], marks, strict=True):
+            choice["logprobs"] = mark
+
+    def response(self, body: dict[str, Any]) -> Response:
+        """All of it; `body` may have got more fields since."""
+        rest = json.dumps(body, ensure_ascii=False, separators=(",", ":"))
+        parts = []
+        for mark, piece in self._pieces.items():
+            before, _, rest = rest.partition(f'"{mark}"')
+            parts += [before.encode(), piece]
+        return Response(b"".join([*parts, rest.encode()]), media_type="application/json")
+
+
+async def in_pieces(make: Callable[[], Any], shown: Callable[[Any], dict[str, Any]]) -> InPieces:
+    """What `make` makes, put together beside the event loop."""
+    return await asyncio.get_running_loop().run_in_executor(_MAKING, _made, make, shown)
+
+
+_MAKING = ThreadPoolExecutor(1, "answers")
+"""One such answer at a time."""
+_TURN, _PAUSE_S = 128, 1e-4
+"""Tokens after which the event loop gets the interpreter, which short calls one after the other would keep for long."""
+
+
+def _made(make: Callable[[], Any], shown: Callable[[Any], dict[str, Any]]) -> InPieces:
+    # Looking for garbage among so many new objects holds the interpreter for long, too.
+    gc.disable()
+    try:
+        return InPieces(make(), shown)
+    finally:
+        gc.enable()
+
+
+def _text(logprobs: pydantic.BaseModel) -> str:
+    fields = (f'"{name}":{_list(values)}' for name, values in logprobs)
+    return "{" + ",".join(fields) + "}"
+
+
+def _list(values: Any) -> str:
+    if values is None:
+        return "null"
+    each = []
+    for at, one in enumerate(values):
+        each.append(one.model_dump_json() if isinstance(one, pydantic.BaseModel) else json.dumps(one))
+        if at % _TURN == 0:
+            time.sleep(_PAUSE_S)
+    discard(values)
+    return "[" + ",".join(each) + "]"
 
 
 def _spoken(value: dict[str, Any]) -> dict[str, Any]:

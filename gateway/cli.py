@@ -10,30 +10,31 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import logging
 import sys
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 from backend.config import sources
-from backend.config.sources import ConfigError, Loaded
+from backend.config.sources import ConfigError
 from gateway import administer, present, tools
 from gateway.exits import FAILED, INTERRUPTED, MISUSED, OK, configure_logging, fail
+from gateway.preflight import check_files, check_gateway, check_tracing
+from gateway.processes import (
+    GATEWAY_PROCESS,
+    found_fleet,
+    further_processes,
+    gateway_process,
+    import_in_background,
+    prepare_vllm,
+    run_gateway,
+)
 from gateway.signals import Interrupted, signals
 from gateway.usage import USAGE
 
 if TYPE_CHECKING:
     from backend.config import Settings
-    from backend.coordinator.actor import CoordinatorHandle
     from backend.models.resolve import ResolvedModels
-    from backend.transport import ServerKeys
-    from gateway.peers import Peers
-
-GATEWAY_PROCESS = "gateway-process"
-"""What the first gateway process on a port starts the others with; not for people."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -89,8 +90,8 @@ def serve(arguments: list[str]) -> int:
     configure_logging(settings.log_level, settings.log_format)
     with signals() as forced:
         models = _resolved(settings, progress)
-        _check_gateway(settings)
-        _check_tracing(settings)
+        check_gateway(settings)
+        check_tracing(settings)
         from backend.config.runtime import StateError
         from backend.launch.cluster import ClusterError
         from backend.launch.fleet import Fleet
@@ -100,8 +101,8 @@ def serve(arguments: list[str]) -> int:
         fleet: Fleet | None = None
         try:
             fleet = Fleet.launch(settings, models, progress.say)
-            _prepare_vllm()
-            preparing = _import_in_background("gateway.server")
+            prepare_vllm()
+            preparing = import_in_background("gateway.server")
             fleet.wait_ready(progress.say)
             fleet.operate(progress.say)
             preparing.join()
@@ -112,8 +113,8 @@ def serve(arguments: list[str]) -> int:
                 progress.say(present.ready(url, settings, models))
 
             info = fleet.coordinator.info()
-            with _peers(fleet.settings, arguments) as peers:
-                _run_gateway(fleet.settings, models, fleet.coordinator, info.fleet_keys, announce, arguments, peers)
+            with further_processes(fleet.settings, arguments) as peers:
+                run_gateway(fleet.settings, models, fleet.coordinator, info.fleet_keys, announce, arguments, peers)
             return OK
         except (ClusterError, LaunchError, PlanError, StateError) as error:
             return fail(str(error), FAILED)
@@ -132,47 +133,22 @@ def gateway(arguments: list[str]) -> int:
     loaded = sources.load(arguments, "outrider gateway", "Starts a further gateway for a running fleet.")
     configure_logging(loaded.settings.log_level, loaded.settings.log_format)
     progress = present.Progress()
-    with signals() as forced, _found_fleet(loaded, None) as coordinator:
-        _prepare_vllm()
+    with signals() as forced, found_fleet(loaded, None) as coordinator:
+        prepare_vllm()
         info = coordinator.info()
         theirs = type(loaded.settings).model_validate_json(info.settings_json)
         settings = theirs.model_copy(update={"gateway": loaded.settings.gateway})
-        _check_tracing(settings)
-        _check_files(settings)
+        check_tracing(settings)
+        check_files(settings)
 
         def announce(url: str) -> None:
             progress.say(present.ready(url, settings, info.models))
 
         try:
-            with _peers(settings, arguments) as peers:
-                _run_gateway(settings, info.models, coordinator, info.fleet_keys, announce, arguments, peers)
+            with further_processes(settings, arguments) as peers:
+                run_gateway(settings, info.models, coordinator, info.fleet_keys, announce, arguments, peers)
         except OSError as error:
             return fail(f"{settings.gateway.host}:{settings.gateway.port}: {error.strerror or error}", FAILED)
-        finally:
-            forced.armed = True
-        return OK
-
-
-def gateway_process(arguments: list[str]) -> int:
-    """One more process on a gateway's port: `FOLDER NUMBER PORT RAY_ADDRESS NAMESPACE` and the first one's arguments."""
-    from pathlib import Path
-
-    folder, number, port, address, namespace, *rest = arguments
-    loaded = sources.load(rest, GATEWAY_PROCESS)
-    ray = loaded.settings.ray.model_copy(update={"address": address, "namespace": namespace})
-    loaded = Loaded(loaded.settings.model_copy(update={"ray": ray}), loaded.origins)
-    configure_logging(loaded.settings.log_level, loaded.settings.log_format)
-    threading.Thread(target=_end_with_input, name="first process", daemon=True).start()
-    with signals() as forced, _found_fleet(loaded, None) as coordinator:
-        _prepare_vllm()
-        from gateway.peers import Peers
-
-        info = coordinator.info()
-        theirs = type(loaded.settings).model_validate_json(info.settings_json)
-        settings = theirs.model_copy(update={"gateway": loaded.settings.gateway})
-        peers = Peers(Path(folder), int(number), settings.gateway.processes, port=int(port))
-        try:
-            _run_gateway(settings, info.models, coordinator, info.fleet_keys, None, rest, peers)
         finally:
             forced.armed = True
         return OK
@@ -185,7 +161,7 @@ def status(arguments: list[str]) -> int:
     name = rest.pop(0) if rest and not rest[0].startswith("-") else None
     description = "Shows a running fleet: [NAMESPACE or PID] [--json] [--ray-address ADDRESS --ray-namespace NAME]."
     loaded = sources.load(rest, "outrider status", description)
-    with _found_fleet(loaded, name) as coordinator:
+    with found_fleet(loaded, name) as coordinator:
         snapshot = coordinator.snapshot()
     print(present.snapshot_json(snapshot) if as_json else present.table(snapshot))
     return OK
@@ -194,7 +170,7 @@ def status(arguments: list[str]) -> int:
 def administration(name: str, arguments: list[str]) -> int:
     """Changes a running fleet."""
     with signals():
-        return administer.main(name, arguments, _found_fleet)
+        return administer.main(name, arguments, found_fleet)
 
 
 def check_config(arguments: list[str]) -> int:
@@ -257,171 +233,6 @@ def _resolved(settings: Settings, progress: present.Progress) -> ResolvedModels:
         raise ConfigError(str(error)) from error
     progress.say(present.plan_line(settings, models))
     return models
-
-
-def _read_again(arguments: list[str]) -> Settings:
-    return sources.load(arguments).settings
-
-
-def _check_gateway(settings: Settings) -> None:
-    """Finds out now, and not after the models are loaded, that the port is taken, or keys and certificates are wrong."""
-    import socket
-
-    _check_files(settings)
-    if settings.gateway.uds:
-        return
-    host, port = settings.gateway.host, settings.gateway.port
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((host, port))
-    except OSError as error:
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error} (--port 0 takes a free one)") from error
-
-
-def _check_files(settings: Settings) -> None:
-    """Finds out now that the keys file or the certificate is wrong."""
-    import ssl
-    from pathlib import Path
-
-    from gateway.keys.ring import KeyFileError, read_entries
-
-    asked = settings.gateway
-    try:
-        if asked.keys_file:
-            read_entries(Path(asked.keys_file).expanduser())
-        if asked.tls_cert:
-            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(
-                Path(asked.tls_cert).expanduser(), Path(asked.tls_key).expanduser() if asked.tls_key else None
-            )
-        elif asked.tls_key:
-            raise ConfigError("gateway.tls_key needs gateway.tls_cert")
-    except KeyFileError as error:
-        raise ConfigError(f"gateway.keys_file: {error}") from None
-    except OSError as error:
-        # Of both errors of a certificate, ssl.SSLError is one too.
-        raise ConfigError(f"gateway.tls_cert, tls_key: {error.strerror or error}") from None
-
-
-def _check_tracing(settings: Settings) -> None:
-    """Finds out now that tracing was asked for and its packages are missing."""
-    from backend import tracing
-
-    try:
-        tracing.check(settings.tracing)
-    except tracing.TracingError as error:
-        raise ConfigError(str(error)) from error
-
-
-def _prepare_vllm() -> None:
-    """The gateway's vLLM has no engine: what it would log about one is noise."""
-    from backend.config import environment
-    from backend.launch.fleet import member_environment
-
-    environment.export({"VLLM_LOGGING_LEVEL": "ERROR"}, override=False)
-    environment.export(member_environment(offline=True))
-
-
-def _import_in_background(module: str) -> threading.Thread:
-    """Imports `module` in a thread; an import error comes again where the module is used."""
-
-    def work() -> None:
-        try:
-            importlib.import_module(module)
-        except Exception:
-            logging.getLogger(__name__).debug("importing %s failed", module, exc_info=True)
-
-    thread = threading.Thread(target=work, name="import", daemon=True)
-    thread.start()
-    return thread
-
-
-def _run_gateway(
-    settings: Settings,
-    models: ResolvedModels,
-    coordinator: CoordinatorHandle,
-    fleet_keys: ServerKeys | None,
-    announce: Callable[[str], None] | None,
-    arguments: list[str],
-    peers: Peers | None,
-) -> None:
-    """Serves HTTP until a signal; the signals are the server's own meanwhile."""
-    from backend.config import environment
-    from backend.coordinator import CoordinatorUnavailable
-    from backend.launch.fleet import gateway_member, member_environment
-    from backend.transport import Wire
-
-    environment.export(member_environment(offline=True))
-    from gateway.directory import CoordinatorDirectory
-    from gateway.server import GatewayServer
-
-    member = gateway_member(models.name)
-    try:
-        server = GatewayServer(
-            settings,
-            CoordinatorDirectory(coordinator, member),
-            models.target_dir,
-            model_name=models.name,
-            wire=Wire(fleet_keys, node_id=member.node_id),
-            on_ready=announce,
-            read_settings=lambda: _read_again(arguments),
-            peers=peers,
-        )
-        server.run()
-    finally:
-        try:
-            coordinator.deregister(member.id, member.incarnation)
-        except CoordinatorUnavailable:
-            logging.getLogger(__name__).debug("the coordinator was gone first")
-
-
-@contextmanager
-def _peers(settings: Settings, arguments: list[str]) -> Iterator[Peers | None]:
-    """The further processes that the settings ask for, and the folder they meet in."""
-    count = settings.gateway.processes
-    if count == 1:
-        yield None
-        return
-    import tempfile
-    from pathlib import Path
-
-    from backend.config.runtime import home
-    from backend.launch.fleet import joined
-    from gateway.peers import Peers
-
-    # The folder is private to this user.
-    with tempfile.TemporaryDirectory(prefix="g-", dir=home()) as folder:
-
-        def command(number: int, port: int) -> list[str]:
-            own = [sys.executable, "-m", "gateway.cli", GATEWAY_PROCESS]
-            return [*own, folder, str(number), str(port), *joined(), *arguments]
-
-        yield Peers(Path(folder), 0, count, command=command)
-
-
-def _end_with_input() -> None:
-    """Drains this process when the one that started it is gone."""
-    import os
-    import signal
-
-    sys.stdin.buffer.read()
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
-@contextmanager
-def _found_fleet(loaded: Loaded, name: str | None) -> Iterator[CoordinatorHandle]:
-    """The coordinator of a running fleet: at `--ray-address`, or the one on this host.  Turns failures into exit 1."""
-    from backend.config.runtime import StateError
-    from backend.coordinator import CoordinatorUnavailable
-    from backend.launch.cluster import ClusterError
-    from backend.launch.finding import found_fleet
-
-    try:
-        with found_fleet(loaded, name) as (coordinator, _):
-            yield coordinator
-    except (ClusterError, CoordinatorUnavailable, StateError) as error:
-        sys.exit(fail(str(error), FAILED))
 
 
 if __name__ == "__main__":

@@ -27,7 +27,6 @@ from backend.engine.front import (
 )
 from backend.fleet import FleetSnapshot, Member, VerifierStats
 from backend.fleet.speed import RESPONSE_TOKENS
-from backend.fleet.stats import Weights
 from backend.routing.routers import LeastLoaded, Router
 from backend.transport.sockets import Wire
 from backend.wire.engine import PAUSED, Account, Asked
@@ -36,11 +35,12 @@ from gateway.admission.gate import Gate, Queueing
 from gateway.admission.room import Rooms
 from gateway.choosing import Choosing
 from gateway.directory import Directory, follow
-from gateway.engine_link import DECLARED_LOST, RESTARTED, Loss, UtilityError, VerifierLink
+from gateway.engine_link import DECLARED_LOST, RESTARTED, Loss, VerifierLink
 from gateway.errors import NoVerifier, Poisoned, ShuttingDown, Unavailable, VerifierLost
 from gateway.in_flight import Cut, InFlight, Sequences, TrafficObserver
-from gateway.inquiry import Told, current_inquiry
+from gateway.inquiry import Awaited, current_inquiry
 from gateway.session import current_session
+from gateway.weights_in_force import WeightsInForce
 
 logger = logging.getLogger(__name__)
 
@@ -88,12 +88,7 @@ class FleetCore(EngineCoreClient):
         self._failover_wait_s = failover_wait_s
         self._poison_after = poison_after
         self._stopping = False
-        self.weights = Weights()
-        """The newest weights of the target that any verifier was given for the whole fleet."""
-        self.updates = 0
-        """The last number that this gateway has given an update."""
-        # Verifiers that were behind, and which weights they were asked to load.
-        self._told: dict[VerifierLink, tuple[Weights, asyncio.Task[None]]] = {}
+        self.weights = WeightsInForce()
         self.draining = False
         """No new requests are taken."""
         # When a verifier was last there for a new request; and what those wait for that come while none is.
@@ -104,8 +99,7 @@ class FleetCore(EngineCoreClient):
         self.gate = Gate(self._room, queueing or Queueing())
         # What still runs at a verifier whose link was lost, should it come back: by its id and incarnation.
         self._strays: dict[tuple[str, str], list[str]] = {}
-        # Accounts that are to come, by the id at the verifier: one comes for every sequence, also for those that are aborted.
-        self._accounts: dict[str, tuple[VerifierLink, Told]] = {}
+        self._accounts = Awaited()
         self._outputs: asyncio.Queue[EngineCoreOutputs] = asyncio.Queue()
         self._poller: asyncio.Task[None] | None = None
 
@@ -168,13 +162,9 @@ class FleetCore(EngineCoreClient):
 
     def routable(self) -> list[VerifierLink]:
         """The verifiers that take new requests: those with the newest weights; those that sleep only while all do."""
-        ready = [link for link in self.ready_links if link.member.state == "ready" and not self.is_behind(link)]
+        ready = [link for link in self.ready_links if link.member.state == "ready" and not self.weights.is_behind(link)]
         awake = [link for link in ready if link.stats is None or not link.stats.paused]
         return awake or ready
-
-    def is_behind(self, link: VerifierLink) -> bool:
-        """Whether the fleet's last update of the weights has not reached it."""
-        return link.weights.update < self.weights.update
 
     async def until_routable(self) -> None:
         """Returns when there is a verifier for a new request: at once, or in a moment where one was lost a moment ago.
@@ -262,7 +252,7 @@ class FleetCore(EngineCoreClient):
         strays = self._strays.pop((link.member.id, link.member.incarnation), [])
         if strays:
             link.abort(strays)
-        self._compare_weights(link)
+        self.weights.compare(link)
         for record in self._sequences:
             # It was stopped or starved, and nothing has killed it.
             record.lost.discard(link.member.incarnation)
@@ -285,42 +275,22 @@ class FleetCore(EngineCoreClient):
             self._outputs.put_nowait(outputs)
 
     def on_accounts(self, link: VerifierLink, accounts: Sequence[Account]) -> None:
-        for account in accounts:
-            _, told = self._accounts.pop(account.request_id, (None, None))
-            if told is not None:
-                told.came(account)
+        self._accounts.came(accounts)
 
     def on_stats(self, link: VerifierLink, stats: VerifierStats) -> None:
-        self._compare_weights(link)
+        self.weights.compare(link)
         own = self._sequences.placed(link.member.id)
         self.choosing.observe(stats, link.welcome, own)
         self._rooms.observe(stats, own)
         self.gate.look()
 
-    def _compare_weights(self, link: VerifierLink) -> None:
-        """One that was started anew, or was away during an update, loads what the others have before it is given requests."""
-        if link.weights.update > self.weights.update:
-            self.weights = link.weights
-        elif self.is_behind(link) and self.weights.path and self._told.get(link, (None,))[0] != self.weights:
-            self._told[link] = self.weights, asyncio.create_task(self._catch_up(link, self.weights))
-
-    async def _catch_up(self, link: VerifierLink, weights: Weights) -> None:
-        try:
-            await link.call("catch_up", weights.path, weights.version, weights.update)
-        except UtilityError as error:
-            logger.error("verifier %s stays without requests: weights %s: %s", link.member.id, weights.version, error)
-
-    def _lose_accounts(self, link: VerifierLink) -> None:
-        for place_id in [place_id for place_id, (at, _) in self._accounts.items() if at is link]:
-            self._accounts.pop(place_id)[1].lost(place_id)
-
     def on_forgotten(self, link: VerifierLink) -> None:
-        self._lose_accounts(link)
+        self._accounts.lost(link)
         self._fail_over(self._sequences.at(link), "forgotten")
 
     def on_lost(self, link: VerifierLink, loss: Loss) -> None:
-        self._lose_accounts(link)
-        self._told.pop(link, None)
+        self._accounts.lost(link)
+        self.weights.gone(link)
         if link.welcome is not None:
             self._served_at = time.monotonic()
         if self.links.get(link.member.id) is link:
@@ -360,10 +330,7 @@ class FleetCore(EngineCoreClient):
             record.cut = None
             record.emitted.extend(output.new_token_ids)
         if output.finish_reason is not None:
-            _, told = self._accounts.pop(record.place_id, (None, None))
-            if told is not None:
-                # It would have come before: the verifier has not taken the request in.
-                told.lost(record.place_id)
+            self._accounts.ended(record.place_id)
             self._end(record, str(output.finish_reason))
         return True
 
@@ -491,9 +458,7 @@ class FleetCore(EngineCoreClient):
         if not record.claim.learn:
             asked = msgspec.structs.replace(asked or Asked(), learn=False)
         link.add(record.request, record.place_id, record.emitted, record.noise_seed, asked)
-        if told is not None and told.asked.account:
-            told.placed(record.place_id, record.cut)
-            self._accounts[record.place_id] = link, told
+        self._accounts.placed(record, link)
         self._sequences.put(record, link)
         record.claim.verifier = link.member.id
         self.choosing.given(link.member.id)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from backend.wire.engine import Account, Asked, Tally
 
 if TYPE_CHECKING:
+    from gateway.engine_link import VerifierLink
     from gateway.in_flight import Cut, InFlight
 
 ACCOUNT_WAIT_S = 1.0
@@ -95,6 +96,41 @@ class Told:
             "waited_s": round(sum(account.waited_s for account in accounts), 6),
             "moves": [{"kind": cut.kind, "cause": cut.cause} for cut in self.moves],
         }
+
+
+class Awaited:
+    """Accounts that are to come, by the id at the verifier: one for every sequence, also for those that are aborted."""
+
+    def __init__(self) -> None:
+        self._places: dict[str, tuple[VerifierLink, Told]] = {}
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def placed(self, record: InFlight, link: VerifierLink) -> None:
+        """A sequence was given to a verifier."""
+        told = record.told
+        if told is not None and told.asked.account:
+            told.placed(record.place_id, record.cut)
+            self._places[record.place_id] = link, told
+
+    def came(self, accounts: Sequence[Account]) -> None:
+        """A verifier has sent some."""
+        for account in accounts:
+            _, told = self._places.pop(account.request_id, (None, None))
+            if told is not None:
+                told.came(account)
+
+    def ended(self, place_id: str) -> None:
+        """It is over there: an account would have come before, so the verifier has not taken the request in."""
+        _, told = self._places.pop(place_id, (None, None))
+        if told is not None:
+            told.lost(place_id)
+
+    def lost(self, link: VerifierLink) -> None:
+        """That verifier sends no more."""
+        for place_id in [place_id for place_id, (at, _) in self._places.items() if at is link]:
+            self.ended(place_id)
 
 
 @dataclass

@@ -137,7 +137,7 @@ DEFINITIONS: dict[str, Definition] = {
     "outrider_learning_published_total": Definition("counter", _DRAFTER, "heads that it has put in place"),
     "outrider_learning_taken_back_total": Definition("counter", _DRAFTER, "heads that it has taken back"),
     "outrider_learning_live_acceptance": Definition(
-        "gauge", _DRAFTER, "share of right draft tokens among those compared with the text, lately"
+        "gauge", _DRAFTER, "share of drafts whose first token was right, lately; a mean over sequences"
     ),
     "outrider_learning_acceptance_length": Definition(
         "gauge", (*_DRAFTER, "head"), "acceptance length of the `present` head and the `candidate` on held-out sequences"

@@ -90,4 +90,5 @@ class Ends:
         """The drafts of all rows, from each step's `[rows]`."""
         rows = torch.stack(tokens, dim=1).tolist()
         signs = torch.stack((torch.stack(values, dim=1), torch.stack(leads, dim=1)), dim=2).flatten(1).tolist()
-        return [Drafted(row[:kept], row_signs[: 2 * kept]) for row, row_signs, kept in zip(rows, signs, self.kept, strict=True)]
+        pairs = zip(rows, signs, self.kept, strict=True)
+        return [Drafted(row[:kept], row_signs[: 2 * kept], row[:1]) for row, row_signs, kept in pairs]

@@ -129,7 +129,7 @@ class Learner:
     def _run(self) -> None:
         while not self._stopping.is_set():
             if not self._trains and self._watch.needs_learning:
-                logger.info("%.0f %% of its drafts' tokens are accepted: the head learns", 100 * (self._watch.acceptance or 0))
+                logger.info("%.0f %% of its drafts are right at first: the head learns", 100 * (self._watch.acceptance or 0))
                 self._trains = True
             if self._trains and self._trainer is None and time.monotonic() >= self._start_at:
                 self._start_trainer()

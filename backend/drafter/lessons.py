@@ -46,8 +46,11 @@ class _Record:
 class _Text:
     tokens: list[int]
     record: _Record | None
-    pending: list[tuple[int, list[int], list[int]]] = field(default_factory=list)
-    """Drafts that are not judged yet: base length, tokens that must stand there first, the draft."""
+    pending: list[tuple[int, list[int], int]] = field(default_factory=list)
+    """Drafts that are not judged yet: base length, tokens that must stand there first, the draft's first token.
+
+    Only that one is judged: how long a draft is depends on the verifier's load.
+    """
 
 
 class Lessons:
@@ -76,7 +79,7 @@ class Lessons:
             return
         if item.tokens:
             splice(text.tokens, item.base_len, item.tokens)
-            self._judge(text)
+            self._judge(key, text)
         self._add(text, item.base_len, item.rows, features)
 
     def closed(self, key: Hashable) -> None:
@@ -102,17 +105,17 @@ class Lessons:
         """Only these sequences are still heard of."""
         self.forget(list(self._texts.keys() - set(keys)))
 
-    def drafted(self, key: Hashable, base_len: int, tokens: list[int]) -> None:
-        """A fresh draft was made."""
+    def drafted(self, key: Hashable, base_len: int, first: Sequence[int]) -> None:
+        """A fresh draft was made; `first`: its first token, whether or not it was sent."""
         text = self._texts.get(key)
-        if text is not None and tokens:
-            text.pending.append((base_len, [], tokens))
+        if text is not None and first:
+            text.pending.append((base_len, [], first[0]))
 
     def imagined(self, key: Hashable, base_len: int, verifying: list[int], outcomes: Sequence[Outcome]) -> None:
         """Drafts for outcomes of a verification were made; those of one that comes are judged."""
         text = self._texts.get(key)
         if text is not None:
-            text.pending += [(base_len, [*verifying[: o.accepted], o.token], o.tokens) for o in outcomes if o.tokens]
+            text.pending += [(base_len, [*verifying[: o.accepted], o.token], o.tokens[0]) for o in outcomes if o.tokens]
 
     def exchanged(self) -> None:
         """Another head drafts from now on; all sequences will be opened anew."""
@@ -141,20 +144,18 @@ class Lessons:
         if record.rows > 2 * LONGEST:
             self._drop(text)
 
-    def _judge(self, text: _Text) -> None:
+    def _judge(self, key: Hashable, text: _Text) -> None:
         """Compares drafts with the text, as far as both go."""
         waiting = []
-        for base_len, before, draft in text.pending:
+        for base_len, before, first in text.pending:
             at = base_len + len(before)
             came = text.tokens[base_len:at]
             if came != before[: len(came)]:
                 continue
-            said = text.tokens[at : at + len(draft)]
-            if not said:
-                waiting.append((base_len, before, draft))
+            if len(text.tokens) <= at:
+                waiting.append((base_len, before, first))
                 continue
-            right = next((i for i, (a, b) in enumerate(zip(draft, said, strict=False)) if a != b), len(said))
-            self._watch.note(right, min(right + 1, len(said)))
+            self._watch.note(key, text.tokens[at] == first)
         text.pending = waiting
 
     def _drop(self, text: _Text | None) -> None:

@@ -102,7 +102,7 @@ class Imagination:
         drafted = self._branch(sequences, outputs, branches, ends, shape)
         return [
             [
-                Outcome(stops[i][at], tokens[i][at], *drafted[i * width + at])
+                Outcome(stops[i][at], tokens[i][at], (draft := drafted[i * width + at]).tokens, draft.signs)
                 for at in range(min(premise.outcomes, width))
                 if scores[i][at] > NEVER
             ]

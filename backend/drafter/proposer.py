@@ -58,10 +58,14 @@ class Until:
 
 
 class Drafted(NamedTuple):
-    """A draft, with value and lead of each token, or without any of these."""
+    """A draft, with value and lead of each token, or without any of these.
+
+    `first`: the token it would begin with, also where that was too unlikely to be sent; empty: not known.
+    """
 
     tokens: list[int]
     signs: list[float]
+    first: Sequence[int] = ()
 
 
 NOTHING = Drafted([], [])

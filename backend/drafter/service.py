@@ -370,12 +370,12 @@ class DrafterService:
         replies: list[Reply] = []
         for listener, epoch, places in self._by_peer(wishes):
             queue_us = round(max(started - min(wishes[place].since for place in places), 0.0) * 1e6)
-            items = [Draft(wishes[p].item.request_id, wishes[p].item.base_len, *found[p]) for p in places]
+            items = [Draft(wishes[p].item.request_id, wishes[p].item.base_len, found[p].tokens, found[p].signs) for p in places]
             replies.append((listener, encode(Drafts(epoch, draft_us, queue_us, items))))
         for wanted, drafted in zip(wishes, found, strict=True):
             self._nexts.drafted(wanted, drafted.tokens, finished)
             if self._lessons is not None:
-                self._lessons.drafted(wanted.key, wanted.item.base_len, drafted.tokens)
+                self._lessons.drafted(wanted.key, wanted.item.base_len, drafted.first)
         return replies
 
     def _count(self, rounds: list[Waiting], asks: list[Ask], drafts: list[Drafted], spent_s: float) -> None:

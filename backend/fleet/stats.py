@@ -205,7 +205,7 @@ class Learning(msgspec.Struct, frozen=True):
     candidate_length: float | None = None
     """That of the head in training, on the same ones."""
     live_acceptance: float | None = None
-    """Share of right draft tokens among those compared with the text, live and lately."""
+    """Share of drafts whose first token was right, live and lately."""
     published: int = 0
     taken_back: int = 0
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 LEAST_GAIN = 0.02
 """Of the acceptance length: a new head costs every running request its drafter's cache."""
@@ -13,14 +12,15 @@ FEWEST = 8
 SURE = 1.64
 """Standard errors of a one-sided bound of 95 %."""
 
-BLOCK = 16
-"""Compared draft tokens that make one observation of live acceptance; those of a request depend on each other."""
-KEPT_BLOCKS = 64
-FEWEST_BLOCKS = 4
+COMPARED = 4
+"""Drafts of a sequence that must have been compared with its text: shares of fewer say little."""
+KEPT = 64
+"""Sequences, the latest."""
+FEWEST_SEQUENCES = 4
 TOLERATED = 0.95
 """Share of the earlier acceptance that is not called less."""
 VERY_SURE = 3.0
-"""Standard errors: traffic changes by itself, and every block is one more test."""
+"""Standard errors: traffic changes by itself, and every token is one more test."""
 LOW = 0.6
 """Acceptance below which a given head is worth teaching."""
 
@@ -43,58 +43,63 @@ def is_worth_publishing(present: Sequence[float], candidate: Sequence[float]) ->
 
 
 class Watch:
-    """Live acceptance before and after the latest head: right draft tokens among those compared with the text."""
+    """Live acceptance before and after the latest head: of drafts compared with the text, those whose first token is right.
+
+    Each sequence is one observation: drafts for the same text are right or wrong together.
+    """
 
     def __init__(self) -> None:
-        self._blocks: deque[float] = deque(maxlen=KEPT_BLOCKS)
+        self._counts: dict[Hashable, tuple[int, int]] = {}
         self._before: list[float] = []
         self._first: list[float] = []
         self.knows_previous = True
         """Whether what later heads are compared with is of the head before the latest exchange: it was long enough in use."""
-        self._right = self._seen = 0
 
     @property
     def acceptance(self) -> float | None:
-        """Share of right tokens with the present head; None: not known yet."""
-        blocks = list(self._blocks)
-        return sum(blocks) / len(blocks) if blocks else None
+        """That of the present head, a mean over sequences; None: not known yet."""
+        shares = self._shares()
+        return sum(shares) / len(shares) if shares else None
 
-    def note(self, right: int, seen: int) -> None:
-        """A draft of the present head: tokens compared with the text, and how many of them were right."""
-        self._right, self._seen = self._right + right, self._seen + seen
-        if self._seen >= BLOCK:
-            self._blocks.append(self._right / self._seen)
-            self._right = self._seen = 0
-            if len(self._first) < KEPT_BLOCKS:
-                self._first.append(self._blocks[-1])
+    def note(self, key: Hashable, is_right: bool) -> None:
+        """A draft of the present head for this sequence was compared with the text."""
+        right, seen = self._counts.get(key, (0, 0))
+        self._counts[key] = right + is_right, seen + 1
+        if len(self._counts) > KEPT:
+            if len(self._first) < FEWEST_SEQUENCES:
+                self._first = self._shares()
+            del self._counts[next(iter(self._counts))]
 
     def exchanged(self) -> None:
         """Another head drafts from now on."""
-        self.knows_previous = len(self._blocks) >= FEWEST_BLOCKS
+        shares = self._shares()
+        self.knows_previous = len(shares) >= FEWEST_SEQUENCES
         if self.knows_previous:
-            self._before = list(self._blocks)
-        self._blocks.clear()
-        self._first.clear()
-        self._right = self._seen = 0
+            self._before = shares
+        self._counts = {}
+        self._first = []
 
     @property
     def has_fallen(self) -> bool:
         """Whether the present head is accepted less than the one before, for sure and by enough."""
-        return _is_less(self._before, list(self._blocks))
+        return _is_less(self._before, self._shares())
 
     @property
     def needs_learning(self) -> bool:
         """Whether few of the present head's drafts are accepted, or fewer than at first."""
-        latest = list(self._blocks)
-        if len(latest) < KEPT_BLOCKS:
+        latest = self._shares()
+        if len(self._first) < FEWEST_SEQUENCES or len(latest) < FEWEST_SEQUENCES:
             return False
         mean, variance = _moments(latest)
         return mean + VERY_SURE * math.sqrt(variance / len(latest)) < LOW or _is_less(self._first, latest)
 
+    def _shares(self) -> list[float]:
+        return [right / seen for right, seen in list(self._counts.values()) if seen >= COMPARED]
+
 
 def _is_less(before: Sequence[float], after: Sequence[float]) -> bool:
     """Whether acceptance fell, for sure and by enough."""
-    if len(before) < FEWEST_BLOCKS or len(after) < FEWEST_BLOCKS:
+    if len(before) < FEWEST_SEQUENCES or len(after) < FEWEST_SEQUENCES:
         return False
     (old, old_spread), (new, new_spread) = _moments(before), _moments(after)
     # Few observations are often alike by chance.

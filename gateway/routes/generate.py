@@ -16,6 +16,7 @@ from backend.engine.front import (
     VLLMValidationError,
 )
 from backend.engine.front.client import offer_plain
+from backend.engine.front.deferred import Deferred
 from backend.engine.front.plain import PlainStream
 from gateway import answers
 from gateway.admission.admit import admit
@@ -95,8 +96,11 @@ async def respond(
     if isinstance(answer, Generated | PlainStream):
         keep_alive_s = gateway.settings.gateway.keep_alive_s
         return await stream_response(request, answer, dialect, keep_alive_s, gateway.metrics.client_left)
-    body = shown(answer)
-    return JSONResponse(body if inquiry is None else await inquiry.add_to(body))
+    pieces = await answers.in_pieces(lambda: _checked(answer.make()), shown) if isinstance(answer, Deferred) else None
+    body = shown(answer) if pieces is None else pieces.body
+    if inquiry is not None:
+        body = await inquiry.add_to(body)
+    return JSONResponse(body) if pieces is None else pieces.response(body)
 
 
 async def generate(gateway: Gateway, request: Request, asked: Any, create: Create) -> Any:
@@ -118,6 +122,10 @@ async def generate(gateway: Gateway, request: Request, asked: Any, create: Creat
             # vLLM's name for it, behind its API.
             raise BadRequest(str(error.args[0]), param="top_logprobs") from None
         raise
+    return _checked(answer)
+
+
+def _checked(answer: Any) -> Any:
     if isinstance(answer, ErrorResponse):
         raise from_vllm(answer.error.model_dump())
     return answer

@@ -2,7 +2,7 @@
 
 Calls go straight to the verifiers and answer when it is done.  All are asked at once; if one refuses, that is the answer,
 whatever the others did: ask again, with `verifier`.  A verifier that missed an update of all of them by directory loads it
-before it is given requests (`FleetCore`).
+before it is given requests (`WeightsInForce`).
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ async def weight_info(request: Request) -> Response:
     """The version of the fleet's weights, and of each verifier's."""
     core = gateway_of(request).client.core
     verifiers = {link.member.id: link.weights.version for link in core.ready_links}
-    return JSONResponse({"weight_version": core.weights.version, "verifiers": verifiers})
+    return JSONResponse({"weight_version": core.weights.newest.version, "verifiers": verifiers})
 
 
 @router.get("/get_world_size")
@@ -218,7 +218,7 @@ async def server_info(request: Request) -> Response:
             "model": gateway.services.models.model_name(),
             "mode": gateway.settings.mode,
             "max_model_len": gateway.client.model_config.max_model_len,
-            "weight_version": core.weights.version,
+            "weight_version": core.weights.newest.version,
             "verifiers": verifiers,
         }
     )
@@ -237,10 +237,9 @@ async def _read(request: Request, kind: type[Any]) -> tuple[Gateway, Any]:
 async def _renew(gateway: Gateway, verifier: str | None, method: str, *arguments: Any, version: str | int | None) -> Response:
     """Weights become others; an update of one verifier is none of the fleet's."""
     core = gateway.client.core
-    # Of two updates at once, neither of which a verifier has loaded yet, each has a number of its own.
-    number = core.updates = max(core.updates, core.weights.update) + 1
+    number = core.weights.next_number()
     name = str(number if version is None else version)
-    counted = core.weights.update if verifier else number
+    counted = core.weights.newest.update if verifier else number
     answer = await _everywhere(gateway, verifier, method, *arguments, name, counted, weight_version=name)
     core.choosing.emptied([verifier] if verifier else core.links)
     return answer

@@ -9,11 +9,14 @@ from collections.abc import AsyncIterator
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import pytest_asyncio
+from vllm.v1.engine import FinishReason
+from vllm.v1.outputs import LogprobsLists
 
 from backend.engine.front import grammar as grammar_checks
-from tests.support.fake_verifier import eventually
+from tests.support.fake_verifier import Behaviour, FakeVerifier, Sequence, eventually
 from tests.support.running_gateway import CHAT, COMPLETION, Running, running_gateway
 from tests.support.watchers import Probe, Stalls
 
@@ -293,6 +296,42 @@ async def test_log_probabilities_of_a_prompt_are_bounded(running, monkeypatch):
         error = (await running.http.post(COMPLETIONS, json=body)).json()["error"]
         assert (error["type"], error["param"]) == ("invalid_request_error", "prompt_logprobs")
         assert running.idle
+
+
+def likely(count: int) -> Behaviour:
+    """All tokens with the log probabilities of `count` others each."""
+    ids = np.arange(300, 301 + count)
+    row = LogprobsLists(ids[None], np.linspace(-1.0, -9.0, count + 1)[None], np.ones(1, int))
+
+    async def behaviour(verifier: FakeVerifier, sequence: Sequence) -> None:
+        for position in range(sequence.max_tokens):
+            async with verifier.turn:
+                sequence.emit([300], FinishReason.LENGTH if position == sequence.max_tokens - 1 else None, logprobs=row)
+                await asyncio.sleep(0)
+
+    return behaviour
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETIONS, completion(logprobs=20, n=32, max_tokens=200)),
+        (CHATS, chat(logprobs=True, top_logprobs=20, n=32, max_tokens=100)),
+        ("/inference/v1/generate", {"token_ids": [5], "sampling_params": {"logprobs": 20, "n": 32, "max_tokens": 200}}),
+    ],
+)
+async def test_many_log_probabilities_of_an_answer_hold_nobody_up(running, probe, path, body, monkeypatch):
+    monkeypatch.setattr(running.verifier, "behaviour", likely(20))
+    for last in (False, False, False, False, True):
+        with Stalls().watched() as stalls:
+            answer = await running.http.post(path, json=body)
+        assert answer.status_code == 200, answer.text[:500]
+        logprobs = answer.json()["choices"][31]["logprobs"]
+        tokens = logprobs["content"] if "content" in logprobs else logprobs["top_logprobs"]
+        assert len(tokens) >= 100
+        if stalls.longest_s < STALL_S:
+            break
+        assert not last, f"the loop stalled for {stalls.longest_s:.3f} s"
 
 
 async def test_prompts_do_not_wait_for_all_that_is_to_be_tokenized(running, monkeypatch):

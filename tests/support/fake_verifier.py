@@ -15,6 +15,7 @@ import vllm  # noqa: F401  (first: its submodules do not import alone)
 import zmq
 import zmq.asyncio
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason, UtilityOutput
+from vllm.v1.outputs import LogprobsLists
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, UtilityResult
 
 from backend.fleet import DraftCounters, Member, VerifierStats
@@ -41,8 +42,14 @@ class Sequence:
     def max_tokens(self) -> int:
         return self.request.sampling_params.max_tokens
 
-    def emit(self, tokens: list[int], finish: FinishReason | None = None, stop_reason: int | str | None = None) -> None:
-        output = EngineCoreOutput(self.request_id, tokens, finish_reason=finish, stop_reason=stop_reason)
+    def emit(
+        self,
+        tokens: list[int],
+        finish: FinishReason | None = None,
+        stop_reason: int | str | None = None,
+        logprobs: LogprobsLists | None = None,
+    ) -> None:
+        output = EngineCoreOutput(self.request_id, tokens, finish_reason=finish, stop_reason=stop_reason, new_logprobs=logprobs)
         self._verifier.send(self.client, wire.OUTPUTS, *MsgpackEncoder().encode(EngineCoreOutputs(outputs=[output])))
 
 

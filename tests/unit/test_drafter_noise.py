@@ -139,6 +139,7 @@ def test_a_draft_ends_before_the_first_token_below_the_floor(tmp_path: Path, flo
         kept = alive.index(False) if False in alive else 6
         assert short.tokens == full.tokens[:kept]
         assert short.signs == pytest.approx(full.signs[: 2 * kept])
+        assert list(short.first) == full.tokens[:1], "also where it is not sent"
 
 
 def test_nobody_computes_what_no_draft_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

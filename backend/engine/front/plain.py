@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, Protocol
 
@@ -28,6 +29,7 @@ from vllm.v1.engine.output_processor import RequestState
 
 from backend.engine.front.chunks import Template, chat_template, completion_template, to_json
 from backend.engine.front.client import FleetClient, Submit, submissions
+from backend.engine.front.deferred import Deferred, deferred
 
 DONE = b"data: [DONE]\n\n"
 
@@ -222,12 +224,15 @@ def _is_parsed(parser: type[Parser] | None, request: Any) -> bool:
     )
 
 
+def _asks_logprobs(request: Any) -> bool:
+    # A chat's `logprobs` is a bool, a completion's a number, of which 0 is one.
+    return request.logprobs not in (None, False) or type(request.logprobs) is int
+
+
 def is_plain(serving: Any, request: Any) -> bool:
     """Whether a request's stream holds nothing but text, as this server is set up."""
-    # A chat's `logprobs` is a bool, a completion's a number, of which 0 is one.
-    asks = request.logprobs not in (None, False) or type(request.logprobs) is int
     return not (
-        asks
+        _asks_logprobs(request)
         or request.echo
         or request.use_beam_search
         or request.prompt_logprobs is not None
@@ -299,9 +304,21 @@ class Chat(OpenAIServingChat):
         form = Form(request, chat_template, self.system_fingerprint, sparse, **common)
         return PlainStream(self.engine_client, submit, form, role=self.get_chat_request_role(request), last=last)
 
+    async def chat_completion_full_generator(self, request: Any, result_generator: Any, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's, or what it will be."""
+        full = super().chat_completion_full_generator
+        if not _asks_logprobs(request):
+            return await full(request, result_generator, *args, **kwargs)
+        return await deferred(result_generator, lambda results: full(request, results, *args, **kwargs))
+
 
 class Completion(OpenAIServingCompletion):
     """vLLM's completions, likewise."""
+
+    def request_output_to_completion_response(self, outputs: Any, request: Any, *args: Any) -> Any:
+        """vLLM's, or what it will be."""
+        make = partial(super().request_output_to_completion_response, outputs, request, *args)
+        return Deferred(make, outputs) if _asks_logprobs(request) and not request.stream else make()
 
     def completion_stream_generator(
         self,

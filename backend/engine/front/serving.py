@@ -26,6 +26,7 @@ from vllm.renderers.online_renderer import OnlineRenderer
 from backend.config import Settings
 from backend.engine.front import any_model  # noqa: F401  (registers itself)
 from backend.engine.front.client import FleetClient
+from backend.engine.front.deferred import deferred
 from backend.engine.front.messages import Messages, StreamFailed
 from backend.engine.front.plain import Chat, Completion
 from backend.engine.front.pooling import Pooling
@@ -41,6 +42,17 @@ class _NoTracebackForTheExpected(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         return not (record.exc_info and isinstance(record.exc_info[1], self._expected))
+
+
+class Tokens(ServingTokens):
+    """vLLM's; an answer with log probabilities is made in a thread."""
+
+    async def serve_tokens_full_generator(self, request: Any, result_generator: Any, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's, or what it will be."""
+        full = super().serve_tokens_full_generator
+        if request.sampling_params.logprobs is None:
+            return await full(request, result_generator, *args, **kwargs)
+        return await deferred(result_generator, lambda results: full(request, results, *args, **kwargs))
 
 
 @dataclass(frozen=True)
@@ -97,7 +109,7 @@ def build_services(
         completion=Completion(client, models, online_renderer=renderer, request_logger=None, **counted),
         responses=OpenAIServingResponses(client, models, **chatting),
         messages=Messages(client, models, "assistant", **chatting),
-        tokens=ServingTokens(client, models, renderer, request_logger=None, **counted),
+        tokens=Tokens(client, models, renderer, request_logger=None, **counted),
         tokenization=ServingTokenization(models, renderer, **common),
         renderer=renderer,
         pooling=Pooling(client, models, template),

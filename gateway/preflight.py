@@ -1,0 +1,61 @@
+"""What can be found wrong before anything heavy starts: the port, keys, certificates, tracing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from backend.config.sources import ConfigError
+
+if TYPE_CHECKING:
+    from backend.config import Settings
+
+
+def check_gateway(settings: Settings) -> None:
+    """Finds out now, and not after the models are loaded, that the port is taken, or keys and certificates are wrong."""
+    import socket
+
+    check_files(settings)
+    if settings.gateway.uds:
+        return
+    host, port = settings.gateway.host, settings.gateway.port
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error} (--port 0 takes a free one)") from error
+
+
+def check_files(settings: Settings) -> None:
+    """Finds out now that the keys file or the certificate is wrong."""
+    import ssl
+    from pathlib import Path
+
+    from gateway.keys.ring import KeyFileError, read_entries
+
+    asked = settings.gateway
+    try:
+        if asked.keys_file:
+            read_entries(Path(asked.keys_file).expanduser())
+        if asked.tls_cert:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(
+                Path(asked.tls_cert).expanduser(), Path(asked.tls_key).expanduser() if asked.tls_key else None
+            )
+        elif asked.tls_key:
+            raise ConfigError("gateway.tls_key needs gateway.tls_cert")
+    except KeyFileError as error:
+        raise ConfigError(f"gateway.keys_file: {error}") from None
+    except OSError as error:
+        # Of both errors of a certificate, ssl.SSLError is one too.
+        raise ConfigError(f"gateway.tls_cert, tls_key: {error.strerror or error}") from None
+
+
+def check_tracing(settings: Settings) -> None:
+    """Finds out now that tracing was asked for and its packages are missing."""
+    from backend import tracing
+
+    try:
+        tracing.check(settings.tracing)
+    except tracing.TracingError as error:
+        raise ConfigError(str(error)) from error

@@ -1,0 +1,168 @@
+"""The processes of a gateway: the one that `serve` or `gateway` is, and further ones on the same port.
+
+The heavy imports are inside, so that errors of configuration come at once.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from backend.config import sources
+from backend.config.sources import Loaded
+from gateway.exits import FAILED, OK, configure_logging, fail
+from gateway.signals import signals
+
+if TYPE_CHECKING:
+    from backend.config import Settings
+    from backend.coordinator.actor import CoordinatorHandle
+    from backend.models.resolve import ResolvedModels
+    from backend.transport import ServerKeys
+    from gateway.peers import Peers
+
+GATEWAY_PROCESS = "gateway-process"
+"""What the first gateway process on a port starts the others with; not for people."""
+
+
+def run_gateway(
+    settings: Settings,
+    models: ResolvedModels,
+    coordinator: CoordinatorHandle,
+    fleet_keys: ServerKeys | None,
+    announce: Callable[[str], None] | None,
+    arguments: list[str],
+    peers: Peers | None,
+) -> None:
+    """Serves HTTP until a signal; the signals are the server's own meanwhile."""
+    from backend.config import environment
+    from backend.coordinator import CoordinatorUnavailable
+    from backend.launch.fleet import gateway_member, member_environment
+    from backend.transport import Wire
+
+    environment.export(member_environment(offline=True))
+    from gateway.directory import CoordinatorDirectory
+    from gateway.server import GatewayServer
+
+    member = gateway_member(models.name)
+    try:
+        server = GatewayServer(
+            settings,
+            CoordinatorDirectory(coordinator, member),
+            models.target_dir,
+            model_name=models.name,
+            wire=Wire(fleet_keys, node_id=member.node_id),
+            on_ready=announce,
+            read_settings=lambda: _read_again(arguments),
+            peers=peers,
+        )
+        server.run()
+    finally:
+        try:
+            coordinator.deregister(member.id, member.incarnation)
+        except CoordinatorUnavailable:
+            logging.getLogger(__name__).debug("the coordinator was gone first")
+
+
+@contextmanager
+def further_processes(settings: Settings, arguments: list[str]) -> Iterator[Peers | None]:
+    """The further processes that the settings ask for, and the folder they meet in."""
+    count = settings.gateway.processes
+    if count == 1:
+        yield None
+        return
+    import tempfile
+    from pathlib import Path
+
+    from backend.config.runtime import home
+    from backend.launch.fleet import joined
+    from gateway.peers import Peers
+
+    # The folder is private to this user.
+    with tempfile.TemporaryDirectory(prefix="g-", dir=home()) as folder:
+
+        def command(number: int, port: int) -> list[str]:
+            own = [sys.executable, "-m", "gateway.cli", GATEWAY_PROCESS]
+            return [*own, folder, str(number), str(port), *joined(), *arguments]
+
+        yield Peers(Path(folder), 0, count, command=command)
+
+
+def gateway_process(arguments: list[str]) -> int:
+    """One more process on a gateway's port: `FOLDER NUMBER PORT RAY_ADDRESS NAMESPACE` and the first one's arguments."""
+    from pathlib import Path
+
+    folder, number, port, address, namespace, *rest = arguments
+    loaded = sources.load(rest, GATEWAY_PROCESS)
+    ray = loaded.settings.ray.model_copy(update={"address": address, "namespace": namespace})
+    loaded = Loaded(loaded.settings.model_copy(update={"ray": ray}), loaded.origins)
+    configure_logging(loaded.settings.log_level, loaded.settings.log_format)
+    threading.Thread(target=_end_with_input, name="first process", daemon=True).start()
+    with signals() as forced, found_fleet(loaded, None) as coordinator:
+        prepare_vllm()
+        from gateway.peers import Peers
+
+        info = coordinator.info()
+        theirs = type(loaded.settings).model_validate_json(info.settings_json)
+        settings = theirs.model_copy(update={"gateway": loaded.settings.gateway})
+        peers = Peers(Path(folder), int(number), settings.gateway.processes, port=int(port))
+        try:
+            run_gateway(settings, info.models, coordinator, info.fleet_keys, None, rest, peers)
+        finally:
+            forced.armed = True
+        return OK
+
+
+@contextmanager
+def found_fleet(loaded: Loaded, name: str | None) -> Iterator[CoordinatorHandle]:
+    """The coordinator of a running fleet: at `--ray-address`, or the one on this host.  Turns failures into exit 1."""
+    from backend.config.runtime import StateError
+    from backend.coordinator import CoordinatorUnavailable
+    from backend.launch import finding
+    from backend.launch.cluster import ClusterError
+
+    try:
+        with finding.found_fleet(loaded, name) as (coordinator, _):
+            yield coordinator
+    except (ClusterError, CoordinatorUnavailable, StateError) as error:
+        sys.exit(fail(str(error), FAILED))
+
+
+def prepare_vllm() -> None:
+    """The gateway's vLLM has no engine: what it would log about one is noise."""
+    from backend.config import environment
+    from backend.launch.fleet import member_environment
+
+    environment.export({"VLLM_LOGGING_LEVEL": "ERROR"}, override=False)
+    environment.export(member_environment(offline=True))
+
+
+def import_in_background(module: str) -> threading.Thread:
+    """Imports `module` in a thread; an import error comes again where the module is used."""
+
+    def work() -> None:
+        try:
+            importlib.import_module(module)
+        except Exception:
+            logging.getLogger(__name__).debug("importing %s failed", module, exc_info=True)
+
+    thread = threading.Thread(target=work, name="import", daemon=True)
+    thread.start()
+    return thread
+
+
+def _read_again(arguments: list[str]) -> Settings:
+    return sources.load(arguments).settings
+
+
+def _end_with_input() -> None:
+    """Drains this process when the one that started it is gone."""
+    import os
+    import signal
+
+    sys.stdin.buffer.read()
+    os.kill(os.getpid(), signal.SIGTERM)

@@ -1,0 +1,48 @@
+"""Which weights of the target the fleet runs, and verifiers that have missed an update of them.  The gateway's event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from backend.fleet.stats import Weights
+from gateway.engine_link import UtilityError, VerifierLink
+
+logger = logging.getLogger(__name__)
+
+
+class WeightsInForce:
+    """The newest weights that any verifier was given for the whole fleet."""
+
+    def __init__(self) -> None:
+        self.newest = Weights()
+        self._last_number = 0
+        # Verifiers that were behind, and which weights they were asked to load.
+        self._asked: dict[VerifierLink, tuple[Weights, asyncio.Task[None]]] = {}
+
+    def next_number(self) -> int:
+        """Of an update: of two at once, neither of which a verifier has loaded yet, each has one of its own."""
+        self._last_number = max(self._last_number, self.newest.update) + 1
+        return self._last_number
+
+    def is_behind(self, link: VerifierLink) -> bool:
+        """Whether the fleet's last update has not reached it."""
+        return link.weights.update < self.newest.update
+
+    def compare(self, link: VerifierLink) -> None:
+        """One that was started anew, or was away during an update, loads what the others have before it is given requests."""
+        if link.weights.update > self.newest.update:
+            self.newest = link.weights
+        elif self.is_behind(link) and self.newest.path and self._asked.get(link, (None,))[0] != self.newest:
+            self._asked[link] = self.newest, asyncio.create_task(_catch_up(link, self.newest))
+
+    def gone(self, link: VerifierLink) -> None:
+        """Its connection was lost."""
+        self._asked.pop(link, None)
+
+
+async def _catch_up(link: VerifierLink, weights: Weights) -> None:
+    try:
+        await link.call("catch_up", weights.path, weights.version, weights.update)
+    except UtilityError as error:
+        logger.error("verifier %s stays without requests: weights %s: %s", link.member.id, weights.version, error)
