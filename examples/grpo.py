@@ -1,6 +1,6 @@
 """GRPO on the demo model with rollouts from a fleet: learns to write lower-case letters, in minutes on two CPU cores.
 
-    python examples/grpo.py [--steps 40] [--mode off] [--off-policy]
+    python examples/grpo.py [--steps 40] [--mode off] [--off-policy] [--drafter HEAD --learning always]
 
 The reward of an output is its share of lower-case letters.  On policy, each rollout is drawn by the weights of the step before;
 with `--off-policy` the next rollout starts before the update is in, and the importance ratio corrects for older weights.
@@ -70,6 +70,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--mode", default="auto", help="the fleet's: auto, sync, ahead, off")
+    parser.add_argument("--drafter", default="demo", help="what drafts, as for `outrider serve`")
+    parser.add_argument("--learning", default="off", help="whether its head learns from the rollouts: off, on, always")
     parser.add_argument("--off-policy", action="store_true")
     parser.add_argument("--group", type=int, default=16, help="samples of each prompt")
     parser.add_argument("--max-tokens", type=int, default=64)
@@ -79,7 +81,8 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, weight_decay=0.0)
 
-    with Fleet("demo", mode=options.mode, drafters=0 if options.mode == "off" else 1) as fleet:
+    drafters = 0 if options.mode == "off" else 1
+    with Fleet("demo", options.drafter, mode=options.mode, drafters=drafters, drafting_learning=options.learning) as fleet:
 
         def roll_out(step: int) -> list[int]:
             sampling = {"max_tokens": options.max_tokens, "logprobs": 0}
