@@ -30,7 +30,7 @@ def start(directory: Path, steps: int) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "gateway.cli", "train-drafter", "--model", "demo", "--data", str(data)]
     command += ["--output", str(directory / "o"), "--steps", str(steps), "--max-tokens", "64"]
     environment = os.environ | ENGINE_ENV | {"XDG_RUNTIME_DIR": str(directory)}
-    return subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def curve(directory: Path) -> list[dict[str, str]]:
@@ -42,7 +42,7 @@ def test_a_head_is_trained_killed_and_trained_on(tmp_path: Path) -> None:
     first = start(tmp_path, 100_000)
     deadline = time.monotonic() + LIMIT_S
     while newest_head(tmp_path / "o") is None:
-        assert first.poll() is None, first.communicate()[1]
+        assert first.poll() is None, first.communicate()[0]
         assert time.monotonic() < deadline, curve(tmp_path)
         time.sleep(0.5)
     first.send_signal(signal.SIGKILL)
@@ -52,7 +52,7 @@ def test_a_head_is_trained_killed_and_trained_on(tmp_path: Path) -> None:
     done = max(int(row["steps"]) for row in curve(tmp_path))
     # The curve lags behind the checkpoint, by ten seconds at most.
     second = start(tmp_path, done + 300)
-    _, told = second.communicate(timeout=LIMIT_S)
+    told, _ = second.communicate(timeout=LIMIT_S)
     assert second.returncode == 0, told
     rows = [row for row in curve(tmp_path) if row["candidate_length"]]
     assert float(rows[-1]["candidate_length"]) > 1.2
