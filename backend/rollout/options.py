@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 
 from backend.config import Settings
 from backend.config.arguments import at_least
-from backend.config.settings import Mode
+from backend.config.settings import GatewaySettings, Mode
 from backend.config.sources import ALIASES as SETTING_ALIASES
 from backend.config.sources import ConfigError, Loaded, Parser, flag, leaves
 
@@ -156,7 +156,14 @@ def fleet_settings(options: RolloutOptions, loaded: Loaded) -> Settings:
     verifier = settings.verifier.model_copy(
         update={"kept_rows": KEPT_ROWS, "fixed_responses": options.fixed, "gateway_lease_s": NEVER_S}
     )
-    return settings.model_copy(update={"mode": mode, "drafter": drafter, "verifier": verifier})
+    asked = ("gateway", "balance_interval_s") in loaded.origins
+    gateway = settings.gateway if asked else _staying(settings)
+    return settings.model_copy(update={"mode": mode, "drafter": drafter, "verifier": verifier, "gateway": gateway})
+
+
+def _staying(settings: Settings) -> GatewaySettings:
+    """Those of a fleet in which no request moves: a rollout gives long ones out first, which leaves little to balance."""
+    return settings.gateway.model_copy(update={"balance_interval_s": 0.0})
 
 
 def joined_settings(options: RolloutOptions, loaded: Loaded, theirs: Settings) -> Settings:
@@ -168,7 +175,7 @@ def joined_settings(options: RolloutOptions, loaded: Loaded, theirs: Settings) -
         raise ConfigError(f"this fleet keeps no rows for a rollout: serve it with --verifier-kept-rows {KEPT_ROWS}")
     if options.fixed and not theirs.verifier.fixed_responses:
         raise ConfigError("this fleet takes no fixed responses: serve it with --verifier-fixed-responses")
-    return theirs
+    return theirs.model_copy(update={"gateway": _staying(theirs)})
 
 
 def _mode(options: RolloutOptions, mode: Mode, given: bool) -> Mode:

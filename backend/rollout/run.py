@@ -2,7 +2,7 @@
 
 A request is complete when its last token and its row have both come, so that tables and answers agree whatever dies meanwhile.
 What a lost worker leaves incomplete goes on at the others, behind the tokens that have come; a row that it had not sent is made
-of what is known here.  When nothing waits any more, requests move from slow workers to fast ones (`backend.routing.balance`).
+of what is known here.  Where it is asked for, requests move from slow workers to fast ones (`backend.routing.balance`).
 """
 
 from __future__ import annotations

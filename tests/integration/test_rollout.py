@@ -57,8 +57,6 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     assert made.returncode == 0, made.stderr
     fleet = ["--verifiers", "2", "--drafters", "1", "--draft-mode", "sync", "--k", "3"]
-    # What is moved on a busy machine is in two workers' tables.
-    fleet += ["--gateway-balance-interval-s", "0"]
     (directory / "w").mkdir()
     (directory / "w" / "step-8").symlink_to(TARGET_DIR)
     run = ["--trace", str(trace), "--out", str(directory), "--repeat", str(ROUNDS), "--fixed-responses"]

@@ -29,6 +29,8 @@ def test_defaults() -> None:
     assert (options.limit, options.temperature, options.fixed, rest) == (None, 1.0, False, [])
     made = settings()
     assert (made.mode, made.verifier.kept_rows, made.verifier.fixed_responses) == ("auto", KEPT_ROWS, False)
+    assert made.gateway.balance_interval_s == 0
+    assert settings("--gateway-balance-interval-s", "2").gateway.balance_interval_s == 2
 
 
 def test_settings_and_their_other_names() -> None:

@@ -29,12 +29,12 @@ from backend.rollout.make import STDLIB, make_trace
 from backend.rollout.options import TraceOptions
 from backend.rollout.trace import read_trace, write_cases
 
-STAY = ("--gateway-balance-interval-s", "0")
+MOVE = ("--gateway-balance-interval-s", "2")
 REMOTE = ("--impl", "disaggregated", "--drafters", "2")
 WAYS: Mapping[str, tuple[str, ...]] = {
-    "native": ("--impl", "native", *STAY),
-    "disaggregated": (*REMOTE, *STAY),
-    "disaggregated, moving": REMOTE,
+    "native": ("--impl", "native"),
+    "disaggregated": REMOTE,
+    "disaggregated, moving": (*REMOTE, *MOVE),
 }
 PROMPT_TOKENS = (16, 256)
 SHORTEST = 16
