@@ -65,7 +65,6 @@ class FleetCore(EngineCoreClient):
         *,
         router: Router | None = None,
         silence_limit_s: float = 10.0,
-        failover_wait_s: float = 60.0,
         poison_after: int = 2,
         gateway_id: str | None = None,
         slots: int | None = None,
@@ -85,7 +84,6 @@ class FleetCore(EngineCoreClient):
         self._observer = observer
         self.choosing = Choosing(router or LeastLoaded())
         self._silence_limit_s = silence_limit_s
-        self._failover_wait_s = failover_wait_s
         self._poison_after = poison_after
         self._stopping = False
         self.weights = WeightsInForce()
@@ -175,7 +173,7 @@ class FleetCore(EngineCoreClient):
             raise ShuttingDown
         if self.routable():
             return
-        until = self._served_at + min(self._failover_wait_s, HOLD_S)
+        until = self._served_at + min(self.gate.wait_s, HOLD_S)
         while not self.routable():
             left = until - time.monotonic()
             if left <= 0:
@@ -385,7 +383,7 @@ class FleetCore(EngineCoreClient):
         for record in left:
             if not self._place(record):
                 loop = asyncio.get_running_loop()
-                record.giving_up = loop.call_later(self._failover_wait_s, self._fail, [record], VerifierLost)
+                record.giving_up = loop.call_later(self.gate.wait_s, self._fail, [record], VerifierLost)
 
     def migrate(self, request_ids: Sequence[str], target: str | None, cause: str) -> int:
         """Moves running sequences to the verifier `target`, or to whichever routing chooses; returns how many moved.

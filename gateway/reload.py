@@ -26,7 +26,6 @@ RELOADABLE = frozenset(
         "admin_key",
         "affinity",
         "api_key",
-        "keep_alive_s",
         "keys_file",
         "max_body_mib",
         "max_in_flight",

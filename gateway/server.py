@@ -78,7 +78,6 @@ def build_gateway(
         metrics if tracing is None else SequenceSpans(tracing, metrics),
         router=router,
         silence_limit_s=settings.verifier.gateway_lease_s,
-        failover_wait_s=settings.gateway.failover_wait_s,
         poison_after=settings.gateway.poison_after,
         slots=settings.verifier.max_num_seqs,
         queueing=queueing_of(settings),

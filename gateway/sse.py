@@ -25,6 +25,8 @@ from gateway.errors import ApiError, from_vllm, translate
 T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
+KEEP_ALIVE_S = 15.0
+"""A stream that was silent for so long gets that comment: proxies close what looks dead."""
 HEADERS = {"cache-control": "no-store", "connection": "keep-alive", "x-accel-buffering": "no"}
 _ERROR_PREFIX = 'data: {"error"'
 
@@ -80,16 +82,15 @@ async def _disconnect(request: Request) -> None:
 class Events:
     """Events on their way: put in by whoever makes them, taken out by the connection's task."""
 
-    def __init__(self, keep_alive_s: float) -> None:
+    def __init__(self) -> None:
         self.ended = False
         self.error: ApiError | None = None
         self.last = b""
         self._loop = asyncio.get_running_loop()
         self._parts: list[bytes] = []
         self._waiting: asyncio.Future[None] | None = None
-        self._keep_alive_s = keep_alive_s
         self._taken_at = self._loop.time()
-        self._timer = self._loop.call_later(keep_alive_s, self._silent)
+        self._timer = self._loop.call_later(KEEP_ALIVE_S, self._silent)
 
     def put(self, events: bytes) -> None:
         """Some whole events; nothing after the end."""
@@ -142,12 +143,12 @@ class Events:
 
     def _silent(self) -> None:
         """A comment when nothing was taken for a whole interval; looks again when that may next be so."""
-        due = self._taken_at + self._keep_alive_s
+        due = self._taken_at + KEEP_ALIVE_S
         if due <= self._loop.time():
             # One that waits already is enough for a client that takes nothing.
             if not self._parts:
                 self.put(KEEP_ALIVE)
-            due = self._loop.time() + self._keep_alive_s
+            due = self._loop.time() + KEEP_ALIVE_S
         self._timer = self._loop.call_at(due, self._silent)
 
 
@@ -191,11 +192,9 @@ class Generated:
             await self._chunks.aclose()
 
 
-async def stream_response(
-    request: Request, source: Source, dialect: Dialect, keep_alive_s: float, on_disconnect: Callable[[], None]
-) -> EventStream:
+async def stream_response(request: Request, source: Source, dialect: Dialect, on_disconnect: Callable[[], None]) -> EventStream:
     """The streaming response for a source's events; raises `ApiError` when there is an error before any of them."""
-    events = Events(keep_alive_s)
+    events = Events()
     leaving = asyncio.ensure_future(_disconnect(request))
     leaving.add_done_callback(lambda _: events.wake())
     stream = EventStream(source, events, dialect, leaving, on_disconnect)

@@ -6,6 +6,7 @@ import gc
 import os
 import sys
 import tempfile
+from collections.abc import Generator
 from typing import Any
 
 import hypothesis
@@ -42,6 +43,16 @@ def pytest_collection_finish() -> None:
     """What was imported stays."""
     gc.enable()
     gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A failure shows what the fleets said that ran."""
+    report = yield
+    if report.failed and (module := sys.modules.get("tests.support.fleet_process")):
+        for fleet in module.FLEETS:
+            report.sections.append((f"fleet at {fleet.url}", "".join(fleet.output[-60:])))
+    return report
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

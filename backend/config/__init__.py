@@ -2,7 +2,6 @@
 
 from backend.config.settings import (
     REMOTE_MODES,
-    CoordinatorSettings,
     DraftingSettings,
     GatewaySettings,
     RaySettings,
@@ -14,7 +13,6 @@ from backend.config.settings import (
 
 __all__ = [
     "REMOTE_MODES",
-    "CoordinatorSettings",
     "DraftingSettings",
     "GatewaySettings",
     "RaySettings",

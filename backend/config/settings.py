@@ -78,14 +78,18 @@ class GatewaySettings(Section):
         1 << 20, ge=0, description="tokens of waiting sequences, prompts and expected outputs; more: 503"
     )
     queue_wait_s: float = Field(
-        60.0, ge=0, description="seconds that a request waits for room at most; one that would wait longer: 503 at once"
+        60.0,
+        ge=0,
+        description="seconds that a request waits at most: for room (one that would wait longer: 503 at once), or for another "
+        "verifier where its own was lost",
     )
     max_body_mib: int = Field(16, ge=1, description="largest request body in MiB")
     max_n: int = Field(64, ge=1, description="largest `n` of one request")
-    keep_alive_s: float = Field(15.0, gt=0, description="seconds between SSE comments on an otherwise silent stream")
-    drain_s: float = Field(30.0, ge=0, description="seconds that open requests may go on after SIGINT or SIGTERM")
-    failover_wait_s: float = Field(
-        60.0, ge=0, description="seconds that a request whose verifier was lost waits for another one to be ready"
+    drain_s: float = Field(
+        30.0,
+        ge=0,
+        description="seconds that open requests may go on after SIGINT or SIGTERM, and at a verifier before they are moved "
+        "elsewhere when it is removed or restarted",
     )
     poison_after: int = Field(
         2, ge=1, description="a request under which so many verifiers were lost is refused instead of tried again"
@@ -165,11 +169,6 @@ class VerifierSettings(Section):
     draft_deadline_ms: float = Field(
         250.0, gt=0, description="longest wait for drafts, whatever the measured round trip suggests"
     )
-    handover_mib: int = Field(
-        256,
-        ge=0,
-        description="host memory for the features of running requests, in MiB: drafters that take over start warm; 0: off",
-    )
     ahead_outcomes: int = Field(8, ge=1, le=64, description="outcomes drafted ahead per request and step at most")
     lookup: bool = Field(
         True,
@@ -226,7 +225,6 @@ class DraftingSettings(Section):
     ring_dir: str | None = Field(
         None, description="folder of the sequences that drafters learn from; default: in memory, gone when the fleet ends"
     )
-    ring_mib: int = Field(256, ge=8, description="MiB of such sequences per drafter; the oldest go first")
 
     @field_validator("learning_dir", "ring_dir")
     @classmethod
@@ -240,25 +238,9 @@ class DraftingSettings(Section):
         return check_resources(value)
 
 
-class CoordinatorSettings(Section):
-    """Membership, and which drafter serves which verifier."""
-
-    lease_s: float = Field(2.0, gt=0, description="a member silent for so long is lost")
-    drain_deadline_s: float = Field(
-        30.0,
-        ge=0,
-        description="remove and restart: a verifier's requests that take longer are moved elsewhere; SIGTERM: a member that "
-        "takes longer to move its requests ends all the same",
-    )
-
-
 class TransportSettings(Section):
-    """The data plane."""
+    """The data plane: ipc within a Ray node, tcp with CURVE between nodes."""
 
-    kind: Literal["auto", "ipc", "tcp"] = Field(
-        "auto",
-        description="auto: ipc within a Ray node, tcp with CURVE between nodes; ipc: one node only; tcp: within a node too",
-    )
     ring_mib: int = Field(
         64, ge=0, description="shared memory per verifier and drafter on one host for large features, in MiB; 0: sockets alone"
     )
@@ -308,7 +290,6 @@ class TracingSettings(Section):
     """OpenTelemetry traces; needs the extra `tracing`."""
 
     endpoint: str | None = Field(None, description="OTLP/HTTP collector, such as http://127.0.0.1:4318; none: no tracing")
-    sample_ratio: float = Field(1.0, ge=0, le=1, description="share of traces kept that begin here; others as the caller says")
 
     @field_validator("endpoint")
     @classmethod
@@ -366,7 +347,6 @@ class Settings(Section):
     gateway: GatewaySettings = Field(default_factory=GatewaySettings)
     verifier: VerifierSettings = Field(default_factory=VerifierSettings)
     drafting: DraftingSettings = Field(default_factory=DraftingSettings)
-    coordinator: CoordinatorSettings = Field(default_factory=CoordinatorSettings)
     transport: TransportSettings = Field(default_factory=TransportSettings)
     records: RecordsSettings = Field(default_factory=RecordsSettings)
     tracing: TracingSettings = Field(default_factory=TracingSettings)

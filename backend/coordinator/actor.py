@@ -23,7 +23,7 @@ from backend.config import REMOTE_MODES, Settings
 from backend.coordinator.administration import Administration
 from backend.coordinator.commands import Answer, AnyCommand
 from backend.coordinator.messages import CoordinatorUnavailable, Credentials, FleetInfo, Progress, Report
-from backend.coordinator.policy import Coordinator
+from backend.coordinator.policy import LEASE_S, Coordinator
 from backend.fleet import DrafterStats, FleetSnapshot, Member, MemberState, Operation, Orders, VerifierStats
 
 NAME = "outrider-coordinator"
@@ -35,15 +35,15 @@ _encode = msgspec.msgpack.Encoder().encode
 class CoordinatorActor:
     """The policy behind a clock.  Arguments and answers are MessagePack."""
 
-    def __init__(self, lease_s: float, info: bytes) -> None:
+    def __init__(self, info: bytes) -> None:
         self._info = info
         known = msgspec.msgpack.decode(info, type=FleetInfo)
         self._fleet_keys = known.fleet_keys
         settings = Settings.model_validate_json(known.settings_json)
         # Milliseconds of the wall clock: generations go on growing when Ray restarts this actor.
-        self._policy = Coordinator(lease_s, time.time_ns() // 1_000_000)
-        deadline_s = settings.coordinator.drain_deadline_s
-        self._administration = Administration(self._policy, deadline_s, settings.mode in REMOTE_MODES, uuid.uuid4().hex)
+        self._policy = Coordinator(LEASE_S, time.time_ns() // 1_000_000)
+        drain_s = settings.gateway.drain_s
+        self._administration = Administration(self._policy, drain_s, settings.mode in REMOTE_MODES, uuid.uuid4().hex)
 
     def register(self, payload: bytes) -> bytes:
         self._policy.register(msgspec.msgpack.decode(payload, type=Member), time.monotonic())
@@ -98,14 +98,14 @@ class CoordinatorHandle:
         self._timeout_s = timeout_s
 
     @classmethod
-    def create(cls, namespace: str, lease_s: float, info: FleetInfo, timeout_s: float = 30.0) -> CoordinatorHandle:
+    def create(cls, namespace: str, info: FleetInfo, timeout_s: float = 30.0) -> CoordinatorHandle:
         """Starts the coordinator on this node; the process that calls this owns it.  The fleet ends with that process."""
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
         options = ray.remote(CoordinatorActor).options(
             name=NAME, namespace=namespace, num_cpus=0, max_restarts=-1, max_task_retries=0, scheduling_strategy=here
         )
         try:
-            actor = options.remote(lease_s, _encode(info))
+            actor = options.remote(_encode(info))
         except ValueError as error:
             raise CoordinatorUnavailable(f"a fleet is already running in the Ray namespace {namespace!r}") from error
         handle = cls(namespace, actor, timeout_s)

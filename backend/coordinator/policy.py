@@ -40,6 +40,8 @@ from backend.fleet import (
 
 FORGET_LOST_S = 60.0
 """A lost member stays in the snapshot for so long, so that people see it."""
+LEASE_S = 2.0
+"""A member that was silent for so long is lost."""
 START_LEASE_S = 120.0
 """A member that starts is not expected to report: loading a model may hold its interpreter for long."""
 SPARE_SHARE_S = 5e-6

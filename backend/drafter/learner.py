@@ -40,6 +40,8 @@ RESTART_S, LONGEST_RESTART_S = 10.0, 600.0
 JOIN_S = 5.0
 SHARED_MEMORY = Path("/dev/shm")
 KEPT_VERSIONS = 4
+RING_BYTES = 256 << 20
+"""Of the sequences a drafter learns from; the oldest go first."""
 
 
 class Learner:
@@ -68,7 +70,7 @@ class Learner:
         self._trains = settings.learning != "on" or self._version > 0
         """A given head does once it needs to, and goes on then."""
         self._watch = Watch()
-        self._writer = ReplayWriter(ReplayRing(self._ring_dir, settings.ring_mib * 2**20))
+        self._writer = ReplayWriter(ReplayRing(self._ring_dir, RING_BYTES))
         self.lessons = Lessons(self._writer, self._watch)
         """For the drafting thread."""
         self._news: queue.SimpleQueue[News | None] = queue.SimpleQueue()

@@ -170,7 +170,6 @@ def _worker_options(settings: Settings, paths: ResolvedModels, verifier_id: str)
         "raw_features": paths.learning_dir is not None,
         "ahead_outcomes": settings.verifier.ahead_outcomes,
         "draft_deadline_ms": settings.verifier.draft_deadline_ms,
-        "handover_mib": settings.verifier.handover_mib,
         "fixed_responses": settings.verifier.fixed_responses,
         "shared_noise": settings.mode != "native",
         "lookup": settings.verifier.lookup,

@@ -29,6 +29,8 @@ from backend.transport import ServerKeys, Wire
 from backend.wire.drafting import TargetTensor
 
 KEPT_PROJECTIONS = 8
+HANDOVER_BYTES = 256 << 20
+"""Host memory for the features of running requests: drafters that take over start warm."""
 """Heads whose `fc` is kept at hand: each drafter may have another."""
 
 
@@ -77,8 +79,7 @@ class _Mixed:
 
         # What the fleet was started with must load: an error here is one of the start.
         projection("")
-        handover_bytes = options["handover_mib"] * 2**20
-        return FeatureShipper(options["verifier_id"], projection, options["ring_bytes"], handover_bytes)
+        return FeatureShipper(options["verifier_id"], projection, options["ring_bytes"], HANDOVER_BYTES)
 
     def set_drafters(self, refs: list[DrafterRef], epoch: int, fleet_keys: ServerKeys | None, weights: int = 0) -> None:
         """The assignment changed; called by the engine's thread between two steps, on every rank."""

@@ -121,19 +121,9 @@ class RayCluster:
         return bool(cpus <= free.get("CPU", 0) and gpus <= free.get("GPU", 0))
 
     @property
-    def nodes(self) -> int:
-        """Live nodes."""
-        return sum(bool(node["Alive"]) for node in ray.nodes())
-
-    @property
     def node_id(self) -> str:
         """This node's name in the cluster."""
         return str(ray.get_runtime_context().get_node_id())
-
-    @property
-    def host(self) -> str:
-        """This node's address in the cluster."""
-        return str(ray.util.get_node_ip_address())
 
     def close(self) -> None:
         """Leaves the cluster; ends it and removes its files when it is ours."""

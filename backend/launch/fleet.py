@@ -230,8 +230,7 @@ def _token(ray_address: str | None) -> str | None:
 
 
 def _hardware(cluster: RayCluster) -> Hardware:
-    nodes = cluster.nodes
-    return Hardware(sorted(os.sched_getaffinity(0)), cluster.gpus, nodes, cluster.host, local=cluster.ours)
+    return Hardware(sorted(os.sched_getaffinity(0)), cluster.gpus, local=cluster.ours)
 
 
 def _plan_when_there_is_room(
@@ -264,6 +263,6 @@ def _start_coordinator(cluster: RayCluster, decided: FleetPlan, models: Resolved
     keys = new_server_keys() if decided.encrypted else None
     info = FleetInfo(decided.settings.model_dump_json(), models, keys)
     try:
-        return CoordinatorHandle.create(cluster.namespace, decided.settings.coordinator.lease_s, info)
+        return CoordinatorHandle.create(cluster.namespace, info)
     except CoordinatorUnavailable as error:
         raise LaunchError(str(error)) from error

@@ -35,11 +35,8 @@ class Hardware:
     cores: Sequence[int]
     """CPU cores this process may use; members are bound to them when the cluster is only this host."""
     gpus: float
-    nodes: int
-    host: str
-    """The Ray address of this node."""
     local: bool
-    """True: the cluster is this host and ours alone."""
+    """True: the cluster is this host and ours alone; to one that is not, other nodes may come at any time."""
 
 
 @dataclass(frozen=True)
@@ -84,10 +81,9 @@ def plan(settings: Settings, models: ResolvedModels, hardware: Hardware, runtime
     shares = share_cores(hardware.cores, counts)
     if hardware.local:
         _note_cores(names, shares, counts, hardware, notes)
-    tcp = _uses_tcp(settings, hardware)
-    around = _Surroundings(filled, models, hardware, runtime_dir, tcp)
+    around = _Surroundings(filled, models, hardware, runtime_dir)
     members = [_member(around, member_id, kind, cores) for (member_id, kind), cores in zip(names, shares, strict=True)]
-    return FleetPlan(filled, members, tcp, notes)
+    return FleetPlan(filled, members, not hardware.local, notes)
 
 
 def counted(settings: Settings, models: ResolvedModels, hardware: Hardware) -> Settings:
@@ -121,14 +117,6 @@ def _counts(settings: Settings) -> tuple[int, int]:
     return verifiers, drafters if settings.mode in REMOTE_MODES else 0
 
 
-def _uses_tcp(settings: Settings, hardware: Hardware) -> bool:
-    """Other nodes may join a cluster that is not ours at any time."""
-    kind = settings.transport.kind
-    if kind == "ipc" and hardware.nodes > 1:
-        raise PlanError(f"--transport-kind ipc stays within one node, and the Ray cluster has {hardware.nodes}")
-    return kind == "tcp" or (kind == "auto" and (hardware.nodes > 1 or not hardware.local))
-
-
 def plan_further(
     decided: FleetPlan,
     models: ResolvedModels,
@@ -143,7 +131,7 @@ def plan_further(
     wanted = _cores_wanted(decided.settings, models, kind) if hardware.local else 0
     used = Counter(core for other in others for core in other.cores)
     cores = sorted(sorted(hardware.cores, key=lambda core: (used[core], core))[:wanted])
-    return _member(_Surroundings(decided.settings, models, hardware, runtime_dir, decided.encrypted), member_id, kind, cores)
+    return _member(_Surroundings(decided.settings, models, hardware, runtime_dir), member_id, kind, cores)
 
 
 @dataclass(frozen=True)
@@ -154,7 +142,6 @@ class _Surroundings:
     models: ResolvedModels
     hardware: Hardware
     runtime_dir: Path
-    tcp: bool
 
 
 def _cores_wanted(settings: Settings, models: ResolvedModels, kind: MemberKind) -> int:
@@ -177,10 +164,10 @@ def _member(around: _Surroundings, member_id: str, kind: MemberKind, cores: list
         cores=cores,
         num_cpus=0 if hardware.local else cpus,
         num_gpus=gpus,
-        address=_address(settings, hardware, around.runtime_dir, member_id, around.tcp),
+        address=_address(settings, hardware, around.runtime_dir, member_id),
         env={"OMP_NUM_THREADS": str(threads)} if threads else {},
         resources=(settings.verifier if kind == "verifier" else settings.drafting).ray_resources,
-        local=around.tcp and settings.transport.kind == "auto" and not hardware.local,
+        local=not hardware.local,
     )
 
 
@@ -255,11 +242,11 @@ def _note_cores(
     notes.append(f"CPU cores: {'; '.join(bound)}{shared}")
 
 
-def _address(settings: Settings, hardware: Hardware, runtime_dir: Path, member_id: str, tcp: bool) -> str:
-    if tcp:
-        host = settings.transport.host or (hardware.host if hardware.local else NODE_HOST)
+def _address(settings: Settings, hardware: Hardware, runtime_dir: Path, member_id: str) -> str:
+    if not hardware.local:
+        host = settings.transport.host or NODE_HOST
         return f"tcp://{f'[{host}]' if ':' in host else host}:{settings.transport.ports or 0}"
     path = runtime_dir / f"{member_id}.sock"
     if len(str(path)) > LONGEST_IPC_PATH:
-        raise PlanError(f"{path}: too long for a socket (set TMPDIR to a shorter directory, or --transport-kind tcp)")
+        raise PlanError(f"{path}: too long for a socket (set TMPDIR to a shorter directory)")
     return f"ipc://{path}"

@@ -90,7 +90,7 @@ class MemberActor(ABC):
         self._membership.join_fleet()
         self._process.start()
         self._membership.become("ready", self._process.address)
-        Departure(self._membership, self._is_idle, self.stop, loaded.coordinator.drain_deadline_s).on_sigterm()
+        Departure(self._membership, self._is_idle, self.stop, loaded.gateway.drain_s).on_sigterm()
 
     def stop(self) -> None:
         """Leaves the fleet and ends serving; the actor's process is ended by whoever called."""

@@ -39,7 +39,7 @@ def open_tracing(settings: TracingSettings, role: str, instance: str) -> Tracing
     """This process's tracing; None when it is off.  `role` is gateway, verifier or drafter.  Raises `TracingError`."""
     if settings.endpoint is None:
         return None
-    return Tracing(role, instance, settings.sample_ratio, _import().exporter(endpoint=settings.endpoint, timeout=CLOSE_S))
+    return Tracing(role, instance, _import().exporter(endpoint=settings.endpoint, timeout=CLOSE_S))
 
 
 class _OpenTelemetry:
@@ -51,7 +51,6 @@ class _OpenTelemetry:
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
-        from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         self.trace = trace
@@ -59,8 +58,6 @@ class _OpenTelemetry:
         self.resource = Resource
         self.provider = TracerProvider
         self.batches = BatchSpanProcessor
-        self.parent_based = ParentBased
-        self.by_ratio = TraceIdRatioBased
         self.contexts = TraceContextTextMapPropagator()
 
 
@@ -93,9 +90,12 @@ def _tell_once() -> None:
 
 
 class Tracing:
-    """Starts spans.  `exporter` is OpenTelemetry's; tests give one that keeps spans in memory."""
+    """Starts spans.  `exporter` is OpenTelemetry's; tests give one that keeps spans in memory.
 
-    def __init__(self, role: str, instance: str, sample_ratio: float, exporter: Any) -> None:
+    Which traces are kept is the library's own matter (`OTEL_TRACES_SAMPLER`).
+    """
+
+    def __init__(self, role: str, instance: str, exporter: Any) -> None:
         library = _import()
         self._library = library
         try:
@@ -103,9 +103,8 @@ class Tracing:
         except importlib.metadata.PackageNotFoundError:
             version = "0"
         about = {"service.name": f"outrider-{role}", "service.instance.id": instance, "service.version": version}
-        sampler = library.parent_based(library.by_ratio(sample_ratio))
         # Not the library's global provider: several of ours may live in one process, and vLLM has its own.
-        self._provider = library.provider(sampler=sampler, resource=library.resource(about), shutdown_on_exit=False)
+        self._provider = library.provider(resource=library.resource(about), shutdown_on_exit=False)
         self._provider.add_span_processor(
             library.batches(exporter, schedule_delay_millis=1000, export_timeout_millis=CLOSE_S * 1000)
         )

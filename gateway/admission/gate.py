@@ -52,7 +52,7 @@ class Gate:
     def __init__(self, room: Callable[[], float], queueing: Queueing) -> None:
         self._room = room
         self._queue = FairQueue(queueing.max_sequences, queueing.max_tokens)
-        self._wait_s = queueing.wait_s
+        self.wait_s = queueing.wait_s
         self._waiting: dict[Item, _Waiting] = {}
         self._by_claim: dict[Claim, _Waiting] = {}
         self._promised = 0
@@ -73,7 +73,7 @@ class Gate:
     def limit(self, queueing: Queueing) -> None:
         """Other bounds, from the next request on."""
         self._queue.max_sequences, self._queue.max_tokens = queueing.max_sequences, queueing.max_tokens
-        self._wait_s = queueing.wait_s
+        self.wait_s = queueing.wait_s
 
     async def enter(self, claim: Claim) -> None:
         """Returns when the claim's sequences may go to the verifiers.  Raises `Overloaded`."""
@@ -133,7 +133,7 @@ class Gate:
 
     def _queue_up(self, claim: Claim) -> _Waiting:
         now = time.monotonic()
-        wait_s = self._wait_s if claim.wait_s is not None and claim.wait_s < 0 else claim.wait_s
+        wait_s = self.wait_s if claim.wait_s is not None and claim.wait_s < 0 else claim.wait_s
         item = _item(claim, math.inf if wait_s is None else now + wait_s)
         expected_s = self._queue.expected_wait_s(item.flow, item.priority, now)
         if wait_s is not None and (wait_s <= 0 or (expected_s is not None and expected_s > wait_s)):

@@ -94,8 +94,7 @@ async def respond(
     if isinstance(answer, AsyncGenerator):
         answer = Generated(answer if inquiry is None else inquiry.add_to_stream(answer))
     if isinstance(answer, Generated | PlainStream):
-        keep_alive_s = gateway.settings.gateway.keep_alive_s
-        return await stream_response(request, answer, dialect, keep_alive_s, gateway.metrics.client_left)
+        return await stream_response(request, answer, dialect, gateway.metrics.client_left)
     pieces = await answers.in_pieces(lambda: _checked(answer.make()), shown) if isinstance(answer, Deferred) else None
     body = shown(answer) if pieces is None else pieces.body
     if inquiry is not None:

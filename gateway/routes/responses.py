@@ -94,8 +94,7 @@ async def _follow(gateway: Gateway, request: Request, response_id: str, after: i
 
 
 async def _stream(gateway: Gateway, request: Request, chunks: AsyncGenerator[str, None]) -> Response:
-    settings = gateway.settings.gateway
-    return await stream_response(request, Generated(chunks), DIALECT, settings.keep_alive_s, gateway.metrics.client_left)
+    return await stream_response(request, Generated(chunks), DIALECT, gateway.metrics.client_left)
 
 
 _dumps = partial(json.dumps, separators=(",", ":"))

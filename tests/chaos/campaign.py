@@ -120,7 +120,7 @@ async def disturbed(options: Options) -> Result:
         "--drafters=2",
         # Here verifiers die under innocent requests all the time.
         "--gateway-poison-after=50",
-        "--gateway-failover-wait-s=90",
+        "--gateway-queue-wait-s=90",
         '--verifier-engine-args={"structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": true}}',
     )
     try:

@@ -36,7 +36,7 @@ def cluster() -> Iterator[RayCluster]:
 
 @pytest.fixture
 def coordinator(cluster: RayCluster) -> Iterator[CoordinatorHandle]:
-    handle = CoordinatorHandle.create(cluster.namespace, 2.0, INFO)
+    handle = CoordinatorHandle.create(cluster.namespace, INFO)
     yield handle
     handle.kill()
     deadline = time.monotonic() + 30
@@ -70,7 +70,7 @@ def test_members_register_report_and_leave(cluster: RayCluster, coordinator: Coo
 
 def test_a_second_fleet_in_a_namespace_is_refused(cluster: RayCluster, coordinator: CoordinatorHandle) -> None:
     with pytest.raises(CoordinatorUnavailable, match="already running"):
-        CoordinatorHandle.create(cluster.namespace, 2.0, INFO)
+        CoordinatorHandle.create(cluster.namespace, INFO)
 
 
 def test_after_a_crash_it_knows_nobody_and_still_has_the_keys(coordinator: CoordinatorHandle) -> None:
@@ -100,7 +100,7 @@ def test_a_missing_coordinator_is_one_exception(cluster: RayCluster) -> None:
 
 
 def test_a_dead_coordinator_is_one_exception(cluster: RayCluster) -> None:
-    handle = CoordinatorHandle.create(cluster.namespace, 2.0, INFO)
+    handle = CoordinatorHandle.create(cluster.namespace, INFO)
     handle.kill()
     deadline = time.monotonic() + 30
     while _answers(handle):

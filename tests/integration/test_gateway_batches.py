@@ -316,7 +316,7 @@ async def test_one_gateway_of_several_carries_out(tmp_path):
 
 async def test_lines_that_the_fleet_cannot_serve_now_are_tried_again(monkeypatch):
     monkeypatch.setattr(runner, "RETRY_S", (0.01, 0.05))
-    async with serving(failover_wait_s=0.1) as (running, client):
+    async with serving(queue_wait_s=0.1) as (running, client):
         running.verifier.behaviour = silent
         batch = await begin(client, jsonl(request("a")))
         await eventually(lambda: bool(running.verifier.sequences))

@@ -56,7 +56,7 @@ async def test_members_come_restart_and_drain(tmp_path):
 
 
 async def test_a_member_declared_lost_is_dropped_unless_it_answers():
-    async with running_gateway(failover_wait_s=0) as running:
+    async with running_gateway(queue_wait_s=0) as running:
         running.verifier.behaviour = stall
         request = asyncio.ensure_future(running.http.post("/v1/completions", json={**COMPLETION, "stream": True}))
         await asyncio.wait_for(running.verifier.added.wait(), 30)

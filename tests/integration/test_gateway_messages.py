@@ -81,7 +81,7 @@ async def test_errors_have_anthropics_shape(running, fields, status, kind):
 
 
 async def test_a_lost_verifier_ends_a_stream_with_an_error_event():
-    async with running_gateway(failover_wait_s=0.05) as running:
+    async with running_gateway(queue_wait_s=0.05) as running:
         running.verifier.behaviour = stall
         lines = []
         async with running.http.stream("POST", "/v1/messages", json={**HI, "stream": True}) as answer:

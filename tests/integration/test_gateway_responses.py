@@ -281,7 +281,7 @@ async def test_without_a_folder_nothing_is_kept():
 
 
 async def test_a_stream_that_fails_says_so_and_is_kept_as_failed():
-    async with running_gateway(failover_wait_s=0.05) as running:
+    async with running_gateway(queue_wait_s=0.05) as running:
         running.verifier.behaviour = stall
         body = {"model": "demo", "input": "x", "stream": True}
         lines = []

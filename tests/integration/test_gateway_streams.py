@@ -118,9 +118,10 @@ async def test_stop_strings_end_the_sequence_at_the_verifier():
         assert running.idle
 
 
-async def test_comments_keep_a_silent_stream_open():
+async def test_comments_keep_a_silent_stream_open(monkeypatch):
+    monkeypatch.setattr("gateway.sse.KEEP_ALIVE_S", 0.05)
     gate = asyncio.Event()
-    async with running_gateway(keep_alive_s=0.05) as running:
+    async with running_gateway() as running:
         running.verifier.behaviour = gated(gate)
         seen = b""
         async with running.http.stream("POST", "/v1/chat/completions", json={**CHAT, "stream": True}) as response:
@@ -131,8 +132,9 @@ async def test_comments_keep_a_silent_stream_open():
         assert events(seen)[-1]["choices"][0]["finish_reason"] == "length"
 
 
-async def test_a_slow_first_token_starts_the_stream_with_a_comment():
-    async with running_gateway(keep_alive_s=0.05) as running:
+async def test_a_slow_first_token_starts_the_stream_with_a_comment(monkeypatch):
+    monkeypatch.setattr("gateway.sse.KEEP_ALIVE_S", 0.05)
+    async with running_gateway() as running:
         running.verifier.behaviour = silence
         async with running.http.stream("POST", "/v1/completions", json={**COMPLETION, "stream": True}) as response:
             assert response.status_code == 200
@@ -172,7 +174,7 @@ async def _read_a_little(running, path, body) -> None:
 
 @pytest.mark.parametrize(("path", "body"), [("/v1/chat/completions", CHAT), ("/v1/completions", COMPLETION)])
 async def test_a_verifier_lost_mid_stream_with_no_other_is_one_error_event(path, body, caplog):
-    async with running_gateway(failover_wait_s=0) as running:
+    async with running_gateway(queue_wait_s=0) as running:
         running.verifier.behaviour = stall
         request = asyncio.ensure_future(raw_stream(running, path, {**body, "n": 2}))
         await eventually(lambda: len(_emitted(running)) == 2)
@@ -186,7 +188,7 @@ async def test_a_verifier_lost_mid_stream_with_no_other_is_one_error_event(path,
 
 
 async def test_a_verifier_lost_before_the_first_byte_with_no_other_is_a_503():
-    async with running_gateway(failover_wait_s=0) as running:
+    async with running_gateway(queue_wait_s=0) as running:
         running.verifier.behaviour = silence
         for stream in (True,):
             request = asyncio.ensure_future(running.http.post("/v1/completions", json={**COMPLETION, "stream": stream}))
@@ -213,7 +215,7 @@ async def test_an_internal_failure_mid_stream_says_nothing():
 
 
 async def test_the_official_client_sees_the_error_event():
-    async with running_gateway(failover_wait_s=0) as running:
+    async with running_gateway(queue_wait_s=0) as running:
         running.verifier.behaviour = stall
         async with openai.AsyncOpenAI(base_url=f"{running.server.url}/v1", api_key="x", max_retries=0) as client:
             stream = await client.chat.completions.create(**CHAT, stream=True)

@@ -24,7 +24,7 @@ from tests.support.lora import write_adapter
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 TARGET = Path(backend.models.demo.__file__).parent / "target"
-RUNNING, LONG = 4, 600
+RUNNING, LONG = 4, 1500
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +38,17 @@ def fleet() -> Iterator[ServedFleet]:
 def http(fleet: ServedFleet) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=fleet.url, timeout=60) as client:
         yield client
+
+
+@pytest.fixture(autouse=True)
+def whole(fleet: ServedFleet, http: httpx.Client) -> None:
+    """A test that failed leaves no pause and no lost verifier to the next."""
+
+    def all_run() -> bool:
+        http.post("/resume")
+        return bool(http.get("/get_world_size").json()["world_size"] == 2)
+
+    wait_for(all_run, what="two verifiers run")
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,8 @@ from typing import Any
 import httpx
 
 ROOT = Path(__file__).resolve().parents[2]
+FLEETS: set[ServedFleet] = set()
+"""Those that run: a test that fails shows what they said."""
 
 
 class ServedFleet:
@@ -48,6 +50,7 @@ class ServedFleet:
             self.process.kill()
             raise RuntimeError("the fleet did not start:\n" + "".join(self.output[-40:]))
         self.http = httpx.Client(base_url=self.url, timeout=120)
+        FLEETS.add(self)
 
     def _read(self) -> None:
         assert self.process.stdout is not None
@@ -98,6 +101,7 @@ class ServedFleet:
             return self.process.wait(timeout_s)
         finally:
             self.process.kill()
+            FLEETS.discard(self)
             self.http.close()
 
 

@@ -18,7 +18,7 @@ RUNTIME = Path("/run/x")
 
 
 def decide(changes: dict[str, Any], models: ResolvedModels = EAGLE, **hardware: Any) -> FleetPlan:
-    offered = {"cores": [0, 1], "gpus": 0.0, "nodes": 1, "host": "127.0.0.1", "local": True, **hardware}
+    offered = {"cores": [0, 1], "gpus": 0.0, "local": True, **hardware}
     return plan(Settings.model_validate(changes), models, Hardware(**offered), RUNTIME)
 
 
@@ -68,20 +68,19 @@ def test_gpus_asked_for_and_not_there_are_refused(changes: dict[str, Any]) -> No
 
 
 def test_several_nodes_talk_encrypted_tcp() -> None:
-    decided = decide({}, nodes=2, local=False, host="10.0.0.1")
+    decided = decide({}, local=False)
     assert decided.encrypted
     assert {m.address for m in decided.members} == {"tcp://node:0"}
     assert [(m.cores, m.num_cpus) for m in decided.members] == [([], 1), ([], 1)]
 
 
-def test_tcp_on_one_host_binds_to_what_was_configured() -> None:
-    assert decide({"transport": {"kind": "tcp"}}).members[0].address == "tcp://127.0.0.1:0"
-    assert decide({"transport": {"kind": "tcp", "host": "::1"}}).members[0].address == "tcp://[::1]:0"
+def test_sockets_bind_to_what_was_configured() -> None:
+    assert decide({"transport": {"host": "::1"}}, local=False).members[0].address == "tcp://[::1]:0"
 
 
 def test_a_socket_path_that_is_too_long_is_refused() -> None:
     with pytest.raises(PlanError, match="too long"):
-        plan(Settings(), EAGLE, Hardware([0], 0, 1, "127.0.0.1", True), Path("/" + "x" * 100))
+        plan(Settings(), EAGLE, Hardware([0], 0, True), Path("/" + "x" * 100))
 
 
 @given(st.lists(st.integers(0, 63), min_size=1, max_size=16, unique=True), st.lists(st.integers(0, 5), max_size=8))
@@ -96,22 +95,15 @@ def test_cores_are_disjoint_while_they_last(available: list[int], counts: list[i
 
 def test_a_joined_cluster_may_grow_at_any_time() -> None:
     """So its members listen on tcp although it has one node yet, and over ipc for that node."""
-    decided = decide({}, nodes=1, local=False, host="10.0.0.1")
+    decided = decide({}, local=False)
     assert decided.encrypted
     assert [(m.address, m.local) for m in decided.members] == [("tcp://node:0", True)] * 2
-    assert not any(m.local for m in decide({"transport": {"kind": "tcp"}}, nodes=2, local=False).members)
     assert not any(m.local for m in decide({}).members), "its address is an ipc one already"
-
-
-def test_ipc_alone_does_not_reach_several_nodes() -> None:
-    with pytest.raises(PlanError, match="has 2"):
-        decide({"transport": {"kind": "ipc"}}, nodes=2, local=False)
-    assert not decide({"transport": {"kind": "ipc"}}, nodes=1, local=False).encrypted
 
 
 def test_ports_and_interfaces_are_the_members_own_to_find() -> None:
     transport = {"host": "eth1", "ports": "20000-20009"}
-    assert decide({"transport": transport}, nodes=2, local=False).members[0].address == "tcp://eth1:20000-20009"
+    assert decide({"transport": transport}, local=False).members[0].address == "tcp://eth1:20000-20009"
     for wrong in (
         {"host": "0.0.0.0"},
         {"host": "::"},
@@ -127,7 +119,7 @@ def test_ports_and_interfaces_are_the_members_own_to_find() -> None:
 def test_ranks_share_the_cores_and_have_a_gpu_each() -> None:
     on_cpu = decide({"verifier": {"tensor_parallel": 2}}, cores=[0, 1, 2]).members[0]
     assert (on_cpu.cores, on_cpu.env) == ([0, 1], {"OMP_NUM_THREADS": "1"})
-    more = decide({"verifier": {"tensor_parallel": 2, "cores": 4}}, local=False, nodes=2).members[0]
+    more = decide({"verifier": {"tensor_parallel": 2, "cores": 4}}, local=False).members[0]
     assert (more.num_cpus, more.env) == (4, {"OMP_NUM_THREADS": "2"})
     decided = decide({"verifier": {"tensor_parallel": 2}}, gpus=3.0)
     assert [(m.num_gpus, m.env) for m in decided.members] == [(2.0, {}), (1.0, {})]
@@ -138,7 +130,7 @@ def test_ranks_share_the_cores_and_have_a_gpu_each() -> None:
 
 def test_resources_of_ones_own_put_members_somewhere() -> None:
     changes = {"verifier": {"ray_resources": {"big": 1}}, "drafting": {"ray_resources": {"small": 0.5}}}
-    assert [m.resources for m in decide(changes, nodes=2, local=False).members] == [{"big": 1}, {"small": 0.5}]
+    assert [m.resources for m in decide(changes, local=False).members] == [{"big": 1}, {"small": 0.5}]
     for wrong in ({"GPU": 1}, {"big": 0}):
         with pytest.raises(ValueError, match=r"resource|more than 0"):
             decide({"verifier": {"ray_resources": wrong}})

@@ -8,9 +8,14 @@ from gateway.errors import ShuttingDown
 from gateway.sse import KEEP_ALIVE, Events
 
 
+@pytest.fixture(autouse=True)
+def interval(monkeypatch):
+    monkeypatch.setattr("gateway.sse.KEEP_ALIVE_S", 10.0)
+
+
 @pytest.fixture
-async def events():
-    events = Events(10.0)
+async def events(interval):
+    events = Events()
     yield events
     events.close()
 

@@ -30,9 +30,9 @@ NOT_KEPT = PARENT[:-1] + "0"
 class Kept:
     """A `Tracing` whose spans stay here."""
 
-    def __init__(self, ratio: float = 1.0) -> None:
+    def __init__(self) -> None:
         self._exporter = InMemorySpanExporter()
-        self.tracing = Tracing("test", "test-0", ratio, self._exporter)
+        self.tracing = Tracing("test", "test-0", self._exporter)
 
     def spans(self) -> list[Any]:
         self.tracing._provider.force_flush()
@@ -95,8 +95,10 @@ def test_a_trace_is_continued_and_its_context_handed_on(kept: Kept) -> None:
     assert exported.resource.attributes["service.name"] == "outrider-test"
 
 
-def test_who_began_the_trace_decides_whether_it_is_kept() -> None:
-    never, always = Kept(0.0), Kept(1.0)
+def test_who_began_the_trace_decides_whether_it_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    always = Kept()
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_always_off")
+    never = Kept()
     assert never.tracing.start("a", None) is None
     assert never.tracing.start("a", {"traceparent": PARENT}) is not None
     assert always.tracing.start("a", {"traceparent": NOT_KEPT}) is None

@@ -10,16 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from backend.coordinator.policy import Coordinator
+from backend.coordinator.policy import LEASE_S, Coordinator
 from backend.coordinator.water_filling import WaterFilling
 from backend.lab.simulator import arrivals, figures
 from backend.lab.simulator.arrivals import TraceError
 from backend.lab.simulator.members import Hardware
 from backend.lab.simulator.simulation import FleetSimulation, Route, Scenario
 from backend.models.resolve import Say
-
-LEASE_S = 2.0
-"""As `coordinator.lease_s`."""
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,14 @@ def home() -> Iterator[Path]:
 @pytest.fixture(scope="package")
 def fleet(collector: Collector, home: Path) -> Iterator[ServedFleet]:
     # Only requests that come with a trace are traced.
-    tracing = ("--tracing-endpoint", collector.url, "--tracing-sample-ratio", "0")
-    fleet = ServedFleet("--mode", "sync", "--ray-namespace", f"served-{os.getpid()}", *tracing)
+    tracing = ("--tracing-endpoint", collector.url)
+    fleet = ServedFleet(
+        "--mode",
+        "sync",
+        "--ray-namespace",
+        f"served-{os.getpid()}",
+        *tracing,
+        env={"OTEL_TRACES_SAMPLER": "parentbased_always_off"},
+    )
     yield fleet
     fleet.stop()
