@@ -116,7 +116,10 @@ def _unroll(pupil: Pupil, batch: Batch, depth: int, with_goals: bool = True) -> 
 
 def _overlap(drafted: Tensor, goal: Tensor, warmth: Tensor) -> Tensor:
     """sum_v min(p_v, q_v) at each row's temperature; of a greedy row, q of the target's choice."""
-    scale = torch.where(warmth > 0, warmth, 1.0)[:, None]
+    greedy = warmth == 0
+    scale = torch.where(greedy, 1.0, warmth)[:, None]
     q = (drafted / scale).softmax(-1)
-    greedy = q.gather(-1, goal.argmax(-1, keepdim=True)).squeeze(-1)
-    return torch.where(warmth > 0, torch.minimum((goal / scale).softmax(-1), q).sum(-1), greedy)
+    overlap = 1 - (q - (goal / scale).softmax(-1)).relu().sum(-1)
+    if not bool(greedy.any()):
+        return overlap
+    return torch.where(greedy, q.gather(-1, goal.argmax(-1, keepdim=True)).squeeze(-1), overlap)

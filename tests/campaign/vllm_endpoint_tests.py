@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import hashlib
-import importlib.metadata
 import json
 import os
 import re
@@ -26,6 +25,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
+
+from backend.engine.front import VLLM_VERSION
 
 HERE = Path(__file__).resolve().parent
 EXPECTED = HERE / "vllm_expected.toml"
@@ -79,7 +80,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--sdist", type=Path, help="vLLM's source distribution (vllm-*.tar.gz); default: it is downloaded")
     asked, for_pytest = parser.parse_known_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
-        root = unpack(asked.sdist or download(importlib.metadata.version("vllm").partition("+")[0], Path(folder)), Path(folder))
+        root = unpack(asked.sdist or download(VLLM_VERSION.partition("+")[0], Path(folder)), Path(folder))
         outcomes = list(judged(run(root, Path(folder) / "run", for_pytest), tomllib.loads(EXPECTED.read_text())))
     return report(outcomes)
 
