@@ -11,6 +11,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Set
+from functools import cache
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -80,6 +81,11 @@ def _finite(number: str) -> float:
 def parse(model: type[ModelT], data: dict[str, Any], no_effect: Mapping[str, Fits] = NO_EFFECT) -> ModelT:
     """`data` as `model`, without nulls and fields that have no effect.  Raises `BadRequest` or pydantic's ValidationError."""
     check_bounds(data)
+    return fitted(model, data, no_effect)
+
+
+def fitted(model: type[ModelT], data: dict[str, Any], no_effect: Mapping[str, Fits] = NO_EFFECT) -> ModelT:
+    """`parse` of what is within its bounds."""
     kept = check_fields(model, without_nulls(data), no_effect)
     try:
         return model.model_validate(kept)
@@ -90,8 +96,7 @@ def parse(model: type[ModelT], data: dict[str, Any], no_effect: Mapping[str, Fit
 
 def check_fields(model: type[pydantic.BaseModel], data: dict[str, Any], no_effect: Mapping[str, Fits]) -> dict[str, Any]:
     """`data` without fields that have no effect.  Raises `BadRequest` naming an unknown field and the nearest valid one."""
-    known = set(model.model_fields)
-    known.update(field.alias for field in model.model_fields.values() if field.alias)
+    known = _names(model)
     kept = {}
     for name, value in data.items():
         if name in known and name not in REFUSED:
@@ -104,6 +109,11 @@ def check_fields(model: type[pydantic.BaseModel], data: dict[str, Any], no_effec
             raise BadRequest(unknown(name, {"include_usage"}), param="stream_options", code="unknown_parameter")
         kept["stream_options"] = {key: value for key, value in options.items() if key != "include_obfuscation"}
     return kept
+
+
+@cache
+def _names(model: type[pydantic.BaseModel]) -> frozenset[str]:
+    return frozenset(model.model_fields) | {field.alias for field in model.model_fields.values() if field.alias}
 
 
 def unknown(name: str, known: Set[str], no_effect: Mapping[str, Fits] = MappingProxyType({})) -> str:

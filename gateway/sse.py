@@ -60,18 +60,31 @@ class ClientGone(Exception):
 
 async def unless_disconnected(request: Request, work: Awaitable[T]) -> T:
     """Awaits `work`; cancels it and raises `ClientGone` when the client leaves first.  The body must have been read."""
-    task = asyncio.ensure_future(work)
+    task = asyncio.current_task()
+    assert task is not None
+    gone = False
+
+    def leave(_: asyncio.Task[None]) -> None:
+        nonlocal gone
+        gone = True
+        task.cancel()
+
     leaving = asyncio.ensure_future(_disconnect(request))
+    leaving.add_done_callback(leave)
     try:
-        await asyncio.wait((task, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise ClientGone
+        done = await work
+    except asyncio.CancelledError:
+        if not gone or task.uncancel():
+            raise
+        raise ClientGone from None
     finally:
+        leaving.remove_done_callback(leave)
         leaving.cancel()
-        if not task.done():
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+    if gone:
+        # vLLM makes an answer of it.
+        task.uncancel()
+        raise ClientGone
+    return done
 
 
 async def _disconnect(request: Request) -> None:

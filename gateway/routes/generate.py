@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from backend.engine.front import (
     BatchChatCompletionRequest,
@@ -26,7 +27,7 @@ from gateway.calling import ended_apart, only_allowed
 from gateway.errors import BadRequest, ContextTooLong, from_vllm
 from gateway.fields import GENERATING
 from gateway.inquiry import current_inquiry, enter_inquiry
-from gateway.requests import ModelT, check_generation, parse, read_json
+from gateway.requests import ModelT, check_generation, fitted, parse, read_json
 from gateway.session import enter_session
 from gateway.sse import CHAT, Dialect, Generated, stream_response, unless_disconnected
 from gateway.state import Gateway, gateway_of
@@ -72,7 +73,7 @@ async def _read(gateway: Gateway, request: Request, model: type[ModelT]) -> Mode
     check_bounds(data)
     inquiry = await inquire(gateway, request, data)
     enter_inquiry(inquiry)
-    asked = parse(model, only_allowed(with_usage(data, inquiry)), GENERATING)
+    asked = fitted(model, only_allowed(with_usage(data, inquiry)), GENERATING)
     if inquiry is not None:
         inquiry.choices = getattr(asked, "n", None) or 1
     return asked
@@ -99,7 +100,7 @@ async def respond(
     body = shown(answer) if pieces is None else pieces.body
     if inquiry is not None:
         body = await inquiry.add_to(body)
-    return JSONResponse(body) if pieces is None else pieces.response(body)
+    return Response(msgspec.json.encode(body), media_type="application/json") if pieces is None else pieces.response(body)
 
 
 async def generate(gateway: Gateway, request: Request, asked: Any, create: Create) -> Any:
