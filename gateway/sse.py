@@ -60,31 +60,19 @@ class ClientGone(Exception):
 
 async def unless_disconnected(request: Request, work: Awaitable[T]) -> T:
     """Awaits `work`; cancels it and raises `ClientGone` when the client leaves first.  The body must have been read."""
-    task = asyncio.current_task()
-    assert task is not None
-    gone = False
-
-    def leave(_: asyncio.Task[None]) -> None:
-        nonlocal gone
-        gone = True
-        task.cancel()
-
+    # In a task of its own: vLLM makes an answer of a cancellation, and our own caller's would be lost.
+    task = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_disconnect(request))
-    leaving.add_done_callback(leave)
     try:
-        done = await work
-    except asyncio.CancelledError:
-        if not gone or task.uncancel():
-            raise
-        raise ClientGone from None
-    finally:
-        leaving.remove_done_callback(leave)
-        leaving.cancel()
-    if gone:
-        # vLLM makes an answer of it.
-        task.uncancel()
+        await asyncio.wait((task, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
         raise ClientGone
-    return done
+    finally:
+        leaving.cancel()
+        if not task.done():
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
 
 async def _disconnect(request: Request) -> None:

@@ -24,7 +24,7 @@ from tests.support.lora import write_adapter
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 TARGET = Path(backend.models.demo.__file__).parent / "target"
-RUNNING, LONG = 4, 1500
+RUNNING, LONG = 4, 900
 
 
 @pytest.fixture(scope="module")

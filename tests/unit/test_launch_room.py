@@ -18,16 +18,16 @@ MODELS = ResolvedModels("/t", "/d", "eagle", "demo")
 
 
 class Growing:
-    """A cluster that has a CPU more, and more nodes, every time somebody looks."""
+    """A cluster that has a CPU more every time somebody looks."""
 
     def __init__(self, ours: bool = False, gpus: float = 0.0) -> None:
-        self.ours, self.host, self.gpus = ours, "10.0.0.1", gpus
+        self.ours, self._gpus = ours, gpus
         self.looks = 0
 
     @property
-    def nodes(self) -> int:
+    def gpus(self) -> float:
         self.looks += 1
-        return self.looks
+        return self._gpus
 
     @property
     def cpus(self) -> float:
@@ -48,7 +48,7 @@ def no_time(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_waits_until_there_is_room_and_plans_for_what_is_there_then() -> None:
     told: list[str] = []
     decided = attempt(Growing(), 60, told)
-    assert decided.encrypted, "planned for the single node of the beginning"
+    assert len(decided.members) == 2
     assert told == ["waiting for the cluster to grow: the fleet needs 2 CPUs and the Ray cluster has 0"]
 
 
