@@ -25,6 +25,7 @@ from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollec
 
 from backend.engine.adapters import adapter_number
 from backend.engine.front.grammar import GrammarChecks
+from backend.engine.front.rendering import short_prompts_at_once
 from backend.wire.engine import EngineWelcome
 
 MAX_PROMPT_LOGPROBS = 20_000
@@ -98,6 +99,7 @@ class FleetClient(AsyncLLM, Generic[CoreT]):
         self.log_requests = False
         self.log_stats = False
         self.renderer = renderer_from_config(vllm_config)
+        short_prompts_at_once(self.renderer)
         self.input_processor = InputProcessor(vllm_config, self.renderer)
         self.grammars = GrammarChecks(vllm_config)
         # They are checked by then.
