@@ -71,10 +71,10 @@ def batches(draw: st.DrawFn) -> tuple[RowBatch, dict[str, int]]:
         interval_ms = draw(st.floats(0.5, 50.0))
         now += interval_ms / 1e3
         for row in rows:
-            kept.verification(row)
+            kept.put(row)
             if row.request_id not in left:
                 mine = made[row.request_id]
-                kept.request(
+                kept.put(
                     RequestRow(
                         request_id=row.request_id,
                         arrived_at=999.0,
@@ -89,7 +89,7 @@ def batches(draw: st.DrawFn) -> tuple[RowBatch, dict[str, int]]:
                         teacher_forced=True,
                     )
                 )
-        kept.step(step(number, rows, now, interval_ms))
+        kept.put(step(number, rows, now, interval_ms))
         number += 1
     dropped = draw(st.sets(st.sampled_from(sorted(names)), max_size=2))
     return kept.take(), {name: number for name, number in names.items() if name not in dropped}
@@ -218,7 +218,7 @@ def test_live_and_teacher_forced_acceptance_never_share_a_name() -> None:
 def test_rows_beyond_the_bound_are_counted() -> None:
     kept = KeptRows(1)
     for number in range(3):
-        kept.step(step(number, [], 0.0, 0.0))
+        kept.put(step(number, [], 0.0, 0.0))
     taken = kept.take()
     assert (len(taken), taken.lost) == (1, 2)
     assert (len(kept.take()), kept.take().lost) == (0, 0)
