@@ -20,24 +20,10 @@ ENOUGH = 16
 LIVE, FORCED = "live", "teacher_forced"
 
 
-def merged(parts: Sequence[Part]) -> list[Part]:
-    """One part per worker number, in order; incarnations of one verifier are put together."""
-    by_number: dict[int, Part] = {}
-    for part in sorted(parts, key=lambda each: each.number):
-        known = by_number.setdefault(part.number, Part(part.number, type(part.rows)()))
-        known.rows.add(part.rows)
-        known.numbers.update(part.numbers)
-        known.completed |= part.completed
-        known.finished_s = max(known.finished_s, part.finished_s)
-    return list(by_number.values())
-
-
 def round_report(finished: Round, about: dict[str, Any], weights: str = "0", fault: str = "") -> dict[str, Any]:
     """Everything about one round, for `report.json`: `weights` is their version, `fault` why they are not the newest."""
-    parts = merged(finished.parts)
-    workers = [_worker(part) for part in parts]
-    verified = finished.verifications()
-    whole = {number: row for part in parts for number, row in whole_requests(part, finished, verified).items()}
+    workers = [_worker(part) for part in finished.parts]
+    whole = {number: row for requests in whole_requests(finished).values() for number, row in requests.items()}
     tokens = sum(len(response) for response in finished.responses.values())
     straggler = max(workers, key=lambda each: each["finished_s"])
     others = [each["finished_s"] for each in workers if each is not straggler]
@@ -63,7 +49,7 @@ def round_report(finished: Round, about: dict[str, Any], weights: str = "0", fau
             for death in finished.deaths
         ],
         "workers": workers,
-        "summary": _summary(list(whole.values()), [row for part in parts for row in part.rows.steps]),
+        "summary": _summary(list(whole.values()), [row for part in finished.parts for row in part.rows.steps]),
         "worst_drafted": _worst_drafted(whole),
     }
 
