@@ -172,11 +172,10 @@ def _errors_of_one_line(options: RolloutOptions) -> Iterator[None]:
     from backend.launch.cluster import ClusterError
     from backend.launch.plan import PlanError
     from backend.launch.processes import LaunchError
-    from backend.rollout.run import RolloutError
 
     try:
         yield
-    except (ClusterError, CoordinatorUnavailable, LaunchError, PlanError, RolloutError, StateError) as error:
+    except (ClusterError, CoordinatorUnavailable, LaunchError, PlanError, StateError) as error:
         raise CommandError(str(error)) from error
     except OSError as error:
         raise CommandError(f"{error.filename or options.out}: {error.strerror or error}") from error

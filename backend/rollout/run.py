@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from backend.config.sources import CommandError
 from backend.engine.client import FreeSampling, fixed_sampling
 from backend.records.rows import RequestRow
 from backend.rollout.bar import Bar
@@ -28,7 +29,7 @@ NOBODY_S = 600.0
 """So long a round waits for a verifier when none is left; Ray is starting another."""
 
 
-class RolloutError(Exception):
+class RolloutError(CommandError):
     """The rollout cannot go on; the message is one line."""
 
 
