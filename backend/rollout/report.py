@@ -28,6 +28,7 @@ def round_report(finished: Round, about: dict[str, Any], weights: str = "0", fau
     straggler = max(workers, key=lambda each: each["finished_s"])
     others = [each["finished_s"] for each in workers if each is not straggler]
     kind = FORCED if about["fixed_responses"] else LIVE
+    drafts, accepted = sum(each["drafts"] for each in workers), sum(each["accepted"] for each in workers)
     return about | {
         "round": finished.number,
         "requests": len(finished.responses),
@@ -35,7 +36,7 @@ def round_report(finished: Round, about: dict[str, Any], weights: str = "0", fau
         "tokens": tokens,
         "tokens_per_s": _round(ratio(tokens, finished.wall_s)),
         "acceptance_is": kind,
-        f"{kind}_acceptance_length": _acceptance(sum(w["drafts"] for w in workers), sum(w["accepted"] for w in workers)),
+        f"{kind}_acceptance_length": _round(1 + accepted / drafts) if drafts else None,
         "straggler": {
             "worker": straggler["worker"],
             "finished_s": straggler["finished_s"],
@@ -180,10 +181,6 @@ def _worker(part: Part) -> dict[str, Any]:
         "step_ms_median": _round(statistics.median(step.busy_ms for step in steps)) if steps else 0.0,
         "finished_s": _round(part.finished_s),
     }
-
-
-def _acceptance(drafts: int, accepted: int) -> float | None:
-    return _round(1 + accepted / drafts) if drafts else None
 
 
 def _round(value: float) -> float:
