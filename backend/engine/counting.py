@@ -16,7 +16,7 @@ from backend.engine.recording import Recording
 from backend.engine.spans import EngineSpans
 from backend.fleet import VERSIONS, DraftCounters, Verified, VerifierStats
 from backend.fleet.speed import Line
-from backend.records.recorder import name_for_records
+from backend.records.rows import name_for_records
 from backend.speculation.waiting import Plan
 from backend.wire.engine import Asked
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 import pyarrow.csv
 
 from backend.records.reading import IDLE_COLUMNS, Incarnation, Records, RecordsError
-from backend.records.summary import Drafting, Outcomes, count_outcomes, drafting, of_drafter, step_wall_ms
+from backend.records.summary import Outcomes, count_outcomes, step_wall_ms, total
 
 Transitions = Counter[tuple[int, int]]
 """How often a verification that kept so many draft tokens was followed by one that kept so many."""
@@ -58,23 +58,11 @@ class Chapter:
     @property
     def outcomes(self) -> Outcomes:
         """Of all verifications."""
-        total: Outcomes = Counter()
-        for worker in self.workers:
-            total += count_outcomes(worker.verifications)
-        return total
-
-    def by_drafter(self) -> dict[str, Drafting]:
-        """Drafted verifications of each drafter."""
-        outcomes = self.outcomes
-        names = sorted({outcome.drafter for outcome in outcomes if outcome.draft_tokens})
-        return {name: drafting(of_drafter(outcomes, name)) for name in names}
+        return sum((count_outcomes(worker.verifications) for worker in self.workers), Counter())
 
     def transitions(self) -> Transitions:
         """Of all workers."""
-        total: Transitions = Counter()
-        for worker in self.workers:
-            total += transitions(worker.verifications)
-        return total
+        return sum((transitions(worker.verifications) for worker in self.workers), Counter())
 
     def alone_s(self) -> dict[str, float]:
         """How long each worker ran after all others had ended; only the last one did."""
@@ -119,7 +107,7 @@ def recorded(records: Records) -> list[Chapter]:
     zero = min(pc.min(steps["began_at"]).as_py() for _, steps in gathered)
     restarted = len({each.verifier_id for each, _ in gathered}) < len(gathered)
     verified = [records.table(each, "verification") for each, _ in gathered]
-    live = sum(pc.sum(pc.invert(table["teacher_forced"])).as_py() or 0 for table in verified)
+    live = sum(total(pc.invert(table["teacher_forced"])) for table in verified)
     forced = sum(table.num_rows for table in verified) - live
     workers = [
         _incarnation(
@@ -147,13 +135,13 @@ def _incarnation(
     at = pc.subtract(steps["began_at"], zero)
     emitting = pc.if_else(pc.greater(steps["tokens"], 0), pc.add(at, pc.divide(steps["busy_ms"], 1e3)), 0.0)
     about = each.books.about
-    idle = {cause: (pc.sum(steps[column]).as_py() or 0.0) / 1e3 for cause, column in IDLE_COLUMNS.items()}
+    idle = {cause: total(steps[column]) / 1e3 for cause, column in IDLE_COLUMNS.items()}
     return Worker(
         name=f"{about.verifier_id} ({about.incarnation[:4]})" if restarted else about.verifier_id,
         steps=pa.table({"at": at, "wall_ms": step_wall_ms(steps), "tokens": steps["tokens"], "requests": steps["requests"]}),
         verifications=verifications,
         requests=requests.select(["tokens", "verifications"]),
-        busy_s=pc.sum(steps["busy_ms"]).as_py() / 1e3,
+        busy_s=total(steps["busy_ms"]) / 1e3,
         idle_s=idle,
         began_s=pc.min(at).as_py(),
         ended_s=pc.max(emitting).as_py(),
@@ -166,7 +154,11 @@ def _incarnation(
 def rounds(directory: Path) -> list[Path]:
     """The directories of rounds in, at or under `directory`, in order."""
     found = {file.parent for pattern in ("", "*/", "*/*/") for file in directory.glob(f"{pattern}worker_*_perf.csv")}
-    return sorted(found, key=lambda each: [int(n) for n in re.findall(r"\d+", f"{each.parent.name}/{each.name}")])
+    return sorted(found, key=lambda each: _numbers(f"{each.parent.name}/{each.name}"))
+
+
+def _numbers(name: str) -> list[int]:
+    return [int(digits) for digits in re.findall(r"\d+", name)]
 
 
 def rolled_out(directory: Path) -> list[Chapter]:
@@ -176,7 +168,7 @@ def rolled_out(directory: Path) -> list[Chapter]:
 
 def _round(directory: Path) -> Chapter:
     told = _told(directory / "report.json")
-    files = sorted(directory.glob("worker_*_perf.csv"), key=lambda file: [int(n) for n in re.findall(r"\d+", file.name)])
+    files = sorted(directory.glob("worker_*_perf.csv"), key=lambda file: _numbers(file.name))
     workers = [_worker(file, told) for file in files]
     notes = [TEACHER_FORCED] if told.get("acceptance_is") == "teacher_forced" else []
     if not any("finished_s" in each for each in told.get("workers", [])):
@@ -186,31 +178,34 @@ def _round(directory: Path) -> Chapter:
 
 def _worker(perf: Path, told: dict[str, Any]) -> Worker | None:
     name = perf.name.removeprefix("worker_").removesuffix("_perf.csv")
-    steps = _csv(perf, ("step_ts", "step_interval", "step_tokens", "step_batchsize", "verify_time", "idle_time"))
+    times = dict.fromkeys(("step_ts", "step_interval", "verify_time", "idle_time"), pa.float64())
+    steps = _csv(perf, times | dict.fromkeys(("step_tokens", "step_batchsize"), pa.int64()))
     if not steps.num_rows:
         return None
-    markov = _csv(perf.with_name(f"worker_{name}_markov.csv"), ("acc_token_num", "draft_token_num", "cur_step", "req_id"))
+    columns = ("acc_token_num", "draft_token_num", "cur_step", "req_id")
+    markov = _csv(perf.with_name(f"worker_{name}_markov.csv"), dict.fromkeys(columns, pa.int64()))
     columns = ("req_id", "response_length", "rollout_step", "spec_matched_total")
-    requests = _csv(perf.with_name(f"worker_{name}_request.csv"), columns)
+    requests = _csv(perf.with_name(f"worker_{name}_request.csv"), dict.fromkeys(columns, pa.int64()))
     mine: dict[str, Any] = next((each for each in told.get("workers", []) if str(each.get("worker")) == name), {})
-    at, interval, idle = (_floats(steps[column]) for column in ("step_ts", "step_interval", "idle_time"))
-    length_s = pc.max(at).as_py() + _last(pc.if_else(pc.greater(interval, 0), interval, _floats(steps["verify_time"]))) / 1e3
+    at, interval = steps["step_ts"], steps["step_interval"]
+    wall_ms = pc.if_else(pc.greater(interval, 0), interval, steps["verify_time"])
+    length_s = pc.max(at).as_py() + wall_ms[-1].as_py() / 1e3
     ended_s = float(mine.get("finished_s", length_s))
     began_s = max(0.0, ended_s - length_s)
-    total, idle_s = pc.sum(interval).as_py() / 1e3, pc.sum(idle).as_py() / 1e3
+    idle_s = total(steps["idle_time"]) / 1e3
     return Worker(
         name=f"worker {name}",
         steps=pa.table(
             {
                 "at": pc.add(at, began_s),
-                "wall_ms": pc.if_else(pc.greater(interval, 0), interval, _floats(steps["verify_time"])),
+                "wall_ms": wall_ms,
                 "tokens": steps["step_tokens"],
                 "requests": steps["step_batchsize"],
             }
         ),
         verifications=_outcomes(markov, requests),
         requests=pa.table({"tokens": requests["response_length"], "verifications": requests["rollout_step"]}),
-        busy_s=float(mine.get("busy_s", max(0.0, total - idle_s))),
+        busy_s=float(mine.get("busy_s", max(0.0, total(interval) / 1e3 - idle_s))),
         idle_s=mine.get("idle_s") or {"any cause": idle_s},
         began_s=began_s,
         ended_s=ended_s,
@@ -248,23 +243,14 @@ def _with_what_was_cut(accepted: list[int], markov: pa.Table, requests: pa.Table
     return pa.array(accepted, pa.int64())
 
 
-def _csv(file: Path, columns: Iterable[str]) -> pa.Table:
+def _csv(file: Path, columns: Mapping[str, pa.DataType]) -> pa.Table:
+    wanted = pyarrow.csv.ConvertOptions(include_columns=list(columns), column_types=columns)
     try:
-        table = pyarrow.csv.read_csv(file)
+        return pyarrow.csv.read_csv(file, convert_options=wanted)
     except FileNotFoundError as error:
         raise RecordsError(f"{file} is missing") from error
     except (OSError, pa.ArrowException) as error:
         raise RecordsError(f"{file} cannot be read: {' '.join(str(error).split())}") from error
-    missing = [name for name in columns if name not in table.schema.names]
-    if missing:
-        raise RecordsError(f"{file} has no column {', '.join(missing)}")
-    if not table.num_rows:
-        # Without a row a column has no type.
-        return pa.table({name: pa.array([], pa.int64()) for name in columns})
-    wrong = [name for name in columns if not (pa.types.is_integer(table[name].type) or pa.types.is_floating(table[name].type))]
-    if wrong:
-        raise RecordsError(f"{file}: {', '.join(wrong)} should be numbers")
-    return table.select(list(columns))
 
 
 def _told(file: Path) -> dict[str, Any]:
@@ -276,11 +262,3 @@ def _told(file: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise RecordsError(f"{file} cannot be read: {' '.join(str(error).split())}") from error
     return told if isinstance(told, dict) else {}
-
-
-def _floats(column: Any) -> Any:
-    return pc.cast(column, pa.float64())
-
-
-def _last(column: Any) -> float:
-    return float(column[len(column) - 1].as_py())

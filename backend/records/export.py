@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Literal, Protocol
+from typing import IO, Any, Literal
 
 import pyarrow as pa
 import pyarrow.csv
@@ -63,12 +63,6 @@ def _last_of_each(requests: pa.Table) -> pa.Table:
     return ordered.take(placed.group_by("request_id").aggregate([("place", "max")])["place_max"])
 
 
-class _Sink(Protocol):
-    def write_table(self, table: pa.Table) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class _Lines:
     """JSON, one object per row."""
 
@@ -87,7 +81,7 @@ class _Lines:
 def write(tables: Iterator[pa.Table], file: IO[bytes], kind: Format) -> int:
     """Writes tables of one schema; returns how many rows.  Nothing is written where there are none."""
     count = 0
-    sink: _Sink | None = None
+    sink: Any = None
     for table in tables:
         if sink is None:
             sink = _sink(table.schema, file, kind)
@@ -98,13 +92,11 @@ def write(tables: Iterator[pa.Table], file: IO[bytes], kind: Format) -> int:
     return count
 
 
-def _sink(schema: pa.Schema, file: IO[bytes], kind: Format) -> _Sink:
+def _sink(schema: pa.Schema, file: IO[bytes], kind: Format) -> Any:
     if kind == "csv":
-        sink: _Sink = pyarrow.csv.CSVWriter(file, schema)
-        return sink
+        return pyarrow.csv.CSVWriter(file, schema)
     if kind == "parquet":
-        parquet: _Sink = pq.ParquetWriter(file, schema, compression="zstd")
-        return parquet
+        return pq.ParquetWriter(file, schema, compression="zstd")
     return _Lines(file)
 
 

@@ -5,10 +5,11 @@ Bounded: what does not fit is counted and lost.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 
-from backend.records.recorder import NullRecorder, Recorder
-from backend.records.rows import DecisionRow, RequestRow, StepRow, VerificationRow
+from backend.records.rows import DecisionRow, RequestRow, Row, StepRow, VerificationRow
 
 
 class RowBatch(msgspec.Struct):
@@ -31,11 +32,11 @@ class RowBatch(msgspec.Struct):
 
 
 class KeptRows:
-    """A `Recorder` that keeps `most` rows, and hands every row on to `beside`."""
+    """Keeps `most` rows, and hands every row on to `beside`."""
 
-    def __init__(self, most: int, beside: Recorder | None = None) -> None:
+    def __init__(self, most: int, beside: Callable[[Row], None] | None = None) -> None:
         self._most = most
-        self._beside = beside or NullRecorder()
+        self._beside = beside
         self._kept = RowBatch()
 
     def take(self) -> RowBatch:
@@ -43,30 +44,17 @@ class KeptRows:
         taken, self._kept = self._kept, RowBatch()
         return taken
 
-    def step(self, row: StepRow) -> None:
-        """Kept where there is room."""
-        self._beside.step(row)
-        if self._has_room():
-            self._kept.steps.append(row)
-
-    def verification(self, row: VerificationRow) -> None:
-        """Kept where there is room."""
-        self._beside.verification(row)
-        if self._has_room():
+    def put(self, row: Row) -> None:
+        """Keeps it where there is room; no decisions: a rollout asks what was done, not why."""
+        if self._beside is not None:
+            self._beside(row)
+        if isinstance(row, DecisionRow):
+            return
+        if len(self._kept) >= self._most:
+            self._kept.lost += 1
+        elif isinstance(row, VerificationRow):
             self._kept.verifications.append(row)
-
-    def request(self, row: RequestRow) -> None:
-        """Kept where there is room."""
-        self._beside.request(row)
-        if self._has_room():
+        elif isinstance(row, StepRow):
+            self._kept.steps.append(row)
+        else:
             self._kept.requests.append(row)
-
-    def decision(self, row: DecisionRow) -> None:
-        """Not kept: a rollout asks what was done, not why."""
-        self._beside.decision(row)
-
-    def _has_room(self) -> bool:
-        if len(self._kept) < self._most:
-            return True
-        self._kept.lost += 1
-        return False

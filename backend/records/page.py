@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import pyarrow.compute as pc
 
 from backend.records.chapters import Chapter
-from backend.records.summary import drafting
+from backend.records.summary import drafting, total
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #222; background: #fff; max-width: 54em; margin: 2em auto; padding: 0 1em }
@@ -63,7 +63,7 @@ def page(title: str, about: str, chapters: Sequence[tuple[Chapter, Sequence[Pict
 
 def _headline(chapter: Chapter) -> str:
     drafted = drafting(chapter.outcomes)
-    tokens = sum(_sum(worker.steps["tokens"]) for worker in chapter.workers)
+    tokens = sum(total(worker.steps["tokens"]) for worker in chapter.workers)
     requests = sum(worker.requests.num_rows for worker in chapter.workers)
     begin = min(worker.began_s for worker in chapter.workers)
     wall = max(worker.ended_s for worker in chapter.workers) - begin
@@ -87,9 +87,9 @@ def _workers(chapter: Chapter) -> str:
         cells = (
             worker.name,
             f"{worker.requests.num_rows}",
-            f"{_sum(worker.steps['tokens']):.0f}",
+            f"{total(worker.steps['tokens']):.0f}",
             f"{worker.steps.num_rows}",
-            f"{_sum(emitting['requests']) / max(1, emitting.num_rows):.1f}",
+            f"{total(emitting['requests']) / max(1, emitting.num_rows):.1f}",
             f"{worker.busy_s:.2f}",
             f"{waited:.2f}",
             f"{sum(worker.idle_s.values()) - waited:.2f}",
@@ -98,7 +98,3 @@ def _workers(chapter: Chapter) -> str:
         )
         lines.append("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>")
     return "<table><tr>" + "".join(f"<th>{name}</th>" for name in head) + "</tr>" + "".join(lines) + "</table>"
-
-
-def _sum(column: object) -> float:
-    return float(pc.sum(column).as_py() or 0)

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from backend.records.chapters import Chapter, Worker
+from backend.records.summary import by_drafter
 
 COLOURS = ("#3b6ea5", "#d98b3a", "#5a9e6f", "#a05a9e", "#c44e52", "#7f7f2f", "#2f8f9f", "#8c8c8c")
 IDLE_COLOURS = {
@@ -36,10 +37,10 @@ def load(chapter: Chapter) -> Any | None:
     begin, end = _span(chapter.workers)
     figure, (batches, speeds) = _figure(WIDTH, 4.6, 2, sharex=True)
     for place, worker in enumerate(chapter.workers):
-        bins = list(_bins(worker.steps, begin, end))
+        middles, sizes, tgs = zip(*_stretches(worker.steps, begin, end), strict=True)
         style = _style(place, len(chapter.workers))
-        batches.plot([b[0] for b in bins], [b[1] for b in bins], label=worker.name, **style)
-        speeds.plot([b[0] for b in bins], [b[2] for b in bins], label=worker.name, **style)
+        batches.plot(middles, sizes, label=worker.name, **style)
+        speeds.plot(middles, tgs, label=worker.name, **style)
     batches.set_ylabel("requests in a step")
     batches.yaxis.get_major_locator().set_params(integer=True)
     speeds.set_ylabel("TGS, tokens/s\nof one request")
@@ -54,7 +55,7 @@ def load(chapter: Chapter) -> Any | None:
 
 def acceptance(chapter: Chapter) -> Any | None:
     """Acceptance by position and acceptance length by drafter."""
-    drafters = chapter.by_drafter()
+    drafters = by_drafter(chapter.outcomes)
     if not drafters:
         return None
     figure, (positions, lengths) = _figure(WIDTH, max(2.8, 1.5 + 0.32 * len(drafters)), 1, 2, width_ratios=(3, 2))
@@ -161,11 +162,14 @@ def stragglers(chapter: Chapter) -> Any | None:
     """When each worker worked, on how much, when it ended, and how long the last one ran alone."""
     workers, alone = chapter.workers, chapter.alone_s()
     begin, end = _span(workers)
+    width = (end - begin) / BINS
     figure, (axes,) = _figure(WIDTH, 1.5 + 0.42 * len(workers))
     most = max((pc.max(worker.steps["requests"]).as_py() for worker in workers), default=1) or 1
     for place, worker in enumerate(workers):
-        for left, width, batch in _runs(worker.steps, begin, end):
-            axes.barh(place, width, 0.6, left=left, color=BUSY_COLOUR, alpha=0.25 + 0.75 * batch / most, linewidth=0)
+        for middle, size, _ in _stretches(worker.steps, begin, end):
+            if not math.isnan(size):
+                left, alpha = middle - width / 2, 0.25 + 0.75 * size / most
+                axes.barh(place, width, 0.6, left=left, color=BUSY_COLOUR, alpha=alpha, linewidth=0)
         text = f"ended at {worker.ended_s:.1f} s"
         if alone[worker.name] > 0:
             start = worker.ended_s - alone[worker.name]
@@ -204,20 +208,16 @@ PLOTS: dict[str, tuple[str, str, Callable[[Chapter], Any | None]]] = {
 
 
 def _figure(width: float, height: float, rows: int = 1, columns: int = 1, **options: Any) -> tuple[Any, Sequence[Any]]:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    ratios = {name: options.pop(name) for name in ("width_ratios", "height_ratios") if name in options}
     figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(rows, columns, squeeze=False, **options, **ratios)
-    flat = [panel for line in panels for panel in line]
-    for panel in flat:
+    panels = list(figure.subplots(rows, columns, squeeze=False, **options).flat)
+    for panel in panels:
         panel.spines[["top", "right"]].set_visible(False)
         panel.tick_params(labelsize=TICK)
         for axis in (panel.xaxis, panel.yaxis):
             axis.label.set_size(LABEL)
-    return figure, flat
+    return figure, panels
 
 
 def _style(place: int, count: int) -> dict[str, Any]:
@@ -244,34 +244,19 @@ def _span(workers: Sequence[Worker]) -> tuple[float, float]:
     return begin, max(end, begin + 1e-3)
 
 
-def _bins(steps: pa.Table, begin: float, end: float) -> Iterator[tuple[float, float, float]]:
-    """Middle of a stretch of time, mean batch size and TGS in it; not a number where no step emitted tokens."""
+def _stretches(steps: pa.Table, begin: float, end: float) -> Iterator[tuple[float, float, float]]:
+    """Per stretch of time its middle, mean batch size and TGS; not a number where no step emitted tokens."""
     width = (end - begin) / BINS
-    for place, tokens, requests, count, request_ms in _binned(steps, begin, width):
-        middle = begin + (place + 0.5) * width
-        yield middle, requests / count if count else math.nan, 1e3 * tokens / request_ms if request_ms else math.nan
-
-
-def _binned(steps: pa.Table, begin: float, width: float) -> Iterator[tuple[int, int, int, int, float]]:
-    """Per stretch: tokens, requests summed over steps, steps, request-milliseconds."""
     steps = steps.filter(pc.greater(steps["requests"], 0))
     places = pc.cast(pc.floor(pc.divide(pc.subtract(steps["at"], begin), width)), pa.int64())
     weighted = pc.multiply(pc.cast(steps["requests"], pa.float64()), steps["wall_ms"])
     table = pa.table({"place": places, "tokens": steps["tokens"], "requests": steps["requests"], "request_ms": weighted})
-    sums = [("tokens", "sum"), ("requests", "sum"), ([], "count_all"), ("request_ms", "sum")]
+    sums = [("tokens", "sum"), ("requests", "mean"), ("request_ms", "sum")]
     found = {row["place"]: row for row in table.group_by("place").aggregate(sums).to_pylist()}
     for place in range(BINS):
-        row = found.get(place)
-        yield (
-            (place, row["tokens_sum"], row["requests_sum"], row["count_all"], row["request_ms_sum"])
-            if row
-            else (place, 0, 0, 0, 0.0)
-        )
-
-
-def _runs(steps: pa.Table, begin: float, end: float) -> Iterator[tuple[float, float, float]]:
-    """Stretches in which a worker emitted tokens: start, width, mean batch size."""
-    width = (end - begin) / BINS
-    for place, _, requests, count, _ in _binned(steps, begin, width):
-        if count:
-            yield begin + place * width, width, requests / count
+        row, middle = found.get(place), begin + (place + 0.5) * width
+        if row is None:
+            yield middle, math.nan, math.nan
+        else:
+            request_ms = row["request_ms_sum"]
+            yield middle, row["requests_mean"], 1e3 * row["tokens_sum"] / request_ms if request_ms else math.nan

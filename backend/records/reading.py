@@ -5,6 +5,7 @@ The command-line process.  Files are read one at a time: records may be larger t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,7 +93,7 @@ class Records:
     def table(self, incarnation: Incarnation, kind: str) -> pa.Table:
         """All of them at once."""
         tables = list(self.tables(incarnation, kind))
-        return pa.concat_tables(tables) if tables else _flat(_empty(kind))
+        return pa.concat_tables(tables) if tables else _flat(SCHEMAS[kind].empty_table())
 
     def without_work_s(self, incarnation: Incarnation) -> float:
         """Seconds of the selected period in which there was no work, as far as a later step tells of them.
@@ -112,7 +113,6 @@ class Records:
         return total
 
     def _files(self, incarnation: Incarnation, kind: str) -> Iterator[pa.Table]:
-        wanted = _empty(kind).schema.names
         for file in incarnation.files(kind):
             try:
                 table = pq.read_table(file)
@@ -122,7 +122,7 @@ class Records:
                     self.unreadable.append(file)
                 continue
             version = (table.schema.metadata or {}).get(VERSION_KEY)
-            if version != str(SCHEMA_VERSION).encode() or table.schema.names != wanted:
+            if version != str(SCHEMA_VERSION).encode() or table.schema.names != SCHEMAS[kind].names:
                 raise RecordsError(f"{file} is not of version {SCHEMA_VERSION} of the records")
             yield table.replace_schema_metadata(None)
 
@@ -181,17 +181,7 @@ def _books(file: Path) -> Books:
         raise RecordsError(f"{file} is not what a verifier writes: {' '.join(str(error).split())}") from error
 
 
-def _empty(kind: str) -> pa.Table:
-    return SCHEMAS[kind].empty_table()
-
-
 def _flat(table: pa.Table) -> pa.Table:
     """One column per cause in place of a structure: joins and CSV take no structures."""
-    if "idle_ms" not in table.schema.names:
-        return table
-    return table.flatten().rename_columns([_flat_name(name) for name in table.flatten().schema.names])
-
-
-def _flat_name(name: str) -> str:
-    cause = name.removeprefix("idle_ms.")
-    return f"idle_{cause}_ms" if cause in IDLE_CAUSES else name
+    table = table.flatten()
+    return table.rename_columns([re.sub(r"^idle_ms\.(.+)", r"idle_\1_ms", name) for name in table.column_names])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -28,7 +27,7 @@ def main(arguments: Sequence[str], say: Say) -> None:
     try:
         output.mkdir(parents=True, exist_ok=True)
         drawn = [(chapter, _draw(chapter, output, len(chapters) > 1)) for chapter in chapters]
-        _write(output / "report.html", page("Outrider report", str(directory.absolute()), drawn).encode())
+        (output / "report.html").write_text(page("Outrider report", str(directory.absolute()), drawn), encoding="utf-8")
     except OSError as error:
         raise RecordsError(f"{error.filename or output}: {error.strerror or error}") from error
     say(f"{output / 'report.html'}, with its plots as PNG files beside it")
@@ -60,15 +59,9 @@ def _draw(chapter: Chapter, output: Path, several: bool) -> list[Picture]:
         data = io.BytesIO()
         figure.savefig(data, format="png", dpi=DPI)
         prefix = chapter.title.replace(", ", "-") + "-" if several else ""
-        _write(output / f"{prefix}{name}.png", data.getvalue())
+        (output / f"{prefix}{name}.png").write_bytes(data.getvalue())
         pictures.append(Picture(title, text, data.getvalue(), round(96 * figure.get_figwidth())))
     return pictures
-
-
-def _write(file: Path, content: bytes) -> None:
-    part = file.with_name(f".{file.name}.part")
-    part.write_bytes(content)
-    os.replace(part, file)
 
 
 def _check_matplotlib() -> None:

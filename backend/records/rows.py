@@ -9,6 +9,12 @@ from __future__ import annotations
 
 import msgspec
 
+REQUEST_ID_KEY = "outrider_request_id"
+"""In `SamplingParams.extra_args`: the name a client gives its request, under which its rows are kept.  vLLM's front half adds a
+random suffix to request ids; this one arrives as it was sent.  Without it rows carry the id the engine knows."""
+
+LONGEST_REQUEST_ID = 200
+
 
 class StepRow(msgspec.Struct, frozen=True):
     """One engine step that ran the target."""
@@ -110,3 +116,9 @@ class DecisionRow(msgspec.Struct, frozen=True, gc=False):
 
 
 Row = StepRow | VerificationRow | RequestRow | DecisionRow
+
+
+def name_for_records(request_id: str, extra_args: dict[str, object] | None) -> str:
+    """The id a request's rows carry: its client's own where one was sent, else the engine's."""
+    own = extra_args.get(REQUEST_ID_KEY) if extra_args else None
+    return own[:LONGEST_REQUEST_ID] if isinstance(own, str) and own else request_id

@@ -6,8 +6,6 @@ carries the version and its verifier in its metadata, every incarnation's direct
 
 from __future__ import annotations
 
-import types
-import typing
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,7 +28,13 @@ KINDS: dict[str, type[Row]] = {
 }
 KIND_OF: dict[type[Any], str] = {row: kind for kind, row in KINDS.items()}
 _IDLE = pa.struct([(cause, pa.float64()) for cause in IDLE_CAUSES])
-_TYPES: dict[Any, pa.DataType] = {int: pa.int64(), float: pa.float64(), str: pa.string(), bool: pa.bool_()}
+_TYPES: dict[Any, pa.DataType] = {
+    int: pa.int64(),
+    float: pa.float64(),
+    str: pa.string(),
+    bool: pa.bool_(),
+    dict[str, float]: _IDLE,
+}
 
 
 class About(msgspec.Struct, frozen=True):
@@ -58,16 +62,8 @@ class Books(msgspec.Struct):
     """The verifier stopped in good order: nothing is missing but what is counted here."""
 
 
-def _type(annotation: Any) -> pa.DataType:
-    if typing.get_origin(annotation) is dict:
-        return _IDLE
-    if isinstance(annotation, types.UnionType):
-        raise TypeError("a row's field has one type")
-    return _TYPES[annotation]
-
-
 SCHEMAS: dict[str, pa.Schema] = {
-    kind: pa.schema([(field.name, _type(field.type)) for field in msgspec.structs.fields(row)]) for kind, row in KINDS.items()
+    kind: pa.schema([(field.name, _TYPES[field.type]) for field in msgspec.structs.fields(row)]) for kind, row in KINDS.items()
 }
 
 

@@ -87,11 +87,6 @@ class Summary(msgspec.Struct, frozen=True):
     unreadable_files: int
 
 
-def acceptance_length(accepted: int, drafts: int) -> float | None:
-    """1 + accepted / drafts over verifications that had a draft; None without one."""
-    return 1 + accepted / drafts if drafts else None
-
-
 def drafting(outcomes: Outcomes) -> Drafting:
     """Sums over drafted verifications."""
     drafted = {outcome: n for outcome, n in outcomes.items() if outcome.draft_tokens}
@@ -103,7 +98,7 @@ def drafting(outcomes: Outcomes) -> Drafting:
         drafts=drafts,
         draft_tokens=tokens,
         accepted=accepted,
-        acceptance_length=acceptance_length(accepted, drafts),
+        acceptance_length=1 + accepted / drafts if drafts else None,
         acceptance_rate=accepted / tokens if tokens else None,
         drafted_by_position=[sum(n for o, n in drafted.items() if o.draft_tokens > p) for p in range(longest)],
         accepted_by_position=[sum(n for o, n in drafted.items() if o.accepted > p) for p in range(longest)],
@@ -117,9 +112,10 @@ def count_outcomes(table: pa.Table) -> Outcomes:
     return Counter({Outcome(*key): n for key, n in zip(keys, counted["count_all"], strict=True)})
 
 
-def of_drafter(outcomes: Outcomes, drafter: str) -> Outcomes:
-    """Those of one drafter."""
-    return Counter({outcome: n for outcome, n in outcomes.items() if outcome.drafter == drafter})
+def by_drafter(outcomes: Outcomes) -> dict[str, Drafting]:
+    """Drafted verifications of each drafter."""
+    names = sorted({outcome.drafter for outcome in outcomes if outcome.draft_tokens})
+    return {name: drafting(Counter({each: n for each, n in outcomes.items() if each.drafter == name})) for name in names}
 
 
 def spread(values: pa.Array | pa.ChunkedArray) -> Spread:
@@ -184,11 +180,11 @@ class _Sums:
 
     def steps(self, steps: pa.Table) -> None:
         for name in ("tokens", "prefill_tokens", "requests"):
-            self.numbers[name] += _sum(steps[name])
+            self.numbers[name] += total(steps[name])
         self.numbers["steps"] += len(steps)
-        self.numbers["emitting"] += _sum(pc.greater(steps["requests"], 0))
+        self.numbers["emitting"] += total(pc.greater(steps["requests"], 0))
         for name in ("busy_ms", "verify_ms", *IDLE_COLUMNS.values()):
-            self.seconds[name] += _sum(steps[name]) / 1e3
+            self.seconds[name] += total(steps[name]) / 1e3
         bounds = pc.min_max(steps["began_at"]).as_py()
         self.times += [bounds["min"], bounds["max"]]
         self._spread("tgs_step", step_speeds(steps))
@@ -236,7 +232,6 @@ def summarise(records: Records) -> Summary:
     idle_s: dict[str, float] = {cause: seconds[column] for cause, column in IDLE_COLUMNS.items()}
     if records.selection.is_timed:
         idle_s["no_work"] = sums.without_work_s
-    drafters = sorted({outcome.drafter for outcome in sums.live if outcome.drafter})
     books = [incarnation.books for incarnation in records.incarnations]
     return Summary(
         verifiers=sorted({each.about.verifier_id for each in books}),
@@ -258,27 +253,27 @@ def summarise(records: Records) -> Summary:
         requests=dict(sums.reasons),
         verifications=numbers["verifications"],
         live=drafting(sums.live),
-        by_drafter={drafter: drafting(of_drafter(sums.live, drafter)) for drafter in drafters},
+        by_drafter=by_drafter(sums.live),
         ahead=drafting(Counter({outcome: n for outcome, n in sums.live.items() if outcome.ahead})),
         teacher_forced=drafting(sums.forced),
         decisions=numbers["decisions"],
-        written=_total(each.written for each in books),
-        dropped=_total(each.dropped for each in books),
-        removed=_total(each.removed for each in books),
+        written=_together(each.written for each in books),
+        dropped=_together(each.dropped for each in books),
+        removed=_together(each.removed for each in books),
         unreadable_files=len(records.unreadable),
     )
 
 
-def _sum(column: Any) -> Any:
+def total(column: Any) -> Any:
+    """The sum of a column, 0 of nothing."""
     return pc.sum(column).as_py() or 0
 
 
-def _total(counts: Iterable[dict[str, int]]) -> dict[str, int]:
-    total: Counter[str] = Counter()
+def _together(counts: Iterable[dict[str, int]]) -> dict[str, int]:
+    together: Counter[str] = Counter()
     for each in counts:
-        for kind, n in each.items():
-            total[kind] += n
-    return dict(total)
+        together.update(each)
+    return dict(together)
 
 
 def lines(summary: Summary) -> list[str]:

@@ -12,7 +12,7 @@ import time
 from collections import deque
 
 from backend.config import RecordsSettings
-from backend.records.rows import DecisionRow, RequestRow, Row, StepRow, VerificationRow
+from backend.records.rows import Row
 from backend.records.schema import KIND_OF, KINDS, About
 from backend.records.store import Store
 
@@ -27,12 +27,11 @@ QUEUE_ROWS = 200_000
 
 
 class FileRecorder:
-    """A `Recorder`.  `step`, `verification`, `request` and `decision` belong to one thread, `start` and `close` to any."""
+    """`put` belongs to one thread, `start` and `close` to any."""
 
     def __init__(self, about: About, settings: RecordsSettings) -> None:
         self._overflow = dict.fromkeys(KINDS, 0)
         self._store = Store(about, settings, self._overflow)
-        self._limit = QUEUE_ROWS
         self._queue: deque[Row] = deque()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="records", daemon=True)
@@ -66,27 +65,9 @@ class FileRecorder:
 
     # -- the engine thread ---------------------------------------------------------------------------------------------
 
-    def step(self, row: StepRow) -> None:
-        """See `Recorder`."""
-        self._put(row)
-
-    def verification(self, row: VerificationRow) -> None:
-        """See `Recorder`; by far the most frequent one."""
-        if len(self._queue) < self._limit:
-            self._queue.append(row)
-        else:
-            self._overflow["verification"] += 1
-
-    def request(self, row: RequestRow) -> None:
-        """See `Recorder`."""
-        self._put(row)
-
-    def decision(self, row: DecisionRow) -> None:
-        """See `Recorder`."""
-        self._put(row)
-
-    def _put(self, row: Row) -> None:
-        if len(self._queue) < self._limit:
+    def put(self, row: Row) -> None:
+        """Puts a row aside for the writer."""
+        if len(self._queue) < QUEUE_ROWS:
             self._queue.append(row)
         else:
             self._overflow[KIND_OF[type(row)]] += 1

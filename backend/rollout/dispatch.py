@@ -27,11 +27,6 @@ class Dispatcher:
         self.unfinished = len(self._expected)
         """Requests that are not done."""
 
-    @property
-    def workers(self) -> list[str]:
-        """Those that take requests."""
-        return sorted(self._running)
-
     def join(self, worker: str) -> None:
         """A worker takes requests from now on."""
         self._running[worker] = set()

@@ -5,6 +5,7 @@ The command's process, main thread.
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,21 +15,26 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from backend.config import REMOTE_MODES, Settings, environment, sources
 from backend.config.sources import CommandError, ConfigError, Loaded
+from backend.models.head_config import load_config, read_config, text_config
 from backend.models.resolve import ModelError, ResolvedModels, resolve
+from backend.rollout import tables
+from backend.rollout.bar import Bar
+from backend.rollout.log import RoundLog
+from backend.rollout.make import make_trace
 from backend.rollout.options import RolloutOptions, fleet_settings, joined_settings, rollout_options, slices, trace_options
+from backend.rollout.outcome import Round
+from backend.rollout.report import markdown, round_report
+from backend.rollout.requests import Request, Tokenizer, context_length, make_requests
+from backend.rollout.trace import Case, TraceError, match, read_prompts, read_trace, trace_file, write_cases
+from backend.rollout.weights import WeightsError, check_weights, newest
 
+# vLLM and Ray are imported where they are needed: help and what is wrong with the input come at once.
 if TYPE_CHECKING:
     from backend.coordinator.actor import CoordinatorHandle
-    from backend.rollout.log import RoundLog
-    from backend.rollout.requests import Request, Tokenizer
     from backend.rollout.run import Sampling
-    from backend.rollout.trace import Case
     from backend.rollout.workers import Workers
 
 Say = Callable[[str], None]
-
-DEFAULT_TOKENS = 1024
-"""Longest free response, unless told otherwise."""
 
 
 class _Work(NamedTuple):
@@ -70,12 +76,6 @@ def _prepare(
     options: RolloutOptions, settings: Settings, models: Callable[[], ResolvedModels], seed: int | None, say: Say
 ) -> _Work:
     """Every check that can be made before anything runs; `models` are asked for when the cheap ones have passed."""
-    # Imported here, as are other heavy modules below: help and wrong flags come at once.
-    from backend.rollout.log import RoundLog
-    from backend.rollout.requests import Tokenizer
-    from backend.rollout.trace import TraceError, trace_file
-    from backend.rollout.weights import WeightsError, check_weights
-
     try:
         file, step = trace_file(options.trace, options.step)
         cases = _cases(options, file)
@@ -84,7 +84,9 @@ def _prepare(
         found = models()
         _prepare_process()
         tokenizer = Tokenizer(found.target_dir)
-        parts = [_requests(options, settings, found, cases[each.start : each.stop], file, tokenizer) for each in rows]
+        named, room = options.prompts or file, context_length(found.target_dir, settings.verifier.max_model_len)
+        fixed, samples, most = options.fixed, options.samples, options.max_tokens
+        parts = [make_requests(cases[each.start : each.stop], tokenizer, named, fixed, samples, most, room) for each in rows]
         sampling = _sampling(options, found, tokenizer, seed)
         logs = [RoundLog(wanted) for wanted in options.log]
         if options.weights_dir is not None:
@@ -102,19 +104,13 @@ def trace(arguments: Sequence[str], say: Say) -> None:
     """`outrider trace make`.  Raises `ConfigError`."""
     if not arguments or arguments[0] != "make":
         raise ConfigError("there is one command: outrider trace make (see outrider trace make --help)")
-    options = trace_options(arguments[1:])
-    from backend.rollout.make import make_trace
-    from backend.rollout.trace import TraceError
-
     try:
-        say(make_trace(options))
+        say(make_trace(trace_options(arguments[1:])))
     except (TraceError, ModelError) as error:
         raise ConfigError(str(error)) from error
 
 
 def _cases(options: RolloutOptions, file: Path) -> list[Case]:
-    from backend.rollout.trace import match, read_prompts, read_trace
-
     cases = read_trace(file)
     if options.prompts is not None:
         cases = match(read_prompts(options.prompts), cases, options.prompts, file)
@@ -134,15 +130,16 @@ def _check_out(out: Path) -> None:
 
 def _models(settings: Settings, options: RolloutOptions, say: Say) -> ResolvedModels:
     models = resolve(settings, say)
-    if options.method in ("eagle", "eagle3"):
-        from backend.models.head_config import load_config
-
-        assert models.drafter_dir is not None, "`fleet_settings` lets no EAGLE method through without a head"
-        is_head = models.drafter_kind == "eagle"
-        kind = load_config(models.drafter_dir, models.target_dir).kind if is_head else models.drafter_kind
-        if kind != options.method:
-            raise ConfigError(f"--method {options.method}: --drafter {settings.drafter} is of kind {kind}")
+    if options.method in ("eagle", "eagle3") and _method(models) != options.method:
+        raise ConfigError(f"--method {options.method}: --drafter {settings.drafter} is of kind {_method(models)}")
     return models
+
+
+def _method(models: ResolvedModels) -> str:
+    """How drafts are made: of an EAGLE head, which kind it is."""
+    if models.drafter_kind == "eagle" and models.drafter_dir is not None:
+        return load_config(models.drafter_dir, models.target_dir).kind
+    return models.drafter_kind
 
 
 def _prepare_process() -> None:
@@ -153,24 +150,8 @@ def _prepare_process() -> None:
     environment.export(member_environment(offline=True))
 
 
-def _requests(
-    options: RolloutOptions,
-    settings: Settings,
-    models: ResolvedModels,
-    cases: Sequence[Case],
-    file: Path,
-    tokenizer: Tokenizer,
-) -> list[Request]:
-    from backend.rollout.requests import context_length, make_requests
-
-    room = context_length(models.target_dir, settings.verifier.max_model_len)
-    named, most = options.prompts or file, options.max_tokens
-    return make_requests(cases, tokenizer, named, options.fixed, options.samples, most, DEFAULT_TOKENS, room)
-
-
 def _sampling(options: RolloutOptions, models: ResolvedModels, tokenizer: Tokenizer, seed: int | None) -> Sampling:
     from backend.engine.client import free_sampling
-    from backend.models.head_config import read_config, text_config
     from backend.rollout.run import Sampling
 
     if options.fixed:
@@ -191,11 +172,10 @@ def _errors_of_one_line(options: RolloutOptions) -> Iterator[None]:
     from backend.launch.cluster import ClusterError
     from backend.launch.plan import PlanError
     from backend.launch.processes import LaunchError
-    from backend.rollout.run import RolloutError
 
     try:
         yield
-    except (ClusterError, CoordinatorUnavailable, LaunchError, PlanError, RolloutError, StateError) as error:
+    except (ClusterError, CoordinatorUnavailable, LaunchError, PlanError, StateError) as error:
         raise CommandError(str(error)) from error
     except OSError as error:
         raise CommandError(f"{error.filename or options.out}: {error.strerror or error}") from error
@@ -225,12 +205,8 @@ def _joined_fleet(options: RolloutOptions, loaded: Loaded) -> Iterator[_Place]:
 
 
 def _rounds(options: RolloutOptions, place: _Place, work: _Work, say: Say) -> None:
-    from backend.rollout.bar import Bar
-    from backend.rollout.report import markdown, round_report
     from backend.rollout.run import RoundRunner
-    from backend.rollout.trace import Case, write_cases
     from backend.rollout.workers import Workers
-    from backend.rollout.write import cases_file, round_directory, write_round
 
     about = _about(options, place, work.step)
     slots, interval_s = place.settings.verifier.max_num_seqs, place.settings.gateway.balance_interval_s
@@ -245,12 +221,12 @@ def _rounds(options: RolloutOptions, place: _Place, work: _Work, say: Say) -> No
             runner.say = say
             finished = runner.run()
             report = round_report(finished, about, workers.version, fault)
-            directory = round_directory(options.out, work.step, number)
-            write_round(directory, finished, report)
+            directory = options.out / f"step{work.step}" / f"round{number}"
+            _write_round(directory, finished, report)
             for each in requests:
                 text = each.case.gen if each.fixed is not None else work.tokenizer.text(finished.responses[each.number])
                 cases[each.number] = Case(each.number, each.case.prompt, text)
-            write_cases(cases_file(options.out, work.step), [cases[each] for each in sorted(cases)])
+            write_cases(options.out / "cases" / f"train.{work.step}.parquet", [cases[each] for each in sorted(cases)])
             for log in work.logs:
                 _log(log, work.step + number, report, say)
             say(f"{directory}:\n{markdown(report)}")
@@ -260,10 +236,22 @@ def _rounds(options: RolloutOptions, place: _Place, work: _Work, say: Say) -> No
             log.close()
 
 
+def _write_round(directory: Path, finished: Round, report: dict[str, Any]) -> None:
+    """The three tables of every worker, and the report."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for stale in directory.glob("worker_*_*.csv"):
+        # An earlier rollout to the same place may have had more workers.
+        stale.unlink()
+    requests = tables.whole_requests(finished)
+    for part in finished.parts:
+        for name, text in tables.of_worker(part, requests[part.number]).items():
+            (directory / f"worker_{part.number}_{name}.csv").write_text(text, encoding="utf-8")
+    (directory / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    (directory / "report.md").write_text(markdown(report), encoding="utf-8")
+
+
 def _renew(directory: Path, workers: Workers, say: Say) -> str:
     """The newest weights, unless they are loaded already; returns why they could not be."""
-    from backend.rollout.weights import WeightsError, newest
-
     try:
         found = newest(directory)
         if found is None or str(found) == workers.weights.path:
@@ -287,16 +275,11 @@ def _about(options: RolloutOptions, place: _Place, step: int) -> dict[str, Any]:
     """What every round of this rollout has in common."""
     _, settings, models, _ = place
     remote = settings.mode in REMOTE_MODES
-    method = options.method or models.drafter_kind
-    if method == "eagle" and models.drafter_dir is not None:
-        from backend.models.head_config import load_config
-
-        method = load_config(models.drafter_dir, models.target_dir).kind
     return {
         "step": step,
         "implementation": "native" if settings.mode == "native" else "disaggregated",
         "mode": settings.mode,
-        "method": method,
+        "method": _method(models),
         "k": settings.num_speculative_tokens if settings.mode != "off" else 0,
         "model": models.name,
         "verifiers": settings.verifiers,

@@ -22,10 +22,10 @@ class Death:
 
 @dataclass(eq=False)
 class Part:
-    """What one worker had of a round."""
+    """What one worker had of a round; a verifier that died and came back is one worker."""
 
     number: int
-    rows: RowBatch
+    rows: RowBatch = field(default_factory=RowBatch)
     numbers: dict[str, int] = field(default_factory=dict)
     """The requests it had, in whole or in part: their id in the rows, and their number."""
     completed: set[str] = field(default_factory=set)
@@ -42,7 +42,7 @@ class Round:
     wall_s: float = 0.0
     """From the first request's start to the last token."""
     parts: list[Part] = field(default_factory=list)
-    """One number may occur twice: a verifier that died and came back."""
+    """By number."""
     responses: dict[int, list[int]] = field(default_factory=dict)
     """By request number: its tokens."""
     deaths: list[Death] = field(default_factory=list)

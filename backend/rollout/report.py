@@ -20,28 +20,15 @@ ENOUGH = 16
 LIVE, FORCED = "live", "teacher_forced"
 
 
-def merged(parts: Sequence[Part]) -> list[Part]:
-    """One part per worker number, in order; incarnations of one verifier are put together."""
-    by_number: dict[int, Part] = {}
-    for part in sorted(parts, key=lambda each: each.number):
-        known = by_number.setdefault(part.number, Part(part.number, type(part.rows)()))
-        known.rows.add(part.rows)
-        known.numbers.update(part.numbers)
-        known.completed |= part.completed
-        known.finished_s = max(known.finished_s, part.finished_s)
-    return list(by_number.values())
-
-
 def round_report(finished: Round, about: dict[str, Any], weights: str = "0", fault: str = "") -> dict[str, Any]:
     """Everything about one round, for `report.json`: `weights` is their version, `fault` why they are not the newest."""
-    parts = merged(finished.parts)
-    workers = [_worker(part) for part in parts]
-    verified = finished.verifications()
-    whole = {number: row for part in parts for number, row in whole_requests(part, finished, verified).items()}
+    workers = [_worker(part) for part in finished.parts]
+    whole = {number: row for requests in whole_requests(finished).values() for number, row in requests.items()}
     tokens = sum(len(response) for response in finished.responses.values())
     straggler = max(workers, key=lambda each: each["finished_s"])
     others = [each["finished_s"] for each in workers if each is not straggler]
     kind = FORCED if about["fixed_responses"] else LIVE
+    drafts, accepted = sum(each["drafts"] for each in workers), sum(each["accepted"] for each in workers)
     return about | {
         "round": finished.number,
         "requests": len(finished.responses),
@@ -49,7 +36,7 @@ def round_report(finished: Round, about: dict[str, Any], weights: str = "0", fau
         "tokens": tokens,
         "tokens_per_s": _round(ratio(tokens, finished.wall_s)),
         "acceptance_is": kind,
-        f"{kind}_acceptance_length": _acceptance(sum(w["drafts"] for w in workers), sum(w["accepted"] for w in workers)),
+        f"{kind}_acceptance_length": _round(1 + accepted / drafts) if drafts else None,
         "straggler": {
             "worker": straggler["worker"],
             "finished_s": straggler["finished_s"],
@@ -63,7 +50,7 @@ def round_report(finished: Round, about: dict[str, Any], weights: str = "0", fau
             for death in finished.deaths
         ],
         "workers": workers,
-        "summary": _summary(list(whole.values()), [row for part in parts for row in part.rows.steps]),
+        "summary": _summary(list(whole.values()), [row for part in finished.parts for row in part.rows.steps]),
         "worst_drafted": _worst_drafted(whole),
     }
 
@@ -194,10 +181,6 @@ def _worker(part: Part) -> dict[str, Any]:
         "step_ms_median": _round(statistics.median(step.busy_ms for step in steps)) if steps else 0.0,
         "finished_s": _round(part.finished_s),
     }
-
-
-def _acceptance(drafts: int, accepted: int) -> float | None:
-    return _round(1 + accepted / drafts) if drafts else None
 
 
 def _round(value: float) -> float:

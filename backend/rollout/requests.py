@@ -11,6 +11,9 @@ from typing import Any
 from backend.models.head_config import read_config, text_config
 from backend.rollout.trace import Case, TraceError, shown
 
+DEFAULT_TOKENS = 1024
+"""Longest free response, unless told otherwise."""
+
 
 @dataclass(frozen=True)
 class Request:
@@ -59,12 +62,11 @@ def make_requests(
     fixed: bool,
     samples: int,
     max_tokens: int | None,
-    default_tokens: int,
     room: int,
 ) -> list[Request]:
     """Requests for a context of `room` tokens.  Raises `TraceError` naming the first row that does not fit.
 
-    There are `samples` requests of a prompt.  A free one takes `max_tokens` (else `default_tokens`, both as far as the context
+    There are `samples` requests of a prompt.  A free one takes `max_tokens` (else `DEFAULT_TOKENS`, both as far as the context
     goes); a fixed one takes its response, which `max_tokens` may not cut.
     """
     requests = []
@@ -76,7 +78,7 @@ def make_requests(
         if len(prompt) >= room:
             raise TraceError(f"{where}: the prompt has {len(prompt)} tokens, the context {room}")
         if not fixed:
-            most = min(max_tokens or default_tokens, room - len(prompt))
+            most = min(max_tokens or DEFAULT_TOKENS, room - len(prompt))
             expected = min(len(response), most) or most
             numbers = range(samples * case.number, samples * (case.number + 1))
             requests += [Request(number, case, prompt, None, most, expected) for number in numbers]

@@ -12,8 +12,8 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from backend.config.sources import CommandError
 from backend.engine.client import FreeSampling, fixed_sampling
-from backend.records.kept import RowBatch
 from backend.records.rows import RequestRow
 from backend.rollout.bar import Bar
 from backend.rollout.dispatch import Dispatcher
@@ -29,7 +29,7 @@ NOBODY_S = 600.0
 """So long a round waits for a verifier when none is left; Ray is starting another."""
 
 
-class RolloutError(Exception):
+class RolloutError(CommandError):
     """The rollout cannot go on; the message is one line."""
 
 
@@ -82,7 +82,8 @@ class RoundRunner:
         """What has come of requests that wait to go on."""
         self._running: dict[str, _Sent] = {}
         self._ended: dict[str, _Sent] = {}
-        self._parts: dict[Worker, Part] = {}
+        self._parts: dict[int, Part] = {}
+        """By the worker's number."""
         self._tokens = 0
         self._balance_interval_s = balance_interval_s
         self._began = self._next_look = self._next_tend = self._next_balance = 0.0
@@ -101,14 +102,13 @@ class RoundRunner:
             self._look_after(time.monotonic())
             self._show()
         self._workers.last_rows()
+        self._round.parts = [self._parts[number] for number in sorted(self._parts)]
         self._round.wall_s = max(part.finished_s for part in self._parts.values())
         self._bar.end(len(self._requests), self._tokens)
         return self._round
 
     def _welcome(self, worker: Worker) -> None:
-        worker.rows = RowBatch()
-        part = self._parts[worker] = Part(worker.number, worker.rows)
-        self._round.parts.append(part)
+        worker.rows = self._parts.setdefault(worker.number, Part(worker.number)).rows
         self._dispatcher.join(worker.name)
 
     def _send(self) -> None:
@@ -126,7 +126,7 @@ class RoundRunner:
             params = self._sampling.free(request.max_tokens, self._seed(number))
         worker.client.add(request.prompt, params, request_id, emitted)
         self._round.began.setdefault(number, time.time())
-        self._parts[worker].numbers[request_id] = number
+        self._parts[worker.number].numbers[request_id] = number
         self._running[request_id] = _Sent(place, worker, emitted, time.monotonic())
 
     def _seed(self, number: int) -> int | None:
@@ -168,7 +168,7 @@ class RoundRunner:
         """Its row has come too."""
         sent = self._ended.pop(request_id)
         answer = sent.worker.client.answers.pop(request_id)
-        number, part = self._requests[sent.place].number, self._parts[sent.worker]
+        number, part = self._requests[sent.place].number, self._parts[sent.worker.number]
         part.completed.add(request_id)
         part.finished_s = max(part.finished_s, answer.last_at - self._began)
         self._round.responses[number] = sent.emitted + answer.tokens
@@ -243,8 +243,6 @@ class RoundRunner:
             self._complete(request_id)
         for request_id in [each for each, sent in self._running.items() if sent.worker is worker]:
             self._keep(request_id, self._running.pop(request_id))
-        if worker not in self._parts:
-            return
         lost = self._dispatcher.leave(worker.name)
         self._round.deaths.append(Death(worker.number, reason, now - self._began, len(lost)))
         self.say(f"{worker.name} {reason} in round {self._round.number}; {len(lost)} requests go on elsewhere")

@@ -74,27 +74,29 @@ def perf_table(steps: Sequence[StepRow]) -> Table:
     return rows
 
 
-def whole_requests(part: Part, finished: Round, verified: Mapping[int, Sequence[VerificationRow]]) -> dict[int, RequestRow]:
-    """By number: what each request that ended in `part` took, there and wherever it was before.
+def whole_requests(finished: Round) -> dict[int, dict[int, RequestRow]]:
+    """By worker and number: what each request that ended there took, there and wherever it was before.
 
-    `verified` are the round's verifications by number.  What a verifier had not told before it died is missing.
+    What a verifier had not told before it died is missing.
     """
-    whole = {}
-    for row in part.rows.requests:
-        if row.request_id not in part.completed:
-            continue
-        number = part.numbers[row.request_id]
-        if row.tokens != len(finished.responses[number]):
-            rows = verified.get(number, ())
-            row = replace(
-                row,
-                arrived_at=finished.began[number],
-                tokens=len(finished.responses[number]),
-                verifications=len(rows),
-                draft_tokens=sum(each.draft_tokens for each in rows),
-                accepted=sum(each.accepted for each in rows),
-            )
-        whole[number] = row
+    verified = finished.verifications()
+    whole: dict[int, dict[int, RequestRow]] = {part.number: {} for part in finished.parts}
+    for part in finished.parts:
+        for row in part.rows.requests:
+            if row.request_id not in part.completed:
+                continue
+            number = part.numbers[row.request_id]
+            if row.tokens != len(finished.responses[number]):
+                rows = verified.get(number, ())
+                row = replace(
+                    row,
+                    arrived_at=finished.began[number],
+                    tokens=len(finished.responses[number]),
+                    verifications=len(rows),
+                    draft_tokens=sum(each.draft_tokens for each in rows),
+                    accepted=sum(each.accepted for each in rows),
+                )
+            whole[part.number][number] = row
     return whole
 
 
@@ -125,6 +127,15 @@ def markov_table(verifications: Iterable[VerificationRow], numbers: Mapping[str,
         if row.request_id in numbers
     ]
     return sorted(rows, key=lambda row: (row[4], row[3]))
+
+
+def of_worker(part: Part, requests: Mapping[int, RequestRow]) -> dict[str, str]:
+    """The tables by name, as CSV; `requests` are those that ended there."""
+    return {
+        "perf": csv_text(PERF_COLUMNS, perf_table(part.rows.steps)),
+        "request": csv_text(REQUEST_COLUMNS, request_table(requests)),
+        "markov": csv_text(MARKOV_COLUMNS, markov_table(part.rows.verifications, part.numbers)),
+    }
 
 
 def csv_text(columns: Sequence[str], rows: Table) -> str:

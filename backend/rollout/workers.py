@@ -41,6 +41,7 @@ class Worker:
     """One incarnation of one verifier."""
 
     number: int
+    """3 for `verifier-3`."""
     member: Member
     client: EngineClient
     rows: RowBatch = field(default_factory=RowBatch)
@@ -74,7 +75,6 @@ class Workers:
         self.hub = Hub(Wire(fleet_keys, node_id=node_id))
         self.present: dict[str, Worker] = {}
         self._coordinator = coordinator
-        self._numbers: dict[str, int] = {}
         self._next_step: dict[str, int] = {}
 
     def close(self) -> None:
@@ -180,10 +180,7 @@ class Workers:
         except (EngineRefused, TimeoutError) as error:
             logger.warning("%s cannot be used: %s", member.id, error)
             return None
-        if member.id not in self._numbers:
-            self._numbers[member.id] = _number(member.id, set(self._numbers.values()))
-        number = self._numbers[member.id]
-        worker = Worker(number, member, client, first_step=self._next_step.get(member.id, 0))
+        worker = Worker(int(member.id.rpartition("-")[2]), member, client, first_step=self._next_step.get(member.id, 0))
         self.present[member.id] = worker
         return worker
 
@@ -204,11 +201,3 @@ def _is_there(worker: Worker, member: Member | None) -> bool:
     if member is None or member.incarnation != worker.member.incarnation:
         return False
     return member.state == "ready" or (member.state == "lost" and time.monotonic() - worker.client.heard_at < STARVED_S)
-
-
-def _number(name: str, used: set[int]) -> int:
-    """`verifier-3` is 3; whatever is called otherwise gets the next free number."""
-    digits = name.rpartition("-")[2]
-    if digits.isdigit() and int(digits) not in used:
-        return int(digits)
-    return max(used, default=-1) + 1

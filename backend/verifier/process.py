@@ -29,7 +29,6 @@ from backend.engine.weights import WeightControl
 from backend.fleet import DrafterRef, VerifierStats
 from backend.models.resolve import ResolvedModels
 from backend.records.kept import KeptRows
-from backend.records.recorder import Recorder
 from backend.tracing import open_tracing
 from backend.transport import Hub, ServerKeys, Wire, unlink_ipc_on_exit
 from backend.wire.engine import ENGINE_WIRE_VERSION, EngineWelcome
@@ -41,10 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 class VerifierProcess:
-    """Start, assign drafters, read counters, stop.
-
-    Rows go to `recorder` where one is given, else to files where the settings name a directory, else nowhere.
-    """
+    """Start, assign drafters, read counters, stop."""
 
     def __init__(
         self,
@@ -55,7 +51,6 @@ class VerifierProcess:
         address: str,
         fleet_keys: ServerKeys | None = None,
         server_keys: ServerKeys | None = None,
-        recorder: Recorder | None = None,
         local_address: str = "",
     ) -> None:
         self.verifier_id = verifier_id
@@ -66,7 +61,6 @@ class VerifierProcess:
         self._paths = paths
         self._fleet_keys = fleet_keys
         self._server_keys = server_keys
-        self._recorder = recorder
         self._loop: EngineLoop | None = None
         self._failure: BaseException | None = None
         self._built = threading.Event()
@@ -144,7 +138,7 @@ class VerifierProcess:
         self.on_crash()
 
     def _record_files(self, stats: VerifierStats) -> FileRecorder | None:
-        if self._settings.records.dir is None or self._recorder is not None:
+        if self._settings.records.dir is None:
             return None
         # Only here: without records a verifier does without pyarrow.
         from backend.records.schema import About
@@ -158,13 +152,12 @@ class VerifierProcess:
 
     def _make_loop(self, config: Any, core: Any, hub: Hub, stats: VerifierStats, files: FileRecorder | None) -> EngineLoop:
         counters = Counters(stats)
-        recorder = self._recorder or files
         core.scheduler.counters = counters
         core.scheduler.source_name = draft_source(self._settings, self._paths)
         most = self._settings.verifier.kept_rows
-        kept = KeptRows(most, recorder) if most else None
-        recorder = kept or recorder
-        core.scheduler.records = Recording(recorder) if recorder is not None else None
+        kept = KeptRows(most, files.put if files is not None else None) if most else None
+        recorder = kept or files
+        core.scheduler.records = Recording(recorder.put) if recorder is not None else None
         router = hub.router(self.address, self._server_keys, self._local_address)
         self.address = router.address
         welcome = EngineWelcome(

@@ -14,7 +14,7 @@ import pytest
 from vllm.sampling_params import SamplingParams
 
 from backend.fleet import VerifierStats
-from backend.records.recorder import REQUEST_ID_KEY
+from backend.records.rows import REQUEST_ID_KEY
 from tests.support.processes import Verifier, together
 from tests.support.scripted_drafter import ScriptedDrafter
 

@@ -15,6 +15,7 @@ import pytest
 from backend.records.chapters import TEACHER_FORCED, Chapter, recorded, rolled_out, rounds
 from backend.records.plots import PLOTS
 from backend.records.reading import Records, RecordsError
+from backend.records.summary import by_drafter
 from gateway import cli
 from tests.support.recorded import Rows, record, request, step, verification
 
@@ -97,7 +98,7 @@ def test_live_and_fixed_responses_are_kept_apart(tmp_path: Path) -> None:
     forced = [verification(0, "a", 4, 4, teacher_forced=True)]
     record(tmp_path / "mixed", [step(0, 0.0), *forced, verification(0, "b", 4, 0)])
     mixed = chapter(tmp_path / "mixed")
-    assert mixed.by_drafter()["drafter-0"].acceptance_length == 1
+    assert by_drafter(mixed.outcomes)["drafter-0"].acceptance_length == 1
     assert "1 verifications of fixed responses are left out" in mixed.notes[0]
     record(tmp_path / "fixed", [step(0, 0.0), *forced])
     assert chapter(tmp_path / "fixed").is_teacher_forced
@@ -111,7 +112,8 @@ def test_a_rollouts_tables(tmp_path: Path) -> None:
     assert (first.ended_s, second.ended_s) == pytest.approx((0.030, 0.130))
     assert found.alone_s()["worker 1"] == pytest.approx(0.1)
     assert first.idle_s == {"any cause": pytest.approx(0.002)}
-    assert found.by_drafter()["all drafters"].acceptance_length == 1 + (3 + 3 + 2) / 3, "the last verification was cut by one"
+    drafted = by_drafter(found.outcomes)["all drafters"]
+    assert drafted.acceptance_length == 1 + (3 + 3 + 2) / 3, "the last verification was cut by one"
     assert found.transitions() == Counter({(3, 3): 2})
     assert "Each worker's clock" in found.notes[0]
     told = {
@@ -224,8 +226,8 @@ def text_for_numbers(directory: Path) -> None:
     [
         (lambda directory: None, "holds neither records (--records-dir) nor the tables of a rollout"),
         (missing_table, "worker_1_markov.csv is missing"),
-        (missing_column, "worker_1_perf.csv has no column idle_time"),
-        (text_for_numbers, "worker_0_request.csv: response_length should be numbers"),
+        (missing_column, "worker_1_perf.csv cannot be read: Column 'idle_time' in include_columns does not exist"),
+        (text_for_numbers, "worker_0_request.csv cannot be read: In CSV column #4: CSV conversion error to int64: invalid"),
         (lambda directory: (rollout(directory) / "report.json").write_text("{"), "report.json cannot be read"),
     ],
 )

@@ -185,8 +185,8 @@ def test_a_full_queue_drops_and_counts(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(writer_module, "QUEUE_ROWS", 2)
     recorder = FileRecorder(ABOUT_V0, settings(tmp_path))
     for step in range(5):
-        recorder.verification(verification(step))
-    recorder.request(REQUEST)
+        recorder.put(verification(step))
+    recorder.put(REQUEST)
     assert recorder.counts()[1] == {"step": 0, "verification": 3, "request": 1, "decision": 0}
     recorder.start()
     recorder.close()
@@ -199,9 +199,9 @@ def test_what_is_queued_is_written_at_the_end(tmp_path: Path) -> None:
     recorder = FileRecorder(ABOUT_V0, settings(tmp_path))
     recorder.start()
     for step in range(10_000):
-        recorder.verification(verification(step))
-    recorder.step(STEP)
-    recorder.decision(DECISION)
+        recorder.put(verification(step))
+    recorder.put(STEP)
+    recorder.put(DECISION)
     recorder.close()
     tables = [pq.read_table(file) for file in files(tmp_path, "verification")]
     assert pa.concat_tables(tables)["step"].to_pylist() == list(range(10_000))
@@ -211,8 +211,8 @@ def test_what_is_queued_is_written_at_the_end(tmp_path: Path) -> None:
 
 def test_a_row_that_is_none_costs_no_thread(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     recorder = FileRecorder(ABOUT_V0, settings(tmp_path))
-    recorder.verification(VerificationRow("x", *[None] * 8))  # type: ignore[arg-type]
-    recorder.request(REQUEST)
+    recorder.put(VerificationRow("x", *[None] * 8))  # type: ignore[arg-type]
+    recorder.put(REQUEST)
     recorder.start()
     recorder.close()
     assert "of no use" in caplog.text

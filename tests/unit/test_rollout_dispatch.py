@@ -99,9 +99,10 @@ def test_longest_first_and_level() -> None:
 @given(st.integers(1, 40), st.integers(1, 4))
 def test_equal_requests_go_to_whoever_has_the_fewest(requests: int, workers: int) -> None:
     dispatcher = Dispatcher([100] * requests, 100)
-    for number in range(workers):
-        dispatcher.join(f"w{number}")
+    names = [f"w{number}" for number in range(workers)]
+    for name in names:
+        dispatcher.join(name)
     dispatcher.assign()
-    loads = [dispatcher.load(worker) // 100 for worker in dispatcher.workers]
+    loads = [dispatcher.load(name) // 100 for name in names]
     assert sum(loads) == requests
     assert max(loads) - min(loads) <= 1

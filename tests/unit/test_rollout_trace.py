@@ -97,7 +97,7 @@ def test_cases_can_be_replayed(tmp_path: Path) -> None:
 
 
 def test_fixed_requests_carry_the_tokens_of_their_response(tokenizer: Tokenizer) -> None:
-    (request,) = make_requests([Case(4, "def f(x):\n", "    return x\n")], tokenizer, Path("t"), True, 1, None, 99, 4096)
+    (request,) = make_requests([Case(4, "def f(x):\n", "    return x\n")], tokenizer, Path("t"), True, 1, None, 4096)
     assert request.fixed == tokenizer.response("    return x\n")
     assert request.max_tokens == request.expected == len(request.fixed)
     assert request.prompt[0] == 0, "a prompt begins with the tokenizer's own first token"
@@ -106,14 +106,14 @@ def test_fixed_requests_carry_the_tokens_of_their_response(tokenizer: Tokenizer)
 
 def test_free_requests_know_what_to_expect(tokenizer: Tokenizer) -> None:
     cases = [Case(0, "def f(x):\n", "    return x\n"), Case(1, "class A:\n", "")]
-    known, unknown = make_requests(cases, tokenizer, Path("t"), False, 1, None, 99, 64)
+    known, unknown = make_requests(cases, tokenizer, Path("t"), False, 1, None, 64)
     assert known.fixed is None
     assert known.expected == len(tokenizer.response("    return x\n"))
     assert known.max_tokens == 64 - len(known.prompt)
     assert unknown.expected == unknown.max_tokens
-    several = make_requests(cases, tokenizer, Path("t"), False, 3, None, 99, 64)
+    several = make_requests(cases, tokenizer, Path("t"), False, 3, None, 64)
     assert [(each.number, each.case.number) for each in several] == [(0, 0), (1, 0), (2, 0), (3, 1), (4, 1), (5, 1)]
-    assert make_requests(cases, tokenizer, Path("t"), False, 1, 3, 99, 64)[0].max_tokens == 3
+    assert make_requests(cases, tokenizer, Path("t"), False, 1, 3, 64)[0].max_tokens == 3
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_a_case_that_cannot_be_run_is_named(
 ) -> None:
     cases = [Case(0, "fine", "fine"), Case(1, prompt, gen)]
     with pytest.raises(TraceError, match=rf"trace: row 1: .*{complaint}"):
-        make_requests(cases, tokenizer, Path("trace"), fixed, 1, max_tokens, 99, 64)
+        make_requests(cases, tokenizer, Path("trace"), fixed, 1, max_tokens, 64)
 
 
 def test_the_context_is_the_smaller_of_what_is_asked_and_what_is_there() -> None:
