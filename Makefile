@@ -9,7 +9,7 @@ TWO := -n 2 --no-loadscope-reorder
 MAKEFLAGS += --no-print-directory
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev setup-load serve status test test-fast campaign clients vllm-tests lint bench bench-fleet bench-rollouts bench-gateway load chaos dashboards dashboards-check
+.PHONY: help setup setup-dev setup-load serve status test test-fast campaign clients vllm-tests lint bench bench-rollouts bench-gateway load chaos dashboards dashboards-check
 .PHONY: monitoring-check records-cost rollout-demo format clean
 
 help: ## list these tasks
@@ -57,9 +57,6 @@ bench: setup-dev ## measure every mode on this machine (ARGS=--quick: under ten 
 
 bench-rollouts: setup-dev ## a long-tailed batch natively, and disaggregated without and with moves (ARGS="--output DIR"; half an hour)
 	@exec $(BIN)/python -m backend.lab.bench.rollouts $(ARGS)
-
-bench-fleet: setup-dev ## measure the assignment rule against a fixed split, on real engines (a few minutes)
-	@exec $(BIN)/python -m backend.lab.bench.assign $(ARGS)
 
 bench-gateway: setup-dev ## measure what the gateway costs per chunk and request, beside vLLM's own API server (six minutes)
 	@exec $(BIN)/python -m tests.gateway_cost $(ARGS)
