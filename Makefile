@@ -10,7 +10,7 @@ MAKEFLAGS += --no-print-directory
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-dev setup-load serve status test test-fast campaign clients vllm-tests lint bench bench-rollouts bench-gateway load chaos dashboards dashboards-check
-.PHONY: monitoring-check records-cost rollout-demo format clean
+.PHONY: monitoring-check rollout-demo format clean
 
 help: ## list these tasks
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|' 2>/dev/null \
@@ -60,9 +60,6 @@ bench-rollouts: setup-dev ## a long-tailed batch natively, and disaggregated wit
 
 bench-gateway: setup-dev ## measure what the gateway costs per chunk and request, beside vLLM's own API server (six minutes)
 	@exec $(BIN)/python -m tests.gateway_cost $(ARGS)
-
-records-cost: setup-dev ## measure what keeping records costs (under five minutes)
-	@exec $(BIN)/python -m backend.lab.bench.records_cost $(ARGS)
 
 rollout-demo: setup ## replay 128 responses on two verifiers, natively and disaggregated (some minutes; writes rollouts/)
 	@$(BIN)/outrider trace make stdlib --out rollouts/train.0.parquet --limit 128 --max-gen 1500

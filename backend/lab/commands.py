@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, cast
 
-from backend.config.sources import CommandError, ConfigError
+from backend.config.sources import ConfigError
 from backend.routing.routers import Ask, Candidate, LeastLoaded
 
 if TYPE_CHECKING:
@@ -23,12 +23,9 @@ Say = Callable[[str], None]
 
 def bench(arguments: list[str], say: Say) -> None:
     """Measures every mode on this machine."""
-    from backend.lab.bench.main import BenchError, main
+    from backend.lab.bench.main import main
 
-    try:
-        main(arguments, say)
-    except BenchError as error:
-        raise CommandError(str(error)) from error
+    main(arguments, say)
 
 
 def simulate(arguments: list[str], say: Say) -> None:

@@ -23,8 +23,7 @@ from backend.lab.bench.measure import Snapshot, drafting_between
 from backend.lab.bench.options import PROBABILISTIC
 from backend.lab.bench.pace import Pace, Paced
 from backend.lab.bench.plan import Configuration, CoreSplit
-from backend.lab.bench.profile import Laps
-from backend.lab.bench.worker import LAPS, PACED, RECORDS
+from backend.lab.bench.worker import PACED
 from backend.models.resolve import ResolvedModels, Say
 
 LOADING_AT_ONCE = 2
@@ -48,10 +47,6 @@ class Bench:
     """Tokens of a request, prompt included."""
     most: int
     """Requests in flight at most."""
-    profile: bool = False
-    """Whether the children note whose code their time goes to."""
-    records: Path | None = None
-    """Where the verifiers' records go that can be switched off and on; None: there are none."""
     pace: Pace | None = None
 
 
@@ -135,21 +130,6 @@ class TargetFleet:
         verifier.last = self._read(configuration)
         return load, before, verifier.last
 
-    def laps(self, configuration: Configuration) -> dict[str, Laps]:
-        """What verifier and drafter noted since the last call (`Bench.profile`)."""
-        assert self._drafter is not None
-        children = {"verifier": self._verifiers[configuration].child, "drafter": self._drafter}
-        return {name: child.ask(LAPS)[LAPS] for name, child in children.items()}
-
-    def load(self, configuration: Configuration, prompts: Sequence[list[int]], tokens: int, concurrency: int) -> Load:
-        """A closed loop of greedy requests; no counters are read."""
-        return run_load(self._verifiers[configuration].client, prompts, tokens, 0.0, concurrency)
-
-    def switch_records(self, configuration: Configuration, on: bool, timed: bool = False) -> dict[str, float]:
-        """CPU times by name: see `switching.SwitchedVerifier.switch`."""
-        answer: dict[str, float] = self._verifiers[configuration].child.ask({RECORDS: {"on": on, "timed": timed}})
-        return answer
-
     def _read(self, configuration: Configuration) -> Snapshot:
         drafter = self._drafter if configuration.is_remote else None
         if drafter is not None:
@@ -196,7 +176,6 @@ class TargetFleet:
             "target_dir": bench.models.target_dir,
             "head_dir": bench.models.drafter_dir,
             "settings": {"cores": len(bench.split.drafter)},
-            "profile": bench.profile,
             "pace": msgspec.to_builtins(bench.pace),
             "address": f"ipc://{bench.directory}/{DRAFTER_ID}",
         }
@@ -211,9 +190,7 @@ class TargetFleet:
             "environment": ENVIRONMENT | ({"CUDA_VISIBLE_DEVICES": "0"} if bench.gpus else {}),
             "paths": msgspec.to_builtins(bench.models),
             "settings": verifier_settings(bench, configuration, len(self._configurations)),
-            "profile": bench.profile,
             "pace": msgspec.to_builtins(bench.pace),
-            "switch_records": bench.records is not None,
             "address": f"ipc://{bench.directory}/v{number}-{os.urandom(2).hex()}",
         }
 
@@ -228,7 +205,6 @@ def verifier_settings(bench: Bench, configuration: Configuration, verifiers: int
     return {
         "mode": configuration.served,
         "num_speculative_tokens": configuration.k or 4,
-        "records": {"dir": str(bench.records)} if bench.records else {},
         "verifier": {
             "cores": len(configuration.cores),
             "gateway_lease_s": NEVER_S,

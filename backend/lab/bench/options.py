@@ -54,8 +54,6 @@ class Options:
     ramp: bool
     """Also a load that goes from the smallest concurrency to the greatest and back."""
     full: bool
-    micro: bool
-    profile: bool
     pace: Pace | None
     model: str | None
     drafter: str | None
@@ -73,8 +71,6 @@ def parse(arguments: Sequence[str]) -> Options:
         parser.error("--model is measured alone: --targets are made of the built-in demo")
     if given.model and not given.drafter:
         parser.error("--model needs --drafter: an EAGLE head made for it, or ngram")
-    if given.pace and (given.micro or given.profile):
-        parser.error("--pace goes neither with --micro nor with --profile")
     quick = given.quick
     return Options(
         output=given.output,
@@ -94,8 +90,6 @@ def parse(arguments: Sequence[str]) -> Options:
         warm_ups=given.warm_ups,
         ramp=given.ramp,
         full=given.full,
-        micro=given.micro,
-        profile=given.profile,
         pace=given.pace,
         model=given.model,
         drafter=given.drafter,
@@ -114,8 +108,6 @@ def _parser() -> argparse.ArgumentParser:
     say("--quick", action="store_true", help="one target and fewer points: under ten minutes on two cores")
     say("--ramp", action="store_true", help="also a load that goes from the smallest concurrency to the greatest and back")
     say("--full", action="store_true", help="every domain at every concurrency and temperature")
-    say("--micro", action="store_true", help="measure the drafter, the codec and the transport alone instead")
-    say("--profile", action="store_true", help="measure what our own code costs per step and per request instead")
     paced = f"let steps last as long as an accelerator's: {', '.join(PROFILES)}, or MS,US per target step and token"
     say("--pace", type=_pace, metavar="PACE", help=f"{paced}[, draft pass and token[, in mode native]]")
     say("--targets", type=_names(TARGETS), metavar="LIST", help=f"of {', '.join(TARGETS)} (default: all)")
