@@ -38,9 +38,13 @@ def main(arguments: Sequence[str], say: Say) -> None:
     output = options.output or RESULTS / f"{about['date'][:10]}-{about['commit'].rstrip('+')}"
     output.mkdir(parents=True, exist_ok=True)
     results = Results()
+
+    def keep() -> None:
+        tables.keep(output, about, options, split, results)
+
     try:
         try:
-            run(options, split, results, say, lambda: tables.keep(output, about, options, split, results))
+            run(options, split, results, say, keep)
         finally:
             # What was measured before an interruption is worth a table too; it is marked as incomplete.
             if results.samples:
