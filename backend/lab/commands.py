@@ -8,15 +8,9 @@ from __future__ import annotations
 
 import runpy
 import sys
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, cast
+from collections.abc import Callable
 
 from backend.config.sources import ConfigError
-from backend.routing.routers import Ask, Candidate, LeastLoaded
-
-if TYPE_CHECKING:
-    from backend.lab.simulator.simulation import Candidate as SimulatedCandidate
-    from backend.lab.simulator.simulation import Route
 
 Say = Callable[[str], None]
 
@@ -34,7 +28,7 @@ def simulate(arguments: list[str], say: Say) -> None:
     from backend.lab.simulator.main import main
 
     try:
-        main(arguments, say, least_loaded)
+        main(arguments, say)
     except (TraceError, ValueError) as error:
         raise ConfigError(str(error).splitlines()[0]) from error
 
@@ -47,14 +41,3 @@ def train_demo(arguments: list[str], say: Say) -> None:
         runpy.run_module("backend.lab.demo", run_name="__main__")
     finally:
         sys.argv = before
-
-
-def least_loaded() -> Route:
-    """Routing as a gateway does it unless told otherwise, with nothing routed yet."""
-    router = LeastLoaded()
-
-    def route(tokens: int, candidates: Sequence[SimulatedCandidate]) -> str | None:
-        # They have all that routing looks at; making thousands of its own for every request would take most of the time.
-        return router.choose(Ask(tokens), cast("Sequence[Candidate]", candidates))
-
-    return route
