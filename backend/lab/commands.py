@@ -6,8 +6,6 @@ input and `CommandError` for what goes wrong later.
 
 from __future__ import annotations
 
-import runpy
-import sys
 from collections.abc import Callable
 
 from backend.config.sources import ConfigError
@@ -35,9 +33,6 @@ def simulate(arguments: list[str], say: Say) -> None:
 
 def train_demo(arguments: list[str], say: Say) -> None:
     """Trains the built-in models."""
-    before = sys.argv
-    sys.argv = ["outrider train-demo", *arguments]
-    try:
-        runpy.run_module("backend.lab.demo", run_name="__main__")
-    finally:
-        sys.argv = before
+    from backend.lab.demo.__main__ import main
+
+    main(arguments)
