@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 import time
@@ -72,12 +73,7 @@ def describe_target(models: ResolvedModels) -> dict[str, Any]:
     from backend.models.tensor_files import TensorFiles
 
     config = read_json(Path(models.target_dir) / "config.json", "--model")
-    total = 0
-    for info in TensorFiles(models.target_dir).tensors.values():
-        count = 1
-        for size in info.shape:
-            count *= size
-        total += count
+    total = sum(math.prod(info.shape) for info in TensorFiles(models.target_dir).tensors.values())
     names = ("num_hidden_layers", "hidden_size", "intermediate_size")
     return {"model": models.name, "parameters": total} | {name: config[name] for name in names if name in config}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import statistics
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -14,10 +15,9 @@ from backend.lab.simulator.simulation import Outcome
 
 @dataclass
 class Timed:
-    """A policy under a stopwatch.  `clock` gives seconds."""
+    """A policy under a stopwatch."""
 
     policy: AssignmentPolicy
-    clock: Any
     steady_s: list[float] = field(default_factory=list)
     """Of decisions that changed nothing."""
     changing_s: list[float] = field(default_factory=list)
@@ -26,10 +26,10 @@ class Timed:
         """The policy's own."""
         # A coordinator does not hold a simulated fleet: the time to look through that for garbage is not the policy's.
         gc.disable()
-        began = self.clock()
+        began = time.perf_counter()
         decision = self.policy.decide(situation)
         gc.enable()
-        (self.changing_s if decision.actions else self.steady_s).append(self.clock() - began)
+        (self.changing_s if decision.actions else self.steady_s).append(time.perf_counter() - began)
         return decision
 
 

@@ -31,7 +31,7 @@ def main(arguments: Sequence[str], say: Say) -> None:
     """Simulates and writes.  Raises `TraceError`."""
     options = parse(arguments)
     began = time.perf_counter()
-    timed = figures.Timed(WaterFilling(), time.perf_counter)
+    timed = figures.Timed(WaterFilling())
     coordinator = Coordinator(max(LEASE_S, 3 * options.scenario.report_s), rule=timed)
     outcome = FleetSimulation(options.scenario, coordinator).run()
     result = figures.summary(outcome, timed, options.scenario.seconds)
