@@ -34,7 +34,7 @@ LEARNING = 2
 
 
 def started(target: str, stack: ExitStack) -> Processes:
-    """None yet, for the demo or what it is widened to; ended with the stack."""
+    """Where processes can be started for this target, the demo or a widened one; all of them end with the stack."""
     directory = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/tmp")))
     models = prepare(target, resolve(Settings.model_validate({"mode": "sync"}), lambda line: None), directory)
     split = split_cores(sorted(os.sched_getaffinity(0)), None, None)
