@@ -9,8 +9,8 @@ TWO := -n 2 --no-loadscope-reorder
 MAKEFLAGS += --no-print-directory
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev setup-load serve status test test-fast campaign clients vllm-tests lint bench bench-fleet bench-rollouts bench-gateway load chaos dashboards dashboards-check
-.PHONY: monitoring-check records-cost rollout-demo format clean
+.PHONY: help setup setup-dev setup-load serve status test test-fast campaign clients vllm-tests lint bench bench-rollouts bench-gateway load chaos dashboards dashboards-check
+.PHONY: monitoring-check rollout-demo format clean
 
 help: ## list these tasks
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|' 2>/dev/null \
@@ -58,14 +58,8 @@ bench: setup-dev ## measure every mode on this machine (ARGS=--quick: under ten 
 bench-rollouts: setup-dev ## a long-tailed batch natively, and disaggregated without and with moves (ARGS="--output DIR"; half an hour)
 	@exec $(BIN)/python -m backend.lab.bench.rollouts $(ARGS)
 
-bench-fleet: setup-dev ## measure the assignment rule against a fixed split, on real engines (a few minutes)
-	@exec $(BIN)/python -m backend.lab.bench.assign $(ARGS)
-
 bench-gateway: setup-dev ## measure what the gateway costs per chunk and request, beside vLLM's own API server (six minutes)
 	@exec $(BIN)/python -m tests.gateway_cost $(ARGS)
-
-records-cost: setup-dev ## measure what keeping records costs (under five minutes)
-	@exec $(BIN)/python -m backend.lab.bench.records_cost $(ARGS)
 
 rollout-demo: setup ## replay 128 responses on two verifiers, natively and disaggregated (some minutes; writes rollouts/)
 	@$(BIN)/outrider trace make stdlib --out rollouts/train.0.parquet --limit 128 --max-gen 1500

@@ -6,29 +6,18 @@ input and `CommandError` for what goes wrong later.
 
 from __future__ import annotations
 
-import runpy
-import sys
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, cast
+from collections.abc import Callable
 
-from backend.config.sources import CommandError, ConfigError
-from backend.routing.routers import Ask, Candidate, LeastLoaded
-
-if TYPE_CHECKING:
-    from backend.lab.simulator.simulation import Candidate as SimulatedCandidate
-    from backend.lab.simulator.simulation import Route
+from backend.config.sources import ConfigError
 
 Say = Callable[[str], None]
 
 
 def bench(arguments: list[str], say: Say) -> None:
     """Measures every mode on this machine."""
-    from backend.lab.bench.main import BenchError, main
+    from backend.lab.bench.main import main
 
-    try:
-        main(arguments, say)
-    except BenchError as error:
-        raise CommandError(str(error)) from error
+    main(arguments, say)
 
 
 def simulate(arguments: list[str], say: Say) -> None:
@@ -37,27 +26,13 @@ def simulate(arguments: list[str], say: Say) -> None:
     from backend.lab.simulator.main import main
 
     try:
-        main(arguments, say, least_loaded)
+        main(arguments, say)
     except (TraceError, ValueError) as error:
         raise ConfigError(str(error).splitlines()[0]) from error
 
 
 def train_demo(arguments: list[str], say: Say) -> None:
     """Trains the built-in models."""
-    before = sys.argv
-    sys.argv = ["outrider train-demo", *arguments]
-    try:
-        runpy.run_module("backend.lab.demo", run_name="__main__")
-    finally:
-        sys.argv = before
+    from backend.lab.demo.__main__ import main
 
-
-def least_loaded() -> Route:
-    """Routing as a gateway does it unless told otherwise, with nothing routed yet."""
-    router = LeastLoaded()
-
-    def route(tokens: int, candidates: Sequence[SimulatedCandidate]) -> str | None:
-        # They have all that routing looks at; making thousands of its own for every request would take most of the time.
-        return router.choose(Ask(tokens), cast("Sequence[Candidate]", candidates))
-
-    return route
+    main(arguments)

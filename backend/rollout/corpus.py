@@ -7,7 +7,7 @@ order.
 
 import hashlib
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,8 +53,8 @@ def is_table(text: str) -> bool:
     return sum(character.isdigit() or character == "\\" for character in dense) / len(dense) > TABLE_DENSITY
 
 
-def load_corpus(extra: Sequence[Path] = (), root: Path | None = None) -> Corpus:
-    """Read `root` (default: the standard library) and the `extra` directories into a training and a validation split.
+def load_corpus(root: Path | None = None) -> Corpus:
+    """Read `root` (default: the standard library) into a training and a validation split.
 
     A file whose exact text was already seen is dropped, so that a copy cannot leak from one split into the
     other.
@@ -62,12 +62,11 @@ def load_corpus(extra: Sequence[Path] = (), root: Path | None = None) -> Corpus:
     train: list[Document] = []
     validation: list[Document] = []
     seen: set[str] = set()
-    for directory in (root or standard_library(), *extra):
-        for document in _documents(directory):
-            if document.text in seen:
-                continue
-            seen.add(document.text)
-            (validation if is_validation(document.name) else train).append(document)
+    for document in _documents(root or standard_library()):
+        if document.text in seen:
+            continue
+        seen.add(document.text)
+        (validation if is_validation(document.name) else train).append(document)
     return Corpus(train=tuple(train), validation=tuple(validation))
 
 

@@ -47,7 +47,7 @@ def test_profiles_are_what_the_data_sheet_says() -> None:
 
 
 def test_a_pace_is_a_profile_or_numbers_and_both_may_be_slower() -> None:
-    assert parse_pace("8b") == PROFILES["8b"]
+    assert options_module.parse(["--pace", "8b"]).pace == parse_pace("8b") == PROFILES["8b"]
     assert parse_pace("8b@4").target.fixed_ms == pytest.approx(4 * PROFILES["8b"].target.fixed_ms)
     assert parse_pace("6,32") == Pace("6,32", Cost(6, 32))
     assert parse_pace("6,32,0.4,1.5").native == Cost(0.4, 1.5), "the same head, unless said otherwise"
@@ -60,14 +60,6 @@ def test_any_other_pace_is_refused(text: str, capsys: pytest.CaptureFixture[str]
     with pytest.raises(SystemExit):
         options_module.parse(["--pace", text])
     assert "there are 8b, 70b, and two, four or six numbers" in capsys.readouterr().err
-
-
-def test_it_goes_with_measuring_modes_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    assert options_module.parse(["--pace", "70b"]).pace == PROFILES["70b"]
-    for other in ("--micro", "--profile"):
-        with pytest.raises(SystemExit):
-            options_module.parse(["--pace", "8b", other])
-        assert "--pace goes neither with" in capsys.readouterr().err
 
 
 def test_a_pass_takes_as_long_as_stated_and_late_sleep_is_made_up_for() -> None:

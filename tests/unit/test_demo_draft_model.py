@@ -20,7 +20,7 @@ from backend.rollout.corpus import Corpus, Document
 
 def test_it_learns_and_drafts(tmp_path: Path, monkeypatch) -> None:
     lines = "".join(f"def double_{n}(x):\n    return 2 * x + {n}\n" for n in range(400))
-    monkeypatch.setattr(draft_model, "load_corpus", lambda extra: Corpus((Document("a.py", lines),), ()))
+    monkeypatch.setattr(draft_model, "load_corpus", lambda: Corpus((Document("a.py", lines),), ()))
     few = DraftModelOptions(steps=2, layers=1, hidden=64, tokens_per_step=256, length=64)
     options = DemoOptions(run_dir=tmp_path / "run", device="cpu", compile=False, draft_model=few)
     before = draft_model.train_draft_model(options, tmp_path / "model")

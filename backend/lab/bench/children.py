@@ -57,7 +57,7 @@ class Child:
         overdue = threading.Timer(START_TIMEOUT_S, self.process.kill)
         overdue.start()
         try:
-            address = str(self._read()["address"])
+            address = str(self.answer()["address"])
         finally:
             overdue.cancel()
         self._ready = True
@@ -79,7 +79,12 @@ class Child:
 
     def answer(self) -> Any:
         """The second half of `ask`."""
-        return self._read()
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            # Libraries print lines of their own.
+            if line.startswith("{"):
+                return json.loads(line)
+        raise self._died()
 
     def check(self) -> None:
         """Raises `ChildError` when the process has ended."""
@@ -109,14 +114,6 @@ class Child:
             assert self.process.stdout is not None
             self.process.stdout.close()
             self._log.close()
-
-    def _read(self) -> Any:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            # Libraries print lines of their own.
-            if line.startswith("{"):
-                return json.loads(line)
-        raise self._died()
 
     def _died(self) -> ChildError:
         lines = self._log_path.read_text(errors="replace").splitlines()[-LAST_LINES:]

@@ -14,92 +14,46 @@ import os
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import msgspec
 
 from backend.config import Settings
 from backend.engine.client import EngineClient
 from backend.fleet import DrafterRef
-from backend.lab.bench.children import ENVIRONMENT, Child
-from backend.lab.bench.load import run_load
-from backend.lab.bench.measure import drafting_between
-from backend.lab.bench.plan import CoreSplit, split_cores
+from backend.lab.bench.children import Child
+from backend.lab.bench.engines import Processes, Speed, assign, measure_load
+from backend.lab.bench.plan import split_cores
 from backend.lab.bench.prompts import Prompts
 from backend.lab.bench.run import prepare
-from backend.models.resolve import ResolvedModels, resolve
+from backend.models.resolve import resolve
 
-NEVER_S = 24 * 3600.0
 LEARNING = 2
 """Loads before the first measured one."""
 
 
-@dataclass
-class Measured:
-    """One load: tokens per second, and tokens per verification of drafts."""
-
-    tokens_per_s: float
-    length: float
-
-
-@dataclass
-class Place:
-    """Where the processes run."""
-
-    models: ResolvedModels
-    split: CoreSplit
-    directory: Path
-    stack: ExitStack
-
-    def child(self, job: dict[str, Any]) -> Child:
-        """A process, ended with the place."""
-        child = Child({"environment": ENVIRONMENT, **job}, self.directory / f"{job['name']}.log")
-        self.stack.callback(child.close)
-        return child
-
-    def drafter(self, number: int, name: str) -> DrafterRef:
-        """A running one."""
-        own = resolve(Settings.model_validate({"mode": "sync", "drafter": name}), lambda line: None)
-        fleets = own.drafter_kind == "eagle"
-        job: dict[str, Any] = {
-            "role": "drafter",
-            "name": f"drafter-{number}",
-            "cores": self.split.drafter,
-            "target_dir": self.models.target_dir,
-            "head_dir": self.models.drafter_dir if fleets else own.drafter_dir,
-            "settings": {"cores": len(self.split.drafter)},
-            "address": f"ipc://{self.directory}/d{number}",
-        }
-        return DrafterRef(f"drafter-{number}", "bench", self.child(job).wait_ready(), "", 1, "" if fleets else name, fleets)
-
-    def verifier(self, mode: str, lookup: bool = True) -> tuple[Child, EngineClient]:
-        """A running one and a client."""
-        own = {"cores": len(self.split.verifier), "gateway_lease_s": NEVER_S, "lookup": lookup, "fixed_responses": True}
-        settings, name = {"mode": mode, "verifier": own}, f"{mode}{'' if lookup else '-alone'}"
-        child = self.child(
-            {
-                "role": "verifier",
-                "name": name,
-                "cores": self.split.verifier,
-                "paths": msgspec.to_builtins(self.models),
-                "settings": settings,
-                "address": f"ipc://{self.directory}/{name}",
-            }
-        )
-        client = EngineClient(child.wait_ready(), "bench", child.check)
-        self.stack.callback(client.close)
-        return child, client
+def started(target: str, stack: ExitStack) -> Processes:
+    """Where processes can be started for this target, the demo or a widened one; all of them end with the stack."""
+    directory = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/tmp")))
+    models = prepare(target, resolve(Settings.model_validate({"mode": "sync"}), lambda line: None), directory)
+    split = split_cores(sorted(os.sched_getaffinity(0)), None, None)
+    return stack.enter_context(Processes(models, split, directory))
 
 
-def measure(client: EngineClient, prompts: Sequence[list[int]], tokens: int, temperature: float, requests: int) -> Measured:
-    """One closed loop."""
-    before = client.fresh_stats()
-    load = run_load(client, prompts, tokens, temperature, requests)
-    grown = drafting_between(before, client.fresh_stats())
-    return Measured(load.tokens_per_s, 1 + grown.accepted_tokens / grown.drafts if grown.drafts else 1.0)
+def drafter(processes: Processes, number: int, name: str) -> DrafterRef:
+    """A running one, by what `--drafter` would be given."""
+    own = resolve(Settings.model_validate({"mode": "sync", "drafter": name}), lambda line: None)
+    fleets = own.drafter_kind == "eagle"
+    _, ref = processes.drafter(f"drafter-{number}", processes.models.drafter_dir if fleets else own.drafter_dir)
+    return msgspec.structs.replace(ref, head="" if fleets else name, takes_features=fleets)
+
+
+def verifier(processes: Processes, mode: str, lookup: bool = True) -> tuple[Child, EngineClient]:
+    """A running one and a client."""
+    settings = {"mode": mode, "verifier": {"lookup": lookup, "fixed_responses": True}}
+    child = processes.verifier(f"{mode}{'' if lookup else '-alone'}", settings)
+    return child, processes.client(child)
 
 
 def main() -> None:
@@ -117,28 +71,26 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output", type=Path)
     given = parser.parse_args()
-    found: dict[tuple[float, int, str], list[Measured]] = {}
+    found: dict[tuple[float, int, str], list[Speed]] = {}
     points = [(float(t), int(n)) for t in given.temperatures.split(",") for n in given.concurrency.split(",")]
-    with tempfile.TemporaryDirectory(dir="/tmp") as name, ExitStack() as stack:
-        split = split_cores(sorted(os.sched_getaffinity(0)), None, None)
-        models = prepare(given.target, resolve(Settings.model_validate({"mode": "sync"}), print), Path(name))
-        place = Place(models, split, Path(name), stack)
+    with ExitStack() as stack:
+        processes = started(given.target, stack)
         names = sorted({each for those in given.sets for each in those.replace("=", "+").split("+")})
-        refs = {each: place.drafter(number, each) for number, each in enumerate(names)}
-        (_, plain), (auto, client) = place.verifier("off"), place.verifier("auto")
-        make, domains = Prompts(models.target_dir, 128), given.domains.split(",")
+        refs = {each: drafter(processes, number, each) for number, each in enumerate(names)}
+        (_, plain), (auto, client) = verifier(processes, "off"), verifier(processes, "auto")
+        make, domains = Prompts(processes.models.target_dir, 128), given.domains.split(",")
         for turn in range(-1, given.rounds):
             for asked in ("off", *given.sets):
                 those = [refs[each] for each in asked.replace("=", "+").split("+")] if asked != "off" else []
                 if "=" in asked:
                     those = [msgspec.structs.replace(ref, head="") for ref in those]
-                auto.ask(msgspec.to_builtins(those))
+                assign(auto, those)
                 for point in points:
                     for load in range(1 if turn >= 0 else LEARNING):
                         prompts = [
                             make.make(domains[i % len(domains)], f"{turn}/{load}/{point}/{i}") for i in range(given.requests)
                         ]
-                        one = measure(plain if asked == "off" else client, prompts, given.tokens, *point)
+                        one = measure_load(plain if asked == "off" else client, prompts, given.tokens, *point)
                         if turn >= 0:
                             found.setdefault((*point, asked), []).append(one)
             print(f"round {turn + 1} of {given.rounds}", flush=True)
@@ -150,7 +102,7 @@ def main() -> None:
 
 
 def table(
-    found: dict[tuple[float, int, str], list[Measured]], points: Sequence[tuple[float, int]], sets: Sequence[str]
+    found: dict[tuple[float, int, str], list[Speed]], points: Sequence[tuple[float, int]], sets: Sequence[str]
 ) -> list[str]:
     """Medians over the rounds, with the least and the greatest of a ratio."""
     lines = [

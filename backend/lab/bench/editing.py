@@ -10,23 +10,15 @@ client then sends as the request's `prediction` alone.  Alternating rounds; ever
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import sys
-import tempfile
 from contextlib import ExitStack
-from pathlib import Path
 from statistics import median
 
-import msgspec
-
-from backend.config import Settings
 from backend.engine.client import EngineClient, fixed_sampling
-from backend.lab.bench.drafters import Place
-from backend.lab.bench.plan import split_cores
+from backend.lab.bench.drafters import drafter, started, verifier
+from backend.lab.bench.engines import assign
 from backend.lab.bench.prompts import Prompts
-from backend.lab.bench.run import prepare
-from backend.models.resolve import resolve
 from backend.wire.engine import Asked
 
 HEAD_ONLY, LOOKUPS, PREDICTED = "head alone", "head and look-ups", "head, look-ups, prediction"
@@ -66,16 +58,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     given = parser.parse_args()
     speeds: dict[tuple[str, str], list[float]] = {}
-    with tempfile.TemporaryDirectory(dir="/tmp") as name, ExitStack() as stack:
-        split = split_cores(sorted(os.sched_getaffinity(0)), None, None)
-        models = prepare(given.target, resolve(Settings.model_validate({"mode": "sync"}), lambda line: None), Path(name))
-        place = Place(models, split, Path(name), stack)
-        ref = place.drafter(0, "demo")
-        plain, alone, helped = place.verifier("off"), place.verifier("auto", lookup=False), place.verifier("auto")
+    with ExitStack() as stack:
+        processes = started(given.target, stack)
+        ref = drafter(processes, 0, "demo")
+        plain, alone, helped = (verifier(processes, *asked) for asked in (("off",), ("auto", False), ("auto",)))
         for child, _ in (alone, helped):
-            child.ask(msgspec.to_builtins([ref]))
+            assign(child, [ref])
         kinds = {"none": plain, HEAD_ONLY: alone, LOOKUPS: helped, PREDICTED: helped}
-        make = Prompts(models.target_dir, given.tokens)
+        make = Prompts(processes.models.target_dir, given.tokens)
         for turn in range(-1, given.rounds):
             for case, shown in CASES:
                 chance = random.Random(f"{turn}/{shown}")

@@ -1,17 +1,17 @@
-"""The processes that measure one target: a verifier per configuration and one drafter for all of them.  Parent process.
+"""A benchmark's processes: verifiers and drafters, and the fleet of both that measures one target.  Parent process.
 
-All stay up, idle, while others are measured; an idle verifier wakes four times a second to publish its counters.
+In that fleet a verifier per configuration and one drafter for all of them stay up, idle, while others are measured; an idle
+verifier wakes four times a second to publish its counters.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 
@@ -23,8 +23,7 @@ from backend.lab.bench.measure import Snapshot, drafting_between
 from backend.lab.bench.options import PROBABILISTIC
 from backend.lab.bench.pace import Pace, Paced
 from backend.lab.bench.plan import Configuration, CoreSplit
-from backend.lab.bench.profile import Laps
-from backend.lab.bench.worker import LAPS, PACED, RECORDS
+from backend.lab.bench.worker import PACED
 from backend.models.resolve import ResolvedModels, Say
 
 LOADING_AT_ONCE = 2
@@ -48,19 +47,98 @@ class Bench:
     """Tokens of a request, prompt included."""
     most: int
     """Requests in flight at most."""
-    profile: bool = False
-    """Whether the children note whose code their time goes to."""
-    records: Path | None = None
-    """Where the verifiers' records go that can be switched off and on; None: there are none."""
     pace: Pace | None = None
+
+
+class Processes:
+    """Verifiers and drafters of one target.  Use as a context: leaving ends every process."""
+
+    def __init__(
+        self, models: ResolvedModels, split: CoreSplit, directory: Path, gpus: int = 0, pace: Pace | None = None
+    ) -> None:
+        """`directory` gets sockets and logs; its path is short (a socket's may have 107 bytes)."""
+        self.models = models
+        self._split, self._directory, self._gpus, self._pace = split, directory, gpus, pace
+        self._children: list[Child] = []
+        self._clients: list[EngineClient] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends every process."""
+        for client in self._clients:
+            client.close()
+        close_all(self._children)
+
+    def verifier(self, name: str, settings: Mapping[str, Any], cores: Sequence[int] | None = None) -> Child:
+        """One that loads, on the verifier's cores unless told otherwise; what `settings` say of a verifier goes before."""
+        cores = cores or self._split.verifier
+        own = {"cores": len(cores), "gateway_lease_s": NEVER_S} | settings["verifier"]
+        job = {"role": "verifier", "name": name, "cores": cores, "paths": msgspec.to_builtins(self.models)}
+        return self._child(job | {"settings": {**settings, "verifier": own}}, 0)
+
+    def client(self, verifier: Child) -> EngineClient:
+        """Of a verifier that loads; waits until it serves."""
+        client = EngineClient(verifier.wait_ready(), "bench", verifier.check)
+        self._clients.append(client)
+        return client
+
+    def drafter(self, name: str, head_dir: str | None) -> tuple[Child, DrafterRef]:
+        """One that serves."""
+        job = {
+            "role": "drafter",
+            "name": name,
+            "cores": self._split.drafter,
+            "target_dir": self.models.target_dir,
+            "head_dir": head_dir,
+            "learning_dir": self.models.learning_dir,
+            "settings": {"cores": len(self._split.drafter)},
+        }
+        child = self._child(job, self._gpus - 1)
+        return child, DrafterRef(name, "bench", child.wait_ready(), "", 1)
+
+    def _child(self, job: dict[str, Any], gpu: int) -> Child:
+        job |= {
+            "environment": ENVIRONMENT | ({"CUDA_VISIBLE_DEVICES": str(gpu)} if self._gpus else {}),
+            "pace": msgspec.to_builtins(self._pace),
+            "address": f"ipc://{self._directory}/{len(self._children)}-{os.urandom(2).hex()}",
+        }
+        child = Child(job, self._directory / f"{job['name']}.log")
+        self._children.append(child)
+        return child
+
+
+def assign(verifier: Child, drafters: Sequence[DrafterRef]) -> None:
+    """These draft for it from now on."""
+    verifier.ask(msgspec.to_builtins(list(drafters)))
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What came of one load; `length`: tokens per verification of drafts, 1 without any."""
+
+    tokens_per_s: float
+    length: float
+    drafts: int
+
+
+def measure_load(client: EngineClient, prompts: Sequence[list[int]], tokens: int, temperature: float, requests: int) -> Speed:
+    """A closed loop with so many requests in flight."""
+    before = client.fresh_stats()
+    load = run_load(client, prompts, tokens, temperature, requests)
+    grown = drafting_between(before, client.fresh_stats())
+    return Speed(load.tokens_per_s, 1 + grown.accepted_tokens / grown.drafts if grown.drafts else 1.0, grown.drafts)
 
 
 class _Verifier:
     """One configuration's process and a client of it."""
 
-    def __init__(self, child: Child) -> None:
-        self.child = child
-        self.client = EngineClient(child.wait_ready(), "bench", child.check)
+    def __init__(self, child: Child, client: EngineClient) -> None:
+        self.child, self.client = child, client
         self.last: Snapshot | None = None
 
 
@@ -71,8 +149,7 @@ class TargetFleet:
         self._bench = bench
         self._configurations = list(configurations)
         self._say = say
-        self._stack = ExitStack()
-        self._children: list[Child] = []
+        self._processes = Processes(bench.models, bench.split, bench.directory, bench.gpus, bench.pace)
         self._verifiers: dict[Configuration, _Verifier] = {}
         self._drafter: Child | None = None
         self._drafter_last: DrafterStats | None = None
@@ -82,18 +159,12 @@ class TargetFleet:
         try:
             self._start()
         except BaseException:
-            self.close()
+            self._processes.close()
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Ends every process."""
-        self._stack.close()
-        close_all(self._children)
-        self._children.clear()
+        self._processes.close()
 
     def warm_up(
         self,
@@ -125,30 +196,12 @@ class TargetFleet:
     ) -> tuple[Load, Snapshot, Snapshot]:
         """Closed loops one after the other, and the counters before and after."""
         verifier = self._verifiers[configuration]
+        assert verifier.last is not None, "it was warmed up"
         # Nothing was asked of it since, and every turn ends with a reading of the drafter too.
-        before = (
-            replace(verifier.last, drafter=self._drafter_last, passes=self._passes_last)
-            if verifier.last
-            else self._read(configuration)
-        )
+        before = replace(verifier.last, drafter=self._drafter_last, passes=self._passes_last)
         load = run_phases(verifier.client, prompts, tokens, temperature, concurrencies)
         verifier.last = self._read(configuration)
         return load, before, verifier.last
-
-    def laps(self, configuration: Configuration) -> dict[str, Laps]:
-        """What verifier and drafter noted since the last call (`Bench.profile`)."""
-        assert self._drafter is not None
-        children = {"verifier": self._verifiers[configuration].child, "drafter": self._drafter}
-        return {name: child.ask(LAPS)[LAPS] for name, child in children.items()}
-
-    def load(self, configuration: Configuration, prompts: Sequence[list[int]], tokens: int, concurrency: int) -> Load:
-        """A closed loop of greedy requests; no counters are read."""
-        return run_load(self._verifiers[configuration].client, prompts, tokens, 0.0, concurrency)
-
-    def switch_records(self, configuration: Configuration, on: bool, timed: bool = False) -> dict[str, float]:
-        """CPU times by name: see `switching.SwitchedVerifier.switch`."""
-        answer: dict[str, float] = self._verifiers[configuration].child.ask({RECORDS: {"on": on, "timed": timed}})
-        return answer
 
     def _read(self, configuration: Configuration) -> Snapshot:
         drafter = self._drafter if configuration.is_remote else None
@@ -169,53 +222,20 @@ class TargetFleet:
         remote = [c for c in self._configurations if c.is_remote]
         refs: list[DrafterRef] = []
         if remote:
-            self._drafter = self._spawn(self._drafter_job())
-            refs = [DrafterRef(DRAFTER_ID, "bench", self._drafter.wait_ready(), "", 1)]
+            self._drafter, ref = self._processes.drafter(DRAFTER_ID, self._bench.models.drafter_dir)
+            refs.append(ref)
         for at in range(0, len(self._configurations), LOADING_AT_ONCE):
             batch = self._configurations[at : at + LOADING_AT_ONCE]
             self._say(f"loading {', '.join(c.name for c in batch)}")
-            loading = [(configuration, self._spawn(self._verifier_job(configuration))) for configuration in batch]
+            loading = [(each, self._load(each)) for each in batch]
             for configuration, child in loading:
-                verifier = self._verifiers[configuration] = _Verifier(child)
-                self._stack.callback(verifier.client.close)
+                self._verifiers[configuration] = _Verifier(child, self._processes.client(child))
         for configuration in remote:
-            self._verifiers[configuration].child.ask(msgspec.to_builtins(refs))
+            assign(self._verifiers[configuration].child, refs)
 
-    def _spawn(self, job: dict[str, Any]) -> Child:
-        child = Child(job, self._bench.directory / f"{job['name']}.log")
-        self._children.append(child)
-        return child
-
-    def _drafter_job(self) -> dict[str, Any]:
-        bench = self._bench
-        return {
-            "role": "drafter",
-            "name": DRAFTER_ID,
-            "cores": bench.split.drafter,
-            "environment": ENVIRONMENT | ({"CUDA_VISIBLE_DEVICES": str(bench.gpus - 1)} if bench.gpus > 1 else {}),
-            "target_dir": bench.models.target_dir,
-            "head_dir": bench.models.drafter_dir,
-            "settings": {"cores": len(bench.split.drafter)},
-            "profile": bench.profile,
-            "pace": msgspec.to_builtins(bench.pace),
-            "address": f"ipc://{bench.directory}/{DRAFTER_ID}",
-        }
-
-    def _verifier_job(self, configuration: Configuration) -> dict[str, Any]:
-        bench = self._bench
-        number = self._configurations.index(configuration)
-        return {
-            "role": "verifier",
-            "name": configuration.name,
-            "cores": configuration.cores,
-            "environment": ENVIRONMENT | ({"CUDA_VISIBLE_DEVICES": "0"} if bench.gpus else {}),
-            "paths": msgspec.to_builtins(bench.models),
-            "settings": verifier_settings(bench, configuration, len(self._configurations)),
-            "profile": bench.profile,
-            "pace": msgspec.to_builtins(bench.pace),
-            "switch_records": bench.records is not None,
-            "address": f"ipc://{bench.directory}/v{number}-{os.urandom(2).hex()}",
-        }
+    def _load(self, configuration: Configuration) -> Child:
+        settings = verifier_settings(self._bench, configuration, len(self._configurations))
+        return self._processes.verifier(configuration.name, settings, configuration.cores)
 
 
 def verifier_settings(bench: Bench, configuration: Configuration, verifiers: int) -> dict[str, Any]:
@@ -228,10 +248,7 @@ def verifier_settings(bench: Bench, configuration: Configuration, verifiers: int
     return {
         "mode": configuration.served,
         "num_speculative_tokens": configuration.k or 4,
-        "records": {"dir": str(bench.records)} if bench.records else {},
         "verifier": {
-            "cores": len(configuration.cores),
-            "gateway_lease_s": NEVER_S,
             "max_num_seqs": max(64, bench.most),
             "max_model_len": bench.longest,
             "engine_args": engine_args,

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import datetime
 import importlib.metadata
 import os
 import platform
+import shlex
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 GIT_TIMEOUT_S = 10.0
+
+
+def about(command: Sequence[str], cores: Sequence[int]) -> dict[str, Any]:
+    """What a file of results says of its origin."""
+    return {
+        "commit": commit(),
+        "hardware": describe(cores),
+        "command": shlex.join(command),
+        "date": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%dT%H:%M:%SZ}",
+    }
 
 
 def gpus() -> list[str]:
@@ -20,7 +33,7 @@ def gpus() -> list[str]:
     return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
 
 
-def describe(cores: tuple[int, ...]) -> dict[str, Any]:
+def describe(cores: Sequence[int]) -> dict[str, Any]:
     """Processor, memory, accelerators, versions, and how busy the machine was before we began."""
     return {
         "cpu": _cpu_name(),

@@ -24,27 +24,21 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import msgspec
-
 from backend.config import Settings
-from backend.engine.client import EngineClient
 from backend.fleet import DrafterRef
-from backend.lab.bench.children import ENVIRONMENT, Child
-from backend.lab.bench.load import run_load
-from backend.lab.bench.measure import drafting_between
+from backend.lab.bench.children import Child
+from backend.lab.bench.engines import Processes, assign, measure_load
 from backend.lab.bench.plan import CoreSplit, split_cores
 from backend.lab.bench.prompts import Prompts
-from backend.models.resolve import ResolvedModels, resolve
+from backend.models.resolve import resolve
 
 CONCURRENCY, REQUESTS, TOKENS, PROMPT = 4, 12, 96, 96
 """Of a window."""
-NEVER_S = 24 * 3600.0
 FROZEN_ONE_IN = 4
 LEARNED = ("version", "steps", "training_s", "sequences", "loss", "present_length", "candidate_length", "live_acceptance",
            "taken_back")  # fmt: skip
@@ -60,49 +54,26 @@ class Phase:
 
 
 class Fleet:
-    """A verifier and its drafters, in processes of their own; `models` as resolved."""
+    """A verifier and its drafters."""
 
-    def __init__(self, models: ResolvedModels, directory: Path, split: CoreSplit, stack: ExitStack) -> None:
-        self._models, self._directory, self._split, self._stack = models, directory, split, stack
-        settings = {"mode": "sync", "verifier": {"cores": len(split.verifier), "gateway_lease_s": NEVER_S, "lookup": False}}
-        job = {"role": "verifier", "name": "verifier", "cores": split.verifier, "paths": msgspec.to_builtins(models)}
-        self._verifier = self._child(job | {"settings": settings})
-        self.client = EngineClient(self._verifier.wait_ready(), "bench", self._verifier.check)
-        stack.callback(self.client.close)
-        self._seen = self.client.fresh_stats()
+    def __init__(self, processes: Processes) -> None:
+        self._processes = processes
+        self._verifier = processes.verifier("verifier", {"mode": "sync", "verifier": {"lookup": False}})
+        self._client = processes.client(self._verifier)
 
     def drafter(self, name: str) -> tuple[Child, DrafterRef]:
         """A running one."""
-        job: dict[str, Any] = {
-            "role": "drafter",
-            "name": name,
-            "cores": self._split.drafter,
-            "target_dir": self._models.target_dir,
-            "head_dir": self._models.drafter_dir,
-            "learning_dir": self._models.learning_dir,
-            "settings": {"cores": len(self._split.drafter)},
-        }
-        child = self._child(job)
-        return child, DrafterRef(name, "bench", child.wait_ready(), "", 1)
+        return self._processes.drafter(name, self._processes.models.drafter_dir)
 
     def assign(self, ref: DrafterRef) -> None:
         """This drafter drafts from now on."""
-        self._verifier.ask(msgspec.to_builtins([ref]))
+        assign(self._verifier, [ref])
 
     def window(self, prompts: Sequence[list[int]], temperature: float) -> dict[str, Any]:
         """A closed loop, and what came of it."""
-        load = run_load(self.client, prompts, TOKENS, temperature, CONCURRENCY)
-        before, self._seen = self._seen, self.client.fresh_stats()
-        grown = drafting_between(before, self._seen)
-        length = 1 + grown.accepted_tokens / grown.drafts if grown.drafts else None
-        return {"tokens_per_s": round(load.tokens_per_s, 1), "length": length and round(length, 3), "drafts": grown.drafts}
-
-    def _child(self, job: dict[str, Any]) -> Child:
-        name = f"{job['name']}-{os.urandom(2).hex()}"
-        whole = job | {"environment": ENVIRONMENT, "address": f"ipc://{self._directory}/{name}"}
-        child = Child(whole, self._directory / f"{name}.log")
-        self._stack.callback(child.close)
-        return child
+        found = measure_load(self._client, prompts, TOKENS, temperature, CONCURRENCY)
+        length = round(found.length, 3) if found.drafts else None
+        return {"tokens_per_s": round(found.tokens_per_s, 1), "length": length, "drafts": found.drafts}
 
 
 def trainer_of(drafter: Child) -> int:
@@ -122,12 +93,12 @@ def trainer_of(drafter: Child) -> int:
 
 def refer(head: str, phases: Sequence[Phase], directory: Path, split: CoreSplit) -> None:
     """What a head that does not learn brings."""
-    with ExitStack() as stack:
-        settings = Settings.model_validate({"mode": "sync", "drafter": head})
-        fleet = Fleet(resolve(settings, lambda line: None), directory, split, stack)
+    models = resolve(Settings.model_validate({"mode": "sync", "drafter": head}), lambda line: None)
+    with Processes(models, split, directory) as processes:
+        fleet = Fleet(processes)
         fleet.assign(fleet.drafter("drafter-0")[1])
         for domain, temperature in dict.fromkeys((phase.domain, phase.temperature) for phase in phases):
-            make = Prompts(str(resolve(settings, lambda line: None).target_dir), PROMPT)
+            make = Prompts(models.target_dir, PROMPT)
             windows = [
                 fleet.window([make.make(domain, f"r{turn}/{i}") for i in range(REQUESTS)], temperature) for turn in range(4)
             ][1:]
@@ -135,9 +106,9 @@ def refer(head: str, phases: Sequence[Phase], directory: Path, split: CoreSplit)
             say({"reference": head, "domain": domain, "temperature": temperature} | found)
 
 
-def learn(models: ResolvedModels, given: argparse.Namespace, directory: Path, split: CoreSplit, stack: ExitStack) -> None:
+def learn(processes: Processes, given: argparse.Namespace) -> None:
     """All phases."""
-    fleet = Fleet(models, directory, split, stack)
+    fleet, models = Fleet(processes), processes.models
     make = Prompts(models.target_dir, PROMPT)
     assert models.learning_dir is not None
     frozen = None
@@ -194,12 +165,13 @@ def main() -> None:
     parser.add_argument("--pauses", action="store_true")
     given = parser.parse_args()
     split = split_cores(sorted(os.sched_getaffinity(0)), None, None)
-    with tempfile.TemporaryDirectory(dir="/tmp") as name, ExitStack() as stack:
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:
         if given.reference:
             refer(given.reference, given.plan, Path(name), split)
         learning = {"learning_dir": str(given.learned.resolve())}
         settings = Settings.model_validate({"mode": "sync", "drafter": "grow", "drafting": learning})
-        learn(resolve(settings, lambda line: None), given, Path(name), split, stack)
+        with Processes(resolve(settings, lambda line: None), split, Path(name)) as processes:
+            learn(processes, given)
 
 
 if __name__ == "__main__":

@@ -35,8 +35,7 @@ MEDIANS = (
     "bytes_per_round",
     "accounted",
 )
-HIT_FIELDS = (("hits", "misses"), ("ahead_hits", "ahead_misses"))
-"""Counters of precomputed drafts, by the names a mode that has them may give them."""
+GROWING = ("drafts", "draft_tokens", "accepted_tokens", "rounds", "draft_s", "bytes_sent", "ahead_hits", "ahead_misses")
 
 
 @dataclass(frozen=True)
@@ -160,7 +159,7 @@ def sample(
         idle_awaiting_draft=awaited.get("awaiting_draft", 0.0),
         t_draft_ms=drafting.draft_s / drafting.rounds * 1e3 if is_timed else None,
         t_verify_ms=(new.verify_s - old.verify_s) / max(new.steps - old.steps, 1) * 1e3,
-        hit_rate=hit_rate(old, new),
+        hit_rate=hit_rate(drafting),
         busy_core_s=core_s,
         tokens_per_busy_core_s=tokens / max(core_s, 1e-9),
         bytes_per_round=drafting.bytes_sent / drafting.rounds if is_timed else None,
@@ -198,22 +197,15 @@ def drafting_between(old: VerifierStats, new: VerifierStats) -> DraftCounters:
     total = DraftCounters()
     for drafter_id, counters in new.drafters.items():
         earlier = old.drafters.get(drafter_id, DraftCounters())
-        for name in ("drafts", "draft_tokens", "accepted_tokens", "rounds", "draft_s", "queue_s", "bytes_sent"):
+        for name in GROWING:
             setattr(total, name, getattr(total, name) + getattr(counters, name) - getattr(earlier, name))
     return total
 
 
-def hit_rate(old: VerifierStats, new: VerifierStats) -> float | None:
+def hit_rate(drafting: DraftCounters) -> float | None:
     """Share of precomputed drafts that were for the outcome that came; None where nothing is precomputed."""
-    for hits, misses in HIT_FIELDS:
-        grown = [_total(new, name) - _total(old, name) for name in (hits, misses)]
-        if sum(grown) > 0:
-            return grown[0] / sum(grown)
-    return None
-
-
-def _total(stats: VerifierStats, name: str) -> float:
-    return float(sum(getattr(counters, name, 0) for counters in stats.drafters.values()))
+    asked = drafting.ahead_hits + drafting.ahead_misses
+    return drafting.ahead_hits / asked if asked else None
 
 
 def row(target: str, configuration: Configuration, point: Point, samples: Sequence[Sample]) -> Row:

@@ -26,6 +26,9 @@ AUTO_LEARNS = 4
 """How many times the others' warm-up `auto` gets: it learns there what plans cost, as a server does in its first minute."""
 OWN = "own"
 """What a target given with --model is called."""
+USUAL = {"targets": TARGETS, "concurrency": (1, 4, 16), "domains": DOMAINS, "tokens": 128, "requests": 4, "waves": 3}
+QUICK = {"targets": ("S",), "concurrency": (1, 4), "domains": DOMAINS[:1], "tokens": 64, "requests": 2, "waves": 1}
+"""What is measured unless the command line says more, without `--quick` and with it."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +57,6 @@ class Options:
     ramp: bool
     """Also a load that goes from the smallest concurrency to the greatest and back."""
     full: bool
-    micro: bool
-    profile: bool
     pace: Pace | None
     model: str | None
     drafter: str | None
@@ -73,35 +74,12 @@ def parse(arguments: Sequence[str]) -> Options:
         parser.error("--model is measured alone: --targets are made of the built-in demo")
     if given.model and not given.drafter:
         parser.error("--model needs --drafter: an EAGLE head made for it, or ngram")
-    if given.pace and (given.micro or given.profile):
-        parser.error("--pace goes neither with --micro nor with --profile")
-    quick = given.quick
-    return Options(
-        output=given.output,
-        targets=(OWN,) if given.model else given.targets or (("S",) if quick else TARGETS),
-        layouts=given.layouts,
-        modes=given.modes,
-        ks=given.k,
-        outcomes=given.outcomes,
-        concurrency=given.concurrency or ((1, 4) if quick else (1, 4, 16)),
-        temperatures=given.temperatures,
-        domains=given.domains or (DOMAINS[:1] if quick else DOMAINS),
-        tokens=given.tokens or (64 if quick else 128),
-        prompt_tokens=given.prompt_tokens,
-        rounds=given.rounds or 3,
-        requests=given.requests or (2 if quick else 4),
-        waves=given.waves or (1 if quick else 3),
-        warm_ups=given.warm_ups,
-        ramp=given.ramp,
-        full=given.full,
-        micro=given.micro,
-        profile=given.profile,
-        pace=given.pace,
-        model=given.model,
-        drafter=given.drafter,
-        verifier_cores=given.verifier_cores,
-        drafter_cores=given.drafter_cores,
-    )
+    values = vars(given)
+    usual = QUICK if values.pop("quick") else USUAL
+    values |= {name: value for name, value in usual.items() if values[name] is None}
+    if given.model:
+        values["targets"] = (OWN,)
+    return Options(**values)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -114,22 +92,22 @@ def _parser() -> argparse.ArgumentParser:
     say("--quick", action="store_true", help="one target and fewer points: under ten minutes on two cores")
     say("--ramp", action="store_true", help="also a load that goes from the smallest concurrency to the greatest and back")
     say("--full", action="store_true", help="every domain at every concurrency and temperature")
-    say("--micro", action="store_true", help="measure the drafter, the codec and the transport alone instead")
-    say("--profile", action="store_true", help="measure what our own code costs per step and per request instead")
     paced = f"let steps last as long as an accelerator's: {', '.join(PROFILES)}, or MS,US per target step and token"
     say("--pace", type=_pace, metavar="PACE", help=f"{paced}[, draft pass and token[, in mode native]]")
     say("--targets", type=_names(TARGETS), metavar="LIST", help=f"of {', '.join(TARGETS)} (default: all)")
     say("--layouts", type=_names(LAYOUTS), metavar="LIST", default=LAYOUTS, help=f"of {', '.join(LAYOUTS)} (default: both)")
     say("--modes", type=_names(MODES), metavar="LIST", default=MODES, help=f"of {', '.join(MODES)} (default: all)")
     say("--domains", type=_names(DOMAINS), metavar="LIST", help=f"of {', '.join(DOMAINS)}; the first is swept (default: all)")
-    say("--k", type=_numbers(int, 1), metavar="LIST", default=(4,), help="draft tokens per verification (default: 4)")
+    say(
+        "--k", dest="ks", type=_numbers(int, 1), metavar="LIST", default=(4,), help="draft tokens per verification (default: 4)"
+    )
     fan_outs = "outcomes that mode ahead drafts per request and step (default: as when serving)"
     say("--outcomes", type=_numbers(int, 1), metavar="LIST", default=(), help=fan_outs)
     say("--concurrency", type=_numbers(int, 1), metavar="LIST", help="requests in flight (default: 1,4,16)")
     say("--temperatures", type=_numbers(float, 0), metavar="LIST", default=(0.0, 1.0), help="default: 0,1")
     say("--tokens", type=at_least(2), metavar="N", help="tokens of every answer (default: 128)")
     say("--prompt-tokens", type=at_least(8), metavar="N", default=128, help="tokens of every prompt (default: 128)")
-    say("--rounds", type=at_least(1), metavar="N", help="measurements of each point (default: 3)")
+    say("--rounds", type=at_least(1), metavar="N", default=3, help="measurements of each point (default: 3)")
     say("--requests", type=at_least(1), metavar="N", help="requests per measurement at least (default: 4)")
     say("--waves", type=at_least(1), metavar="N", help="and at least N times as many as are in flight (default: 3)")
     before = f"loads of each kind before the first measured one, {AUTO_LEARNS} times as many for auto (default: 3)"

@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
 import json
 import os
-import shlex
 import statistics
 import subprocess
 import sys
@@ -90,12 +88,7 @@ def main(arguments: Sequence[str]) -> None:
     trace = given.output / "train.0.parquet"
     _say(prepare(trace, given.prompts, given.n, given.longest))
     rounds: list[dict[str, dict[str, Any]]] = []
-    about = {
-        "commit": hardware.commit(),
-        "hardware": hardware.describe(tuple(sorted(os.sched_getaffinity(0)))),
-        "command": shlex.join(["python", "-m", "backend.lab.bench.rollouts", *arguments]),
-        "date": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%dT%H:%M:%SZ}",
-    }
+    about = hardware.about(["python", "-m", "backend.lab.bench.rollouts", *arguments], sorted(os.sched_getaffinity(0)))
     for number in range(given.rounds):
         found = {}
         for way in [*WAYS][number % len(WAYS) :] + [*WAYS][: number % len(WAYS)]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ from backend.lab.bench.identical import GreedyCheck
 from backend.lab.bench.measure import Row, Sample, row, sample
 from backend.lab.bench.options import AUTO_LEARNS, OWN, Options
 from backend.lab.bench.plan import Cell, Configuration, CoreSplit, Point, cells, configurations, points
-from backend.lab.bench.profile import PROFILED, Laps, rows_of
 from backend.lab.bench.prompts import Prompts
 from backend.lab.bench.widen import PRESETS, widen_pair
 from backend.models.resolve import ResolvedModels, Say, read_json, resolve
@@ -58,35 +58,6 @@ def run(options: Options, split: CoreSplit, results: Results, say: Say, keep: Ca
     results.complete = True
 
 
-def profile(options: Options, split: CoreSplit, say: Say) -> list[dict[str, Any]]:
-    """Runs every remote mode at one request and at most, with stopwatches in the children; the figures."""
-    most = max(options.concurrency)
-    modes = tuple(mode for mode in options.modes if mode in PROFILED)
-    options = replace(options, modes=modes, layouts=("equal_verifier",))
-    rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory(prefix="outrider-") as name, on_cores(split.drafter):
-        models = prepare(options.targets[0], resolve(_base_settings(options), say), Path(name))
-        longest = options.prompt_tokens + options.tokens + SPARE_POSITIONS
-        bench = Bench(models, split, Path(name), len(gpus()), longest, most, profile=True)
-        prompts = Prompts(models.target_dir, options.prompt_tokens)
-        configured = configurations(options, split)
-        with TargetFleet(bench, configured, say) as fleet:
-            for configuration in configured:
-                first = [prompts.make(options.domains[0], f"warm/{i}") for i in range(most)]
-                fleet.warm_up(
-                    configuration, first, min(WARM_UP_TOKENS, options.tokens), (1, most), _warm_ups(configuration, options)
-                )
-                found: dict[str, dict[int, Laps]] = {}
-                for requests in sorted({1, most}):
-                    fleet.laps(configuration)
-                    asked = [prompts.make(options.domains[0], f"{requests}/{i}") for i in range(requests)]
-                    fleet.measure(configuration, [asked], options.tokens, options.temperatures[0], (requests,))
-                    for process, laps in fleet.laps(configuration).items():
-                        found.setdefault(process, {})[requests] = laps
-                rows += rows_of(configuration.mode, found)
-    return rows
-
-
 def prepare(target: str, base: ResolvedModels, directory: Path) -> ResolvedModels:
     """The models of a target; a widened one is written to `directory`."""
     preset = PRESETS.get(target)
@@ -102,12 +73,7 @@ def describe_target(models: ResolvedModels) -> dict[str, Any]:
     from backend.models.tensor_files import TensorFiles
 
     config = read_json(Path(models.target_dir) / "config.json", "--model")
-    total = 0
-    for info in TensorFiles(models.target_dir).tensors.values():
-        count = 1
-        for size in info.shape:
-            count *= size
-        total += count
+    total = sum(math.prod(info.shape) for info in TensorFiles(models.target_dir).tensors.values())
     names = ("num_hidden_layers", "hidden_size", "intermediate_size")
     return {"model": models.name, "parameters": total} | {name: config[name] for name in names if name in config}
 

@@ -8,7 +8,6 @@ weights that cannot matter are random, so that no zero page or denormal makes th
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,13 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
-from backend.models.head_config import load_config
+from backend.models.head_config import load_config, read_config
 from backend.models.tensor_files import TensorFiles
+from backend.models.writing import write_checkpoint, write_json
 
-WEIGHTS = "model.safetensors"
 NOT_COPIED = (".safetensors", ".bin", ".pt", ".safetensors.index.json", ".bin.index.json")
 SCALE = 0.02
 
@@ -53,7 +51,7 @@ def widen_pair(target: Path, head: Path | None, preset: Preset, into: Path) -> t
     Returns both directories (the head's own one where it can stay).  Raises `WidenError`.
     """
     wide = into / "target"
-    config = _read(target / "config.json")
+    config = read_config(str(target))
     layers = max(preset.layers, int(config["num_hidden_layers"]))
     widen(target, wide, layers, width_for(config, layers, preset.parameters))
     if head is None:
@@ -63,8 +61,8 @@ def widen_pair(target: Path, head: Path | None, preset: Preset, into: Path) -> t
         return wide, head
     named = into / "head"
     shutil.copytree(head, named)
-    outer = _read(head / "config.json") | {"eagle_aux_hidden_state_layer_ids": list(before)}
-    _write(named / "config.json", outer)
+    outer = read_config(str(head)) | {"eagle_aux_hidden_state_layer_ids": list(before)}
+    write_json(named / "config.json", outer)
     return wide, named
 
 
@@ -85,7 +83,7 @@ def widen(source: Path, destination: Path, layers: int, width: int, seed: int = 
 
     Logits stay the same up to the rounding of longer sums.  Raises `WidenError`.
     """
-    config = _read(source / "config.json")
+    config = read_config(str(source))
     own_layers, own_width = int(config["num_hidden_layers"]), int(config["intermediate_size"])
     if config.get("model_type") != "llama" or config.get("mlp_bias") or config.get("attention_bias"):
         raise WidenError(f"{source}: only Llama models without biases can be widened")
@@ -106,8 +104,7 @@ def widen(source: Path, destination: Path, layers: int, width: int, seed: int = 
     for file in source.iterdir():
         if file.is_file() and not file.name.endswith(NOT_COPIED):
             shutil.copyfile(file, destination / file.name)
-    _write(destination / "config.json", config | {"num_hidden_layers": layers, "intermediate_size": width})
-    save_file({name: value.contiguous() for name, value in tensors.items()}, destination / WEIGHTS, metadata={"format": "pt"})
+    write_checkpoint(destination, config | {"num_hidden_layers": layers, "intermediate_size": width}, tensors)
 
 
 def _wider(name: str, value: Tensor, width: int, generator: torch.Generator) -> Tensor:
@@ -130,12 +127,3 @@ def _silent(name: str, pattern: Tensor, generator: torch.Generator) -> Tensor:
 
 def _random(shape: tuple[int, ...], like: Tensor, generator: torch.Generator) -> Tensor:
     return (torch.randn(shape, generator=generator) * SCALE).to(like.dtype)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    value: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return value
-
-
-def _write(path: Path, value: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""One child of a benchmark: a verifier, a drafter, an echo or the drafter's own measurement, on cores of its own.
+"""One child of a benchmark: a verifier or a drafter, on cores of its own.
 
     python -m backend.lab.bench.worker '{"role": "verifier", "cores": [0], "address": "ipc://...", ...}'
 
@@ -20,24 +20,19 @@ import msgspec
 
 from backend.config import environment
 from backend.lab.bench.pace import Pace
+from backend.lab.bench.pacing import Pacer, pace_drafter, pace_verifier
 
 Job = dict[str, Any]
-Measures = dict[str, Callable[[], Any]]
-"""By what asks for them."""
 FRESH_POLL_S = 0.01
-LAPS = "laps"
-"""What asks for a stopwatch's notes."""
 PACED = "paced"
 """What asks for the passes of a paced process so far."""
-RECORDS = "records"
-"""What switches records on or off."""
 
 
 def main() -> None:
     """Runs the role the first argument describes."""
     logging.basicConfig(level="INFO")
     job: Job = json.loads(sys.argv[1])
-    roles: dict[str, Callable[[Job], None]] = {"verifier": _verifier, "drafter": _drafter, "echo": _echo, "micro": _micro}
+    roles: dict[str, Callable[[Job], None]] = {"verifier": _verifier, "drafter": _drafter}
     os.sched_setaffinity(0, job["cores"])
     environment.export({"OMP_NUM_THREADS": str(len(job["cores"]))} | job.get("environment", {}))
     roles[job["role"]](job)
@@ -49,35 +44,18 @@ def _verifier(job: Job) -> None:
     from backend.models.resolve import ResolvedModels
     from backend.verifier.process import VerifierProcess
 
-    measures: Measures = {}
-    if job.get("profile"):
-        from backend.lab.bench.stopwatch import watch_verifier
-
-        watch = watch_verifier()
-        measures[LAPS] = lambda: {LAPS: watch.take()}
-    if job.get("pace"):
-        from backend.lab.bench.pacing import pace_verifier
-
-        pacer = pace_verifier(msgspec.convert(job["pace"], Pace))
-        measures[PACED] = lambda: pacer.counts
+    pacer = pace_verifier(msgspec.convert(job["pace"], Pace)) if job.get("pace") else None
     settings = Settings.model_validate(job["settings"])
     paths = msgspec.convert(job["paths"], ResolvedModels)
     process = VerifierProcess(job["name"], "bench", settings, paths, job["address"])
-    switched = None
-    if job.get("switch_records"):
-        from backend.lab.bench.switching import SwitchedVerifier
-
-        process = switched = SwitchedVerifier(job["name"], "bench", settings, paths, job["address"])
     process.start()
     _say({"address": process.address})
 
     def answer(message: Any) -> Any:
-        if switched is not None and RECORDS in message:
-            return switched.switch(**message[RECORDS])
         process.set_drafters(msgspec.convert(message, list[DrafterRef]))
         return {}
 
-    _answer_lines(measures, answer)
+    _answer_lines(pacer, answer)
     process.stop()
 
 
@@ -86,17 +64,7 @@ def _drafter(job: Job) -> None:
     from backend.drafter.process import DrafterModel, DrafterProcess, pin_cores
 
     pin_cores(job["cores"])
-    measures: Measures = {}
-    if job.get("profile"):
-        from backend.lab.bench.stopwatch import watch_drafter
-
-        watch = watch_drafter()
-        measures[LAPS] = lambda: {LAPS: watch.take()}
-    if job.get("pace"):
-        from backend.lab.bench.pacing import pace_drafter
-
-        pacer = pace_drafter(msgspec.convert(job["pace"], Pace))
-        measures[PACED] = lambda: pacer.counts
+    pacer = pace_drafter(msgspec.convert(job["pace"], Pace)) if job.get("pace") else None
     model = DrafterModel(job["target_dir"], job["head_dir"], job["head_dir"], job.get("learning_dir"))
     process = DrafterProcess(job["name"], model, DraftingSettings.model_validate(job["settings"]), job["address"])
     process.start()
@@ -109,50 +77,15 @@ def _drafter(job: Job) -> None:
             threading.Event().wait(FRESH_POLL_S)
         return process.stats()
 
-    _answer_lines(measures, answer)
+    _answer_lines(pacer, answer)
     process.stop()
 
 
-def _echo(job: Job) -> None:
-    from backend.transport import Hub, Wire
-
-    hub = Hub(Wire())
-    router = hub.router(job["address"])
-    stopping = threading.Event()
-
-    def serve() -> None:
-        while not stopping.is_set():
-            hub.poll(1.0)
-            while (received := router.receive()) is not None:
-                identity, frames = received
-                # What comes behind the first frame is a question's load; its answer has none.
-                router.send(identity, frames[0])
-
-    thread = threading.Thread(target=serve, name="echo")
-    thread.start()
-    _say({"address": router.address})
-    sys.stdin.read()
-    stopping.set()
-    hub.wake()
-    thread.join()
-    hub.close()
-
-
-def _micro(job: Job) -> None:
-    from backend.drafter.process import pin_cores
-    from backend.lab.bench.micro import measure_drafter
-
-    pin_cores(job["cores"])
-    _say({"address": ""})
-    _answer_lines({}, lambda asked: measure_drafter(job["target_dir"], job["head_dir"], **asked))
-
-
-def _answer_lines(measures: Measures, answer: Callable[[Any], Any]) -> None:
-    """Until the input ends: a line that is a measure's name is answered with it, any other by `answer`."""
+def _answer_lines(pacer: Pacer | None, answer: Callable[[Any], Any]) -> None:
+    """Until the input ends: a line that asks for the paced passes is answered with these, any other by `answer`."""
     for line in sys.stdin:
         message = json.loads(line)
-        measure = measures.get(message) if isinstance(message, str) else None
-        _say(answer(message) if measure is None else measure())
+        _say(pacer.counts if pacer is not None and message == PACED else answer(message))
 
 
 def _say(message: Any) -> None:

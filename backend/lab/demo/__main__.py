@@ -1,11 +1,11 @@
-"""Command line of the demo training: `python -m backend.lab.demo`."""
+"""Command line of the demo training: `outrider train-demo`, or `python -m backend.lab.demo`."""
 
 import argparse
 import logging
+import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-
-import torch
 
 from backend.lab.demo.draft_model import train_draft_model
 from backend.lab.demo.options import DemoOptions, DrafterOptions, DraftModelOptions, TargetOptions
@@ -13,9 +13,9 @@ from backend.lab.demo.train import train_demo
 from backend.models.demo import DRAFT_MODEL_DIR, DRAFTER_DIR, TARGET_DIR
 
 
-def parse(arguments: list[str] | None = None) -> tuple[DemoOptions, Path | None, int | None]:
-    """The options the command line asks for, where a draft model goes if only that is wanted, and the number of threads."""
-    parser = argparse.ArgumentParser(prog="python -m backend.lab.demo", description=__doc__)
+def parse(arguments: Sequence[str]) -> tuple[DemoOptions, Path | None]:
+    """The options the command line asks for, and where a draft model goes if only that is wanted."""
+    parser = argparse.ArgumentParser(prog="outrider train-demo", description=__doc__)
     parser.add_argument("--run-dir", type=Path, default=Path("demo-run"), help="checkpoints and data of this run")
     parser.add_argument("--target-dir", type=Path, default=TARGET_DIR)
     parser.add_argument("--drafter-dir", type=Path, default=DRAFTER_DIR)
@@ -30,17 +30,14 @@ def parse(arguments: list[str] | None = None) -> tuple[DemoOptions, Path | None,
     )
     parser.add_argument("--draft-model-minutes", type=float, default=DraftModelOptions().minutes)
     parser.add_argument("--draft-model-domain", choices=("code", "prose"), default=DraftModelOptions().domain)
-    parser.add_argument("--extra-source", type=Path, action="append", default=[], help="more directories of *.py files")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=None, help="CPU threads (default: torch's own choice)")
     parser.add_argument("--no-compile", action="store_true", help="run without torch.compile")
     given = parser.parse_args(arguments)
     options = DemoOptions(
         run_dir=given.run_dir,
         target_dir=given.target_dir,
         drafter_dir=given.drafter_dir,
-        extra_sources=tuple(given.extra_source),
         device=given.device,
         seed=given.seed,
         compile=not given.no_compile,
@@ -48,15 +45,13 @@ def parse(arguments: list[str] | None = None) -> tuple[DemoOptions, Path | None,
         drafter=replace(DrafterOptions(), minutes=given.drafter_minutes),
         draft_model=replace(DraftModelOptions(), minutes=given.draft_model_minutes, domain=given.draft_model_domain),
     )
-    return options, given.draft_model, given.threads
+    return options, given.draft_model
 
 
-def main() -> None:
+def main(arguments: Sequence[str]) -> None:
     """Train what the command line describes."""
-    options, draft_model, threads = parse()
+    options, draft_model = parse(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    if threads is not None:
-        torch.set_num_threads(threads)
     if draft_model is not None:
         train_draft_model(options, draft_model)
     else:
@@ -64,4 +59,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

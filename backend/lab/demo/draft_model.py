@@ -17,13 +17,12 @@ from backend.lab.demo.checkpoints import load_target, save_target
 from backend.lab.demo.model import Target
 from backend.lab.demo.options import DemoOptions, DraftModelOptions
 from backend.lab.demo.tokenizer import save_tokenizer, token_stream
-from backend.lab.demo.training import Progress, Windows, resolve_device, train
+from backend.lab.demo.train import RECORD
+from backend.lab.demo.training import Progress, Windows, goals, resolve_device, train
 from backend.learning.layers import Shape
 from backend.learning.optimizers import Optimizers
 from backend.models.writing import replacing
 from backend.rollout.corpus import Document, load_corpus
-
-RECORD = "training.json"
 
 
 def draft_shape(target: Shape, settings: DraftModelOptions) -> Shape:
@@ -54,10 +53,7 @@ def begin(shape: Shape, target: Target) -> Target:
 def distillation_loss(model: Target, target: Target, tokens: Tensor, first_choice: float) -> tuple[Tensor, Tensor]:
     """Mean cross entropy in nats to the target's distributions, and how often the first choice is the target's."""
     with torch.no_grad():
-        scores = target.logits(target(tokens)[0]).float().flatten(0, 1)
-        choice = scores.argmax(-1)
-        goal = scores.softmax(-1) * (1.0 - first_choice)
-        goal.scatter_add_(-1, choice[:, None], torch.full_like(goal[:, :1], first_choice))
+        goal, choice = goals(target.logits(target(tokens)[0]).flatten(0, 1), first_choice)
     drafted = model.logits(model(tokens)[0]).float().flatten(0, 1)
     return functional.cross_entropy(drafted, goal), (drafted.detach().argmax(-1) == choice).float().mean()
 
@@ -71,7 +67,7 @@ def train_draft_model(options: DemoOptions, directory: Path) -> float:
     torch.manual_seed(options.seed)
     target = load_target(options.target_dir).to(device).eval().requires_grad_(False)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(str(options.target_dir))
-    documents = load_corpus(options.extra_sources).train
+    documents = load_corpus().train
     if settings.domain == "prose":
         documents = tuple(Document(str(number), text) for number, text in enumerate(docstrings(documents)))
     windows = Windows(token_stream(tokenizer, documents), settings.length, options.seed)

@@ -7,7 +7,6 @@ greedy acceptance asks for nothing else.
 
 import logging
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +19,7 @@ from backend.lab.demo.drafter_model import new_drafter
 from backend.lab.demo.generate import generated_rows
 from backend.lab.demo.model import Target
 from backend.lab.demo.options import DemoOptions, DrafterOptions
-from backend.lab.demo.training import Progress, Windows, resolve_device, train
+from backend.lab.demo.training import Progress, Windows, goals, resolve_device, train
 from backend.learning.head import Drafter
 from backend.learning.optimizers import Optimizers
 
@@ -83,16 +82,12 @@ def _kept_rows(path: Path, target: Target, stream: npt.NDArray[np.int32], option
 def unrolled_loss(drafter: Drafter, target: Target, tokens: Tensor, depth: int, first_choice: float) -> tuple[Tensor, Tensor]:
     """Weighted cross entropy over the draft positions, and how often each one's first choice is the target's.
 
-    `tokens` is `[batch, length]`.  A position's goal is `first_choice` times the target's first choice plus
-    the rest of the weight on the target's distribution at temperature 1.  The second result is `[depth]`.
+    `tokens` is `[batch, length]`.  The second result is `[depth]`.
     """
     rows = tokens.shape[1] - depth - 1
     with torch.no_grad():
         hidden, features = target(tokens, feature_layers=drafter.shape.feature_layers)
-        scores = target.logits(hidden).float()
-        choice = scores.argmax(-1)
-        goal = scores.softmax(-1) * (1.0 - first_choice)
-        goal.scatter_add_(-1, choice[..., None], torch.full_like(goal[..., :1], first_choice))
+        goal, choice = goals(target.logits(hidden), first_choice)
     outputs = drafter.unroll(tokens[:, 1:], features[:, :rows], depth)
     losses: list[Tensor] = []
     hits: list[Tensor] = []
@@ -105,12 +100,7 @@ def unrolled_loss(drafter: Drafter, target: Target, tokens: Tensor, depth: int, 
     return (torch.stack(losses) * weights).sum() / weights.sum(), torch.stack(hits)
 
 
-def train_drafter(
-    options: DemoOptions,
-    target: Target,
-    stream: npt.NDArray[np.int32],
-    on_checkpoint: Callable[[Drafter, Progress], None] | None = None,
-) -> tuple[Drafter, Progress]:
+def train_drafter(options: DemoOptions, target: Target, stream: npt.NDArray[np.int32]) -> tuple[Drafter, Progress]:
     """Train a drafter for `target` until the budget is spent, resuming from `run_dir`; `stream` is of tokens."""
     settings, device = options.drafter, resolve_device(options.device)
     torch.manual_seed(options.seed)
@@ -130,8 +120,4 @@ def train_drafter(
         hits[:depth] += 0.05 * (hit.cpu() - hits[:depth])
         return loss, tokens.numel(), "first choices " + " ".join(f"{each:.3f}" for each in hits.tolist())
 
-    def checkpoint(progress: Progress) -> None:
-        if on_checkpoint is not None:
-            on_checkpoint(drafter, progress)
-
-    return drafter, train("drafter", options, settings, drafter, optimizers, step, checkpoint)
+    return drafter, train("drafter", options, settings, drafter, optimizers, step)

@@ -49,10 +49,10 @@ class Scores:
     acceptance: Acceptance
 
 
-def validation_prompts(stream: npt.NDArray[np.int32], count: int, seed: int) -> list[list[int]]:
-    """`count` prompts of 64 to 200 tokens from the validation stream, each behind `<|begin|>`."""
-    windows = Windows(stream, LONGEST_PROMPT, seed).batch(0, count)
-    lengths = prompt_lengths(count, SHORTEST_PROMPT, LONGEST_PROMPT, seed)
+def validation_prompts(stream: npt.NDArray[np.int32]) -> list[list[int]]:
+    """Prompts from the validation stream, each behind `<|begin|>`."""
+    windows = Windows(stream, LONGEST_PROMPT, PROMPT_SEED).batch(0, PROMPTS)
+    lengths = prompt_lengths(PROMPTS, SHORTEST_PROMPT, LONGEST_PROMPT, PROMPT_SEED)
     return [row[:length].tolist() for row, length in zip(windows, lengths, strict=True)]
 
 
@@ -93,26 +93,19 @@ def matching_prefix(draft: list[int], choices: list[int]) -> int:
     return len(draft)
 
 
-def acceptance(
-    target: Target,
-    drafter: Drafter,
-    stream: npt.NDArray[np.int32],
-    prompts: int = PROMPTS,
-    new_tokens: int = NEW_TOKENS,
-) -> Acceptance:
-    """Acceptance over `prompts` prompts of `stream`, `new_tokens` tokens each."""
-    chosen = validation_prompts(stream, prompts, PROMPT_SEED)
-    runs = [accept(target, drafter, prompt, new_tokens) for prompt in chosen]
+def acceptance(target: Target, drafter: Drafter, stream: npt.NDArray[np.int32]) -> Acceptance:
+    """Acceptance over prompts of `stream`, as `acceptance_plan` says."""
+    runs = [accept(target, drafter, prompt, NEW_TOKENS) for prompt in validation_prompts(stream)]
     by_position = tuple(sum(counts) for counts in zip(*(run.accepted_by_position for run in runs), strict=True))
     return Acceptance(sum(run.drafts for run in runs), by_position)
 
 
 def acceptance_plan() -> str:
-    """What `acceptance` runs by default, in words."""
+    """What `acceptance` runs, in words."""
     return f"{PROMPTS} validation prompts of {SHORTEST_PROMPT} to {LONGEST_PROMPT} tokens, {NEW_TOKENS} new tokens each"
 
 
-def evaluate(target: Target, drafter: Drafter, stream: npt.NDArray[np.int32], length: int = 512) -> Scores:
+def evaluate(target: Target, drafter: Drafter, stream: npt.NDArray[np.int32], length: int) -> Scores:
     """All figures of a pair over the validation stream."""
     loss = validation_loss(target, stream, length)
     return Scores(loss=loss, perplexity=math.exp(loss), acceptance=acceptance(target, drafter, stream))

@@ -84,7 +84,6 @@ class DemoOptions:
     run_dir: Path
     target_dir: Path = TARGET_DIR
     drafter_dir: Path = DRAFTER_DIR
-    extra_sources: tuple[Path, ...] = ()
     vocab_size: int = 2048
     seed: int = 0
     device: str = "auto"

@@ -67,7 +67,7 @@ def prepare_data(options: DemoOptions) -> Data:
     """Read the corpus, learn the tokenizer, and cut both splits into tokens; done once per run directory."""
     directory = options.run_dir / "data"
     if not directory.exists():
-        corpus = load_corpus(options.extra_sources)
+        corpus = load_corpus()
         tokenizer = train_tokenizer((document.text for document in corpus.train), options.vocab_size, options.target.positions)
         with replacing(directory) as fresh:
             save_tokenizer(tokenizer, fresh)
@@ -104,7 +104,6 @@ def record(options: DemoOptions, data: Data, scores: Scores, target: Progress, d
         ),
         "data": {
             "source": f"standard library of Python {platform.python_version()}",
-            "extra_sources": len(options.extra_sources),
             "documents": dict(data.documents),
             "train_tokens": len(data.train),
             "validation_tokens": len(data.validation),

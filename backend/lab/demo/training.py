@@ -43,6 +43,17 @@ def rate_factor(fraction: float) -> float:
     return max(0.0, (1.0 - fraction) / (1.0 - DECAY_FROM))
 
 
+def goals(scores: Tensor, first_choice: float) -> tuple[Tensor, Tensor]:
+    """What a drafter should say where its target has these `scores` `[..., vocab]`, and the target's first choices `[...]`.
+
+    `first_choice` of the weight is the first choice's, the rest is the target's distribution at temperature 1.
+    """
+    scores = scores.float()
+    choice = scores.argmax(-1)
+    goal = scores.softmax(-1) * (1.0 - first_choice)
+    return goal.scatter_add_(-1, choice[..., None], torch.full_like(goal[..., :1], first_choice)), choice
+
+
 class RowSource(Protocol):
     """An endless sequence of rows of token ids, all of one length."""
 

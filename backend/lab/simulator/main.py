@@ -5,17 +5,17 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from backend.config.arguments import at_least
 from backend.coordinator.policy import LEASE_S, Coordinator
 from backend.coordinator.water_filling import WaterFilling
 from backend.lab.simulator import arrivals, figures
 from backend.lab.simulator.arrivals import TraceError
 from backend.lab.simulator.members import Hardware
-from backend.lab.simulator.simulation import FleetSimulation, Route, Scenario
+from backend.lab.simulator.simulation import FleetSimulation, Scenario
 from backend.models.resolve import Say
 
 
@@ -27,13 +27,13 @@ class Options:
     output: Path | None
 
 
-def main(arguments: Sequence[str], say: Say, make_route: Callable[[], Route]) -> dict[str, Any]:
-    """Simulates and writes; `make_route` gives a router.  Raises `TraceError`."""
+def main(arguments: Sequence[str], say: Say) -> None:
+    """Simulates and writes.  Raises `TraceError`."""
     options = parse(arguments)
     began = time.perf_counter()
-    timed = figures.Timed(WaterFilling(), time.perf_counter)
+    timed = figures.Timed(WaterFilling())
     coordinator = Coordinator(max(LEASE_S, 3 * options.scenario.report_s), rule=timed)
-    outcome = FleetSimulation(options.scenario, coordinator, make_route()).run()
+    outcome = FleetSimulation(options.scenario, coordinator).run()
     result = figures.summary(outcome, timed, options.scenario.seconds)
     say(f"{options.scenario.seconds:g} s simulated in {time.perf_counter() - began:.1f} s")
     say(figures.table(result))
@@ -41,9 +41,7 @@ def main(arguments: Sequence[str], say: Say, make_route: Callable[[], Route]) ->
         options.output.mkdir(parents=True, exist_ok=True)
         document = {"arguments": list(arguments), **result}
         (options.output / "simulation.json").write_text(json.dumps(document, indent=1) + "\n")
-        figures.draw(result, options.output / "simulation.png", say)
         say(f"written to {options.output}")
-    return result
 
 
 def parse(arguments: Sequence[str]) -> Options:
@@ -82,7 +80,6 @@ def parse(arguments: Sequence[str]) -> Options:
         given.length,
         given.report_s,
         given.skew,
-        given.balance,
         given.seed,
     )
     return Options(scenario, given.output)
@@ -94,19 +91,18 @@ def _parser() -> argparse.ArgumentParser:
         description="Simulates a fleet under the coordinator's own policy, event by event.",
     )
     say = parser.add_argument
-    say("--verifiers", type=_count, metavar="N", default=1000)
-    say("--drafters", type=_count, metavar="N", default=4000)
+    say("--verifiers", type=at_least(1), metavar="N", default=1000)
+    say("--drafters", type=at_least(1), metavar="N", default=4000)
     say("--seconds", type=_positive, metavar="S", help="simulated time (default: 60, or the trace's)")
     say(
         "--trace", type=Path, metavar="FILE", help=f"CSV of arrivals: {', '.join(arrivals.COLUMNS)} (default: Poisson arrivals)"
     )
     say("--rate", type=_positive, metavar="R", help="Poisson arrivals per second (default: 2 per verifier)")
-    say("--prompt-tokens", type=_count, metavar="N", default=256, help="mean (default: 256)")
-    say("--response-tokens", type=_count, metavar="N", default=256, help="mean (default: 256)")
+    say("--prompt-tokens", type=at_least(1), metavar="N", default=256, help="mean (default: 256)")
+    say("--response-tokens", type=at_least(1), metavar="N", default=256, help="mean (default: 256)")
     say("--skew", type=_share, metavar="P", default=0.0, help="share of requests for one tenth of the verifiers (default: 0)")
     say("--fail", action="append", default=[], metavar="MEMBER@AT[+S]", help="this member dies; repeatable")
     say("--slow", action="append", default=[], metavar="MEMBER@AT[+S]xF", help="this member is F times as slow; repeatable")
-    say("--balance", action="store_true", help="also move running requests between verifiers")
     say("--spread", type=_share, metavar="P", default=0.2, help="how far members differ in speed (default: 0.2)")
     say("--length", type=_positive, metavar="L", default=2.5, help="acceptance length (default: 2.5)")
     say("--step-ms", type=_positive, default=20.0, metavar="T", help="a verifier's step (default: 20)")
@@ -116,15 +112,8 @@ def _parser() -> argparse.ArgumentParser:
     say("--draft-request-us", type=_positive, default=400.0, metavar="T", help="and per request in it (default: 400)")
     say("--report-s", type=_positive, default=0.5, metavar="S", help="time between two reports of a member (default: 0.5)")
     say("--seed", type=int, default=0, metavar="N")
-    say("--output", type=Path, metavar="DIR", help="write simulation.json and simulation.png there")
+    say("--output", type=Path, metavar="DIR", help="write simulation.json there")
     return parser
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text}: 1 is the least")
-    return value
 
 
 def _positive(text: str) -> float:

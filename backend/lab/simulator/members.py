@@ -1,4 +1,4 @@
-"""Verifiers and drafters on paper.  Pure; `fleet.py` moves them from event to event.
+"""Verifiers and drafters on paper.  Pure; `simulation.py` moves them from event to event.
 
 A verifier's requests advance together: all that matters of one is at which total progress of its verifier it is done, so a step
 costs the same however many run.  Times are not those of the model that the policy predicts with: a step's time is a line in its
@@ -48,7 +48,6 @@ class Request:
     emitted: float = 0.0
     joined_at: float = 0.0
     """Its verifier's progress when it was admitted, less what it had emitted before."""
-    placed_s: float = 0.0
 
 
 @dataclass
@@ -128,17 +127,6 @@ class Verifier:
         self.waiting.clear()
         self.running.clear()
         return given
-
-    def drop(self, number: int) -> Request | None:
-        """Gives up one running request."""
-        for place, (_, each, request) in enumerate(self.running):
-            if each == number:
-                request.emitted = self.progress - request.joined_at
-                self.running[place] = self.running[-1]
-                self.running.pop()
-                heapq.heapify(self.running)
-                return request
-        return None
 
     def held(self) -> float:
         """Tokens of the running requests, prompts included."""

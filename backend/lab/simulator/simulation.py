@@ -2,7 +2,7 @@
 
 Events are steps and drafts of each verifier, reports of each member, arrivals, failures, and a sample of everything once a
 second.  Assignment is `backend.coordinator.policy.Coordinator` itself, told by reports and obeyed through orders, leases and
-all; routing is whatever `route` does, balancing is `backend.routing.balance.plan_moves`.
+all; routing is as in a gateway that was told nothing else.
 """
 
 from __future__ import annotations
@@ -12,30 +12,25 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import cast
 
 from backend.coordinator.policy import Coordinator
 from backend.fleet import DraftCounters, DrafterStats, Member, MemberKind, VerifierStats
-from backend.fleet.speed import Speed
 from backend.lab.simulator.arrivals import Arrival, Trouble
 from backend.lab.simulator.members import Drafter, Hardware, Request, Verifier
-from backend.routing.balance import Limits, Load, Movable, plan_moves
+from backend.routing.routers import Ask, Candidate, LeastLoaded
 
 SAMPLE_S = 1.0
-BALANCE_S = 1.0
 
 
 @dataclass
-class Candidate:
+class Place:
     """A verifier as routing sees it; kept up to date: making thousands anew for every request takes long."""
 
     id: str
     tokens: int = 0
     requests: int = 0
     routed: int = 0
-
-
-Route = Callable[[int, Sequence[Candidate]], str | None]
-"""Prompt tokens and the verifiers that are there; the id of one."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +49,6 @@ class Scenario:
     report_s: float = 0.5
     skew: float = 0.0
     """Share of the requests that routing does not choose for: they go to the first tenth of the verifiers."""
-    balance: bool = False
     seed: int = 0
 
 
@@ -82,7 +76,6 @@ class Outcome:
     tgs: list[float] = field(default_factory=list)
     """Of each finished request: tokens over the time from arrival to its last one."""
     tokens: float = 0.0
-    moved: int = 0
     failed_over: int = 0
     finished_at: float = 0.0
     """When the last request that has ended did so."""
@@ -92,16 +85,11 @@ class Outcome:
 class FleetSimulation:
     """One run."""
 
-    def __init__(
-        self,
-        scenario: Scenario,
-        coordinator: Coordinator,
-        route: Route,
-    ) -> None:
+    def __init__(self, scenario: Scenario, coordinator: Coordinator) -> None:
         self.outcome = Outcome()
         self._scenario = scenario
         self._coordinator = coordinator
-        self._route = route
+        self._router = LeastLoaded()
         self._dice = random.Random(scenario.seed)
         self._now = 0.0
         self._count = 0
@@ -109,8 +97,8 @@ class FleetSimulation:
         self._emitted_at_sample: dict[str, int] = {}
         self.verifiers = {f"v{i}": self._make_verifier(f"v{i}") for i in range(scenario.verifiers)}
         self.drafters = {f"d{i}": self._make_drafter(f"d{i}") for i in range(scenario.drafters)}
-        self._places = {name: Candidate(name) for name in self.verifiers}
-        self._open: list[Candidate] | None = None
+        self._places = {name: Place(name) for name in self.verifiers}
+        self._open: list[Place] | None = None
         """The places of those that live and serve."""
 
     def run(self) -> Outcome:
@@ -135,8 +123,6 @@ class FleetSimulation:
         for trouble in self._scenario.troubles:
             self._at(trouble.at, partial(self._trouble, trouble))
         self._at(SAMPLE_S, self._sample)
-        if self._scenario.balance:
-            self._at(BALANCE_S, self._balance)
 
     def _place(self, request: Request) -> None:
         """Routing, for new requests and for those whose verifier died."""
@@ -145,15 +131,13 @@ class FleetSimulation:
         places = self._open
         if self._dice.random() < self._scenario.skew:
             places = places[: max(len(places) // 10, 1)]
-        chosen = self._route(request.arrival.prompt, places)
+        # They have all that routing looks at; making thousands of its own for every request would take most of the time.
+        chosen = self._router.choose(Ask(request.arrival.prompt), cast("Sequence[Candidate]", places))
         if chosen is None:
             self._at(self._now + 1.0, lambda: self._place(request))
             return
         self._places[chosen].routed += 1
-        self._give(request, self.verifiers[chosen])
-
-    def _give(self, request: Request, verifier: Verifier) -> None:
-        request.placed_s = self._now
+        verifier = self.verifiers[chosen]
         verifier.waiting.append(request)
         self._count_in(verifier, request, 1)
         if not verifier.is_stepping:
@@ -178,10 +162,6 @@ class FleetSimulation:
         if not verifier.alive or verifier.incarnation != incarnation:
             return
         n = len(verifier.running)
-        if not n:
-            # Balancing has moved the last one meanwhile.
-            self._step(verifier)
-            return
         share = n / max(len(drafted), 1)
         tokens, ready = 1.0, self._now
         for name in drafted:
@@ -284,36 +264,12 @@ class FleetSimulation:
             )
         )
 
-    def _balance(self) -> None:
-        self._at(self._now + BALANCE_S, self._balance)
-        live = {name: each for name, each in self.verifiers.items() if each.alive}
-        loads = [self._load(each) for each in live.values()]
-        movables = [
-            Movable(str(number), name, round(each.progress - r.joined_at) + r.arrival.prompt, done - each.progress, r.placed_s)
-            for name, each in live.items()
-            for done, number, r in each.running
-        ]
-        for move in plan_moves(loads, movables, Limits(), self._now):
-            source, target = self.verifiers[move.source], self.verifiers[move.target]
-            request = source.drop(int(move.request_id))
-            if request is not None:
-                self._count_in(source, request, -1)
-                self.outcome.moved += 1
-                self._give(request, target)
-
     # Details.
 
     def _count_in(self, verifier: Verifier, request: Request, sign: int) -> None:
         place = self._places[verifier.id]
         place.tokens += sign * (request.arrival.prompt + request.arrival.response)
         place.requests += sign
-
-    def _load(self, verifier: Verifier) -> Load:
-        hardware = verifier.hardware
-        per_request = verifier.slowness * hardware.token_s * (1 + hardware.k)
-        speed = Speed(verifier.slowness * hardware.step_s, per_request, verifier.length)
-        prefill = 1 / (hardware.prefill_s * verifier.slowness)
-        return Load(verifier.id, verifier.requests, speed, prefill, hardware.slots, 1 << 30)
 
     def _at(self, when: float, event: Callable[[], None]) -> None:
         self._count += 1
