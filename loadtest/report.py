@@ -1,4 +1,4 @@
-"""What a run leaves behind beside Locust's `report.html` and `locust_*.csv`: `requests.csv`, `summary.json`, `summary.md`."""
+"""What a run leaves behind beside Locust's `report.html`: `requests.csv`, `summary.json`, `summary.md`."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from loadtest import report, slo
@@ -20,7 +21,6 @@ from loadtest.plan import ANSWERS, HEALTH, Plan, read_answers
 from loadtest.served import ROOT, FleetError, Gateway, OwnFleet
 from loadtest.timing import Answer
 from loadtest.watch import Watch, figures
-from loadtest.workloads import Knobs
 
 Say = Callable[[str], None]
 SETTLE_S = 15.0
@@ -75,9 +75,10 @@ def _once(
     directory.mkdir(parents=True, exist_ok=True)
     with _target(options, directory, serve, say) as (gateway, fleet):
         watch = Watch(gateway, fleet.memory_mib if fleet else None)
-        plan = _plan(options, gateway, directory)
+        knobs = replace(options.knobs, model=options.knobs.model or gateway.model())
+        plan = Plan(options.scenario, gateway.url, options.users, options.timeout_s, knobs, str(directory.resolve()))
         plan.write(directory / "plan.json")
-        say(f"{options.scenario}: {_load_line(options)}, {options.duration_s:g} s")
+        say(f"{options.scenario}: {options.users} users, {options.knobs.duration_s:g} s")
         watch.start()
         notes: list[str] = []
         fault = _Fault(options, gateway, fleet, notes, say)
@@ -97,23 +98,6 @@ def _once(
     if fault.failed:
         raise LoadError(fault.failed)
     return result, answers
-
-
-def _plan(options: Options, gateway: Gateway, directory: Path) -> Plan:
-    knobs = Knobs(
-        model=options.model or gateway.model(),
-        prompt_tokens=options.prompt_tokens,
-        max_tokens=options.max_tokens,
-        temperature=options.temperature,
-        seed=options.seed,
-        duration_s=options.duration_s,
-    )
-    where = str(directory.resolve())
-    return Plan(options.scenario, gateway.url, options.users, options.rate, options.timeout_s, knobs, where)
-
-
-def _load_line(options: Options) -> str:
-    return f"{options.rate:g} arrivals/s" if options.rate else f"{options.users} users"
 
 
 @contextmanager
@@ -153,7 +137,7 @@ def _locust(options: Options, host: str, directory: Path, on_begin: Callable[[],
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
         on_begin()
         try:
-            process.wait(options.duration_s + options.drain_s + GRACE_S)
+            process.wait(options.knobs.duration_s + options.drain_s + GRACE_S)
         except subprocess.TimeoutExpired:
             raise LoadError(f"Locust did not end; see {log}") from None
         finally:
@@ -193,7 +177,7 @@ class _Fault:
 
     def _work(self) -> None:
         assert self._fleet is not None
-        if self._over.wait(self._options.duration_s / 3):
+        if self._over.wait(self._options.knobs.duration_s / 3):
             return
         try:
             before = set(self._gateway.drafters())
