@@ -74,7 +74,7 @@ def _once(
 ) -> tuple[report.Result, list[Answer]]:
     directory.mkdir(parents=True, exist_ok=True)
     with _target(options, directory, serve, say) as (gateway, fleet):
-        watch = Watch(gateway, fleet.memory_mib if fleet else None)
+        watch = Watch(gateway)
         knobs = replace(options.knobs, model=options.knobs.model or gateway.model())
         plan = Plan(options.scenario, gateway.url, options.users, options.timeout_s, knobs, str(directory.resolve()))
         plan.write(directory / "plan.json")

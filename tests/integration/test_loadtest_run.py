@@ -60,9 +60,6 @@ class StubFleet:
     def wait_ready(self) -> str:
         return self.stub.url
 
-    def memory_mib(self) -> float:
-        return 1.0
-
     def kill_a_drafter(self, gateway: Gateway) -> str:
         if not gateway.drafters():
             raise FleetError("no drafter")
@@ -101,7 +98,6 @@ def test_two_fleets_are_compared_pair_by_pair(own_fleets: list[StubFleet], tmp_p
     figures = json.loads((tmp_path / "summary.json").read_text())["figures"]
     assert figures["pairs"] >= 5
     assert figures["identical"] == 1
-    assert figures["speedup_low"] <= figures["speedup_p50"] <= figures["speedup_high"]
     assert json.loads((tmp_path / "off" / "summary.json").read_text())["figures"]["tgs_p50"] < figures["tgs_p50"]
 
 
