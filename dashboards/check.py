@@ -27,7 +27,7 @@ from dashboards.comparing import compare, table
 from dashboards.expressions import Expression, may_be_empty, of_panels, of_recordings, of_rules, of_variables
 from dashboards.scraping import Prometheus, PrometheusError
 from loadtest.options import split
-from loadtest.served import FleetError, OwnFleet
+from loadtest.served import FleetError, Gateway, OwnFleet
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTHING = "returns nothing"
@@ -152,13 +152,8 @@ def _at_rest(prometheus: Prometheus) -> float:
 
 
 def _complete_one(gateway: str) -> None:
-    body = {"model": _model(gateway), "prompt": "def add(a, b):\n    ", "max_tokens": 32, "temperature": 0}
+    body = {"model": Gateway(gateway, None).model(), "prompt": "def add(a, b):\n    ", "max_tokens": 32, "temperature": 0}
     httpx.post(f"{gateway}/v1/completions", json=body, timeout=120, trust_env=False).raise_for_status()
-
-
-def _model(gateway: str) -> str:
-    answer = httpx.get(f"{gateway}/v1/models", timeout=30, trust_env=False).raise_for_status()
-    return str(answer.json()["data"][0]["id"])
 
 
 if __name__ == "__main__":

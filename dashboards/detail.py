@@ -15,9 +15,9 @@ from dashboards.expr import (
     verifier_gauge,
     verifier_rate,
 )
-from dashboards.model import Dashboard, Panel, Query, Row
-from dashboards.overview import BUSY, IDLE, NO_DRAFTS, NO_TRAFFIC
-from dashboards.shapes import by_verifier, plot, stacked
+from dashboards.model import Dashboard, Panel, Row
+from dashboards.overview import BUSY, IDLE
+from dashboards.shapes import NO_DRAFTS, NO_TRAFFIC, count, length, plot, share, stacked
 
 _STEPS = verifier_rate("outrider_verifier_steps_total")
 _LOAD = f"({verifier_gauge('outrider_verifier_running')} + {verifier_gauge('outrider_verifier_waiting')})"
@@ -25,254 +25,209 @@ _MEMBERS = once(f"outrider_fleet_members{{{JOB}}}", "kind", "state")
 
 
 def _per_step(title: str, about: str, metric: str, unit: str = "short") -> Panel:
-    return by_verifier(title, about, ratio(verifier_rate(metric), _STEPS), unit=unit, empty=NO_TRAFFIC)
+    return plot(title, about, ratio(verifier_rate(metric), _STEPS), unit=unit, empty=NO_TRAFFIC)
 
 
 VERIFIERS = Dashboard(
     "outrider-verifiers",
     "Outrider: verifiers",
     "Load, steps and time of each verifier.",
-    [
-        Row(
-            "Time",
-            [
-                by_verifier("Busy", "Share of time in steps.", verifier_rate(BUSY), unit="percentunit", high=1),
-                *(
-                    by_verifier(
-                        f"Idle: {words}",
-                        about,
-                        verifier_rate(IDLE, labels=f'{VERIFIER}, cause="{cause}"'),
-                        unit="percentunit",
-                        high=1,
-                    )
-                    for cause, words, about in (
-                        ("no_work", "no work", "Share of time without a single request."),
-                        ("awaiting_draft", "waiting for drafts", "Share of time with requests, all of which wait for drafts."),
-                        ("transfer", "transfer", "Share of time waiting for data to arrive."),
-                        ("swap", "swap", "Share of time waiting for memory to be swapped."),
-                    )
-                ),
-                by_verifier("Steps", "Engine steps per second.", _STEPS, unit="ops"),
-            ],
+    Row(
+        "Time",
+        share("Busy", "Share of time in steps.", verifier_rate(BUSY)),
+        *(
+            share(f"Idle: {words}", about, verifier_rate(IDLE, labels=f'{VERIFIER}, cause="{cause}"'))
+            for cause, words, about in (
+                ("no_work", "no work", "Share of time without a single request."),
+                ("awaiting_draft", "waiting for drafts", "Share of time with requests, all of which wait for drafts."),
+                ("transfer", "transfer", "Share of time waiting for data to arrive."),
+                ("swap", "swap", "Share of time waiting for memory to be swapped."),
+            )
         ),
-        Row(
-            "Steps",
-            [
-                _per_step("Step time", "Busy time per step.", BUSY, unit="s"),
-                _per_step(
-                    "Verify time",
-                    "Target forward and sampling per step; the rest of a step is scheduling and sending.",
-                    "outrider_verifier_verify_seconds_total",
-                    unit="s",
-                ),
-                _per_step(
-                    "Sequences per step",
-                    "Sequences verified in one step: the batch as the hardware sees it.",
-                    "outrider_verifier_verifications_total",
-                ),
-                _per_step("Tokens per step", "Tokens emitted in one step.", "outrider_verifier_tokens_total"),
-                by_verifier(
-                    "Tokens", "Tokens emitted per second.", verifier_rate("outrider_verifier_tokens_total"), unit="cps"
-                ),
-                by_verifier(
-                    "Prefill",
-                    "Tokens computed for prompts per second, and for what moved sequences bring along.",
-                    verifier_rate("outrider_verifier_prefill_tokens_total"),
-                    unit="cps",
-                ),
-                by_verifier(
-                    "Time in steps with prefill",
-                    "Share of time; the sequences that decode in such a step wait longer for their next token.",
-                    verifier_rate("outrider_verifier_prefill_seconds_total"),
-                    unit="percentunit",
-                    high=1,
-                ),
-                by_verifier(
-                    "Prompt tokens",
-                    "Prompt tokens per second, of sequences that began decoding.",
-                    verifier_rate("outrider_verifier_prompt_tokens_total"),
-                    unit="cps",
-                ),
-            ],
+        plot("Steps", "Engine steps per second.", _STEPS, unit="ops"),
+    ),
+    Row(
+        "Steps",
+        _per_step("Step time", "Busy time per step.", BUSY, unit="s"),
+        _per_step(
+            "Verify time",
+            "Target forward and sampling per step; the rest of a step is scheduling and sending.",
+            "outrider_verifier_verify_seconds_total",
+            unit="s",
         ),
-        Row(
-            "Load",
-            [
-                by_verifier("Running", "Sequences in the batch.", verifier_gauge("outrider_verifier_running")),
-                by_verifier("Waiting", "Sequences waiting to enter the batch.", verifier_gauge("outrider_verifier_waiting")),
-                by_verifier(
-                    "Tokens in flight",
-                    "Tokens held by running and waiting sequences, prompts included.",
-                    verifier_gauge("outrider_verifier_tokens_in_flight"),
-                ),
-                by_verifier(
-                    "KV cache",
-                    "Share of the KV cache in use.",
-                    verifier_gauge("outrider_verifier_kv_cache_usage"),
-                    unit="percentunit",
-                    high=1,
-                    thresholds=[(0.95, "red")],
-                ),
-                by_verifier(
-                    "Preemptions",
-                    "Sequences preempted for KV cache space, per minute; each is computed again.",
-                    f"60 * {verifier_rate('outrider_verifier_preemptions_total')}",
-                ),
-                stacked(
-                    "Sequences finished",
-                    "Per second, by vLLM's finish reason.",
-                    total(verifier_rate("outrider_verifier_requests_finished_total", "reason"), "reason"),
-                    "reason",
-                ),
-            ],
+        _per_step(
+            "Sequences per step",
+            "Sequences verified in one step: the batch as the hardware sees it.",
+            "outrider_verifier_verifications_total",
         ),
-        Row(
-            "Who they are",
-            [
-                Panel(
-                    "Verifiers",
-                    "Model, mode and node of every verifier.",
-                    [
-                        Query(
-                            once(f'outrider_verifier_info{{{VERIFIER}, model=~"$model"}}', "verifier", "model", "mode", "node")
-                        )
-                    ],
-                    kind="table",
-                    width=24,
-                ),
-            ],
+        _per_step("Tokens per step", "Tokens emitted in one step.", "outrider_verifier_tokens_total"),
+        plot("Tokens", "Tokens emitted per second.", verifier_rate("outrider_verifier_tokens_total"), unit="cps"),
+        plot(
+            "Prefill",
+            "Tokens computed for prompts per second, and for what moved sequences bring along.",
+            verifier_rate("outrider_verifier_prefill_tokens_total"),
+            unit="cps",
         ),
-    ],
+        share(
+            "Time in steps with prefill",
+            "Share of time; the sequences that decode in such a step wait longer for their next token.",
+            verifier_rate("outrider_verifier_prefill_seconds_total"),
+        ),
+        plot(
+            "Prompt tokens",
+            "Prompt tokens per second, of sequences that began decoding.",
+            verifier_rate("outrider_verifier_prompt_tokens_total"),
+            unit="cps",
+        ),
+    ),
+    Row(
+        "Load",
+        plot("Running", "Sequences in the batch.", verifier_gauge("outrider_verifier_running")),
+        plot("Waiting", "Sequences waiting to enter the batch.", verifier_gauge("outrider_verifier_waiting")),
+        plot(
+            "Tokens in flight",
+            "Tokens held by running and waiting sequences, prompts included.",
+            verifier_gauge("outrider_verifier_tokens_in_flight"),
+        ),
+        share(
+            "KV cache",
+            "Share of the KV cache in use.",
+            verifier_gauge("outrider_verifier_kv_cache_usage"),
+            thresholds=[(0.95, "red")],
+        ),
+        plot(
+            "Preemptions",
+            "Sequences preempted for KV cache space, per minute; each is computed again.",
+            f"60 * {verifier_rate('outrider_verifier_preemptions_total')}",
+        ),
+        stacked(
+            "Sequences finished",
+            "Per second, by vLLM's finish reason.",
+            total(verifier_rate("outrider_verifier_requests_finished_total", "reason"), "reason"),
+            "reason",
+        ),
+    ),
+    Row(
+        "Who they are",
+        Panel(
+            "Verifiers",
+            "Model, mode and node of every verifier.",
+            {"": once(f'outrider_verifier_info{{{VERIFIER}, model=~"$model"}}', "verifier", "model", "mode", "node")},
+            kind="table",
+        ),
+    ),
 )
 
 ASSIGNMENT = Dashboard(
     "outrider-assignment",
     "Outrider: assignment",
     "Who drafts for whom, and whether the work is spread well.",
-    [
-        Row(
-            "Members",
-            [
-                plot(
-                    "Members by state",
-                    "What the coordinator knows, by kind and state.",
-                    f"{_MEMBERS} > 0",
-                    "{{kind}} {{state}}",
-                    decimals=0,
-                    stacked=True,
-                ),
-                by_verifier(
-                    "Drafters in use by verifier",
-                    "Drafters whose drafts the verifier verified of late.",
-                    or_zero(f"count by (verifier) ({pair_rate('outrider_drafts_total')} > 0)"),
-                    decimals=0,
-                ),
-                plot(
-                    "Verifiers in use by drafter",
-                    "Verifiers that verified the drafter's drafts of late.",
-                    or_zero(f"count by (drafter) ({pair_rate('outrider_drafts_total')} > 0)"),
-                    "{{drafter}}",
-                    decimals=0,
-                ),
-            ],
+    Row(
+        "Members",
+        count(
+            "Members by state",
+            "What the coordinator knows, by kind and state.",
+            f"{_MEMBERS} > 0",
+            "{{kind}} {{state}}",
+            stacked=True,
         ),
-        Row(
-            "Pairs",
-            [
-                plot(
-                    "Drafts by pair",
-                    "Drafts verified per second; where one line ends and another begins, a drafter was moved.",
-                    f"{pair_rate('outrider_drafts_total')} > 0",
-                    "{{verifier}} < {{drafter}}",
-                    unit="ops",
-                    width=12,
-                    height=9,
-                    stacked=True,
-                    empty=NO_DRAFTS,
-                ),
-                plot(
-                    "Acceptance length by drafter",
-                    "Of the sums over its verifiers: is one head worse than the others?",
-                    acceptance_length("drafter"),
-                    "{{drafter}}",
-                    width=12,
-                    height=9,
-                    low=1,
-                    decimals=2,
-                    empty=NO_DRAFTS,
-                ),
-                plot(
-                    "Queue at the drafter",
-                    "Mean wait per round in the drafter's queue; long where it serves too many.",
-                    pair_ratio("outrider_draft_queue_seconds_total", "outrider_draft_rounds_total", "drafter"),
-                    "{{drafter}}",
-                    unit="s",
-                    empty=NO_DRAFTS,
-                ),
-                plot(
-                    "Drafter busy",
-                    "Drafter compute per second of time, as the verifiers were told.",
-                    total(pair_rate("outrider_draft_compute_seconds_total"), "drafter"),
-                    "{{drafter}}",
-                    unit="percentunit",
-                    empty=NO_DRAFTS,
-                ),
-                by_verifier(
-                    "Drafters not waited for",
-                    "Assigned drafters whose circuit breaker is open, by verifier.",
-                    verifier_gauge("outrider_drafters_down"),
-                    decimals=0,
-                    thresholds=[(1, "red")],
-                ),
-            ],
+        count(
+            "Drafters in use by verifier",
+            "Drafters whose drafts the verifier verified of late.",
+            or_zero(f"count by (verifier) ({pair_rate('outrider_drafts_total')} > 0)"),
         ),
-        Row(
-            "Hand-over",
-            [
-                plot(
-                    "Requests handed over",
-                    "Running requests given to a drafter with their earlier features, per minute: after a new assignment.",
-                    f"60 * {pair_rate('outrider_handovers_total')}",
-                    "{{verifier}} > {{drafter}}",
-                    empty=NO_DRAFTS,
-                ),
-                plot(
-                    "Positions per hand-over",
-                    "Features sent along, per request handed over; the drafter has a gap for what is missing.",
-                    pair_ratio("outrider_handover_rows_total", "outrider_handovers_total"),
-                    "positions",
-                    empty="nothing was handed over",
-                ),
-                plot(
-                    "Hand-over traffic",
-                    "Bytes per second, part of what is sent to drafters.",
-                    pair_rate("outrider_handover_bytes_total"),
-                    "{{verifier}} > {{drafter}}",
-                    unit="Bps",
-                    empty=NO_DRAFTS,
-                ),
-            ],
+        count(
+            "Verifiers in use by drafter",
+            "Verifiers that verified the drafter's drafts of late.",
+            or_zero(f"count by (drafter) ({pair_rate('outrider_drafts_total')} > 0)"),
+            "{{drafter}}",
         ),
-        Row(
-            "Balance",
-            [
-                plot(
-                    "Load gap",
-                    "Sequences running and waiting at the most loaded verifier less those at the least loaded.",
-                    f"max({_LOAD}) - min({_LOAD})",
-                    "gap",
-                ),
-                by_verifier("Running by verifier", "Sequences in each batch.", verifier_gauge("outrider_verifier_running")),
-                plot(
-                    "Idle while others queue",
-                    "Verifiers that are without work while sequences wait somewhere.",
-                    f"count({verifier_gauge('outrider_verifier_running')} == 0) "
-                    f"and (sum({verifier_gauge('outrider_verifier_waiting')}) > 0) or on() vector(0)",
-                    "verifiers",
-                    decimals=0,
-                    thresholds=[(1, "orange")],
-                ),
-            ],
+    ),
+    Row(
+        "Pairs",
+        plot(
+            "Drafts by pair",
+            "Drafts verified per second; where one line ends and another begins, a drafter was moved.",
+            f"{pair_rate('outrider_drafts_total')} > 0",
+            "{{verifier}} < {{drafter}}",
+            unit="ops",
+            width=12,
+            height=9,
+            stacked=True,
+            empty=NO_DRAFTS,
         ),
-    ],
+        length(
+            "Acceptance length by drafter",
+            "Of the sums over its verifiers: is one head worse than the others?",
+            acceptance_length("drafter"),
+            "{{drafter}}",
+            width=12,
+            height=9,
+        ),
+        plot(
+            "Queue at the drafter",
+            "Mean wait per round in the drafter's queue; long where it serves too many.",
+            pair_ratio("outrider_draft_queue_seconds_total", "outrider_draft_rounds_total", "drafter"),
+            "{{drafter}}",
+            unit="s",
+            empty=NO_DRAFTS,
+        ),
+        plot(
+            "Drafter busy",
+            "Drafter compute per second of time, as the verifiers were told.",
+            total(pair_rate("outrider_draft_compute_seconds_total"), "drafter"),
+            "{{drafter}}",
+            unit="percentunit",
+            empty=NO_DRAFTS,
+        ),
+        count(
+            "Drafters not waited for",
+            "Assigned drafters whose circuit breaker is open, by verifier.",
+            verifier_gauge("outrider_drafters_down"),
+            thresholds=[(1, "red")],
+        ),
+    ),
+    Row(
+        "Hand-over",
+        plot(
+            "Requests handed over",
+            "Running requests given to a drafter with their earlier features, per minute: after a new assignment.",
+            f"60 * {pair_rate('outrider_handovers_total')}",
+            "{{verifier}} > {{drafter}}",
+            empty=NO_DRAFTS,
+        ),
+        plot(
+            "Positions per hand-over",
+            "Features sent along, per request handed over; the drafter has a gap for what is missing.",
+            pair_ratio("outrider_handover_rows_total", "outrider_handovers_total"),
+            "positions",
+            empty="nothing was handed over",
+        ),
+        plot(
+            "Hand-over traffic",
+            "Bytes per second, part of what is sent to drafters.",
+            pair_rate("outrider_handover_bytes_total"),
+            "{{verifier}} > {{drafter}}",
+            unit="Bps",
+            empty=NO_DRAFTS,
+        ),
+    ),
+    Row(
+        "Balance",
+        plot(
+            "Load gap",
+            "Sequences running and waiting at the most loaded verifier less those at the least loaded.",
+            f"max({_LOAD}) - min({_LOAD})",
+            "gap",
+        ),
+        plot("Running by verifier", "Sequences in each batch.", verifier_gauge("outrider_verifier_running")),
+        count(
+            "Idle while others queue",
+            "Verifiers that are without work while sequences wait somewhere.",
+            f"count({verifier_gauge('outrider_verifier_running')} == 0) "
+            f"and (sum({verifier_gauge('outrider_verifier_waiting')}) > 0) or on() vector(0)",
+            "verifiers",
+            thresholds=[(1, "orange")],
+        ),
+    ),
 )

@@ -6,58 +6,54 @@ legends, thresholds, and a description on every panel.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Kind = Literal["timeseries", "stat", "table", "bargauge"]
+Kind = Literal["timeseries", "stat", "table"]
 DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 COLUMNS = 24
 
 
 @dataclass(frozen=True)
-class Query:
-    """One expression and its legend (Grafana's `{{label}}` form)."""
-
-    expr: str
-    legend: str = ""
-
-
-@dataclass(frozen=True)
 class Panel:
-    """`thresholds` are (from this value on, colour); `empty` is what a panel without data says."""
+    """`queries` are expressions by legend (Grafana's `{{label}}` form), `thresholds` (from this value on, colour).
+
+    `empty` is what a panel without data says.
+    """
 
     title: str
     about: str
-    queries: Sequence[Query]
+    queries: Mapping[str, str]
     unit: str = "short"
     kind: Kind = "timeseries"
-    width: int = 8
+    width: int | None = None
+    """None: alone or two in a row share its width, more of them have a third each."""
     height: int = 7
     thresholds: Sequence[tuple[float, str]] = ()
     empty: str = "no data yet"
-    low: float | None = 0
+    low: float = 0
     high: float | None = None
     decimals: int | None = None
     stacked: bool = False
 
 
-@dataclass(frozen=True)
 class Row:
     """A heading and the panels below it."""
 
-    title: str
-    panels: Sequence[Panel]
+    def __init__(self, title: str, *panels: Panel) -> None:
+        self.title = title
+        self.panels = panels
 
 
-@dataclass(frozen=True)
 class Dashboard:
     """`uid` is part of its address and never changes."""
 
-    uid: str
-    title: str
-    about: str
-    rows: Sequence[Row]
+    def __init__(self, uid: str, title: str, about: str, *rows: Row) -> None:
+        self.uid = uid
+        self.title = title
+        self.about = about
+        self.rows = rows
 
 
 def to_json(dashboard: Dashboard) -> dict[str, Any]:
@@ -132,16 +128,17 @@ def _panels(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
                "gridPos": {"x": 0, "y": y, "w": COLUMNS, "h": 1}}  # fmt: skip
         x, y, tallest = 0, y + 1, 0
         for panel in row.panels:
-            if x + panel.width > COLUMNS:
+            width = panel.width or COLUMNS // min(len(row.panels), 3)
+            if x + width > COLUMNS:
                 x, y, tallest = 0, y + tallest, 0
             number += 1
-            yield _panel(panel, number, {"x": x, "y": y, "w": panel.width, "h": panel.height})
-            x, tallest = x + panel.width, max(tallest, panel.height)
+            yield _panel(panel, number, {"x": x, "y": y, "w": width, "h": panel.height})
+            x, tallest = x + width, max(tallest, panel.height)
         y += tallest
 
 
 def _panel(panel: Panel, number: int, place: dict[str, int]) -> dict[str, Any]:
-    instant = panel.kind in ("table", "bargauge")
+    instant = panel.kind == "table"
     return {
         "id": number,
         "type": panel.kind,
@@ -150,10 +147,10 @@ def _panel(panel: Panel, number: int, place: dict[str, int]) -> dict[str, Any]:
         "datasource": DATASOURCE,
         "gridPos": place,
         "targets": [
-            {"refId": chr(ord("A") + index), "datasource": DATASOURCE, "expr": query.expr,
-             "legendFormat": query.legend or "__auto", "instant": instant, "range": not instant,
-             "format": "table" if panel.kind == "table" else "time_series"}
-            for index, query in enumerate(panel.queries)
+            {"refId": chr(ord("A") + index), "datasource": DATASOURCE, "expr": expr,
+             "legendFormat": legend or "__auto", "instant": instant, "range": not instant,
+             "format": "table" if instant else "time_series"}
+            for index, (legend, expr) in enumerate(panel.queries.items())
         ],
         "fieldConfig": {"defaults": _defaults(panel), "overrides": []},
         "options": _options(panel),
@@ -167,7 +164,7 @@ def _defaults(panel: Panel) -> dict[str, Any]:
         "unit": panel.unit,
         "noValue": panel.empty,
         "thresholds": {"mode": "absolute", "steps": steps},
-        "color": {"mode": "thresholds" if panel.kind in ("stat", "bargauge") else "palette-classic"},
+        "color": {"mode": "thresholds" if panel.kind == "stat" else "palette-classic"},
     }
     for name, value in (("min", panel.low), ("max", panel.high), ("decimals", panel.decimals)):
         if value is not None:
@@ -192,6 +189,4 @@ def _options(panel: Panel) -> dict[str, Any]:
     if panel.kind == "table":
         return {"showHeader": True, "cellHeight": "sm"}
     reduce = {"calcs": ["lastNotNull"], "fields": "", "values": False}
-    if panel.kind == "bargauge":
-        return {"reduceOptions": reduce, "orientation": "horizontal", "displayMode": "basic"}
     return {"reduceOptions": reduce, "graphMode": "area", "colorMode": "value", "textMode": "auto"}

@@ -5,17 +5,30 @@ from __future__ import annotations
 from typing import Any
 
 from dashboards.expr import or_zero
-from dashboards.model import Panel, Query
+from dashboards.model import Panel
+
+NO_DRAFTS = "no drafts"
+NO_TRAFFIC = "no traffic"
 
 
-def plot(title: str, about: str, expr: str, legend: str, **options: Any) -> Panel:
-    """One expression over time."""
-    return Panel(title, about, [Query(expr, legend)], **options)
+def plot(title: str, about: str, expr: str, legend: str = "{{verifier}}", **options: Any) -> Panel:
+    """One expression over time; one line per verifier, unless the legend says otherwise."""
+    return Panel(title, about, {legend: expr}, **options)
 
 
-def by_verifier(title: str, about: str, expr: str, **options: Any) -> Panel:
-    """One line per verifier."""
-    return plot(title, about, expr, "{{verifier}}", **options)
+def share(title: str, about: str, expr: str, legend: str = "{{verifier}}", **options: Any) -> Panel:
+    """A part of a whole, between 0 and 1."""
+    return plot(title, about, expr, legend, unit="percentunit", high=1, **options)
+
+
+def length(title: str, about: str, expr: str, legend: str, **options: Any) -> Panel:
+    """An acceptance length, which is at least 1."""
+    return plot(title, about, expr, legend, low=1, decimals=2, empty=NO_DRAFTS, **options)
+
+
+def count(title: str, about: str, expr: str, legend: str = "{{verifier}}", **options: Any) -> Panel:
+    """A whole number."""
+    return plot(title, about, expr, legend, decimals=0, **options)
 
 
 def stacked(title: str, about: str, expr: str, *labels: str, unit: str = "ops", **options: Any) -> Panel:
@@ -26,4 +39,4 @@ def stacked(title: str, about: str, expr: str, *labels: str, unit: str = "ops", 
 
 def stat(title: str, about: str, expr: str, **options: Any) -> Panel:
     """One number, eight to a row."""
-    return Panel(title, about, [Query(expr)], kind="stat", width=3, height=4, **options)
+    return Panel(title, about, {"": expr}, kind="stat", width=3, height=4, **options)

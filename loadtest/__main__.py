@@ -13,7 +13,6 @@ from typing import Any
 from loadtest import report
 from loadtest.options import OptionsError, parse
 from loadtest.run import LoadError, run
-from loadtest.scenarios import SCENARIOS
 from loadtest.served import FleetError
 
 
@@ -22,10 +21,6 @@ def main(arguments: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         options = parse(arguments, os.environ.get("OPENAI_API_KEY"), time.strftime("%Y%m%d-%H%M%S", time.gmtime()))
-        if options is None:
-            for name, scenario in SCENARIOS.items():
-                print(f"{name:<14}{scenario.summary}")
-            return 0
         result = run(options, shlex.join(["python", "-m", "loadtest", *without_key(arguments)]), _say)
     except OptionsError as error:
         print(f"loadtest: {error}", file=sys.stderr)

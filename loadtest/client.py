@@ -39,9 +39,9 @@ class Client:
         """Closes the connections."""
         self._session.close()
 
-    def ask(self, ask: Ask, user: int, number: int, started: float | None = None) -> Answer:
-        """Makes one request; never raises for what a server may do.  `started` is when it was due, if that was not now."""
-        answer = Answer(ask.label, user, number, self._clock() if started is None else started)
+    def ask(self, ask: Ask, user: int, number: int) -> Answer:
+        """Makes one request; never raises for what a server may do."""
+        answer = Answer(ask.label, user, number, self._clock())
         body = ask.raw if ask.raw is not None else json.dumps(ask.body).encode()
         headers = {"content-type": ask.content_type}
         try:

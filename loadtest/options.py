@@ -13,6 +13,7 @@ import yaml
 
 from loadtest import slo
 from loadtest.scenarios import SCENARIOS, Scenario
+from loadtest.workloads import Knobs
 
 
 class OptionsError(ValueError):
@@ -25,14 +26,9 @@ class Options:
 
     scenario: str
     users: int
-    duration_s: float
-    rate: float | None
-    prompt_tokens: int
-    max_tokens: int
-    temperature: float
-    seed: int
+    knobs: Knobs
+    """Without a model's name: the first that is served."""
     host: str | None
-    model: str | None
     api_key: str | None
     timeout_s: float
     drain_s: float
@@ -67,29 +63,25 @@ def parser() -> argparse.ArgumentParser:
     add("--scenario", default="chat", choices=sorted(SCENARIOS), metavar="NAME", help="see below [chat]")
     add("--users", type=_positive(int), metavar="N", help="users at once, or at the peak [the scenario's own]")
     add("--duration", type=_positive(float), metavar="S", help="seconds of load [the scenario's own]")
-    add("--rate", type=_positive(float), metavar="X", help="poisson: arrivals per second [the scenario's own]")
     add("--prompt-tokens", type=_positive(int), default=128, metavar="N", help="length of prompts, roughly [128]")
     add("--max-tokens", type=_positive(int), default=64, metavar="N", help="longest answer [64]")
     add("--temperature", type=float, default=0.0, metavar="X", help="sampling temperature [0]")
     add("--seed", type=int, default=0, metavar="N", help="the same seed asks the same [0]")
     add("--host", metavar="URL", help="a gateway that runs already, such as http://127.0.0.1:8000")
-    add("--model", metavar="NAME", help="model to ask for [the first that is served]")
+    add("--model", metavar="NAME", default="", help="model to ask for [the first that is served]")
     add("--api-key", metavar="KEY", help="key of the gateway [$OPENAI_API_KEY]")
     add("--timeout", type=_positive(float), default=120.0, metavar="S", help="longest silence of a connection [120]")
     add("--drain", type=_positive(float), default=30.0, metavar="S", help="time for open requests at the end [30]")
     add("--slo", default="", metavar="LIMITS", help="name=limit,... or a YAML file; on top of the defaults")
     add("--no-default-slo", action="store_true", help="only the limits given with --slo")
     add("--results", type=Path, metavar="DIR", help="where reports go [loadtest/results/SCENARIO-TIME]")
-    add("--list", action="store_true", help="list the scenarios and leave")
     return result
 
 
-def parse(arguments: Sequence[str], environment_key: str | None, stamp: str) -> Options | None:
-    """None: only a list was asked for.  `stamp` names the default results directory.  Raises `OptionsError`."""
+def parse(arguments: Sequence[str], environment_key: str | None, stamp: str) -> Options:
+    """`stamp` names the default results directory.  Raises `OptionsError`."""
     ours, serve = split(arguments)
     given = parser().parse_args(ours)
-    if given.list:
-        return None
     kind = SCENARIOS[given.scenario]
     host = given.host.rstrip("/") if given.host else None
     if host and not host.startswith(("http://", "https://")):
@@ -98,10 +90,6 @@ def parse(arguments: Sequence[str], environment_key: str | None, stamp: str) -> 
         raise OptionsError("settings behind -- are for a fleet started here; with --host there is none")
     if host and (kind.kills_drafter or kind.compares):
         raise OptionsError(f"{given.scenario} works on fleets that it starts itself: leave out --host")
-    if given.rate and kind.rate is None:
-        raise OptionsError(f"--rate is for the scenario poisson; {given.scenario} has --users")
-    if given.users and kind.rate is not None:
-        raise OptionsError(f"{given.scenario} has no --users: arrivals come at --rate")
     limits = {} if given.no_default_slo else {**slo.DEFAULT, **kind.slo}
     if host:
         # What that gateway still has in the end may be other people's.
@@ -109,14 +97,10 @@ def parse(arguments: Sequence[str], environment_key: str | None, stamp: str) -> 
     return Options(
         scenario=given.scenario,
         users=given.users or kind.users,
-        duration_s=given.duration or kind.duration_s,
-        rate=given.rate or kind.rate,
-        prompt_tokens=given.prompt_tokens,
-        max_tokens=given.max_tokens,
-        temperature=given.temperature,
-        seed=given.seed,
+        knobs=Knobs(
+            given.model, given.prompt_tokens, given.max_tokens, given.temperature, given.seed, given.duration or kind.duration_s
+        ),
         host=host,
-        model=given.model,
         api_key=given.api_key or environment_key,
         timeout_s=given.timeout,
         drain_s=given.drain,

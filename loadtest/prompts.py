@@ -22,19 +22,11 @@ _MODULES = ("argparse", "ast", "calendar", "configparser", "csv", "datetime", "d
 _MORE = ("inspect", "locale", "mailbox", "optparse", "pickle", "random", "shutil", "statistics", "tarfile", "textwrap")
 
 
-class PromptError(RuntimeError):
-    """There is no source to take prompts from."""
-
-
 @cache
 def sources() -> tuple[str, ...]:
-    """The text of the modules that are there as source."""
+    """The modules' text."""
     library = Path(sysconfig.get_path("stdlib"))
-    files = [library / f"{name}.py" for name in (*_MODULES, *_MORE)]
-    texts = tuple(file.read_text(encoding="utf-8") for file in files if file.is_file())
-    if not texts:
-        raise PromptError(f"{library}: none of the standard library's modules is there as source")
-    return texts
+    return tuple((library / f"{name}.py").read_text(encoding="utf-8") for name in (*_MODULES, *_MORE))
 
 
 @cache

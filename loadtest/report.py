@@ -1,4 +1,4 @@
-"""What a run leaves behind beside Locust's `report.html` and `locust_*.csv`: `requests.csv`, `summary.json`, `summary.md`."""
+"""What a run leaves behind beside Locust's `report.html`: `requests.csv`, `summary.json`, `summary.md`."""
 
 from __future__ import annotations
 
@@ -77,9 +77,9 @@ def text(result: Result) -> str:
     lines = [f"## {result.scenario}: {'passed' if not result.missed else 'MISSED'}", "", f"`{result.command}`", ""]
     counts = ("requests", "failures", "aborted", "rejected", "leftover", "tokens", "requests_per_s", "tokens_per_s")
     lines.append(", ".join(f"{name} {_show(figures[name])}" for name in counts if figures.get(name) is not None))
-    server = ("acceptance_length", "busy_share", "awaiting_draft_share", "tgs_drift", "preemptions", "memory_growth_mib")
+    server = ("acceptance_length", "busy_share", "awaiting_draft_share", "tgs_drift", "preemptions")
     lines.append(", ".join(f"{name} {_show(figures[name])}" for name in server if figures.get(name) is not None))
-    compared = ("pairs", "speedup_p50", "speedup_low", "speedup_high", "speedup_e2e_p50", "identical")
+    compared = ("pairs", "speedup_p50", "speedup_e2e_p50", "identical")
     lines.append(", ".join(f"{name} {_show(figures[name])}" for name in compared if figures.get(name) is not None))
     lines += ["", *_table(result), ""]
     lines += [f"failure: {reason} ({count}x)" for reason, count in result.reasons.items()]

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from loadtest import report, slo
 from loadtest.figures import compare
 from loadtest.options import Options
 from loadtest.plan import ANSWERS, HEALTH, Plan, read_answers
-from loadtest.served import ROOT, FleetError, Gateway, OwnFleet
+from loadtest.served import ROOT, Gateway, OwnFleet
 from loadtest.timing import Answer
 from loadtest.watch import Watch, figures
-from loadtest.workloads import Knobs
 
 Say = Callable[[str], None]
 SETTLE_S = 15.0
@@ -73,18 +73,27 @@ def _once(
     options: Options, command: str, directory: Path, serve: tuple[str, ...], say: Say
 ) -> tuple[report.Result, list[Answer]]:
     directory.mkdir(parents=True, exist_ok=True)
-    with _target(options, directory, serve, say) as (gateway, fleet):
-        watch = Watch(gateway, fleet.memory_mib if fleet else None)
-        plan = _plan(options, gateway, directory)
+    notes: list[str] = []
+
+    def tell(line: str) -> None:
+        notes.append(line)
+        say(line)
+
+    with _target(options, directory, serve, say) as (gateway, fleet), ThreadPoolExecutor(1) as aside:
+        watch = Watch(gateway)
+        knobs = replace(options.knobs, model=options.knobs.model or gateway.model())
+        plan = Plan(options.scenario, gateway.url, options.users, options.timeout_s, knobs, str(directory.resolve()))
         plan.write(directory / "plan.json")
-        say(f"{options.scenario}: {_load_line(options)}, {options.duration_s:g} s")
+        say(f"{options.scenario}: {options.users} users, {options.knobs.duration_s:g} s")
         watch.start()
-        notes: list[str] = []
-        fault = _Fault(options, gateway, fleet, notes, say)
+        over = threading.Event()
+        fault = None
+        if options.kind.kills_drafter and fleet is not None:
+            fault = aside.submit(_fault, options.knobs.duration_s / 3, gateway, fleet, over, tell)
         try:
-            _locust(options, gateway.url, directory, fault.begin)
+            _locust(options, gateway.url, directory)
         finally:
-            fault.end()
+            over.set()
             watch.stop()
         server = figures(watch.samples)
         if fleet is not None:
@@ -94,26 +103,9 @@ def _once(
     health = json.loads((directory / HEALTH).read_text(encoding="utf-8"))
     result = report.evaluate(options.scenario, command, answers, server, health)
     result.notes = notes
-    if fault.failed:
-        raise LoadError(fault.failed)
+    if fault is not None:
+        fault.result()
     return result, answers
-
-
-def _plan(options: Options, gateway: Gateway, directory: Path) -> Plan:
-    knobs = Knobs(
-        model=options.model or gateway.model(),
-        prompt_tokens=options.prompt_tokens,
-        max_tokens=options.max_tokens,
-        temperature=options.temperature,
-        seed=options.seed,
-        duration_s=options.duration_s,
-    )
-    where = str(directory.resolve())
-    return Plan(options.scenario, gateway.url, options.users, options.rate, options.timeout_s, knobs, where)
-
-
-def _load_line(options: Options) -> str:
-    return f"{options.rate:g} arrivals/s" if options.rate else f"{options.users} users"
 
 
 @contextmanager
@@ -131,82 +123,37 @@ def _target(options: Options, directory: Path, serve: tuple[str, ...], say: Say)
         say("the fleet has ended")
 
 
-def _locust(options: Options, host: str, directory: Path, on_begin: Callable[[], None]) -> None:
+def _locust(options: Options, host: str, directory: Path) -> None:
     """Runs Locust on the plan in `directory`.  Raises `LoadError` when it does not do its work."""
     command = [sys.executable, "-m", "locust", "-f", str(ROOT / "loadtest" / "locustfile.py"), "--headless", "--only-summary"]
-    command += [
-        "--host",
-        host,
-        "--load-plan",
-        str(directory / "plan.json"),
-        "--stop-timeout",
-        f"{options.drain_s:g}",
-        "--loglevel",
-        "WARNING",
-    ]
-    command += ["--html", str(directory / "report.html")]
+    command += ["--host", host, "--load-plan", str(directory / "plan.json"), "--stop-timeout", f"{options.drain_s:g}"]
+    command += ["--loglevel", "WARNING", "--html", str(directory / "report.html")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))}
     if options.api_key:
         environment["OPENAI_API_KEY"] = options.api_key
+    timeout_s = options.knobs.duration_s + options.drain_s + GRACE_S
     log = directory / "locust.log"
     with log.open("w", encoding="utf-8") as output:
-        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
-        on_begin()
         try:
-            process.wait(options.duration_s + options.drain_s + GRACE_S)
+            done = subprocess.run(
+                command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, timeout=timeout_s, check=False
+            )
         except subprocess.TimeoutExpired:
             raise LoadError(f"Locust did not end; see {log}") from None
-        finally:
-            if process.poll() is None:
-                process.send_signal(signal.SIGTERM)
-                try:
-                    process.wait(GRACE_S)
-                except subprocess.TimeoutExpired:
-                    process.kill()
-                    process.wait()
-    if process.returncode != 0 or not (directory / HEALTH).is_file():
+    if done.returncode != 0 or not (directory / HEALTH).is_file():
         last = log.read_text(encoding="utf-8").strip().splitlines()[-1:] or ["it said nothing"]
         raise LoadError(f"Locust failed: {last[0]} (see {log})")
 
 
-class _Fault:
-    """Kills a drafter of our fleet after a third of the time, where the scenario says so, and sees another take its place."""
-
-    def __init__(self, options: Options, gateway: Gateway, fleet: OwnFleet | None, notes: list[str], say: Say) -> None:
-        self.failed = ""
-        self._options = options
-        self._gateway = gateway
-        self._fleet = fleet
-        self._notes = notes
-        self._say = say
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._work, name="fault", daemon=True)
-
-    def begin(self) -> None:
-        if self._options.kind.kills_drafter:
-            self._thread.start()
-
-    def end(self) -> None:
-        self._over.set()
-        if self._thread.is_alive():
-            self._thread.join()
-
-    def _work(self) -> None:
-        assert self._fleet is not None
-        if self._over.wait(self._options.duration_s / 3):
+def _fault(after_s: float, gateway: Gateway, fleet: OwnFleet, over: threading.Event, tell: Say) -> None:
+    """Kills a drafter of the fleet, and sees another take its place.  Raises `FleetError` where that is not possible."""
+    if over.wait(after_s):
+        return
+    before = set(gateway.drafters())
+    tell(f"killed {fleet.kill_a_drafter(gateway)}")
+    killed = time.monotonic()
+    while not set(gateway.drafters()) - before:
+        if over.wait(0.5):
+            tell("no drafter had taken its place when the load ended")
             return
-        try:
-            before = set(self._gateway.drafters())
-            self._tell(f"killed {self._fleet.kill_a_drafter(self._gateway)}")
-            killed = time.monotonic()
-            while not set(self._gateway.drafters()) - before:
-                if self._over.wait(0.5):
-                    self._tell("no drafter had taken its place when the load ended")
-                    return
-            self._tell(f"another drafter was ready {time.monotonic() - killed:.1f} s later")
-        except FleetError as error:
-            self.failed = str(error)
-
-    def _tell(self, line: str) -> None:
-        self._notes.append(line)
-        self._say(line)
+    tell(f"another drafter was ready {time.monotonic() - killed:.1f} s later")

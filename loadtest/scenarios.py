@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -52,8 +51,6 @@ class Scenario:
     users: int = 4
     duration_s: float = 30.0
     stages: Stages = constant
-    rate: float | None = None
-    """Arrivals per second, whatever is still unanswered; None: every user waits for its answer."""
     kills_drafter: bool = False
     compares: bool = False
     """Run twice, on a fleet without speculation first, and compared pair by pair."""
@@ -77,7 +74,6 @@ SCENARIOS: dict[str, Scenario] = {
     "fault": Scenario(
         "a drafter is killed after a third of the time; no request may notice", workloads.completion, kills_drafter=True
     ),
-    "poisson": Scenario("arrivals at random times at a given rate, whatever is unanswered", workloads.completion, rate=2.0),
     "compare": Scenario(
         "the same requests without and with speculation, compared pair by pair",
         workloads.completion,
@@ -85,11 +81,3 @@ SCENARIOS: dict[str, Scenario] = {
         slo={"identical": 0.95},
     ),
 }
-
-
-def arrivals(rate: float, chance: random.Random) -> Iterator[float]:
-    """Seconds since the beginning at which requests arrive: a Poisson process of `rate` per second."""
-    at = 0.0
-    while True:
-        at += chance.expovariate(rate)
-        yield at

@@ -5,6 +5,7 @@ Only what this started is ever killed: a drafter's process id, as the fleet tell
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -15,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import requests
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -93,10 +95,6 @@ class OwnFleet:
                 return f"{name} (pid {pid})"
         raise FleetError("no drafter of this fleet is there to be killed (does its mode use any?)")
 
-    def memory_mib(self) -> float:
-        """Resident memory of all processes of the fleet; shared pages count in each."""
-        return sum(map(_resident_mib, [self.process.pid, *descendants(self.process.pid)]))
-
     def stop(self) -> None:
         """Ctrl-C, and the hard way when that does not do it.  May be called twice."""
         if self.process.poll() is None:
@@ -104,8 +102,10 @@ class OwnFleet:
         try:
             self.process.wait(STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            for pid in [*descendants(self.process.pid), self.process.pid]:
-                _kill(pid)
+            for child in psutil.Process(self.process.pid).children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    child.kill()
+            self.process.kill()
             self.process.wait()
         self._reader.join(HTTP_TIMEOUT_S)
         self._output.close()
@@ -123,31 +123,7 @@ class OwnFleet:
 
 def descendants(pid: int) -> set[int]:
     """Process ids below `pid`."""
-    parents: dict[int, int] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            except (OSError, ValueError, IndexError):
-                continue
-    found: set[int] = set()
-    grown = {pid}
-    while grown:
-        grown = {child for child, parent in parents.items() if parent in grown} - found
-        found |= grown
-    return found
-
-
-def _resident_mib(pid: int) -> float:
     try:
-        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    except (OSError, ValueError, IndexError):
-        return 0.0
-    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
-
-
-def _kill(pid: int) -> None:
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
+        return {child.pid for child in psutil.Process(pid).children(recursive=True)}
+    except psutil.NoSuchProcess:
+        return set()

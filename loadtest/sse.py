@@ -6,83 +6,36 @@ arrived; what is left unfinished when the stream ends was never an event.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-_BOM = b"\xef\xbb\xbf"
-
-
-class Event(NamedTuple):
-    """One event."""
-
-    data: str
-    event: str = "message"
+import codecs
 
 
 class SseParser:
-    """Bytes in, events out."""
+    """Bytes in, the events' data out."""
 
     def __init__(self) -> None:
-        self._line = bytearray()
-        self._begun = False
+        self._decoder = codecs.getincrementaldecoder("utf-8-sig")()
         self._after_cr = False
-        self._data: list[str] = []
-        self._event = ""
-        self.comments = 0
-        """Comment lines seen: keep-alives."""
+        self._text = ""
 
-    def feed(self, received: bytes) -> list[Event]:
-        """The events that `received` completes.  Raises `UnicodeDecodeError` on a line that is not UTF-8."""
-        events: list[Event] = []
-        at = 0
-        while at < len(received):
-            if self._after_cr:
-                self._after_cr = False
-                if received[at] == 0x0A:
-                    at += 1
-                    continue
-            end = _line_end(received, at)
-            self._line += received[at : end if end >= 0 else len(received)]
-            if end < 0:
-                break
-            self._after_cr = received[end] == 0x0D
-            at = end + 1
-            event = self._take_line()
-            if event is not None:
-                events.append(event)
-        return events
+    def feed(self, received: bytes) -> list[str]:
+        """The data of the events that `received` completes.  Raises `UnicodeDecodeError` on what is not UTF-8."""
+        text = self._decoder.decode(received)
+        if not text:
+            return []
+        # The LF of a CRLF that was cut: the CR has ended the line already.
+        rest = text.removeprefix("\n") if self._after_cr else text
+        self._after_cr = text.endswith("\r")
+        self._text += rest.replace("\r\n", "\n").replace("\r", "\n")
+        *blocks, self._text = self._text.split("\n\n")
+        return ["\n".join(lines) for block in blocks if (lines := _data(block))]
 
     @property
     def unfinished(self) -> bool:
         """Whether something has come that no blank line has completed."""
-        return bool(self._line or self._data or self._event)
-
-    def _take_line(self) -> Event | None:
-        raw = bytes(self._line)
-        self._line.clear()
-        if not self._begun:
-            self._begun = True
-            raw = raw.removeprefix(_BOM)
-        if not raw:
-            return self._dispatch()
-        if raw.startswith(b":"):
-            self.comments += 1
-            return None
-        name, _, value = raw.decode().partition(":")
-        value = value.removeprefix(" ")
-        if name == "data":
-            self._data.append(value)
-        elif name == "event":
-            self._event = value
-        return None
-
-    def _dispatch(self) -> Event | None:
-        data, event = self._data, self._event
-        self._data, self._event = [], ""
-        return Event("\n".join(data), event or "message") if data else None
+        return bool(self._text.strip("\n"))
 
 
-def _line_end(received: bytes, start: int) -> int:
-    """Where the first CR or LF from `start` is; -1: nowhere."""
-    lf = received.find(b"\n", start)
-    cr = received.find(b"\r", start, lf if lf >= 0 else len(received))
-    return cr if cr >= 0 else lf
+def _data(block: str) -> list[str]:
+    """The values of the fields named `data`; comments, which have an empty name, and other fields are left out."""
+    fields = (line.partition(":") for line in block.split("\n"))
+    return [value.removeprefix(" ") for name, _, value in fields if name == "data"]

@@ -19,8 +19,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from loadtest.sse import Event
-
 Outcome = Literal["ok", "aborted", "rejected", "failed"]
 """`aborted`: by us, on purpose; `rejected`: 429 or 503 with Retry-After, as an overloaded server should."""
 
@@ -38,7 +36,6 @@ class Answer:
     number: int
     """The user's how-many-eth request this was: with the same seed, the same request in another run."""
     started: float
-    """When it was sent, or, with arrivals of their own times, when it should have been."""
     outcome: Outcome = "failed"
     reason: str = ""
     """Why it failed; empty otherwise."""
@@ -101,15 +98,15 @@ class StreamReader:
         self.done = False
         """Whether `[DONE]` came."""
 
-    def take(self, events: Iterable[Event], now: float) -> None:
-        """Events that arrived at `now`.  The first thing that is wrong decides how the answer failed."""
+    def take(self, events: Iterable[str], now: float) -> None:
+        """The data of events that arrived at `now`.  The first thing that is wrong decides how the answer failed."""
         for event in events:
             if self.done:
                 self._fail("data after [DONE]")
-            elif event.data == DONE:
+            elif event == DONE:
                 self.done = True
             else:
-                self._take_json(event.data, now)
+                self._take_json(event, now)
 
     def end(self, now: float, broken: str = "") -> Answer:
         """The stream is over; `broken` says how, where the connection did not end as it should."""

@@ -9,52 +9,49 @@ from __future__ import annotations
 import csv
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from prometheus_client.parser import text_string_to_metric_families
 
 from loadtest.served import FleetError, Gateway
 
 INTERVAL_S = 1.0
 COLUMNS = {
-    "drafts": "vllm:spec_decode_num_drafts_total",
-    "draft_tokens": "vllm:spec_decode_num_draft_tokens_total",
-    "accepted_tokens": "vllm:spec_decode_num_accepted_tokens_total",
-    "tokens": "outrider_verifier_tokens_total",
-    "steps": "outrider_verifier_steps_total",
-    "preemptions": "outrider_verifier_preemptions_total",
-    "busy_s": "outrider_verifier_busy_seconds_total",
-    "awaiting_draft_s": 'outrider_verifier_idle_seconds_total{cause="awaiting_draft"}',
-    "no_work_s": 'outrider_verifier_idle_seconds_total{cause="no_work"}',
-    "in_flight": "outrider_requests_in_flight",
-    "running": "outrider_verifier_running",
-    "waiting": "outrider_verifier_waiting",
+    "drafts": ("vllm:spec_decode_num_drafts_total", ""),
+    "draft_tokens": ("vllm:spec_decode_num_draft_tokens_total", ""),
+    "accepted_tokens": ("vllm:spec_decode_num_accepted_tokens_total", ""),
+    "tokens": ("outrider_verifier_tokens_total", ""),
+    "steps": ("outrider_verifier_steps_total", ""),
+    "preemptions": ("outrider_verifier_preemptions_total", ""),
+    "busy_s": ("outrider_verifier_busy_seconds_total", ""),
+    "awaiting_draft_s": ("outrider_verifier_idle_seconds_total", "awaiting_draft"),
+    "no_work_s": ("outrider_verifier_idle_seconds_total", "no_work"),
+    "in_flight": ("outrider_requests_in_flight", ""),
+    "running": ("outrider_verifier_running", ""),
+    "waiting": ("outrider_verifier_waiting", ""),
 }
-"""Column and metric, summed over its series; one label may be given."""
+"""Column, metric and the metric's cause if it has any; summed over the other labels."""
 
 Sample = dict[str, float]
 
 
 def read(text: str) -> Sample:
     """The columns' values in Prometheus' text format.  A metric that is not there is 0."""
-    wanted = {metric: column for column, metric in COLUMNS.items()}
+    wanted = {series: column for column, series in COLUMNS.items()}
+    names = tuple(name for name, _ in COLUMNS.values())
     sample = dict.fromkeys(COLUMNS, 0.0)
-    for line in text.splitlines():
-        if line.startswith("#") or not line.strip():
-            continue
-        series, _, value = line.rpartition(" ")
-        name, _, labels = series.partition("{")
-        column = wanted.get(name)
-        if column is None and labels:
-            column = next(
-                (wanted[key] for label in labels.rstrip("}").split(",") if (key := f"{name}{{{label}}}") in wanted), None
-            )
-        if column is not None:
-            sample[column] += float(value)
+    # The parser would take a while for all the rest.
+    for family in text_string_to_metric_families("\n".join(line for line in text.splitlines() if line.startswith(names))):
+        for each in family.samples:
+            column = wanted.get((each.name, each.labels.get("cause", "")))
+            if column is not None:
+                sample[column] += each.value
     return sample
 
 
 def figures(samples: Sequence[Sample]) -> dict[str, float | None]:
-    """From the first and the last sample: acceptance length, shares of the verifiers' time, preemptions, growth."""
+    """From the first and the last sample: acceptance length, shares of the verifiers' time, preemptions."""
     if len(samples) < 2:
         return {}
     spent = {name: samples[-1][name] - samples[0][name] for name in COLUMNS}
@@ -64,7 +61,6 @@ def figures(samples: Sequence[Sample]) -> dict[str, float | None]:
         "busy_share": spent["busy_s"] / wall if wall > 0 else None,
         "awaiting_draft_share": spent["awaiting_draft_s"] / wall if wall > 0 else None,
         "preemptions": spent["preemptions"],
-        "memory_growth_mib": samples[-1]["memory_mib"] - samples[0]["memory_mib"] if samples[0].get("memory_mib") else None,
     }
 
 
@@ -76,10 +72,9 @@ def left_over(sample: Mapping[str, float]) -> float:
 class Watch:
     """Samples from `start` to `stop`."""
 
-    def __init__(self, gateway: Gateway, memory_mib: Callable[[], float] | None) -> None:
+    def __init__(self, gateway: Gateway) -> None:
         self.samples: list[Sample] = []
         self._gateway = gateway
-        self._memory_mib = memory_mib
         self._stopping = threading.Event()
         self._began = time.monotonic()
         self._thread = threading.Thread(target=self._follow, name="metrics", daemon=True)
@@ -105,7 +100,7 @@ class Watch:
     def write(self, file: Path) -> None:
         """One row per sample."""
         with file.open("w", encoding="utf-8", newline="") as stream:
-            writer = csv.DictWriter(stream, ["at_s", *COLUMNS, "memory_mib"], restval="")
+            writer = csv.DictWriter(stream, ["at_s", *COLUMNS])
             writer.writeheader()
             writer.writerows({name: round(value, 3) for name, value in sample.items()} for sample in self.samples)
 
@@ -122,6 +117,4 @@ class Watch:
     def _sample(self) -> None:
         sample = read(self._gateway.get("/metrics").text)
         sample["at_s"] = time.monotonic() - self._began
-        if self._memory_mib is not None:
-            sample["memory_mib"] = self._memory_mib()
         self.samples.append(sample)

@@ -35,18 +35,14 @@ def test_a_run_leaves_its_reports(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert len(rows) == summary["figures"]["requests"] >= 5
     assert {row["user"] for row in rows} == {"0", "1"}
     assert all(float(row["ttft_ms"]) > 0 and row["tokens"] == "2" for row in rows)
-    # Rows of first-token times stand beside the requests and do not count as some.
-    stats = list(csv.DictReader((tmp_path / "locust_stats.csv").open()))
-    assert {"POST", "TTFT"} <= {row["Type"] for row in stats}
-    (total,) = [row for row in stats if row["Name"] == "Aggregated"]
-    assert int(total["Request Count"]) == len(rows)
-    assert "TTFT" in (tmp_path / "report.html").read_text()
+    report = (tmp_path / "report.html").read_text()
+    assert all(row["label"] in report for row in rows)
     assert len(list(csv.DictReader((tmp_path / "fleet.csv").open()))) >= 2
 
 
-def test_arrivals_do_not_wait_and_failures_gate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_failures_gate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stub = StubGateway(stream_of("a", "b", done=False))
-    assert run(stub, tmp_path, "--scenario", "poisson", "--rate", "30") == 1
+    assert run(stub, tmp_path, "--scenario", "completion") == 1
     assert "failure: no [DONE]" in capsys.readouterr().out
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["figures"]["failures"] >= 10
@@ -63,9 +59,6 @@ class StubFleet:
 
     def wait_ready(self) -> str:
         return self.stub.url
-
-    def memory_mib(self) -> float:
-        return 1.0
 
     def kill_a_drafter(self, gateway: Gateway) -> str:
         if not gateway.drafters():
@@ -105,7 +98,6 @@ def test_two_fleets_are_compared_pair_by_pair(own_fleets: list[StubFleet], tmp_p
     figures = json.loads((tmp_path / "summary.json").read_text())["figures"]
     assert figures["pairs"] >= 5
     assert figures["identical"] == 1
-    assert figures["speedup_low"] <= figures["speedup_p50"] <= figures["speedup_high"]
     assert json.loads((tmp_path / "off" / "summary.json").read_text())["figures"]["tgs_p50"] < figures["tgs_p50"]
 
 

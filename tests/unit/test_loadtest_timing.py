@@ -7,27 +7,26 @@ from typing import Any
 
 import pytest
 
-from loadtest.sse import Event
 from loadtest.timing import Answer, StreamReader, is_clean_error
 
 
-def chunk(text: str = "", finish: str | None = None, **fields: Any) -> Event:
+def chunk(text: str = "", finish: str | None = None, **fields: Any) -> str:
     choice: dict[str, Any] = {"index": 0, "text": text, "finish_reason": finish}
-    return Event(json.dumps({"choices": [choice], **fields}))
+    return json.dumps({"choices": [choice], **fields})
 
 
-def delta(finish: str | None = None, **fields: Any) -> Event:
-    return Event(json.dumps({"choices": [{"index": 0, "delta": fields, "finish_reason": finish}]}))
+def delta(finish: str | None = None, **fields: Any) -> str:
+    return json.dumps({"choices": [{"index": 0, "delta": fields, "finish_reason": finish}]})
 
 
-def usage(prompt: int, tokens: int) -> Event:
-    return Event(json.dumps({"choices": [], "usage": {"prompt_tokens": prompt, "completion_tokens": tokens}}))
+def usage(prompt: int, tokens: int) -> str:
+    return json.dumps({"choices": [], "usage": {"prompt_tokens": prompt, "completion_tokens": tokens}})
 
 
-DONE = Event("[DONE]")
+DONE = "[DONE]"
 
 
-def read(*timed: tuple[float, Event], started: float = 10.0, end: float = 20.0, broken: str = "") -> Answer:
+def read(*timed: tuple[float, str], started: float = 10.0, end: float = 20.0, broken: str = "") -> Answer:
     reader = StreamReader(Answer("test", 0, 0, started))
     for at, event in timed:
         reader.take([event], at)
@@ -82,15 +81,15 @@ GOOD = [(11.0, chunk("x")), (12.0, chunk("y", "stop")), (12.0, usage(1, 2)), (12
         (GOOD[:-1], "", "no [DONE]"),
         (GOOD, "broken off: ProtocolError", "broken off: ProtocolError"),
         ([*GOOD, (13.0, chunk("z"))], "", "data after [DONE]"),
-        ([GOOD[0], (12.0, Event('{"error": {"code": "gone", "message": "secret"}}')), GOOD[-1]], "", "error event: gone"),
-        ([GOOD[0], (12.0, Event("{")), *GOOD[1:]], "", "an event that is no JSON object"),
+        ([GOOD[0], (12.0, '{"error": {"code": "gone", "message": "secret"}}'), GOOD[-1]], "", "error event: gone"),
+        ([GOOD[0], (12.0, "{"), *GOOD[1:]], "", "an event that is no JSON object"),
         ([GOOD[2], GOOD[3]], "", "no tokens"),
         ([GOOD[0], GOOD[2], GOOD[3]], "", "no finish_reason"),
         ([GOOD[0], GOOD[1], GOOD[3]], "", "no usage"),
         ([], "", "no [DONE]"),
     ],
 )
-def test_every_way_to_fail(events: list[tuple[float, Event]], broken: str, reason: str) -> None:
+def test_every_way_to_fail(events: list[tuple[float, str]], broken: str, reason: str) -> None:
     answer = read(*events, broken=broken)
     assert (answer.outcome, answer.reason) == ("failed", reason)
 
@@ -99,7 +98,7 @@ def test_leaving_is_no_failure_unless_something_had_gone_wrong() -> None:
     reader = StreamReader(Answer("test", 0, 0, 0.0))
     reader.take([chunk("x")], 1.0)
     assert reader.abort(2.0).outcome == "aborted"
-    reader.take([Event('{"error": {}}')], 3.0)
+    reader.take(['{"error": {}}'], 3.0)
     assert reader.abort(4.0).outcome == "failed"
 
 
