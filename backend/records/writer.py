@@ -52,17 +52,6 @@ class FileRecorder:
         """Rows written and rows dropped so far, by kind; the engine thread asks."""
         return dict(self._store.written), self._store.dropped()
 
-    @property
-    def waiting(self) -> int:
-        """Rows that the writer has not taken yet."""
-        return len(self._queue)
-
-    def cpu_s(self) -> float:
-        """CPU time of the writer's thread, while it runs."""
-        if self._thread.ident is None:
-            return 0.0
-        return time.clock_gettime(time.pthread_getcpuclockid(self._thread.ident))
-
     # -- the engine thread ---------------------------------------------------------------------------------------------
 
     def put(self, row: Row) -> None:

@@ -1,7 +1,7 @@
 """Level-two balancing: which running requests to move from the slowest verifier to the fastest.  Pure.
 
 Events and `now` in, decisions out: no clock, socket or logger.  A gateway decides for its own requests
-(`gateway/balancing.py`); a simulator can drive the same code.
+(`gateway/balancing.py`).
 
 All is counted in request-seconds, time that some client waits.  A request that moves gains what it and its old neighbours get
 faster, loses what its new neighbours get slower, and costs the recomputation of its prompt and of what it has emitted: while
