@@ -6,14 +6,12 @@ Turns arguments into a command, has the coordinator take it, and follows the ope
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from backend.config.sources import ConfigError, Loaded, Parser, load
-from backend.coordinator.commands import Add, AnyCommand, Assign, Drain, Refused, Remove, Restart, Resume, SwapDrafter
+from backend.config.sources import CommandError, ConfigError, Parser, load
+from backend.coordinator.commands import COMMANDS, AnyCommand, Refused
 
 if TYPE_CHECKING:
     from backend.coordinator.actor import CoordinatorHandle
@@ -35,28 +33,22 @@ FLEET_FLAGS = ("--config", "--ray-address", "--ray-namespace")
 """The settings that say which fleet."""
 
 
-class AdministrationError(Exception):
-    """The command was refused, or its operation failed; the message is one line."""
+class AdministrationError(CommandError):
+    """The command was refused, or its operation failed."""
 
 
-def main(
-    name: str, arguments: Sequence[str], found_fleet: Callable[[Loaded, str | None], AbstractContextManager[CoordinatorHandle]]
-) -> int:
-    """One command, on the fleet that `found_fleet` connects to; returns the exit status.  Raises `ConfigError`."""
+def main(name: str, arguments: Sequence[str]) -> None:
+    """One command, on the fleet that runs.  Raises `ConfigError` or `CommandError`."""
     command, given, rest = parse(name, arguments)
     loaded = load(rest, f"outrider {name}")
     from backend.coordinator import CoordinatorUnavailable
+    from backend.launch.finding import found_fleet
 
-    with found_fleet(loaded, given.fleet) as coordinator:
+    with found_fleet(loaded, given.fleet) as (coordinator, _):
         try:
             run(coordinator, command, not getattr(given, "no_wait", True), print)
         except CoordinatorUnavailable as error:
-            print(f"outrider: {error}; `outrider status` shows what became of it", file=sys.stderr)
-            return 1
-        except AdministrationError as error:
-            print(f"outrider: {error}", file=sys.stderr)
-            return 1
-    return 0
+            raise AdministrationError(f"{error}; `outrider status` shows what became of it") from error
 
 
 def parse(name: str, arguments: Sequence[str]) -> tuple[AnyCommand, argparse.Namespace, list[str]]:
@@ -127,7 +119,8 @@ def _parser(name: str) -> argparse.ArgumentParser:
     elif name == "restart":
         parser.add_argument("members", nargs="*", metavar="member")
         parser.add_argument("--rolling", action="store_true", help="every verifier and drafter")
-        parser.add_argument("--finish", action="store_true", help="let requests finish for --deadline-s before they are moved")
+        about = "let requests finish for --deadline-s before they are moved"
+        parser.add_argument("--finish", dest="migrate", action="store_false", help=about)
     else:
         parser.add_argument("drafter")
         parser.add_argument("path", help="directory of the head, on the drafter's machine")
@@ -147,22 +140,11 @@ def _parser(name: str) -> argparse.ArgumentParser:
 
 
 def _command(name: str, given: argparse.Namespace) -> AnyCommand:
-    common: dict[str, Any] = {"if_version": given.if_version, "dry_run": given.dry_run}
-    if name == "resume":
-        return Resume(member=given.member, **common)
-    if name == "add":
-        return Add(kind=given.kind, count=given.count, **common)
-    if name == "assign":
-        if given.auto == bool(given.verifiers):
-            raise ConfigError("assign: name the verifiers, or give --auto")
-        return Assign(drafter=given.drafter, verifiers=None if given.auto else given.verifiers, **common)
-    if name == "swap-drafter":
-        return SwapDrafter(drafter=given.drafter, path=given.path, **common)
-    common |= {"deadline_s": given.deadline_s, "force": given.force}
-    if name == "drain":
-        return Drain(member=given.member, migrate=given.migrate, **common)
-    if name == "remove":
-        return Remove(member=given.member, migrate=given.migrate, **common)
-    if given.rolling == bool(given.members):
+    if name == "assign" and given.auto == bool(given.verifiers):
+        raise ConfigError("assign: name the verifiers, or give --auto")
+    if name == "restart" and given.rolling == bool(given.members):
         raise ConfigError("restart: name members, or give --rolling for all of them")
-    return Restart(members=given.members or None, migrate=not given.finish, **common)
+    command = COMMANDS[name]
+    fields = {each: getattr(given, each) for each in command.__struct_fields__}
+    # An empty list stands for none named.
+    return command(**{each: value for each, value in fields.items() if value != []})

@@ -1,4 +1,4 @@
-"""The command line: `outrider serve | gateway | status | ...`, see `usage.py`.
+"""The command line: `outrider serve | gateway | status | ...`, see `USAGE`.
 
 `serve` is the launcher and the gateway in one process: it starts the fleet (Ray actors), imports vLLM while the engines load,
 serves HTTP from this process's main thread, and ends everything it started.  The heavy imports are inside the commands, so that
@@ -8,33 +8,52 @@ goes wrong at run time is one line and exit 1.
 
 from __future__ import annotations
 
-import importlib
 import importlib.metadata
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 from backend.config import sources
-from backend.config.sources import ConfigError
+from backend.config.sources import CommandError, ConfigError
 from gateway import administer, present, tools
-from gateway.exits import FAILED, INTERRUPTED, MISUSED, OK, configure_logging, fail
-from gateway.preflight import check_files, check_gateway, check_tracing
+from gateway.logs import configure_logging
+from gateway.preflight import check_files, check_gateway
 from gateway.processes import (
     GATEWAY_PROCESS,
-    found_fleet,
     further_processes,
     gateway_process,
     import_in_background,
     prepare_vllm,
     run_gateway,
 )
-from gateway.signals import Interrupted, signals
-from gateway.usage import USAGE
+from gateway.signals import FAILED, INTERRUPTED, MISUSED, OK, Interrupted, signals
 
-if TYPE_CHECKING:
-    from backend.config import Settings
-    from backend.models.resolve import ResolvedModels
+ADMINISTRATION = "\n".join(f"  {name:<13} {summary}" for name, summary in administer.SUMMARIES.items())
+USAGE = f"""usage: outrider COMMAND [--name value ...]
+
+commands:
+  serve         start a fleet and its gateway, until Ctrl-C
+  gateway       start a further gateway for a running fleet
+  status        show a running fleet
+  check-config  show the settings in force and where each came from
+  make-key      make an API key and its entry for the keys file
+  reload        have a running gateway read its keys, limits and routing again
+  records       sum up, join or export what verifiers wrote down
+  report        draw a recorded period, or a rollout, as one HTML page
+  bench         measure every mode on this machine (it has options of its own)
+  simulate      simulate a large fleet under the coordinator's policy (it has options of its own)
+  run-batch     carry out a file of OpenAI batch requests at a gateway (it has options of its own)
+  rollout       run a trace's prompts over a fleet of its own, with a row of every step (it has options of its own)
+  trace         make traces (it has options of its own)
+  train-drafter train a head for a model from prompts (it has options of its own)
+  train-demo    train the built-in demo models again
+
+changing a running fleet:
+{ADMINISTRATION}
+
+`outrider COMMAND --help` lists the settings; each is also a variable (OUTRIDER_GATEWAY__PORT) and a key
+of the YAML file given with --config.  `outrider --version` prints the version.
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -68,10 +87,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return commands.get(given[0], gateway_process)(given[1:])
     except ConfigError as error:
         return fail(str(error), MISUSED)
+    except CommandError as error:
+        return fail(str(error), FAILED)
     except (Interrupted, KeyboardInterrupt):
         return INTERRUPTED
     except BrokenPipeError:
         return FAILED
+
+
+def fail(line: str, code: int) -> int:
+    """Says what is wrong, and returns the exit status."""
+    print(f"outrider: {line}", file=sys.stderr)
+    return code
 
 
 def version() -> str:
@@ -89,14 +116,14 @@ def serve(arguments: list[str]) -> int:
     progress = present.Progress()
     configure_logging(settings.log_level, settings.log_format)
     with signals() as forced:
-        models = _resolved(settings, progress)
+        from backend import tracing
+        from backend.models.resolve import resolve
+
+        models = resolve(settings, progress.say)
+        progress.say(present.plan_line(settings, models))
         check_gateway(settings)
-        check_tracing(settings)
-        from backend.config.runtime import StateError
-        from backend.launch.cluster import ClusterError
+        tracing.check(settings.tracing)
         from backend.launch.fleet import Fleet
-        from backend.launch.plan import PlanError
-        from backend.launch.processes import LaunchError
 
         fleet: Fleet | None = None
         try:
@@ -116,7 +143,7 @@ def serve(arguments: list[str]) -> int:
             with further_processes(fleet.settings, arguments) as peers:
                 run_gateway(fleet.settings, models, fleet.coordinator, info.fleet_keys, announce, arguments, peers)
             return OK
-        except (ClusterError, LaunchError, PlanError, StateError) as error:
+        except CommandError as error:
             return fail(str(error), FAILED)
         except OSError as error:
             return fail(f"{settings.gateway.host}:{settings.gateway.port}: {error.strerror or error}", FAILED)
@@ -133,12 +160,15 @@ def gateway(arguments: list[str]) -> int:
     loaded = sources.load(arguments, "outrider gateway", "Starts a further gateway for a running fleet.")
     configure_logging(loaded.settings.log_level, loaded.settings.log_format)
     progress = present.Progress()
-    with signals() as forced, found_fleet(loaded, None) as coordinator:
+    from backend import tracing
+    from backend.launch.finding import found_fleet
+
+    with signals() as forced, found_fleet(loaded, None) as (coordinator, _):
         prepare_vllm()
         info = coordinator.info()
         theirs = type(loaded.settings).model_validate_json(info.settings_json)
         settings = theirs.model_copy(update={"gateway": loaded.settings.gateway})
-        check_tracing(settings)
+        tracing.check(settings.tracing)
         check_files(settings)
 
         def announce(url: str) -> None:
@@ -161,7 +191,9 @@ def status(arguments: list[str]) -> int:
     name = rest.pop(0) if rest and not rest[0].startswith("-") else None
     description = "Shows a running fleet: [NAMESPACE or PID] [--json] [--ray-address ADDRESS --ray-namespace NAME]."
     loaded = sources.load(rest, "outrider status", description)
-    with found_fleet(loaded, name) as coordinator:
+    from backend.launch.finding import found_fleet
+
+    with found_fleet(loaded, name) as (coordinator, _):
         snapshot = coordinator.snapshot()
     print(present.snapshot_json(snapshot) if as_json else present.table(snapshot))
     return OK
@@ -170,19 +202,17 @@ def status(arguments: list[str]) -> int:
 def administration(name: str, arguments: list[str]) -> int:
     """Changes a running fleet."""
     with signals():
-        return administer.main(name, arguments, found_fleet)
+        administer.main(name, arguments)
+    return OK
 
 
 def check_config(arguments: list[str]) -> int:
     """Prints the settings in force as YAML, each with its source."""
     loaded = sources.load(arguments, "outrider check-config", "Shows the settings in force.")
     print(present.settings_yaml(loaded))
-    from backend.models.resolve import ModelError, check_without_download
+    from backend.models.resolve import check_without_download
 
-    try:
-        check_without_download(loaded.settings, lambda line: print(line, file=sys.stderr))
-    except ModelError as error:
-        raise ConfigError(str(error)) from error
+    check_without_download(loaded.settings, lambda line: print(line, file=sys.stderr))
     return OK
 
 
@@ -202,7 +232,6 @@ def make_key(arguments: list[str]) -> int:
 
 def reload(arguments: list[str]) -> int:
     """Has a running gateway read keys, limits and routing again: `outrider reload [NAMESPACE or PID] [--name value ...]`."""
-    from backend.config.runtime import StateError
     from backend.launch import state
     from gateway import reloading
 
@@ -210,29 +239,12 @@ def reload(arguments: list[str]) -> int:
     name = rest.pop(0) if rest and not rest[0].startswith("-") else None
     loaded = sources.load(rest, "outrider reload", "Has a gateway read its keys, limits and routing again: [NAMESPACE or PID].")
     asked = loaded.settings.gateway
-    try:
-        # One that is named by its address may be any; others are those of `outrider serve` on this host.
-        named = any(("gateway", each) in loaded.origins for each in ("host", "port", "uds"))
-        url = reloading.url_of(asked) if named and name is None else state.find(name).url
-        for line in reloading.reload(url, asked):
-            print(line)
-    except (StateError, reloading.ReloadFailed) as error:
-        return fail(str(error), FAILED)
+    # One that is named by its address may be any; others are those of `outrider serve` on this host.
+    named = any(("gateway", each) in loaded.origins for each in ("host", "port", "uds"))
+    url = reloading.url_of(asked) if named and name is None else state.find(name).url
+    for line in reloading.reload(url, asked):
+        print(line)
     return OK
-
-
-# What the commands share.
-
-
-def _resolved(settings: Settings, progress: present.Progress) -> ResolvedModels:
-    from backend.models.resolve import ModelError, resolve
-
-    try:
-        models = resolve(settings, progress.say)
-    except ModelError as error:
-        raise ConfigError(str(error)) from error
-    progress.say(present.plan_line(settings, models))
-    return models
 
 
 if __name__ == "__main__":

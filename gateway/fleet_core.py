@@ -39,7 +39,6 @@ from gateway.engine_link import DECLARED_LOST, RESTARTED, Loss, VerifierLink
 from gateway.errors import NoVerifier, Poisoned, ShuttingDown, Unavailable, VerifierLost
 from gateway.in_flight import Cut, InFlight, Sequences, TrafficObserver
 from gateway.inquiry import Awaited, current_inquiry
-from gateway.session import current_session
 from gateway.weights_in_force import WeightsInForce
 
 logger = logging.getLogger(__name__)
@@ -66,11 +65,10 @@ class FleetCore(EngineCoreClient):
         router: Router | None = None,
         silence_limit_s: float = 10.0,
         poison_after: int = 2,
-        gateway_id: str | None = None,
         slots: int | None = None,
         queueing: Queueing | None = None,
     ) -> None:
-        self.gateway_id = gateway_id or f"gateway-{uuid.uuid4().hex[:8]}"
+        self.gateway_id = f"gateway-{uuid.uuid4().hex[:8]}"
         self.snapshot: FleetSnapshot | None = None
         self.links: dict[str, VerifierLink] = {}
         self.on_failed: Callable[[list[str], Unavailable], None] = lambda ids, error: None
@@ -478,7 +476,7 @@ class FleetCore(EngineCoreClient):
         """Routes and submits; raises `NoVerifier` when nobody can take it, `VLLMValidationError` when it does not encode."""
         arrived = time.monotonic() - max(0.0, time.time() - request.arrival_time)
         claim = current_claim()
-        record = InFlight(request, None, arrived, session=current_session(), claim=claim)
+        record = InFlight(request, None, arrived, claim=claim)
         if not record.batched:
             self.on_interactive()
         if (inquiry := current_inquiry()) is not None:

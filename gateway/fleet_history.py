@@ -22,10 +22,7 @@ if TYPE_CHECKING:
 WINDOW_S = 10.0
 """What rates, shares and acceptance lengths are computed over."""
 
-_COPIED = (
-    "mode", "running", "waiting", "tokens_in_flight", "preemptions",
-    "plan_k", "plan_outcomes", "plan_changes",
-)  # fmt: skip
+_COPIED = ("mode", "running", "waiting", "plan_k", "plan_outcomes", "plan_changes")
 
 
 class _Report(Protocol):

@@ -6,7 +6,7 @@ Reads `FleetCore` at scrape time; owns only the last counters of verifiers, so t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any, get_args
 
@@ -27,74 +27,6 @@ from backend.fleet import (
 )
 from gateway.fleet_core import FleetCore
 from gateway.metrics import DEFINITIONS
-
-_PAIR_COUNTERS = {
-    "outrider_drafts_total": "drafts",
-    "outrider_draft_tokens_total": "draft_tokens",
-    "outrider_accepted_tokens_total": "accepted_tokens",
-    "outrider_draft_rounds_total": "rounds",
-    "outrider_draft_round_trip_seconds_total": "round_trip_s",
-    "outrider_draft_compute_seconds_total": "draft_s",
-    "outrider_draft_queue_seconds_total": "queue_s",
-    "outrider_draft_transfer_seconds_total": "transfer_s",
-    "outrider_draft_sent_bytes_total": "bytes_sent",
-    "outrider_handovers_total": "handovers",
-    "outrider_handover_rows_total": "handover_rows",
-    "outrider_handover_bytes_total": "handover_bytes",
-    "outrider_ahead_hits_total": "ahead_hits",
-    "outrider_ahead_misses_total": "ahead_misses",
-}
-_POSITION_COUNTERS = {
-    "outrider_draft_tokens_by_position_total": "drafted_by_position",
-    "outrider_accepted_tokens_by_position_total": "accepted_by_position",
-}
-_VERSION_COUNTERS = {
-    "outrider_drafts_by_version_total": "drafts",
-    "outrider_draft_tokens_by_version_total": "draft_tokens",
-    "outrider_accepted_tokens_by_version_total": "accepted_tokens",
-}
-_VERIFIER_COUNTERS = {
-    "outrider_verifier_busy_seconds_total": "busy_s",
-    "outrider_verifier_verify_seconds_total": "verify_s",
-    "outrider_verifier_steps_total": "steps",
-    "outrider_verifier_verifications_total": "verifications",
-    "outrider_verifier_prompt_tokens_total": "prompt_tokens",
-    "outrider_verifier_tokens_total": "tokens",
-    "outrider_verifier_prefill_tokens_total": "prefill_tokens",
-    "outrider_verifier_prefill_seconds_total": "prefill_s",
-    "outrider_verifier_resumed_total": "resumed",
-    "outrider_verifier_preemptions_total": "preemptions",
-    "outrider_verifier_plan_changes_total": "plan_changes",
-}
-_VERIFIER_GAUGES = {
-    "outrider_verifier_running": "running",
-    "outrider_verifier_waiting": "waiting",
-    "outrider_verifier_tokens_in_flight": "tokens_in_flight",
-    "outrider_verifier_kv_cache_usage": "kv_usage",
-    "outrider_verifier_num_speculative_tokens": "num_speculative_tokens",
-    "outrider_verifier_plan_k": "plan_k",
-}
-_LABELLED_COUNTERS = {
-    "outrider_verifier_idle_seconds_total": "idle_s",
-    "outrider_verifier_requests_finished_total": "requests_finished",
-    "outrider_records_written_total": "records_written",
-    "outrider_records_dropped_total": "records_dropped",
-}
-_LEARNING = {
-    "outrider_learning_version": "version",
-    "outrider_learning_steps_total": "steps",
-    "outrider_learning_seconds_total": "training_s",
-    "outrider_learning_sequences_total": "sequences",
-    "outrider_learning_sequences_dropped_total": "sequences_dropped",
-    "outrider_learning_published_total": "published",
-    "outrider_learning_taken_back_total": "taken_back",
-    "outrider_learning_live_acceptance": "live_acceptance",
-}
-_FLEET_TOTALS = {
-    "vllm:spec_decode_num_drafts_total": "drafts",
-    "vllm:spec_decode_num_draft_tokens_total": "draft_tokens",
-    "vllm:spec_decode_num_accepted_tokens_total": "accepted_tokens",
-}
 
 
 def acceptance_length(counters: DraftCounters | Verified) -> float | None:
@@ -170,10 +102,11 @@ class FleetCollector(Collector):
 
     def _vllm_names(self) -> Iterator[Metric]:
         sums = self._totals.sums()
-        for name, field in _FLEET_TOTALS.items():
-            family = _family(name)
-            family.add_metric([], sums[field])
-            yield family
+        for name, definition in DEFINITIONS.items():
+            if definition.field and not definition.labels:
+                family = _family(name)
+                family.add_metric([], sums[definition.field])
+                yield family
         by_position = _family("vllm:spec_decode_num_accepted_tokens_per_pos_total")
         position = 0
         while f"accepted@{position}" in sums:
@@ -225,13 +158,7 @@ def _refused(views: list[MemberView]) -> Metric:
 def _learning(views: list[MemberView]) -> Iterator[Metric]:
     """Of drafters that learn."""
     known = [(each.drafter_id, each.learning) for view in views if (each := view.drafter) is not None and each.learning]
-    for name, field in _LEARNING.items():
-        family = _family(name)
-        for drafter_id, learning in known:
-            value = getattr(learning, field)
-            if value is not None:
-                family.add_metric([drafter_id], value)
-        yield family
+    yield from _reported(("drafter",), [((drafter_id,), learning) for drafter_id, learning in known])
     lengths = _family("outrider_learning_acceptance_length")
     for drafter_id, learning in known:
         for head, length in (("present", learning.present_length), ("candidate", learning.candidate_length)):
@@ -252,18 +179,32 @@ def _info(views: list[MemberView], stats: list[VerifierStats]) -> Metric:
     return family
 
 
+def _reported(labels: tuple[str, ...], reports: Sequence[tuple[tuple[str, ...], object]]) -> Iterator[Metric]:
+    """Every metric of `DEFINITIONS` that is a field of a report, for the members named by these labels."""
+    for name, definition in DEFINITIONS.items():
+        if not definition.field or tuple(each for each in definition.labels if each in ("verifier", "drafter")) != labels:
+            continue
+        family = _family(name)
+        for of, report in reports:
+            for label, value in _values(report, definition.field):
+                family.add_metric([*of, *label], value)
+        yield family
+
+
+def _values(report: Any, field: str) -> Iterator[tuple[list[str], float]]:
+    """What a report says under `field`, or `field.of_each` of its items, with the label that tells several apart."""
+    field, _, of_each = field.partition(".")
+    found = getattr(report, field)
+    if isinstance(found, list):
+        found = {str(position): value for position, value in enumerate(found)}
+    if isinstance(found, dict):
+        yield from (([key], getattr(value, of_each) if of_each else value) for key, value in found.items())
+    elif found is not None:
+        yield [], found
+
+
 def _verifiers(stats: list[VerifierStats]) -> Iterator[Metric]:
-    for name, field in {**_VERIFIER_COUNTERS, **_VERIFIER_GAUGES}.items():
-        family = _family(name)
-        for each in stats:
-            family.add_metric([each.verifier_id], getattr(each, field))
-        yield family
-    for name, field in _LABELLED_COUNTERS.items():
-        family = _family(name)
-        for each in stats:
-            for label, value in getattr(each, field).items():
-                family.add_metric([each.verifier_id, label], value)
-        yield family
+    yield from _reported(("verifier",), [((each.verifier_id,), each) for each in stats])
     down = _family("outrider_drafters_down")
     for each in stats:
         down.add_metric([each.verifier_id], len(each.drafters_down))
@@ -272,32 +213,12 @@ def _verifiers(stats: list[VerifierStats]) -> Iterator[Metric]:
 
 def _pairs(stats: list[VerifierStats]) -> Iterator[Metric]:
     pairs = [((each.verifier_id, drafter), counters) for each in stats for drafter, counters in each.drafters.items()]
-    for name, field in _PAIR_COUNTERS.items():
-        family = _family(name)
-        for labels, counters in pairs:
-            family.add_metric(labels, getattr(counters, field))
-        yield family
-    for name, field in _POSITION_COUNTERS.items():
-        family = _family(name)
-        for labels, counters in pairs:
-            for position, value in enumerate(getattr(counters, field)):
-                family.add_metric([*labels, str(position)], value)
-        yield family
-    for name, field in _VERSION_COUNTERS.items():
-        family = _family(name)
-        for labels, counters in pairs:
-            for version, verified in counters.by_version.items():
-                family.add_metric([*labels, version], getattr(verified, field))
-        yield family
-    dropped = _family("outrider_drafts_dropped_total")
+    yield from _reported(("verifier", "drafter"), pairs)
     lengths = _family("outrider_acceptance_length")
     for labels, counters in pairs:
-        for reason, count in counters.dropped.items():
-            dropped.add_metric([*labels, reason], count)
         length = acceptance_length(counters)
         if length is not None:
             lengths.add_metric(labels, length)
-    yield dropped
     yield lengths
 
 

@@ -24,9 +24,7 @@ class VerifierRow(msgspec.Struct):
     mode: str | None = None
     running: int = 0
     waiting: int = 0
-    tokens_in_flight: int = 0
     kv_usage: float = 0.0
-    preemptions: int = 0
     plan_k: int = 0
     plan_outcomes: int = 0
     plan_changes: int = 0

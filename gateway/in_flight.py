@@ -55,8 +55,6 @@ class InFlight:
     """Context length of the first verifier it was given to."""
     told: Told | None = None
     """What its client is told of speculation, and has asked of it."""
-    session: str | None = None
-    """Which the client named, for affinity."""
     claim: Claim = field(default_factory=Claim)
     """The request it belongs to."""
     held: bool = False
@@ -80,7 +78,7 @@ class InFlight:
         request = self.request
         adapter = request.lora_request.lora_name if request.lora_request is not None else ""
         scope = f"{adapter}/{request.cache_salt or ''}"
-        return Ask(self.tokens, request.prompt_token_ids or (), scope, self.session)
+        return Ask(self.tokens, request.prompt_token_ids or (), scope, self.claim.session)
 
     @property
     def place_id(self) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 import time
 from datetime import UTC, datetime
 from typing import Any, Literal
@@ -38,3 +39,11 @@ def formatter(kind: LogFormat) -> logging.Formatter:
     result = logging.Formatter(TEXT)
     result.converter = time.gmtime
     return result
+
+
+def configure_logging(level: str, kind: LogFormat = "text") -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(formatter(kind))
+    logging.basicConfig(level=level.upper(), handlers=[handler])
+    for noisy in ("ray", "urllib3", "httpx", "filelock", "asyncio", "uvicorn.error", "vllm"):
+        logging.getLogger(noisy).setLevel(logging.ERROR)

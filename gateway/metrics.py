@@ -23,6 +23,8 @@ class Definition(NamedTuple):
     kind: Literal["counter", "gauge", "histogram"]
     labels: tuple[str, ...]
     help: str
+    field: str = ""
+    """Of what members report: by the labels of a verifier, of a pair, of a drafter that learns, or summed over the fleet."""
 
 
 _VERIFIER = ("verifier",)
@@ -92,97 +94,136 @@ DEFINITIONS: dict[str, Definition] = {
         "counter", ("member",), "connections to a verifier's or drafter's tcp socket without this fleet's keys"
     ),
     # What verifiers report
-    "outrider_drafts_total": Definition("counter", _PAIR, "verifications that had at least one draft token"),
-    "outrider_draft_tokens_total": Definition("counter", _PAIR, "draft tokens verified"),
-    "outrider_accepted_tokens_total": Definition("counter", _PAIR, "draft tokens kept"),
+    "outrider_drafts_total": Definition("counter", _PAIR, "verifications that had at least one draft token", "drafts"),
+    "outrider_draft_tokens_total": Definition("counter", _PAIR, "draft tokens verified", "draft_tokens"),
+    "outrider_accepted_tokens_total": Definition("counter", _PAIR, "draft tokens kept", "accepted_tokens"),
     "outrider_draft_tokens_by_position_total": Definition(
-        "counter", (*_PAIR, "position"), "draft tokens verified at each position, from 0"
+        "counter", (*_PAIR, "position"), "draft tokens verified at each position, from 0", "drafted_by_position"
     ),
     "outrider_accepted_tokens_by_position_total": Definition(
-        "counter", (*_PAIR, "position"), "draft tokens kept at each position, from 0"
+        "counter", (*_PAIR, "position"), "draft tokens kept at each position, from 0", "accepted_by_position"
     ),
     "outrider_drafts_by_version_total": Definition(
-        "counter", (*_PAIR, "version"), "drafted verifications, by the version of the target's weights; the newest four"
+        "counter",
+        (*_PAIR, "version"),
+        "drafted verifications, by the version of the target's weights; the newest four",
+        "by_version.drafts",
     ),
-    "outrider_draft_tokens_by_version_total": Definition("counter", (*_PAIR, "version"), "draft tokens verified by them"),
-    "outrider_accepted_tokens_by_version_total": Definition("counter", (*_PAIR, "version"), "draft tokens kept by them"),
+    "outrider_draft_tokens_by_version_total": Definition(
+        "counter", (*_PAIR, "version"), "draft tokens verified by them", "by_version.draft_tokens"
+    ),
+    "outrider_accepted_tokens_by_version_total": Definition(
+        "counter", (*_PAIR, "version"), "draft tokens kept by them", "by_version.accepted_tokens"
+    ),
     "outrider_acceptance_length": Definition(
         "gauge", _PAIR, "1 + accepted tokens / drafts since the verifier started; absent before the first draft"
     ),
-    "outrider_draft_rounds_total": Definition("counter", _PAIR, "draft proposals received"),
+    "outrider_draft_rounds_total": Definition("counter", _PAIR, "draft proposals received", "rounds"),
     "outrider_draft_round_trip_seconds_total": Definition(
-        "counter", _PAIR, "time from asking to having the draft, summed over rounds"
+        "counter", _PAIR, "time from asking to having the draft, summed over rounds", "round_trip_s"
     ),
-    "outrider_draft_compute_seconds_total": Definition("counter", _PAIR, "the drafter's own compute, summed over rounds"),
-    "outrider_draft_queue_seconds_total": Definition("counter", _PAIR, "time waiting at the drafter, summed over rounds"),
+    "outrider_draft_compute_seconds_total": Definition(
+        "counter", _PAIR, "the drafter's own compute, summed over rounds", "draft_s"
+    ),
+    "outrider_draft_queue_seconds_total": Definition(
+        "counter", _PAIR, "time waiting at the drafter, summed over rounds", "queue_s"
+    ),
     "outrider_draft_transfer_seconds_total": Definition(
-        "counter", _PAIR, "round trip less the drafter's compute and queue, summed over rounds that were waited for"
+        "counter",
+        _PAIR,
+        "round trip less the drafter's compute and queue, summed over rounds that were waited for",
+        "transfer_s",
     ),
-    "outrider_draft_sent_bytes_total": Definition("counter", _PAIR, "bytes sent to the drafter"),
+    "outrider_draft_sent_bytes_total": Definition("counter", _PAIR, "bytes sent to the drafter", "bytes_sent"),
     "outrider_handovers_total": Definition(
-        "counter", _PAIR, "running requests given to the drafter with their earlier features"
+        "counter", _PAIR, "running requests given to the drafter with their earlier features", "handovers"
     ),
-    "outrider_handover_rows_total": Definition("counter", _PAIR, "those features, in positions"),
-    "outrider_handover_bytes_total": Definition("counter", _PAIR, "those features, in bytes (part of the bytes sent)"),
-    "outrider_ahead_hits_total": Definition("counter", _PAIR, "draft at hand after a verification, drafting ahead"),
-    "outrider_ahead_misses_total": Definition("counter", _PAIR, "no draft at hand after a verification, drafting ahead"),
-    "outrider_drafts_dropped_total": Definition("counter", (*_PAIR, "reason"), "drafts not used, by reason"),
+    "outrider_handover_rows_total": Definition("counter", _PAIR, "those features, in positions", "handover_rows"),
+    "outrider_handover_bytes_total": Definition(
+        "counter", _PAIR, "those features, in bytes (part of the bytes sent)", "handover_bytes"
+    ),
+    "outrider_ahead_hits_total": Definition(
+        "counter", _PAIR, "draft at hand after a verification, drafting ahead", "ahead_hits"
+    ),
+    "outrider_ahead_misses_total": Definition(
+        "counter", _PAIR, "no draft at hand after a verification, drafting ahead", "ahead_misses"
+    ),
+    "outrider_drafts_dropped_total": Definition("counter", (*_PAIR, "reason"), "drafts not used, by reason", "dropped"),
     "outrider_drafters_down": Definition("gauge", _VERIFIER, "assigned drafters that are not waited for"),
     # What drafters that learn report
-    "outrider_learning_version": Definition("gauge", _DRAFTER, "version of the drafter's head; 0: the one it began with"),
-    "outrider_learning_steps_total": Definition("counter", _DRAFTER, "steps its head was trained for"),
-    "outrider_learning_seconds_total": Definition("counter", _DRAFTER, "time they took"),
-    "outrider_learning_sequences_total": Definition("counter", _DRAFTER, "sequences put into its replay ring"),
-    "outrider_learning_sequences_dropped_total": Definition("counter", _DRAFTER, "sequences its writer had no time for"),
-    "outrider_learning_published_total": Definition("counter", _DRAFTER, "heads that it has put in place"),
-    "outrider_learning_taken_back_total": Definition("counter", _DRAFTER, "heads that it has taken back"),
+    "outrider_learning_version": Definition(
+        "gauge", _DRAFTER, "version of the drafter's head; 0: the one it began with", "version"
+    ),
+    "outrider_learning_steps_total": Definition("counter", _DRAFTER, "steps its head was trained for", "steps"),
+    "outrider_learning_seconds_total": Definition("counter", _DRAFTER, "time they took", "training_s"),
+    "outrider_learning_sequences_total": Definition("counter", _DRAFTER, "sequences put into its replay ring", "sequences"),
+    "outrider_learning_sequences_dropped_total": Definition(
+        "counter", _DRAFTER, "sequences its writer had no time for", "sequences_dropped"
+    ),
+    "outrider_learning_published_total": Definition("counter", _DRAFTER, "heads that it has put in place", "published"),
+    "outrider_learning_taken_back_total": Definition("counter", _DRAFTER, "heads that it has taken back", "taken_back"),
     "outrider_learning_live_acceptance": Definition(
-        "gauge", _DRAFTER, "share of drafts whose first token was right, lately; a mean over sequences"
+        "gauge", _DRAFTER, "share of drafts whose first token was right, lately; a mean over sequences", "live_acceptance"
     ),
     "outrider_learning_acceptance_length": Definition(
         "gauge", (*_DRAFTER, "head"), "acceptance length of the `present` head and the `candidate` on held-out sequences"
     ),
-    "outrider_verifier_busy_seconds_total": Definition("counter", _VERIFIER, "time in steps; busy + idle = wall"),
+    "outrider_verifier_busy_seconds_total": Definition("counter", _VERIFIER, "time in steps; busy + idle = wall", "busy_s"),
     "outrider_verifier_idle_seconds_total": Definition(
-        "counter", (*_VERIFIER, "cause"), "time the verifier could have computed but did not, by cause"
+        "counter", (*_VERIFIER, "cause"), "time the verifier could have computed but did not, by cause", "idle_s"
     ),
-    "outrider_verifier_verify_seconds_total": Definition("counter", _VERIFIER, "target forward and sampling"),
-    "outrider_verifier_steps_total": Definition("counter", _VERIFIER, "engine steps"),
-    "outrider_verifier_verifications_total": Definition("counter", _VERIFIER, "sequences verified, summed over steps"),
-    "outrider_verifier_prompt_tokens_total": Definition("counter", _VERIFIER, "prompt tokens of sequences that began decoding"),
+    "outrider_verifier_verify_seconds_total": Definition("counter", _VERIFIER, "target forward and sampling", "verify_s"),
+    "outrider_verifier_steps_total": Definition("counter", _VERIFIER, "engine steps", "steps"),
+    "outrider_verifier_verifications_total": Definition(
+        "counter", _VERIFIER, "sequences verified, summed over steps", "verifications"
+    ),
+    "outrider_verifier_prompt_tokens_total": Definition(
+        "counter", _VERIFIER, "prompt tokens of sequences that began decoding", "prompt_tokens"
+    ),
     "outrider_verifier_prefill_tokens_total": Definition(
-        "counter", _VERIFIER, "tokens of prompts, and of what moved sequences bring along, that were computed"
+        "counter", _VERIFIER, "tokens of prompts, and of what moved sequences bring along, that were computed", "prefill_tokens"
     ),
-    "outrider_verifier_prefill_seconds_total": Definition("counter", _VERIFIER, "time in steps with prefill"),
+    "outrider_verifier_prefill_seconds_total": Definition("counter", _VERIFIER, "time in steps with prefill", "prefill_s"),
     "outrider_verifier_resumed_total": Definition(
-        "counter", _VERIFIER, "sequences that went on here with tokens emitted elsewhere"
+        "counter", _VERIFIER, "sequences that went on here with tokens emitted elsewhere", "resumed"
     ),
-    "outrider_verifier_tokens_total": Definition("counter", _VERIFIER, "tokens emitted"),
+    "outrider_verifier_tokens_total": Definition("counter", _VERIFIER, "tokens emitted", "tokens"),
     "outrider_verifier_requests_finished_total": Definition(
-        "counter", (*_VERIFIER, "reason"), "sequences finished, by vLLM's finish reason"
+        "counter", (*_VERIFIER, "reason"), "sequences finished, by vLLM's finish reason", "requests_finished"
     ),
     "outrider_records_written_total": Definition(
-        "counter", (*_VERIFIER, "kind"), "rows of records written to disk: `step`, `verification`, `request`, `decision`"
+        "counter",
+        (*_VERIFIER, "kind"),
+        "rows of records written to disk: `step`, `verification`, `request`, `decision`",
+        "records_written",
     ),
     "outrider_records_dropped_total": Definition(
-        "counter", (*_VERIFIER, "kind"), "rows of records lost: the queue was full, or the disk took no more"
+        "counter", (*_VERIFIER, "kind"), "rows of records lost: the queue was full, or the disk took no more", "records_dropped"
     ),
-    "outrider_verifier_preemptions_total": Definition("counter", _VERIFIER, "sequences preempted for KV cache space"),
-    "outrider_verifier_running": Definition("gauge", _VERIFIER, "sequences in the batch"),
-    "outrider_verifier_waiting": Definition("gauge", _VERIFIER, "sequences waiting to enter the batch"),
-    "outrider_verifier_tokens_in_flight": Definition("gauge", _VERIFIER, "tokens of running and waiting sequences"),
-    "outrider_verifier_kv_cache_usage": Definition("gauge", _VERIFIER, "share of the KV cache in use, 0 to 1"),
-    "outrider_verifier_num_speculative_tokens": Definition("gauge", _VERIFIER, "the longest draft, in tokens (K)"),
+    "outrider_verifier_preemptions_total": Definition(
+        "counter", _VERIFIER, "sequences preempted for KV cache space", "preemptions"
+    ),
+    "outrider_verifier_running": Definition("gauge", _VERIFIER, "sequences in the batch", "running"),
+    "outrider_verifier_waiting": Definition("gauge", _VERIFIER, "sequences waiting to enter the batch", "waiting"),
+    "outrider_verifier_tokens_in_flight": Definition(
+        "gauge", _VERIFIER, "tokens of running and waiting sequences", "tokens_in_flight"
+    ),
+    "outrider_verifier_kv_cache_usage": Definition("gauge", _VERIFIER, "share of the KV cache in use, 0 to 1", "kv_usage"),
+    "outrider_verifier_num_speculative_tokens": Definition(
+        "gauge", _VERIFIER, "the longest draft, in tokens (K)", "num_speculative_tokens"
+    ),
     "outrider_verifier_plan_k": Definition(
-        "gauge", _VERIFIER, "draft tokens asked of drafters per request at most, 0 to K; 0: they are not asked"
+        "gauge", _VERIFIER, "draft tokens asked of drafters per request at most, 0 to K; 0: they are not asked", "plan_k"
     ),
     "outrider_verifier_plan_changes_total": Definition(
-        "counter", _VERIFIER, "times mode auto has changed between plain steps, drafting, and drafting ahead"
+        "counter", _VERIFIER, "times mode auto has changed between plain steps, drafting, and drafting ahead", "plan_changes"
     ),
     # The same under vLLM's names, summed over the fleet: its benchmark client reads them
-    "vllm:spec_decode_num_drafts_total": Definition("counter", (), "see outrider_drafts_total"),
-    "vllm:spec_decode_num_draft_tokens_total": Definition("counter", (), "see outrider_draft_tokens_total"),
-    "vllm:spec_decode_num_accepted_tokens_total": Definition("counter", (), "see outrider_accepted_tokens_total"),
+    "vllm:spec_decode_num_drafts_total": Definition("counter", (), "see outrider_drafts_total", "drafts"),
+    "vllm:spec_decode_num_draft_tokens_total": Definition("counter", (), "see outrider_draft_tokens_total", "draft_tokens"),
+    "vllm:spec_decode_num_accepted_tokens_total": Definition(
+        "counter", (), "see outrider_accepted_tokens_total", "accepted_tokens"
+    ),
     "vllm:spec_decode_num_accepted_tokens_per_pos_total": Definition(
         "counter", ("position",), "see outrider_accepted_tokens_by_position_total"
     ),

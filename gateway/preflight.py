@@ -1,4 +1,4 @@
-"""What can be found wrong before anything heavy starts: the port, keys, certificates, tracing."""
+"""What can be found wrong before anything heavy starts: the port, keys, certificates."""
 
 from __future__ import annotations
 
@@ -49,13 +49,3 @@ def check_files(settings: Settings) -> None:
     except OSError as error:
         # Of both errors of a certificate, ssl.SSLError is one too.
         raise ConfigError(f"gateway.tls_cert, tls_key: {error.strerror or error}") from None
-
-
-def check_tracing(settings: Settings) -> None:
-    """Finds out now that tracing was asked for and its packages are missing."""
-    from backend import tracing
-
-    try:
-        tracing.check(settings.tracing)
-    except tracing.TracingError as error:
-        raise ConfigError(str(error)) from error

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 from backend.config import sources
 from backend.config.sources import Loaded
-from gateway.exits import FAILED, OK, configure_logging, fail
-from gateway.signals import signals
+from gateway.logs import configure_logging
+from gateway.signals import OK, signals
 
 if TYPE_CHECKING:
     from backend.config import Settings
@@ -57,7 +57,7 @@ def run_gateway(
             model_name=models.name,
             wire=Wire(fleet_keys, node_id=member.node_id),
             on_ready=announce,
-            read_settings=lambda: _read_again(arguments),
+            read_settings=lambda: sources.load(arguments).settings,
             peers=peers,
         )
         server.run()
@@ -96,13 +96,15 @@ def gateway_process(arguments: list[str]) -> int:
     """One more process on a gateway's port: `FOLDER NUMBER PORT RAY_ADDRESS NAMESPACE` and the first one's arguments."""
     from pathlib import Path
 
+    from backend.launch.finding import found_fleet
+
     folder, number, port, address, namespace, *rest = arguments
     loaded = sources.load(rest, GATEWAY_PROCESS)
     ray = loaded.settings.ray.model_copy(update={"address": address, "namespace": namespace})
     loaded = Loaded(loaded.settings.model_copy(update={"ray": ray}), loaded.origins)
     configure_logging(loaded.settings.log_level, loaded.settings.log_format)
     threading.Thread(target=_end_with_input, name="first process", daemon=True).start()
-    with signals() as forced, found_fleet(loaded, None) as coordinator:
+    with signals() as forced, found_fleet(loaded, None) as (coordinator, _):
         prepare_vllm()
         from gateway.peers import Peers
 
@@ -115,21 +117,6 @@ def gateway_process(arguments: list[str]) -> int:
         finally:
             forced.armed = True
         return OK
-
-
-@contextmanager
-def found_fleet(loaded: Loaded, name: str | None) -> Iterator[CoordinatorHandle]:
-    """The coordinator of a running fleet: at `--ray-address`, or the one on this host.  Turns failures into exit 1."""
-    from backend.config.runtime import StateError
-    from backend.coordinator import CoordinatorUnavailable
-    from backend.launch import finding
-    from backend.launch.cluster import ClusterError
-
-    try:
-        with finding.found_fleet(loaded, name) as (coordinator, _):
-            yield coordinator
-    except (ClusterError, CoordinatorUnavailable, StateError) as error:
-        sys.exit(fail(str(error), FAILED))
 
 
 def prepare_vllm() -> None:
@@ -153,10 +140,6 @@ def import_in_background(module: str) -> threading.Thread:
     thread = threading.Thread(target=work, name="import", daemon=True)
     thread.start()
     return thread
-
-
-def _read_again(arguments: list[str]) -> Settings:
-    return sources.load(arguments).settings
 
 
 def _end_with_input() -> None:

@@ -1,4 +1,4 @@
-"""How a command ends on SIGINT and SIGTERM.  The command line's process, main thread."""
+"""How a command ends: with which status, and on SIGINT and SIGTERM.  The command line's process, main thread."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+
+OK, FAILED, MISUSED, INTERRUPTED = 0, 1, 2, 130
 
 
 class Interrupted(BaseException):

@@ -1,6 +1,6 @@
 """Commands that have options of their own and end by themselves.  The command line's process.
 
-What they do is elsewhere; here their errors become exit codes.  The heavy imports are inside.
+What they do is elsewhere; the heavy imports are inside.  They raise `ConfigError` and `CommandError`.
 """
 
 from __future__ import annotations
@@ -8,10 +8,9 @@ from __future__ import annotations
 import importlib.metadata
 import sys
 
-from backend.config.sources import CommandError
 from gateway import present
-from gateway.exits import FAILED, OK, configure_logging, fail
-from gateway.signals import signals
+from gateway.logs import configure_logging
+from gateway.signals import FAILED, OK, signals
 
 LABORATORY = ("bench", "simulate", "train-demo")
 """Commands that only measure or make; nothing that serves imports them."""
@@ -20,24 +19,16 @@ LABORATORY = ("bench", "simulate", "train-demo")
 def records(arguments: list[str]) -> int:
     """Reads records; the command has its own options."""
     from backend.records.main import main
-    from backend.records.reading import RecordsError
 
-    try:
-        main(arguments, print, lambda line: print(f"outrider: {line}", file=sys.stderr))
-    except RecordsError as error:
-        return fail(str(error), FAILED)
+    main(arguments, print, lambda line: print(f"outrider: {line}", file=sys.stderr))
     return OK
 
 
 def report(arguments: list[str]) -> int:
     """Draws records or a rollout; the command has its own options."""
-    from backend.records.reading import RecordsError
     from backend.records.report import main
 
-    try:
-        main(arguments, present.Progress().say)
-    except RecordsError as error:
-        return fail(str(error), FAILED)
+    main(arguments, present.Progress().say)
     return OK
 
 
@@ -46,13 +37,8 @@ def rollout(arguments: list[str]) -> int:
     from backend.rollout.main import rollout as run
 
     configure_logging("warning")
-    with signals() as forced:
-        try:
-            run(arguments, present.Progress().say)
-        except CommandError as error:
-            return fail(str(error), FAILED)
-        finally:
-            forced.armed = True
+    with signals():
+        run(arguments, present.Progress().say)
     return OK
 
 
@@ -61,13 +47,8 @@ def run_batch(arguments: list[str]) -> int:
     from gateway.run_batch import main
 
     configure_logging("warning")
-    with signals() as forced:
-        try:
-            failed = main(arguments, present.Progress().say)
-        except CommandError as error:
-            return fail(str(error), FAILED)
-        finally:
-            forced.armed = True
+    with signals():
+        failed = main(arguments, present.Progress().say)
     return FAILED if failed else OK
 
 
@@ -75,13 +56,8 @@ def train_drafter(arguments: list[str]) -> int:
     """Trains a head for a model; the command has its own options beside the settings."""
     from gateway.train_drafter import main
 
-    with signals() as forced:
-        try:
-            main(arguments, present.Progress().say)
-        except CommandError as error:
-            return fail(str(error), FAILED)
-        finally:
-            forced.armed = True
+    with signals():
+        main(arguments, present.Progress().say)
     return OK
 
 
@@ -96,11 +72,6 @@ def trace(arguments: list[str]) -> int:
 def laboratory(name: str, arguments: list[str]) -> int:
     """One of the commands that an entry point names (`LABORATORY`); it has its own options."""
     (point,) = importlib.metadata.entry_points(group="outrider.commands", name=name)
-    with signals() as forced:
-        try:
-            point.load()(arguments, present.Progress().say)
-        except CommandError as error:
-            return fail(str(error), FAILED)
-        finally:
-            forced.armed = True
+    with signals():
+        point.load()(arguments, present.Progress().say)
     return OK

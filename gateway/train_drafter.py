@@ -56,11 +56,9 @@ def main(arguments: Sequence[str], say: Say) -> None:
     for path in OWN:
         if path in loaded.origins:
             raise ConfigError(f"--{'-'.join(path).replace('_', '-')}: is not for this command")
+    prompts = read_data(given.data)
     try:
-        prompts = read_data(given.data)
         asyncio.run(train(given, fleet_settings(loaded, given.output), prompts, say))
-    except TraceError as error:
-        raise ConfigError(str(error)) from error
     except OutriderError as error:
         raise CommandError(str(error)) from error
 

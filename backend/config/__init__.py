@@ -3,21 +3,13 @@
 from backend.config.settings import (
     REMOTE_MODES,
     DraftingSettings,
-    GatewaySettings,
-    RaySettings,
     RecordsSettings,
     Settings,
-    TransportSettings,
-    VerifierSettings,
 )
 
 __all__ = [
     "REMOTE_MODES",
     "DraftingSettings",
-    "GatewaySettings",
-    "RaySettings",
     "RecordsSettings",
     "Settings",
-    "TransportSettings",
-    "VerifierSettings",
 ]

@@ -11,9 +11,10 @@ import stat
 from pathlib import Path
 
 from backend.config import environment
+from backend.config.sources import CommandError
 
 
-class StateError(Exception):
+class StateError(CommandError):
     """The runtime directory cannot be trusted, or no fleet matches; the message is one line."""
 
 

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 Routing = Literal["least-loaded", "power-of-two", "predicted-tgs"]
 Affinity = Literal["none", "session", "prefix", "both"]
@@ -35,6 +35,11 @@ def check_resources(resources: dict[str, float]) -> dict[str, float]:
         if amount <= 0:
             raise ValueError(f"{name} must be more than 0")
     return resources
+
+
+Resources = Annotated[dict[str, float], AfterValidator(check_resources)]
+Folder = Annotated[str | None, AfterValidator(lambda value: str(Path(value).expanduser().absolute()) if value else None)]
+"""Absolute, because verifiers and drafters run in directories of their own."""
 
 
 class GatewaySettings(Section):
@@ -153,14 +158,11 @@ class GatewaySettings(Section):
 class VerifierSettings(Section):
     """A verifier replica: vLLM and the way it waits for drafts."""
 
-    gpus: int | None = Field(
-        None, ge=0, description="GPUs per verifier; default: one per tensor-parallel rank with CUDA, else 0"
-    )
-    tensor_parallel: int | None = Field(
-        None, ge=1, description="processes that share one verifier's model, on one node; default: its GPUs, on a CPU 1"
+    tensor_parallel: int = Field(
+        1, ge=1, description="processes that share one verifier's model, on one node: a GPU each, or on a CPU its cores"
     )
     cores: int = Field(1, ge=1, description="CPU cores per verifier where it runs on the CPU, at least one per rank")
-    ray_resources: dict[str, float] = Field(
+    ray_resources: Resources = Field(
         default_factory=dict, description="further Ray resources that a verifier takes: puts verifiers on nodes that have them"
     )
     max_model_len: int | None = Field(None, ge=1, description="context length; default: the model's own")
@@ -195,23 +197,13 @@ class VerifierSettings(Section):
         default_factory=dict, description="further vLLM engine arguments, by their names; of speculative_config what differs"
     )
 
-    @property
-    def ranks(self) -> int:
-        """Tensor-parallel ranks of one verifier."""
-        return self.tensor_parallel or self.gpus or 1
-
-    @field_validator("ray_resources")
-    @classmethod
-    def _positive(cls, value: dict[str, float]) -> dict[str, float]:
-        return check_resources(value)
-
 
 class DraftingSettings(Section):
     """A drafter process."""
 
     gpus: float | None = Field(None, ge=0, description="GPUs per drafter; default: 1 with CUDA, else 0")
     cores: int = Field(1, ge=1, description="CPU cores per drafter where it runs on the CPU")
-    ray_resources: dict[str, float] = Field(default_factory=dict, description="as verifier.ray_resources, of a drafter")
+    ray_resources: Resources = Field(default_factory=dict, description="as verifier.ray_resources, of a drafter")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="compute type; auto: the head's own")
     cache_tokens: int = Field(131072, ge=256, description="rows of the drafter's KV cache, over all sequences")
     learning: Literal["off", "on", "always"] = Field(
@@ -219,23 +211,12 @@ class DraftingSettings(Section):
         description="a given head learns from live traffic: on, once few of its drafts are accepted, or fewer than at first; "
         "always, from the start (`--drafter grow` always does)",
     )
-    learning_dir: str | None = Field(
+    learning_dir: Folder = Field(
         None, description="folder of heads that were learned, one per drafter; default: in the user's state folder, by model"
     )
-    ring_dir: str | None = Field(
+    ring_dir: Folder = Field(
         None, description="folder of the sequences that drafters learn from; default: in memory, gone when the fleet ends"
     )
-
-    @field_validator("learning_dir", "ring_dir")
-    @classmethod
-    def _absolute(cls, value: str | None) -> str | None:
-        """Drafters run in directories of their own."""
-        return str(Path(value).expanduser().absolute()) if value else None
-
-    @field_validator("ray_resources")
-    @classmethod
-    def _positive(cls, value: dict[str, float]) -> dict[str, float]:
-        return check_resources(value)
 
 
 class TransportSettings(Section):
@@ -273,17 +254,11 @@ class TransportSettings(Section):
 class RecordsSettings(Section):
     """What verifiers write down while they serve."""
 
-    dir: str | None = Field(
+    dir: Folder = Field(
         None, description="directory for records of steps, verifications, requests and decisions (parquet); default: none"
     )
     max_mib: int = Field(1024, ge=1, description="MiB of records kept per verifier; the oldest files are deleted")
     rotate_s: float = Field(30.0, gt=0, description="a file is written after so many seconds at the latest")
-
-    @field_validator("dir")
-    @classmethod
-    def _absolute(cls, value: str | None) -> str | None:
-        """Verifiers run in directories of their own."""
-        return str(Path(value).expanduser().absolute()) if value else None
 
 
 class TracingSettings(Section):

@@ -4,6 +4,6 @@
 the two exchange.
 """
 
-from backend.coordinator.messages import CoordinatorUnavailable, Credentials, FleetInfo
+from backend.coordinator.messages import CoordinatorUnavailable, FleetInfo
 
-__all__ = ["CoordinatorUnavailable", "Credentials", "FleetInfo"]
+__all__ = ["CoordinatorUnavailable", "FleetInfo"]

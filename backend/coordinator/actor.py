@@ -28,6 +28,7 @@ from backend.fleet import DrafterStats, FleetSnapshot, Member, MemberState, Oper
 
 NAME = "outrider-coordinator"
 CALL_TIMEOUT_S = 5.0
+START_TIMEOUT_S = 30.0
 
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -92,13 +93,13 @@ class CoordinatorActor:
 class CoordinatorHandle:
     """Synchronous calls to the coordinator.  Every method raises `CoordinatorUnavailable`, and no Ray exception."""
 
-    def __init__(self, namespace: str, actor: Any, timeout_s: float = CALL_TIMEOUT_S) -> None:
+    def __init__(self, namespace: str, actor: Any, timeout_s: float) -> None:
         self._namespace = namespace
         self._actor = actor
         self._timeout_s = timeout_s
 
     @classmethod
-    def create(cls, namespace: str, info: FleetInfo, timeout_s: float = 30.0) -> CoordinatorHandle:
+    def create(cls, namespace: str, info: FleetInfo) -> CoordinatorHandle:
         """Starts the coordinator on this node; the process that calls this owns it.  The fleet ends with that process."""
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
         options = ray.remote(CoordinatorActor).options(
@@ -108,7 +109,7 @@ class CoordinatorHandle:
             actor = options.remote(_encode(info))
         except ValueError as error:
             raise CoordinatorUnavailable(f"a fleet is already running in the Ray namespace {namespace!r}") from error
-        handle = cls(namespace, actor, timeout_s)
+        handle = cls(namespace, actor, START_TIMEOUT_S)
         handle.snapshot()
         handle._timeout_s = CALL_TIMEOUT_S
         return handle

@@ -7,7 +7,7 @@ left are respected here, whatever the rule (`water_filling.py`).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -86,20 +86,14 @@ class Unbind:
 Action = Bind | Unbind
 
 
-@dataclass(frozen=True)
-class Decision:
-    """What to change (`Unbind`s first), and the tokens per second of the fleet as the rule predicts them."""
-
-    actions: list[Action]
-    before: float = 0.0
-    after: float = 0.0
-
-
 class AssignmentPolicy(Protocol):
     """A rule for who drafts for whom.  A function of the situation alone: deciding changes nothing."""
 
-    def decide(self, situation: Situation) -> Decision:
-        """Pairs that are not fit or contradict a pin go, free drafters are bound, and what is uneven may be evened out."""
+    def decide(self, situation: Situation) -> list[Action]:
+        """What to change, `Unbind`s first.
+
+        Pairs that are not fit or contradict a pin go, free drafters are bound, and what is uneven may be evened out.
+        """
         ...
 
 
@@ -149,13 +143,7 @@ class Bindings:
         return sorted(each for each, served in self.of_verifier.items() if not served)
 
     def actions(self) -> list[Action]:
-        """What leads from the situation to this draft."""
+        """What leads from the situation to this draft, in a stable order."""
         after = {(verifier, drafter) for verifier, served in self.of_verifier.items() for drafter in served}
-        return actions_between(self._before, after)
-
-
-def actions_between(before: Collection[Pair], after: Collection[Pair]) -> list[Action]:
-    """The changes from one assignment to another, in a stable order."""
-    gone: Iterable[Pair] = sorted(pair for pair in before if pair not in after)
-    new: Iterable[Pair] = sorted(pair for pair in after if pair not in before)
-    return [*(Unbind(*pair) for pair in gone), *(Bind(*pair) for pair in new)]
+        gone, new = sorted(self._before.keys() - after), sorted(after - self._before.keys())
+        return [*(Unbind(*pair) for pair in gone), *(Bind(*pair) for pair in new)]

@@ -81,10 +81,8 @@ AnyCommand = Drain | Resume | Remove | Add | Assign | Restart | SwapDrafter
 """Told apart by `command`."""
 
 
-def names() -> list[str]:
-    """The commands, as `command` names them."""
-    return [str(each.__struct_config__.tag) for each in get_args(AnyCommand)]
-
+COMMANDS: dict[str, type[AnyCommand]] = {str(each.__struct_config__.tag): each for each in get_args(AnyCommand)}
+"""As `command` names them."""
 
 Reason = Literal["invalid", "unknown_member", "version_mismatch", "conflict", "last_verifier"]
 

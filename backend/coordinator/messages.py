@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import msgspec
 
+from backend.config.sources import CommandError
 from backend.fleet import DrafterStats, MemberState, OperationState, VerifierStats
 from backend.models.resolve import ResolvedModels
 from backend.transport.sockets import ServerKeys
 
 
-class CoordinatorUnavailable(Exception):
+class CoordinatorUnavailable(CommandError):
     """The coordinator did not answer in time, or does not exist.  Members go on as they are and try again."""
 
 

@@ -246,7 +246,7 @@ class Coordinator:
     def _decide(self, now: float) -> None:
         self._decided_at, self._is_dirty = now, False
         self.counters.decisions += 1
-        self._carry_out(self.rule.decide(self.situation(now)).actions, now)
+        self._carry_out(self.rule.decide(self.situation(now)), now)
 
     def _carry_out(self, actions: Sequence[Action], now: float) -> None:
         for action in actions:

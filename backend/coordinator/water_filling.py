@@ -24,7 +24,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from backend.coordinator.assignment import Bindings, Decision, DrafterSpeed, Pair, Situation, VerifierLoad
+from backend.coordinator.assignment import Action, Bindings, DrafterSpeed, Pair, Situation, VerifierLoad
 
 PLAIN_S, DRAFTED, LENGTH, FIXED_S, PER_REQUEST_S = 0.03, 1.2, 2.0, 5e-3, 5e-4
 """Before anything of the kind was measured: a plain step, a drafted one over it, acceptance length, and a drafter's round."""
@@ -47,10 +47,9 @@ class WaterFilling:
     min_gain: float = 0.05
     min_dwell_s: float = 5.0
 
-    def decide(self, situation: Situation) -> Decision:
+    def decide(self, situation: Situation) -> list[Action]:
         """Places, moves, shares."""
         fleet = _Fleet(situation)
-        before = fleet.total()
         if situation.verifiers and situation.drafters:
             fleet.place()
             for _ in range(MOVES):
@@ -58,7 +57,7 @@ class WaterFilling:
                     break
             fleet.share(self.min_gain)
             fleet.stop_needless_sharing(situation.now - self.min_dwell_s)
-        return Decision(fleet.bindings.actions(), before, fleet.total())
+        return fleet.bindings.actions()
 
 
 def predicted(situation: Situation, pairs: Iterable[Pair]) -> float:

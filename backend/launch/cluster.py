@@ -23,6 +23,7 @@ import ray
 import ray.exceptions
 
 from backend.config import environment
+from backend.config.sources import CommandError
 
 OBJECT_STORE_BYTES = 80 * 1024 * 1024
 """No token or feature goes through Ray, so its smallest store does."""
@@ -30,7 +31,7 @@ LOCALHOST = "127.0.0.1"
 CONNECT_TIMEOUT_S = 5.0
 
 
-class ClusterError(Exception):
+class ClusterError(CommandError):
     """Ray did not start or cannot be reached; the message is one line."""
 
 

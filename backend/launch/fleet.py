@@ -27,8 +27,8 @@ from backend.launch import state
 from backend.launch.cluster import RayCluster
 from backend.launch.operator import Operator
 from backend.launch.placement import arrange
-from backend.launch.plan import FleetPlan, Hardware, MemberPlan, PlanError, plan, plan_further
-from backend.launch.processes import STARTS_ALLOWED, LaunchError, Started, start, stop
+from backend.launch.plan import FleetPlan, Hardware, LaunchError, MemberPlan, plan, plan_further
+from backend.launch.processes import STARTS_ALLOWED, Started, start, stop
 from backend.launch.rooms import RESERVE_TIMEOUT_S, Rooms
 from backend.models.resolve import ResolvedModels
 from backend.transport import new_server_keys
@@ -74,7 +74,7 @@ class Fleet:
     def launch(cls, settings: Settings, models: ResolvedModels, say: Say) -> Fleet:
         """Starts Ray, the coordinator and every member, and returns while they load.  Raises `LaunchError`.
 
-        Also `ClusterError`, `PlanError` and `StateError`, all with one line; nothing is left running then.
+        Also `ClusterError` and `StateError`, all with one line; nothing is left running then.
         """
         state.running()  # removes what dead fleets left
         runtime_dir = state.new_runtime_directory()
@@ -129,7 +129,6 @@ class Fleet:
         self,
         say: Say,
         members: Sequence[Started] | None = None,
-        timeout_s: float = START_TIMEOUT_S,
         unless: Callable[[], bool] = lambda: False,
     ) -> None:
         """Returns when these members (by default all) serve, or when `unless` holds.
@@ -137,11 +136,11 @@ class Fleet:
         Raises `LaunchError` with the cause when one cannot.
         """
         waited_for = list(self.members.values() if members is None else members)
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + START_TIMEOUT_S
         while (starting := [member for member in waited_for if not member.ready]) and not unless():
             if time.monotonic() > deadline:
                 late = ", ".join(member.member_id for member in starting)
-                raise LaunchError(f"not ready after {timeout_s:g} s: {late}")
+                raise LaunchError(f"not ready after {START_TIMEOUT_S:g} s: {late}")
             self._note(starting, say)
             time.sleep(POLL_S)
 
@@ -151,11 +150,9 @@ class Fleet:
         self._operator.start()
 
     def add(self, kind: MemberKind) -> Started:
-        """Starts one more member.  Raises `LaunchError` where there is no room for it, and `PlanError`."""
-        hardware = _hardware(self.cluster)
-        member = plan_further(
-            self.plan, self.models, hardware, self.runtime_dir, kind, [each.plan for each in list(self.members.values())]
-        )
+        """Starts one more member.  Raises `LaunchError` where there is no room for it."""
+        others = [each.plan for each in list(self.members.values())]
+        member = plan_further(self.plan, self.models, self.runtime_dir, kind, others)
         if self.rooms is None and not self.cluster.has_room(member.num_cpus, member.num_gpus):
             raise LaunchError(f"the Ray cluster has no room for another {kind}")
         return self.start(member)
@@ -229,10 +226,6 @@ def _token(ray_address: str | None) -> str | None:
     return state.ray_token() if ray_address is None else None
 
 
-def _hardware(cluster: RayCluster) -> Hardware:
-    return Hardware(sorted(os.sched_getaffinity(0)), cluster.gpus, local=cluster.ours)
-
-
 def _plan_when_there_is_room(
     settings: Settings, models: ResolvedModels, cluster: RayCluster, runtime_dir: Path, say: Say
 ) -> FleetPlan:
@@ -241,10 +234,11 @@ def _plan_when_there_is_room(
     waiting = False
     while True:
         try:
-            decided = plan(settings, models, _hardware(cluster), runtime_dir)
+            hardware = Hardware(sorted(os.sched_getaffinity(0)), cluster.gpus, local=cluster.ours)
+            decided = plan(settings, models, hardware, runtime_dir)
             _check_room(decided, cluster)
             return decided
-        except (PlanError, LaunchError) as error:
+        except LaunchError as error:
             if time.monotonic() >= deadline:
                 raise
             if not waiting:

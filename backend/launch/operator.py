@@ -11,20 +11,22 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
 
 import ray
 import ray.exceptions
 
 from backend.coordinator import CoordinatorUnavailable
-from backend.coordinator.actor import CoordinatorHandle
 from backend.coordinator.messages import Progress
-from backend.fleet import FleetSnapshot, MemberKind, Operation
+from backend.fleet import FleetSnapshot, Operation
 from backend.launch.emptying import Emptying
-from backend.launch.plan import MemberPlan, PlanError
-from backend.launch.processes import LaunchError, Started, cause
+from backend.launch.plan import LaunchError
+from backend.launch.processes import cause
 from backend.launch.standing import Standing
+
+if TYPE_CHECKING:
+    from backend.launch.fleet import Fleet
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -40,31 +42,10 @@ class _Stopped(Exception):
     """The fleet is ending."""
 
 
-class Members(Protocol):
-    """What an operator does with the members of its fleet; `Fleet` is one."""
-
-    members: dict[str, Started]
-    coordinator: CoordinatorHandle
-
-    def add(self, kind: MemberKind) -> Started: ...
-
-    def start(self, member: MemberPlan) -> Started: ...
-
-    def end(self, member_id: str, keep_room: bool = False) -> None: ...
-
-    def wait_ready(
-        self,
-        say: Callable[[str], None],
-        members: Sequence[Started] | None = None,
-        timeout_s: float = ...,
-        unless: Callable[[], bool] = ...,
-    ) -> None: ...
-
-
 class Operator:
     """Works for one fleet until it is stopped."""
 
-    def __init__(self, fleet: Members, say: Callable[[str], None]) -> None:
+    def __init__(self, fleet: Fleet, say: Callable[[str], None]) -> None:
         self._fleet = fleet
         self._coordinator = fleet.coordinator
         self._say = say
@@ -98,7 +79,7 @@ class Operator:
         self._tell(operation, "begun")
         try:
             note = steps[operation.kind](operation)
-        except (LaunchError, PlanError) as error:
+        except LaunchError as error:
             self._end(operation, False, str(error))
         except (ray.exceptions.RayError, ValueError, KeyError) as error:
             # The operator must outlive whatever one operation runs into.
@@ -118,7 +99,7 @@ class Operator:
             names = [member.member_id for member in started]
             self._tell(operation, f"starting {', '.join(names)}", names)
             self._fleet.wait_ready(self._say, started, unless=self._stopping.is_set)
-        except (LaunchError, PlanError):
+        except LaunchError:
             for member in started:
                 self._fleet.end(member.member_id)
             raise

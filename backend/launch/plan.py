@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from backend.config import REMOTE_MODES, Settings
+from backend.config.sources import CommandError
 from backend.fleet.members import NODE_HOST, MemberKind
 from backend.models.resolve import ResolvedModels
 
@@ -24,8 +25,8 @@ LONGEST_IPC_PATH = 100
 """Linux allows 107 bytes in a socket's path; members may append a few."""
 
 
-class PlanError(Exception):
-    """The fleet does not fit on this cluster; the message is one line."""
+class LaunchError(CommandError):
+    """The fleet, or a member, cannot run; the message is one line."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,8 @@ class FleetPlan:
     """The whole fleet; `settings` have every hardware default filled in."""
 
     settings: Settings
+    hardware: Hardware
+    """What it was planned for; members that are added later are, too."""
     members: list[MemberPlan]
     encrypted: bool
     """True: members listen on tcp and need keys."""
@@ -70,34 +73,34 @@ class FleetPlan:
 
 
 def plan(settings: Settings, models: ResolvedModels, hardware: Hardware, runtime_dir: Path) -> FleetPlan:
-    """Decides everything that can be decided before the first actor starts.  Raises `PlanError`."""
+    """Decides everything that can be decided before the first actor starts.  Raises `LaunchError`."""
     settings = counted(settings, models, hardware)
     verifiers, drafters = _counts(settings)
     notes: list[str] = []
     filled = _fill_gpus(settings, hardware, notes)
     names: list[tuple[str, MemberKind]] = [(f"verifier-{i}", "verifier") for i in range(verifiers)]
     names += [(f"drafter-{i}", "drafter") for i in range(drafters)]
-    counts = [_cores_wanted(filled, models, kind) if hardware.local else 0 for _, kind in names]
+    counts = [_cores_wanted(filled, models, hardware, kind) if hardware.local else 0 for _, kind in names]
     shares = share_cores(hardware.cores, counts)
     if hardware.local:
         _note_cores(names, shares, counts, hardware, notes)
     around = _Surroundings(filled, models, hardware, runtime_dir)
     members = [_member(around, member_id, kind, cores) for (member_id, kind), cores in zip(names, shares, strict=True)]
-    return FleetPlan(filled, members, not hardware.local, notes)
+    return FleetPlan(filled, hardware, members, not hardware.local, notes)
 
 
 def counted(settings: Settings, models: ResolvedModels, hardware: Hardware) -> Settings:
     """Settings with the numbers of verifiers and drafters decided, from GPUs, or where there are none, from CPU cores."""
     if "auto" not in (settings.verifiers, settings.drafters):
         return settings
-    if hardware.gpus and settings.verifier.gpus != 0:
+    if hardware.gpus:
         devices: float = hardware.gpus
-        verifier = float(settings.verifier.gpus or settings.verifier.ranks)
+        verifier = float(settings.verifier.tensor_parallel)
         drafter = 1.0 if settings.drafting.gpus is None else settings.drafting.gpus
         drafter = 0.0 if models.drafter_kind == "ngram" else drafter
     else:
         devices = len(hardware.cores)
-        verifier, drafter = (float(_cores_wanted(settings, models, kind)) for kind in ("verifier", "drafter"))
+        verifier, drafter = (float(_cores_wanted(settings, models, hardware, kind)) for kind in ("verifier", "drafter"))
     verifiers = settings.verifiers
     drafters: int | Literal["auto"] = settings.drafters if settings.mode in REMOTE_MODES else 0
     if isinstance(verifiers, str):
@@ -118,17 +121,13 @@ def _counts(settings: Settings) -> tuple[int, int]:
 
 
 def plan_further(
-    decided: FleetPlan,
-    models: ResolvedModels,
-    hardware: Hardware,
-    runtime_dir: Path,
-    kind: MemberKind,
-    others: Sequence[MemberPlan],
+    decided: FleetPlan, models: ResolvedModels, runtime_dir: Path, kind: MemberKind, others: Sequence[MemberPlan]
 ) -> MemberPlan:
     """One more member beside `others`: the first free name, and the cores that the fewest of them have."""
     taken = {other.member_id for other in others}
     member_id = next(name for i in count() if (name := f"{kind}-{i}") not in taken)
-    wanted = _cores_wanted(decided.settings, models, kind) if hardware.local else 0
+    hardware = decided.hardware
+    wanted = _cores_wanted(decided.settings, models, hardware, kind) if hardware.local else 0
     used = Counter(core for other in others for core in other.cores)
     cores = sorted(sorted(hardware.cores, key=lambda core: (used[core], core))[:wanted])
     return _member(_Surroundings(decided.settings, models, hardware, runtime_dir), member_id, kind, cores)
@@ -144,20 +143,23 @@ class _Surroundings:
     runtime_dir: Path
 
 
-def _cores_wanted(settings: Settings, models: ResolvedModels, kind: MemberKind) -> int:
+def _verifier_gpus(settings: Settings, hardware: Hardware) -> int:
+    """One per rank where there are GPUs at all."""
+    return settings.verifier.tensor_parallel if hardware.gpus else 0
+
+
+def _cores_wanted(settings: Settings, models: ResolvedModels, hardware: Hardware, kind: MemberKind) -> int:
     """CPU cores for the computing of one such member; 0: it computes elsewhere, or next to nothing."""
     if kind == "verifier":
-        return 0 if settings.verifier.gpus else max(settings.verifier.cores, settings.verifier.ranks)
+        return 0 if hardware.gpus else max(settings.verifier.cores, settings.verifier.tensor_parallel)
     return 0 if settings.drafting.gpus or models.drafter_kind == "ngram" else settings.drafting.cores
 
 
 def _member(around: _Surroundings, member_id: str, kind: MemberKind, cores: list[int]) -> MemberPlan:
     settings, hardware = around.settings, around.hardware
-    gpus = float((settings.verifier.gpus if kind == "verifier" else settings.drafting.gpus) or 0)
-    if kind == "verifier" and gpus:
-        gpus = min(gpus, _gpu_share(settings, hardware))
-    cpus = len(cores) or _cores_wanted(settings, around.models, kind)
-    threads = max(cpus // settings.verifier.ranks, 1) if kind == "verifier" and cpus else cpus
+    gpus = _gpu_share(settings, hardware) if kind == "verifier" else settings.drafting.gpus or 0.0
+    cpus = len(cores) or _cores_wanted(settings, around.models, hardware, kind)
+    threads = max(cpus // settings.verifier.tensor_parallel, 1) if kind == "verifier" and cpus else cpus
     return MemberPlan(
         member_id=member_id,
         kind=kind,
@@ -188,7 +190,7 @@ def share_cores(available: Sequence[int], counts: Sequence[int]) -> list[list[in
 
 def _gpu_share(settings: Settings, hardware: Hardware) -> float:
     """GPUs Ray sets aside for one verifier: a part of one where GPUs are shared."""
-    per_verifier = settings.verifier.gpus or 0
+    per_verifier = _verifier_gpus(settings, hardware)
     verifiers, drafters = _counts(settings)
     need = per_verifier * verifiers + (settings.drafting.gpus or 0) * drafters
     if per_verifier != 1 or need <= hardware.gpus:
@@ -198,30 +200,26 @@ def _gpu_share(settings: Settings, hardware: Hardware) -> float:
 
 
 def _fill_gpus(settings: Settings, hardware: Hardware, notes: list[str]) -> Settings:
-    """Settings with `verifier.gpus` and `drafting.gpus` decided."""
+    """Settings with `drafting.gpus` decided, and with it the memory that verifiers take of GPUs that are shared."""
     verifiers, drafters = _counts(settings)
-    default = 1 if hardware.gpus else 0
-    ranks = settings.verifier.tensor_parallel
-    verifier = default * (ranks or 1) if settings.verifier.gpus is None else settings.verifier.gpus
-    if ranks is not None and verifier and verifier != ranks:
-        raise PlanError(f"--verifier-tensor-parallel is {ranks} and --verifier-gpus {verifier}: a rank has a GPU of its own")
-    drafter = default if settings.drafting.gpus is None else settings.drafting.gpus
+    verifier = _verifier_gpus(settings, hardware)
+    drafter = (1 if hardware.gpus else 0) if settings.drafting.gpus is None else settings.drafting.gpus
     if settings.drafter == "ngram" and settings.drafting.gpus is None:
         drafter = 0
     need = verifier * verifiers + drafter * drafters
     engine_args = dict(settings.verifier.engine_args)
     if need > hardware.gpus:
         if verifier > 1 or settings.drafting.gpus is not None or not hardware.gpus:
-            raise PlanError(f"the fleet needs {need:g} GPUs and the cluster has {hardware.gpus:g}")
+            raise LaunchError(f"the fleet needs {need:g} GPUs and the cluster has {hardware.gpus:g}")
         share = math.floor(100 * hardware.gpus / (verifiers + (drafters if drafter else 0))) / 100
         if share < 0.05:
-            raise PlanError(f"{verifiers + drafters} processes are too many for {hardware.gpus:g} GPUs")
+            raise LaunchError(f"{verifiers + drafters} processes are too many for {hardware.gpus:g} GPUs")
         drafter = share if drafter else 0
         memory = engine_args.setdefault("gpu_memory_utilization", round(GPU_MEMORY_USABLE * share, 2))
         notes.append(f"{hardware.gpus:g} GPU(s) shared: {share:g} of one per process, gpu_memory_utilization {memory:g}")
     return settings.model_copy(
         update={
-            "verifier": settings.verifier.model_copy(update={"gpus": verifier, "engine_args": engine_args}),
+            "verifier": settings.verifier.model_copy(update={"engine_args": engine_args}),
             "drafting": settings.drafting.model_copy(update={"gpus": float(drafter)}),
         }
     )
@@ -248,5 +246,5 @@ def _address(settings: Settings, hardware: Hardware, runtime_dir: Path, member_i
         return f"tcp://{f'[{host}]' if ':' in host else host}:{settings.transport.ports or 0}"
     path = runtime_dir / f"{member_id}.sock"
     if len(str(path)) > LONGEST_IPC_PATH:
-        raise PlanError(f"{path}: too long for a socket (set TMPDIR to a shorter directory)")
+        raise LaunchError(f"{path}: too long for a socket (set TMPDIR to a shorter directory)")
     return f"ipc://{path}"

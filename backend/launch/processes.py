@@ -28,10 +28,6 @@ LONGEST_CAUSE = 500
 EXCEPTION_LINE = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit|Failure): ")
 
 
-class LaunchError(Exception):
-    """The fleet, or a member, cannot run; the message is one line."""
-
-
 @dataclass
 class Started:
     """One actor, from its start on."""

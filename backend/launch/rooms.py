@@ -16,8 +16,7 @@ from ray.util import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from backend.launch.placement import Group, fits, needs, text
-from backend.launch.plan import MemberPlan
-from backend.launch.processes import LaunchError
+from backend.launch.plan import LaunchError, MemberPlan
 
 RESERVE_TIMEOUT_S = 20.0
 """Ray places a group that fits in well under a second; what it cannot place it tries for ever."""

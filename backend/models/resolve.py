@@ -16,6 +16,7 @@ from typing import Any, Literal
 import msgspec
 
 from backend.config import REMOTE_MODES, Settings, environment
+from backend.config.sources import ConfigError
 from backend.models.head_config import MTP_ARCHITECTURES, CheckpointError, mtp_layers
 
 DrafterKind = Literal["eagle", "draft_model", "ngram", "none"]
@@ -32,7 +33,7 @@ REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 Say = Callable[[str], None]
 
 
-class ModelError(Exception):
+class ModelError(ConfigError):
     """A model cannot be used; the message is one line that says which and why."""
 
 
@@ -184,7 +185,7 @@ def check_target(directory: Path) -> None:
 
 def check_ranks(target: Path, settings: Settings) -> None:
     """Refuses tensor parallelism that vLLM cannot cut this model for."""
-    config, ranks = read_json(target / "config.json", "--model"), settings.verifier.ranks
+    config, ranks = read_json(target / "config.json", "--model"), settings.verifier.tensor_parallel
     heads = (config.get("text_config") or config).get("num_attention_heads")
     if isinstance(heads, int) and heads % ranks:
         raise ModelError(f"--model {settings.model}: its {heads} attention heads cannot be dealt out to {ranks} ranks evenly")

@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from backend.config.sources import CommandError
 from backend.fleet import IDLE_CAUSES
 from backend.records.schema import ABOUT, SCHEMA_VERSION, SCHEMAS, VERSION_KEY, Books
 from backend.records.store import FILE
@@ -23,7 +24,7 @@ from backend.records.store import FILE
 IDLE_COLUMNS = {cause: f"idle_{cause}_ms" for cause in IDLE_CAUSES}
 
 
-class RecordsError(Exception):
+class RecordsError(CommandError):
     """The records cannot be read as asked; the message is one line for a person."""
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from backend.config import REMOTE_MODES, Settings, environment, sources
 from backend.config.sources import CommandError, ConfigError, Loaded
 from backend.models.head_config import load_config, read_config, text_config
-from backend.models.resolve import ModelError, ResolvedModels, resolve
+from backend.models.resolve import ResolvedModels, resolve
 from backend.rollout import tables
 from backend.rollout.bar import Bar
 from backend.rollout.log import RoundLog
@@ -25,7 +25,7 @@ from backend.rollout.options import RolloutOptions, fleet_settings, joined_setti
 from backend.rollout.outcome import Round
 from backend.rollout.report import markdown, round_report
 from backend.rollout.requests import Request, Tokenizer, context_length, make_requests
-from backend.rollout.trace import Case, TraceError, match, read_prompts, read_trace, trace_file, write_cases
+from backend.rollout.trace import Case, match, read_prompts, read_trace, trace_file, write_cases
 from backend.rollout.weights import WeightsError, check_weights, newest
 
 # vLLM and Ray are imported where they are needed: help and what is wrong with the input come at once.
@@ -91,8 +91,6 @@ def _prepare(
         logs = [RoundLog(wanted) for wanted in options.log]
         if options.weights_dir is not None:
             check_weights(options.weights_dir, found.target_dir)
-    except (TraceError, ModelError) as error:
-        raise ConfigError(str(error)) from error
     except WeightsError as error:
         raise ConfigError(f"--weights-dir {error}") from error
     lengths = [request.expected for part in parts for request in part]
@@ -104,10 +102,7 @@ def trace(arguments: Sequence[str], say: Say) -> None:
     """`outrider trace make`.  Raises `ConfigError`."""
     if not arguments or arguments[0] != "make":
         raise ConfigError("there is one command: outrider trace make (see outrider trace make --help)")
-    try:
-        say(make_trace(trace_options(arguments[1:])))
-    except (TraceError, ModelError) as error:
-        raise ConfigError(str(error)) from error
+    say(make_trace(trace_options(arguments[1:])))
 
 
 def _cases(options: RolloutOptions, file: Path) -> list[Case]:
@@ -167,16 +162,8 @@ def _sampling(options: RolloutOptions, models: ResolvedModels, tokenizer: Tokeni
 
 @contextmanager
 def _errors_of_one_line(options: RolloutOptions) -> Iterator[None]:
-    from backend.config.runtime import StateError
-    from backend.coordinator import CoordinatorUnavailable
-    from backend.launch.cluster import ClusterError
-    from backend.launch.plan import PlanError
-    from backend.launch.processes import LaunchError
-
     try:
         yield
-    except (ClusterError, CoordinatorUnavailable, LaunchError, PlanError, StateError) as error:
-        raise CommandError(str(error)) from error
     except OSError as error:
         raise CommandError(f"{error.filename or options.out}: {error.strerror or error}") from error
 

@@ -16,13 +16,15 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from backend.config.sources import ConfigError
+
 COLUMNS = ("prompt", "gen")
 STEP_IN_NAME = re.compile(r"\.(\d+)\.parquet$")
 STEP_FIELD = "{S}"
 SHOWN_CHARACTERS = 40
 
 
-class TraceError(Exception):
+class TraceError(ConfigError):
     """A trace cannot be used; the message is one line that names the file and the row."""
 
 

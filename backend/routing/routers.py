@@ -76,8 +76,8 @@ class Router(Protocol):
         ...
 
     def forget(self, verifier_id: str) -> None:
-        """The verifier has lost its caches."""
-        ...
+        """The verifier has lost its caches; a router that remembers nothing of them has nothing to do."""
+        return
 
 
 def _least(candidate: Candidate) -> tuple[int, int, int, str]:
@@ -85,17 +85,14 @@ def _least(candidate: Candidate) -> tuple[int, int, int, str]:
     return candidate.tokens, candidate.requests, candidate.routed, candidate.id
 
 
-class LeastLoaded:
+class LeastLoaded(Router):
     """The verifier with the fewest tokens of this gateway in flight."""
 
     def choose(self, ask: Ask, candidates: Sequence[Candidate]) -> str | None:
         return min(candidates, key=_least).id if candidates else None
 
-    def forget(self, verifier_id: str) -> None:
-        """Nothing is remembered."""
 
-
-class PowerOfTwo:
+class PowerOfTwo(Router):
     """The less loaded of two verifiers drawn at random (Mitzenmacher, 2001).
 
     Several gateways that all see the same least loaded verifier would all send their requests there; these do not.
@@ -110,11 +107,8 @@ class PowerOfTwo:
         pair = self._random.sample(candidates, min(2, len(candidates)))
         return min(pair, key=lambda each: (each.load, *_least(each))).id
 
-    def forget(self, verifier_id: str) -> None:
-        """Nothing is remembered."""
 
-
-class PredictedTgs:
+class PredictedTgs(Router):
     """The verifier where this request will probably get the most tokens per second, its wait in the queue included.
 
     A verifier that has not been measured is taken to be as fast as the others are on average.  `slots` is the largest batch.
@@ -136,9 +130,6 @@ class PredictedTgs:
             if best is None or tgs > best_tgs or (tgs == best_tgs and _least(each) < _least(best)):
                 best, best_tgs = each, tgs
         return best.id if best is not None else None
-
-    def forget(self, verifier_id: str) -> None:
-        """Nothing is remembered."""
 
 
 def predicted_tgs(tokens: int, candidate: Candidate, measured: Measured, slots: int) -> float:
@@ -166,7 +157,7 @@ def _response_s(measured: Measured, batch: int) -> float:
     return measured.response_tokens * measured.speed.step_s(batch) / measured.speed.tokens
 
 
-class WithAffinity:
+class WithAffinity(Router):
     """Sends a session, or a prompt's beginning, where it went before; asks `base` for all others.
 
     A verifier is preferred only while it has at most `slack` requests more than the least loaded one: a popular prefix must

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from backend.config.settings import TracingSettings
+from backend.config.sources import ConfigError
 
 Kind = Literal["server", "internal"]
 Value = str | int | float | bool
@@ -25,7 +26,7 @@ logger = logging.getLogger(__name__)
 MISSING = "tracing.endpoint is set, but OpenTelemetry is not installed: pip install 'outrider[tracing]'"
 
 
-class TracingError(Exception):
+class TracingError(ConfigError):
     """Tracing was asked for and cannot be had; the message is one line."""
 
 

@@ -22,6 +22,8 @@ _MANY = ("prompt", "input", "messages", "documents", "items", "text_2")
 """Fields that may hold more than one prompt."""
 WAIT_HEADER = "x-outrider-max-wait-s"
 """By which a client says how long its request may wait for room; never longer than `gateway.queue_wait_s`."""
+SESSION_HEADER, LONGEST_SESSION = "x-session-id", 256
+"""By which a client names a session, else by the field `user`; and the characters of it that count."""
 LEARN_HEADER = "x-outrider-learn"
 """0: drafters may not learn from the request."""
 
@@ -36,6 +38,7 @@ def admit(gateway: Gateway, request: Request, asked: Any) -> Claim:
     claim: Claim = request.scope["state"].get("claim") or Claim(caller, caller.priority, accounts=gateway.doors.quotas)
     if claim.wait_s is not None:
         claim.wait_s = _wait_s(request.headers.get(WAIT_HEADER), gateway.settings.gateway.queue_wait_s)
+    claim.session = (request.headers.get(SESSION_HEADER) or getattr(asked, "user", None) or "")[:LONGEST_SESSION] or None
     claim.learn = caller.learn and _flag(request, LEARN_HEADER)
     claim.choices = getattr(asked, "n", None) or 1
     prompts = max(count_prompts(getattr(asked, name, None)) for name in _MANY)

@@ -1,7 +1,8 @@
 """What one request asks of the fleet and what it has taken, from the route to the place that submits its sequences.
 
-A context variable carries it through vLLM's pipeline, as a session.  What runs inside the gateway, without an HTTP request of
-its own, makes one claim per request and enters it in its task before anything is submitted:
+A context variable carries it through vLLM's pipeline: each request runs in tasks of its own, and those that it starts inherit
+its context.  What runs inside the gateway, without an HTTP request of its own, makes one claim per request and enters it in its
+task before anything is submitted:
 `enter_claim(Claim(caller, Priority.BATCH, wait_s=None, accounts=gateway.doors.quotas, closed=True))`.
 """
 
@@ -36,6 +37,8 @@ class Claim:
     charged_tokens: int = 0
     """Of the caller's quota."""
     accounts: Accounts | None = None
+    session: str | None = None
+    """Which the client named, for affinity."""
     learn: bool = True
     """Whether drafters may learn from its sequences."""
     closed: bool = False

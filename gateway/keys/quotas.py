@@ -53,7 +53,7 @@ class Quotas:
             account = self._ledger.account(caller.name, limits, time.monotonic())
             if time.monotonic() - account.synced_at > 10 * EXCHANGE_S and not self._failing:
                 await self._exchange()
-        self._refuse(caller, self._ledger.begin(caller.name, limits, time.monotonic()))
+        self._refuse(self._ledger.begin(caller.name, limits, time.monotonic()))
 
     def end(self, caller: Caller) -> None:
         """A request that has begun is over."""
@@ -62,13 +62,11 @@ class Quotas:
 
     def spend(self, caller: Caller, tokens: int) -> None:
         """Counts tokens that a request will probably take.  Raises `RateLimited`."""
-        if caller.limits.tokens_per_minute is not None:
-            self._refuse(caller, self._ledger.spend(caller.name, caller.limits, tokens, time.monotonic()))
+        self._refuse(self._ledger.spend(caller.name, caller.limits, tokens, time.monotonic()))
 
     def correct(self, caller: Caller, tokens: int) -> None:
         """Counts tokens that a request took beyond what was counted; or fewer, where negative."""
-        if caller.limits.tokens_per_minute is not None:
-            self._ledger.correct(caller.name, caller.limits, tokens, time.monotonic())
+        self._ledger.correct(caller.name, caller.limits, tokens, time.monotonic())
 
     def headers(self, caller: Caller) -> list[tuple[bytes, bytes]]:
         """`x-ratelimit-*` for an answer to this caller."""
@@ -77,7 +75,7 @@ class Quotas:
             return []
         return self._ledger.headers(caller.name, limits, time.monotonic())
 
-    def _refuse(self, caller: Caller, refusal: Refusal | None) -> None:
+    def _refuse(self, refusal: Refusal | None) -> None:
         if refusal is not None:
             raise RateLimited(_said(refusal), refusal.kind, refusal.retry_after_s)
 

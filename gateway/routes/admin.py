@@ -11,7 +11,7 @@ import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
-from backend.coordinator.commands import AnyCommand, Done, Reason, Refused, names
+from backend.coordinator.commands import COMMANDS, AnyCommand, Done, Reason, Refused
 from gateway.errors import ApiError, BadRequest, Conflict, NotFound
 from gateway.requests import read_json
 from gateway.state import gateway_of
@@ -56,8 +56,8 @@ async def administer(request: Request, command: str) -> Response:
 
 
 def _command(name: str, fields: dict[str, Any]) -> AnyCommand:
-    if name not in names():
-        raise NotFound(f"There is no command `{name[:64]}`; there are {', '.join(names())}.")
+    if name not in COMMANDS:
+        raise NotFound(f"There is no command `{name[:64]}`; there are {', '.join(COMMANDS)}.")
     if "command" in fields:
         raise BadRequest("Unknown parameter `command`.", param="command", code="unknown_parameter")
     try:

@@ -28,7 +28,6 @@ from gateway.errors import BadRequest, ContextTooLong, from_vllm
 from gateway.fields import GENERATING
 from gateway.inquiry import current_inquiry, enter_inquiry
 from gateway.requests import ModelT, check_generation, fitted, parse, read_json
-from gateway.session import enter_session
 from gateway.sse import CHAT, Dialect, Generated, stream_response, unless_disconnected
 from gateway.state import Gateway, gateway_of
 
@@ -110,8 +109,6 @@ async def generate(gateway: Gateway, request: Request, asked: Any, create: Creat
         raise BadRequest("This model embeds or scores text; it does not write any.", param="model")
     admit(gateway, request, asked)
     await gateway.client.core.until_routable()
-    # Before vLLM starts the tasks that submit the sequences: they inherit it.
-    enter_session(request.headers.get("x-session-id") or getattr(asked, "user", None))
     try:
         answer = await unless_disconnected(request, create(asked, request))
     except VLLMValidationError as error:

@@ -200,7 +200,7 @@ async def weight_info(request: Request) -> Response:
 async def get_world_size(request: Request) -> Response:
     """Ranks of all verifiers together."""
     gateway = gateway_of(request)
-    return JSONResponse({"world_size": len(gateway.client.core.ready_links) * gateway.settings.verifier.ranks})
+    return JSONResponse({"world_size": len(gateway.client.core.ready_links) * gateway.settings.verifier.tensor_parallel})
 
 
 @router.get("/server_info")

@@ -16,8 +16,7 @@ from backend.fleet import DrafterStats, Member, MemberKind, VerifierStats
 from backend.launch.cluster import RayCluster
 from backend.launch.fleet import member_environment
 from backend.launch.placement import Group, arrange
-from backend.launch.plan import MemberPlan
-from backend.launch.processes import LaunchError
+from backend.launch.plan import LaunchError, MemberPlan
 from backend.launch.rooms import Rooms
 from backend.launch.state import ray_token
 from backend.models.resolve import ResolvedModels

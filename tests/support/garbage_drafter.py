@@ -15,9 +15,9 @@ import tempfile
 
 from backend.config import sources
 from backend.fleet import DrafterStats, Member
+from backend.launch.finding import found_fleet
 from backend.member.membership import Membership
 from backend.wire.drafting import Draft, Drafts, Next, encode
-from gateway.processes import found_fleet
 from tests.support.scripted_drafter import SURE, ScriptedDrafter
 
 turns = itertools.count()
@@ -38,7 +38,7 @@ def main() -> None:
     drafter = ScriptedDrafter(address, lambda request_id, tokens, k: [], "drafter-garbage")
     drafter.raw = nonsense
     member = Member("drafter-garbage", "drafter", "garbage", address, "", "127.0.0.1", os.getpid(), "demo", "ready")
-    with found_fleet(sources.load([], "garbage"), sys.argv[1]) as coordinator:
+    with found_fleet(sources.load([], "garbage"), sys.argv[1]) as (coordinator, _):
         coordinator.register(member)
         stats = DrafterStats("drafter-garbage", 0.0)
         membership = Membership(coordinator, member, lambda: stats, lambda orders: None)

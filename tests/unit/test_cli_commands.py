@@ -90,18 +90,14 @@ def test_a_busy_port_is_found_before_anything_starts(capsys: pytest.CaptureFixtu
 
 
 def test_status_without_a_fleet_says_so(runtime: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        cli.main(["status"])
-    assert stopped.value.code == 1
+    assert cli.main(["status"]) == 1
     assert "no fleet of yours runs on this host" in capsys.readouterr().err
 
 
 def test_status_of_an_unreachable_cluster_says_so_at_once(runtime: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
-    with pytest.raises(SystemExit) as stopped:
-        cli.main(["status", "--ray-address", f"127.0.0.1:{port}"])
-    assert stopped.value.code == 1
+    assert cli.main(["status", "--ray-address", f"127.0.0.1:{port}"]) == 1
     assert f"no Ray cluster at 127.0.0.1:{port}" in capsys.readouterr().err
 
 
@@ -178,7 +174,7 @@ def test_our_token_is_shown_to_our_own_clusters_alone(
     monkeypatch.setattr(RayCluster, "start", connect)
     state.write(msgspec.structs.replace(fleet_file(os.getpid()), owns_cluster=owns_cluster))
     arguments = ["--ray-address", "127.0.0.1:1"] if by_address else []
-    with pytest.raises(SystemExit):
+    with pytest.raises(ClusterError):
         cli.status(arguments)
     assert shown == [state.ray_token() if owns_cluster else None]
 

@@ -64,9 +64,9 @@ def test_the_file_can_be_named_by_the_environment(tmp_path: Path, monkeypatch: p
 
 def test_values_of_every_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUTRIDER_VERIFIER__ENGINE_ARGS", '{"block_size": 32}')
-    settings = load(["--verifier-fixed-responses", "--verifier-gpus", "none", "--gateway-drain-s", "2.5"]).settings
+    settings = load(["--verifier-fixed-responses", "--drafting-gpus", "none", "--gateway-drain-s", "2.5"]).settings
     assert settings.verifier.fixed_responses is True
-    assert settings.verifier.gpus is None
+    assert settings.drafting.gpus is None
     assert settings.gateway.drain_s == 2.5
     assert settings.verifier.engine_args == {"block_size": 32}
     assert load(["--verifier-lookup", "false"]).settings.verifier.lookup is False

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from backend.coordinator.administration import KEPT, Administration
 from backend.coordinator.commands import (
+    COMMANDS,
     Add,
     AnyCommand,
     Assign,
@@ -19,7 +20,6 @@ from backend.coordinator.commands import (
     Restart,
     Resume,
     SwapDrafter,
-    names,
 )
 from backend.coordinator.policy import Coordinator
 from tests.support.properties import examples
@@ -219,4 +219,4 @@ def test_every_command_travels_as_messages_do() -> None:
         SwapDrafter(drafter="d", path="/p"),
     ):
         assert msgspec.msgpack.decode(msgspec.msgpack.encode(command), type=AnyCommand) == command
-    assert names() == ["drain", "resume", "remove", "add", "assign", "restart", "swap-drafter"]
+    assert list(COMMANDS) == ["drain", "resume", "remove", "add", "assign", "restart", "swap-drafter"]

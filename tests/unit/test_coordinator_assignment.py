@@ -58,9 +58,9 @@ def settle(situation: Situation, bindings: dict[Pair, float] | None = None, min_
     bindings, now = dict(bindings or {}), 100.0
     for _ in range(60):
         found = WaterFilling(min_gain).decide(replace(situation, now=now, bindings=bindings))
-        if not found.actions:
+        if not found:
             return bindings
-        apply(bindings, found.actions, now)
+        apply(bindings, found, now)
         now += 10
     raise AssertionError("it does not settle")
 
@@ -113,10 +113,10 @@ def test_dwell_is_respected_whatever_the_load_does(situation: Situation, data: s
         now += data.draw(st.sampled_from([0.5, 1.0, 6.0]))
         loads = [replace(each, requests=data.draw(st.sampled_from([0, 1, 8, 64]))) for each in situation.verifiers]
         found = rule.decide(replace(situation, now=now, verifiers=loads, bindings=bindings))
-        for action in found.actions:
+        for action in found:
             if isinstance(action, Unbind):
                 assert now - bindings[action.verifier, action.drafter] >= 5.0
-        apply(bindings, found.actions, now)
+        apply(bindings, found, now)
 
 
 @FEW
@@ -267,12 +267,12 @@ def test_what_changes_for_good_is_followed_within_seconds() -> None:
 def test_a_steady_decision_for_a_thousand_verifiers_takes_milliseconds() -> None:
     situation = fleet(1000, 4000, 3, spread=0.2)
     rule, bindings = WaterFilling(), dict[Pair, float]()
-    while actions := rule.decide(replace(situation, now=-10.0, bindings=bindings)).actions:
+    while actions := rule.decide(replace(situation, now=-10.0, bindings=bindings)):
         apply(bindings, actions, -20.0)
     times = []
     for _ in range(9):
         began = time.process_time()
-        actions = rule.decide(replace(situation, now=1.0, bindings=bindings)).actions
+        actions = rule.decide(replace(situation, now=1.0, bindings=bindings))
         times.append(time.process_time() - began)
         assert not actions
     assert statistics.median(times) < 0.1

@@ -18,7 +18,7 @@ import yaml
 
 from backend.config import sources
 from gateway.access import OPEN_PATHS
-from gateway.usage import USAGE
+from gateway.cli import USAGE
 from tests.support.container_files import DOCKER, ROOT, compose, copied, exec_form, filled, inherited, reaches_builder, stages
 
 STAGES = stages(DOCKER / "Dockerfile")

@@ -12,8 +12,7 @@ from hypothesis import given
 from backend.fleet import MemberKind
 from backend.launch import rooms
 from backend.launch.placement import Group, arrange, fits, needs
-from backend.launch.plan import MemberPlan
-from backend.launch.processes import LaunchError
+from backend.launch.plan import LaunchError, MemberPlan
 from backend.launch.rooms import Rooms
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 
 from backend.config import Settings
-from backend.launch.plan import FleetPlan, Hardware, PlanError, plan, share_cores
+from backend.launch.plan import FleetPlan, Hardware, LaunchError, plan, share_cores
 from backend.models.resolve import ResolvedModels
 
 EAGLE = ResolvedModels("/t", "/d", "eagle", "demo")
@@ -45,13 +45,12 @@ def test_only_remote_drafting_starts_drafters(mode: str) -> None:
 def test_with_gpus_nothing_is_bound_to_cores() -> None:
     decided = decide({}, gpus=2.0)
     assert [(m.cores, m.num_gpus, m.env) for m in decided.members] == [([], 1.0, {}), ([], 1.0, {})]
-    assert (decided.settings.verifier.gpus, decided.settings.drafting.gpus) == (1, 1.0)
+    assert decided.settings.drafting.gpus == 1.0
 
 
 def test_one_gpu_is_shared_and_memory_with_it() -> None:
     decided = decide({}, gpus=1.0)
     assert [m.num_gpus for m in decided.members] == [0.5, 0.5]
-    assert decided.settings.verifier.gpus == 1
     assert decided.settings.verifier.engine_args == {"gpu_memory_utilization": 0.45}
     assert "shared" in decided.notes[0]
 
@@ -61,9 +60,9 @@ def test_an_ngram_drafter_needs_no_gpu() -> None:
     assert [m.num_gpus for m in decided.members] == [1.0, 0.0]
 
 
-@pytest.mark.parametrize("changes", [{"verifier": {"gpus": 2}}, {"drafting": {"gpus": 1.5}}])
+@pytest.mark.parametrize("changes", [{"verifier": {"tensor_parallel": 2}}, {"drafting": {"gpus": 1.5}}])
 def test_gpus_asked_for_and_not_there_are_refused(changes: dict[str, Any]) -> None:
-    with pytest.raises(PlanError, match="needs"):
+    with pytest.raises(LaunchError, match="needs"):
         decide(changes, gpus=1.0)
 
 
@@ -79,7 +78,7 @@ def test_sockets_bind_to_what_was_configured() -> None:
 
 
 def test_a_socket_path_that_is_too_long_is_refused() -> None:
-    with pytest.raises(PlanError, match="too long"):
+    with pytest.raises(LaunchError, match="too long"):
         plan(Settings(), EAGLE, Hardware([0], 0, True), Path("/" + "x" * 100))
 
 
@@ -123,9 +122,6 @@ def test_ranks_share_the_cores_and_have_a_gpu_each() -> None:
     assert (more.num_cpus, more.env) == (4, {"OMP_NUM_THREADS": "2"})
     decided = decide({"verifier": {"tensor_parallel": 2}}, gpus=3.0)
     assert [(m.num_gpus, m.env) for m in decided.members] == [(2.0, {}), (1.0, {})]
-    with pytest.raises(PlanError, match="tensor-parallel is 2 and --verifier-gpus 4"):
-        decide({"verifier": {"tensor_parallel": 2, "gpus": 4}}, gpus=8.0)
-    assert Settings.model_validate({"verifier": {"gpus": 4}}).verifier.ranks == 4
 
 
 def test_resources_of_ones_own_put_members_somewhere() -> None:

@@ -11,7 +11,7 @@ import pytest
 from backend.config import Settings
 from backend.launch import fleet
 from backend.launch.fleet import _plan_when_there_is_room
-from backend.launch.processes import LaunchError
+from backend.launch.plan import LaunchError
 from backend.models.resolve import ResolvedModels
 
 MODELS = ResolvedModels("/t", "/d", "eagle", "demo")
@@ -61,4 +61,4 @@ def test_without_patience_it_says_what_is_missing_at_once() -> None:
 
 def test_missing_gpus_are_waited_for_too() -> None:
     with pytest.raises(Exception, match="GPUs and the cluster has 0"):
-        attempt(Growing(), 5, [], verifier={"gpus": 2})
+        attempt(Growing(), 5, [], drafting={"gpus": 2})

@@ -133,7 +133,7 @@ def test_ranks_must_divide_the_attention_heads(tmp_path: Path) -> None:
         resolve(settings(verifier={"tensor_parallel": 3}), quiet)
     nested = target(tmp_path / "m", text_config={"num_attention_heads": 6})
     with pytest.raises(ModelError, match="6 attention heads"):
-        resolve(settings(model=str(nested), mode="off", verifier={"gpus": 4}), quiet)
+        resolve(settings(model=str(nested), mode="off", verifier={"tensor_parallel": 4}), quiet)
     assert resolve(settings(model=str(nested), mode="off", verifier={"tensor_parallel": 3}), quiet).name == "m"
 
 

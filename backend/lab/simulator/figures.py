@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from backend.coordinator.assignment import AssignmentPolicy, Decision, Situation
+from backend.coordinator.assignment import Action, AssignmentPolicy, Situation
 from backend.lab.simulator.simulation import Outcome
 
 
@@ -22,15 +22,15 @@ class Timed:
     """Of decisions that changed nothing."""
     changing_s: list[float] = field(default_factory=list)
 
-    def decide(self, situation: Situation) -> Decision:
+    def decide(self, situation: Situation) -> list[Action]:
         """The policy's own."""
         # A coordinator does not hold a simulated fleet: the time to look through that for garbage is not the policy's.
         gc.disable()
         began = time.perf_counter()
-        decision = self.policy.decide(situation)
+        actions = self.policy.decide(situation)
         gc.enable()
-        (self.changing_s if decision.actions else self.steady_s).append(time.perf_counter() - began)
-        return decision
+        (self.changing_s if actions else self.steady_s).append(time.perf_counter() - began)
+        return actions
 
 
 def summary(outcome: Outcome, timed: Timed, seconds: float) -> dict[str, Any]:
