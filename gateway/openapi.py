@@ -14,8 +14,8 @@ from fastapi.routing import APIRoute
 from pydantic.json_schema import models_json_schema
 
 from backend.coordinator.commands import AnyCommand
+from backend.engine import front as vllm
 from backend.engine.front import pooling
-from backend.engine.front import schemas as vllm
 from gateway.asking import MODES
 from gateway.fields import MESSAGES_NO_EFFECT, NO_EFFECT, REFUSED, RESPONSES_NO_EFFECT
 from gateway.routes import weights

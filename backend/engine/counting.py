@@ -44,6 +44,9 @@ class Drafted(NamedTuple):
     """As in `Tally`."""
 
 
+UNDRAFTED = Drafted("")
+
+
 class Counters:
     """The verifier's counters; busy + idle = wall."""
 
@@ -103,7 +106,6 @@ class Counters:
 class CountingScheduler:
     """Mixin over a vLLM scheduler."""
 
-    counters: Counters | None = None
     records: Recording | None = None
     spans: EngineSpans | None = None
     source_name: str = "native"
@@ -118,12 +120,14 @@ class CountingScheduler:
     _waited_s: float = 0.0
     """Those before the last step."""
     _emitted: int = 0
-    """Tokens until now."""
+    """Tokens since the last step that was noted."""
     hurried: bool = True
     """See `StepOrders`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.counters = Counters(VerifierStats("", 0.0, "off", 0))
+        """Those of the warm-up; the verifier's own take their place."""
         self.accounts = Accounts()
 
     def schedule(self, throttle_prefills: bool = False) -> Any:
@@ -156,14 +160,11 @@ class CountingScheduler:
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """vLLM's method of the same name."""
         self._verify_s += time.monotonic() - self._scheduled_at
-        counters = self.counters
-        if counters is not None:
-            self._count_verifications(counters, scheduler_output, model_runner_output)
+        self._count_verifications(scheduler_output, model_runner_output)
         self._updating = True
         outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
         self._updating = False
-        if counters is not None:
-            self._count_outputs(counters.stats, outputs)
+        self._count_outputs(self.counters.stats, outputs)
         return outputs
 
     def add_request(self, request: Any) -> None:
@@ -188,16 +189,16 @@ class CountingScheduler:
     def finish_requests(self, request_ids: Any, finished_status: Any) -> Any:
         """vLLM's method of the same name: requests that end by someone's wish, and not by their own tokens."""
         ended = super().finish_requests(request_ids, finished_status)  # type: ignore[misc]
-        if self.counters is not None and not self._updating:
+        if not self._updating:
             for request in ended:
                 self._count_ended(self.counters.stats, request.request_id, str(request.get_finished_reason()))
         return ended
 
-    def note_verification(self, counters: Counters, request_id: str, drafted: int, accepted: int) -> Drafted | None:
+    def note_verification(self, request_id: str, drafted: int, accepted: int) -> Drafted:
         """One verification of this step, `drafted` is 0 where it had no draft; returns whose the draft was."""
         if not drafted:
-            return None
-        counters.verification(self.source_name, drafted, accepted, self.is_teacher_forced(request_id))
+            return UNDRAFTED
+        self.counters.verification(self.source_name, drafted, accepted, self.is_teacher_forced(request_id))
         return Drafted(self.source_name)
 
     def is_teacher_forced(self, request_id: str) -> bool:
@@ -211,7 +212,7 @@ class CountingScheduler:
 
     def record_step(self, seconds: float, verify_s: float) -> None:
         """The loop has accounted for a step."""
-        if self.records is not None and self.counters is not None:
+        if self.records is not None:
             scheduler: Any = self
             _, waiting = scheduler.get_request_counts()
             usage = scheduler.get_kv_cache_usage()
@@ -219,12 +220,10 @@ class CountingScheduler:
 
     def note_step(self, seconds: float) -> None:
         """The step that just ended took `seconds`, bookkeeping and sending included."""
-        if self.counters is None:
-            return
         stats = self.counters.stats
         stats.resumed += self._resumed
-        awaited_s, emitted = stats.idle_s["awaiting_draft"], stats.tokens - self._emitted
-        self._waited_s, self._awaited_s, self._emitted = awaited_s - self._awaited_s, awaited_s, stats.tokens
+        awaited_s, emitted = stats.idle_s["awaiting_draft"], self._emitted
+        self._waited_s, self._awaited_s, self._emitted = awaited_s - self._awaited_s, awaited_s, 0
         if self._prefill_tokens:
             stats.prefill_tokens += self._prefill_tokens
             stats.prefill_s += seconds
@@ -234,15 +233,13 @@ class CountingScheduler:
             self.counters.line.note(self._requests_in_step, seconds + self._waited_s, emitted)
 
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
-        if self.counters is not None:
-            self.counters.stats.preemptions += 1
+        self.counters.stats.preemptions += 1
         super()._preempt_request(request, *args, **kwargs)  # type: ignore[misc]
 
-    def _count_verifications(self, counters: Counters, scheduler_output: Any, model_runner_output: Any) -> None:
+    def _count_verifications(self, scheduler_output: Any, model_runner_output: Any) -> None:
         sampled = model_runner_output.sampled_token_ids
         index = model_runner_output.req_id_to_index
-        stats, records, prefilled = counters.stats, self.records, 0
-        accounts = self.accounts if self.accounts.any else None
+        stats, records, prefilled = self.counters.stats, self.records, 0
         waited_s = stats.idle_s["awaiting_draft"] - self._awaited_s
         for request_id, scheduled in scheduler_output.num_scheduled_tokens.items():
             request = self.requests.get(request_id)  # type: ignore[attr-defined]
@@ -256,32 +253,27 @@ class CountingScheduler:
             if not tokens:
                 continue
             stats.verifications += 1
-            drafted = sum(token >= 0 for token in drafts)
-            by = self.note_verification(counters, request_id, drafted, len(tokens) - 1)
-            if accounts is not None:
-                source, drafter_id = (by.source, by.drafter_id) if by is not None else ("", "")
-                accounts.verified(request_id, source, drafter_id, drafted if by is not None else 0, len(tokens) - 1, waited_s)
+            drafted, accepted = sum(token >= 0 for token in drafts), len(tokens) - 1
+            by = self.note_verification(request_id, drafted, accepted)
+            self.accounts.verified(request_id, by.source, by.drafter_id, drafted, accepted, waited_s)
             if self.spans is not None:
-                self.spans.verified(request_id, drafted, len(tokens) - 1, by.drafter_id if by is not None else "")
-            if records is None:
-                continue
-            if by is None:
-                records.verified(request_id, base_len, 0, 0, "", False)
-            else:
-                records.verified(request_id, base_len, drafted, len(tokens) - 1, by.drafter_id, by.ahead)
-                records.drafted(by.draft_s)
+                self.spans.verified(request_id, drafted, accepted, by.drafter_id)
+            if records is not None:
+                records.verified(request_id, base_len, drafted, accepted, by.drafter_id, by.ahead, by.draft_s)
         if records is not None and scheduler_output.num_scheduled_tokens:
             records.prefilled(prefilled)
 
     def _count_outputs(self, stats: VerifierStats, outputs: Any) -> None:
         for client_outputs in outputs.values():
             for output in client_outputs.outputs:
-                stats.tokens += len(output.new_token_ids)
-                if self.records is not None and output.new_token_ids:
-                    self.records.emitted(output.request_id, len(output.new_token_ids))
-                self.accounts.emitted(output.request_id, len(output.new_token_ids))
-                if self.spans is not None and output.new_token_ids:
-                    self.spans.emitted(output.request_id, len(output.new_token_ids))
+                if tokens := len(output.new_token_ids):
+                    stats.tokens += tokens
+                    self._emitted += tokens
+                    self.accounts.emitted(output.request_id, tokens)
+                    if self.records is not None:
+                        self.records.emitted(output.request_id, tokens)
+                    if self.spans is not None:
+                        self.spans.emitted(output.request_id, tokens)
                 if output.prefill_stats is not None:
                     stats.prompt_tokens += output.prefill_stats.num_prompt_tokens
                 if output.finish_reason is not None:
@@ -298,7 +290,7 @@ class CountingScheduler:
     def read_load(self, stats: VerifierStats) -> None:
         """Puts the present load and speed into `stats`."""
         scheduler: Any = self
-        stats.speed = self.counters.line.read() if self.counters is not None else None
+        stats.speed = self.counters.line.read()
         stats.running, stats.waiting = scheduler.get_request_counts()
         stats.kv_usage = scheduler.get_kv_cache_usage()
         stats.tokens_in_flight = sum(request.num_tokens for request in scheduler.requests.values())

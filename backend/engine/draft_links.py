@@ -22,6 +22,7 @@ from backend.wire.drafting import (
     Ahead,
     Drafts,
     Hello,
+    Next,
     Part,
     Refused,
     Want,
@@ -143,7 +144,8 @@ class DraftLinks:
         for drafter_id, items in self._scheduler.ask(now).items():
             link = self._links.get(drafter_id)
             if link is not None:
-                link.dealer.send(encode(self._scheduler.next_message(self._epoch, drafter_id, items)))
+                judges = self._scheduler.speculator.judges(drafter_id)
+                link.dealer.send(encode(Next(self._epoch, items, judges)))
 
     def read_counters(self, stats: VerifierStats) -> None:
         """Adds what the sending worker counted since the last call.

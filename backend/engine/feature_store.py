@@ -26,7 +26,7 @@ class _Kept:
 
 
 class FeatureStore:
-    """At most `capacity` bytes; 0 keeps nothing."""
+    """At most `capacity` bytes."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -34,14 +34,9 @@ class FeatureStore:
         self.held = 0
         """Bytes."""
 
-    @property
-    def is_on(self) -> bool:
-        """Whether anything is ever kept."""
-        return self._capacity > 0
-
     def add(self, request_id: str, start: int, rows: bytes, row_bytes: int) -> None:
         """Rows of the positions from `start` on were computed; those known already (after a preemption) are not kept twice."""
-        if not self._capacity or not rows:
+        if not rows:
             return
         kept = self._kept.get(request_id)
         if kept is not None and start > kept.end:

@@ -16,6 +16,7 @@ it does not know are opened again.
 from __future__ import annotations
 
 import logging
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -62,10 +63,10 @@ class Handover:
 class Shipped:
     """Bytes sent, rounds dropped at a full queue and hand-overs, per drafter, and the drafters that were greeted again."""
 
-    bytes_sent: dict[str, int] = field(default_factory=dict)
-    overflows: dict[str, int] = field(default_factory=dict)
-    greeted: list[str] = field(default_factory=list)
-    handovers: dict[str, Handover] = field(default_factory=dict)
+    bytes_sent: Counter[str] = field(default_factory=Counter)
+    overflows: Counter[str] = field(default_factory=Counter)
+    greeted: set[str] = field(default_factory=set)
+    handovers: defaultdict[str, Handover] = field(default_factory=lambda: defaultdict(Handover))
 
 
 @dataclass(frozen=True)
@@ -119,11 +120,8 @@ class FeatureShipper:
         self._postponed = Postponed()
         self._links: dict[str, FeatureLink] = {}
         self._epoch = 0
-        self.bytes_sent: dict[str, int] = {}
-        self.overflows: dict[str, int] = {}
-        self.handovers: dict[str, Handover] = {}
-        self.greeted: set[str] = set()
-        """Drafters that had to be greeted again."""
+        self._shipped = Shipped()
+        """Since it was last taken."""
 
     def set_drafters(self, wire: Wire, refs: list[DrafterRef], epoch: int, weights: int = 0) -> None:
         """Connects to new drafters, leaves those no longer assigned.  `epoch` is shared with the scheduler's sockets.
@@ -176,7 +174,7 @@ class FeatureShipper:
     def ship(self, spans: list[Span], hidden: torch.Tensor | None) -> None:
         """Sends this step's rows, or puts them aside.  `hidden`: `[num_tokens, width]` before `fc`, or None when drafters need
         no features."""
-        if hidden is not None and (self._assigned or self._store.is_on):
+        if hidden is not None:
             if not self.hurried and not self._postponed.is_full:
                 self._postponed.add(spans, hidden)
                 return
@@ -186,7 +184,7 @@ class FeatureShipper:
             chosen = self._drafter_of(span.request_id)
             if chosen is not None:
                 by_drafter[chosen].append(span)
-        rows = self._features(spans, hidden, self._projection("")) if self._assigned or self._store.is_on else _Rows()
+        rows = self._features(spans, hidden, self._projection(""))
         for span in spans:
             self._store.add(span.request_id, span.start, rows.of.get(span.request_id, b""), rows.row_bytes)
         for drafter_id, its_spans in by_drafter.items():
@@ -194,7 +192,7 @@ class FeatureShipper:
             if link is None:
                 continue
             if link.listen():
-                self.greeted.add(drafter_id)
+                self._shipped.greeted.add(drafter_id)
             if its_spans or link.closed:
                 self._ship_to(link, its_spans, self._rows_for(link, its_spans, hidden, rows))
 
@@ -232,12 +230,11 @@ class FeatureShipper:
         """One round, what is closed first; False when the drafter's queue is full."""
         at = link.leave(frame)
         header = encode(Round(self._epoch, rows.dtype, rows.width, [*link.closed, *items], at))
-        drafter_id = link.ref.id
         if link.socket.send(header, frame if at is None else b""):
             link.closed.clear()
-            self.bytes_sent[drafter_id] = self.bytes_sent.get(drafter_id, 0) + len(header) + len(frame)
+            self._shipped.bytes_sent[link.ref.id] += len(header) + len(frame)
             return True
-        self.overflows[drafter_id] = self.overflows.get(drafter_id, 0) + 1
+        self._shipped.overflows[link.ref.id] += 1
         return False
 
     def _hand_over(self, link: FeatureLink, span: Span, rows: _Rows, room: int) -> tuple[Open | Commit, bytes, int] | None:
@@ -277,7 +274,7 @@ class FeatureShipper:
         link.next_row[request_id] = end
         link.cold.discard(request_id)
         count = span.start - start
-        handed = self.handovers.setdefault(link.ref.id, Handover())
+        handed = self._shipped.handovers[link.ref.id]
         handed.requests, handed.rows = handed.requests + 1, handed.rows + count
         handed.bytes_sent += count * rows.row_bytes
         return item, frame, count
@@ -327,6 +324,5 @@ class FeatureShipper:
 
     def take_counters(self) -> Shipped:
         """What happened since the last call."""
-        taken = Shipped(self.bytes_sent, self.overflows, sorted(self.greeted), self.handovers)
-        self.bytes_sent, self.overflows, self.greeted, self.handovers = {}, {}, set(), {}
+        taken, self._shipped = self._shipped, Shipped()
         return taken

@@ -1,6 +1,6 @@
 """Fixed responses: requests that must emit given tokens while their drafts are verified for real.
 
-A rollout replays a trace: every request carries its response in `SamplingParams.extra_args` (see `engine_wire.FIXED_RESPONSE`).
+A rollout replays a trace: every request carries its response in `SamplingParams.extra_args` (see `FIXED_RESPONSE`).
 The target runs and samples as ever; then a fixed request's outcome is replaced: its drafts are accepted as far as they agree
 with the response, and the response's next token takes the place of the verifier's own.  No more can be emitted: the
 KV of later draft positions was computed with the draft's own tokens.  Acceptance then measures agreement with the trace and not

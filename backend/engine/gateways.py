@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import msgspec
+import vllm
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason, UtilityOutput
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, UtilityResult
 
 from backend.engine.fixed import refuse_unfit
 from backend.engine.resume import add_request
+from backend.engine.weights import WeightControl
 from backend.fleet import VerifierStats
 from backend.records.kept import KeptRows, RowBatch
 from backend.transport import Router
@@ -42,9 +43,6 @@ from backend.wire.engine import (
     EngineWelcome,
     Refusal,
 )
-
-if TYPE_CHECKING:
-    from backend.engine.weights import WeightControl
 
 logger = logging.getLogger(__name__)
 
@@ -96,16 +94,14 @@ class GatewayPort:
         core: EngineCore,
         welcome: EngineWelcome,
         lease_s: float,
-        vllm: str,
-        kept: KeptRows | None = None,
-        weights: WeightControl | None = None,
+        kept: KeptRows | None,
+        weights: WeightControl,
     ) -> None:
         self._weights = weights
         self._swapping_s = 0.0
         self._router = router
         self._core = core
         self._welcome = welcome
-        self._vllm = vllm
         self._kept = kept
         self._lease_s = lease_s
         self._by_identity: dict[bytes, _Gateway] = {}
@@ -144,8 +140,7 @@ class GatewayPort:
             gateway = self._by_index.get(index)
             if gateway is None or not (its_outputs.outputs or its_outputs.utility_output):
                 continue
-            frames = self._encoder.encode(its_outputs)
-            if not self._router.send(gateway.identity, OUTPUTS, *(bytes(frame) for frame in frames)):
+            if not self._router.send(gateway.identity, OUTPUTS, *self._encoder.encode(its_outputs)):
                 logger.error("gateway %d does not read its outputs; dropping it", index)
                 self._forget(gateway)
 
@@ -182,16 +177,17 @@ class GatewayPort:
         except (msgspec.DecodeError, IndexError):
             self._refuse(identity, "incompatible", "the greeting could not be read")
             return
-        if (hello.version, hello.vllm_version) != (ENGINE_WIRE_VERSION, self._vllm):
-            self._refuse(identity, "incompatible", f"this verifier speaks wire {ENGINE_WIRE_VERSION} of vLLM {self._vllm}")
+        ours = vllm.__version__
+        if (hello.version, hello.vllm_version) != (ENGINE_WIRE_VERSION, ours):
+            self._refuse(identity, "incompatible", f"this verifier speaks wire {ENGINE_WIRE_VERSION} of vLLM {ours}")
             return
         if identity not in self._by_identity:
             gateway = _Gateway(identity, self._next_index, now)
             self._next_index += 1
             self._by_identity[identity] = self._by_index[gateway.index] = gateway
         self._by_identity[identity].last_heard = now
-        weights = self._weights.loaded if self._weights is not None else self._welcome.weights
-        self._router.send(identity, WELCOME, msgspec.msgpack.encode(msgspec.structs.replace(self._welcome, weights=weights)))
+        welcome = msgspec.structs.replace(self._welcome, weights=self._weights.loaded)
+        self._router.send(identity, WELCOME, msgspec.msgpack.encode(welcome))
 
     def _refuse(self, identity: bytes, reason: Literal["unknown", "incompatible", "unreadable"], message: str) -> None:
         self._router.send(identity, REFUSED, msgspec.msgpack.encode(Refusal(reason, message)))
@@ -228,14 +224,14 @@ class GatewayPort:
 
     def _utility(self, gateway: _Gateway, call_id: int, method: str, arguments: list[Any]) -> None:
         output = UtilityOutput(call_id)
-        swapping = method in SWAPPING and self._weights is not None
+        swapping = method in SWAPPING
         if not swapping and method not in UTILITIES:
             output.failure_message = f"{method} cannot be called on a verifier"
         else:
             began = time.monotonic()
             try:
                 function = getattr(self._weights if swapping else self._core, method)
-                result = function(*self._convert(function, arguments))
+                result = function(*EngineCoreProc._convert_msgspec_args(function, arguments))
                 if isinstance(result, Future):
                     # It is answered when it is done.
                     result.add_done_callback(lambda done: self._answer_late(gateway, call_id, done))
@@ -259,9 +255,6 @@ class GatewayPort:
         else:
             output.result = UtilityResult(done.result())
         self.send_outputs({gateway.index: EngineCoreOutputs(utility_output=output)})
-
-    def _convert(self, function: Any, arguments: list[Any]) -> Iterator[Any]:
-        return iter(EngineCoreProc._convert_msgspec_args(function, arguments))
 
     def _forget(self, gateway: _Gateway) -> None:
         del self._by_identity[gateway.identity], self._by_index[gateway.index]

@@ -96,8 +96,11 @@ class Recording:
 
     # -- one step ------------------------------------------------------------------------------------------------------
 
-    def verified(self, request_id: str, base_len: int, draft_tokens: int, accepted: int, drafter: str, ahead: bool) -> None:
-        """Of `draft_tokens` (0: there was no draft) `accepted` were the verifier's own."""
+    def verified(
+        self, request_id: str, base_len: int, draft_tokens: int, accepted: int, drafter: str, ahead: bool, draft_s: float = 0.0
+    ) -> None:
+        """Of `draft_tokens` (0: there was no draft) `accepted` were the verifier's own; drafting took `draft_s` seconds."""
+        self._draft_s = max(self._draft_s, draft_s)
         request = self._requests.get(request_id)
         if request is not None:
             request.outcome = (self._steps, base_len, draft_tokens, accepted, drafter, ahead)
@@ -107,10 +110,6 @@ class Recording:
         self._ran = True
         self._prefill += tokens
         self._now = time.time()
-
-    def drafted(self, seconds: float) -> None:
-        """A draft verified in this step took its drafter so long."""
-        self._draft_s = max(self._draft_s, seconds)
 
     def emitted(self, request_id: str, tokens: int) -> None:
         """So many tokens of a verification go to the client."""

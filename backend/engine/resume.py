@@ -94,7 +94,7 @@ def _check_vocabulary(core: EngineCore, tokens: Sequence[int], name: str) -> Non
 def _seed(params: Any, noise_seed: int | None) -> None:
     """Moves the seed to where our sampler reads it: vLLM would make a generator of it, which nobody draws from."""
     # Not `sampling_type`: vLLM keeps what it once said, and would make the generator all the same.
-    if params is None or params.temperature < GREEDY_BELOW:
+    if params.temperature < GREEDY_BELOW:
         return
     seed = params.seed if params.seed is not None else noise_seed
     seed = secrets.randbits(64) if seed is None else seed % 2**64

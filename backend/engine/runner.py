@@ -117,6 +117,23 @@ class ResumedOutputs:
             del batch.add_request
 
 
+class RemoteProposer:
+    """The proposer that vLLM is configured with when drafts come from elsewhere: it proposes nothing.
+
+    vLLM's `custom_class` method gives its scheduler and its runner their speculative paths.  `RemoteDrafting` takes the place
+    of the call to `propose`.
+    """
+
+    def __init__(self, vllm_config: Any) -> None:
+        pass
+
+    def load_model(self, *args: Any) -> None:
+        """No weights here; vLLM's CPU runner calls it all the same."""
+
+    def propose(self, *args: Any) -> None:
+        """Never called; vLLM looks whether it is there."""
+
+
 class RemoteDrafting:
     """Ships features instead of proposing.  `shipper` is None on every rank but the one that sends."""
 

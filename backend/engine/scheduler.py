@@ -16,11 +16,11 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds
 
-from backend.engine.counting import Counters, CountingScheduler, Drafted
+from backend.engine.counting import UNDRAFTED, CountingScheduler, Drafted
 from backend.fleet import DrafterRef, VerifierStats
 from backend.speculation.speculator import Speculator
 from backend.speculation.waiting import Plan
-from backend.wire.drafting import Ahead, Drafts, Next, NextItem
+from backend.wire.drafting import Ahead, Drafts, NextItem
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class DraftingScheduler(CountingScheduler, Scheduler):
 
     def take_drafts(self, drafter_id: str, drafts: Drafts, now: float) -> None:
         """An answer came in from a drafter."""
-        if self.counters is None or drafter_id not in self._refs:
+        if drafter_id not in self._refs:
             return
         counters, draft_s, queue_s = self.counters.drafter(drafter_id), drafts.draft_us / 1e6, drafts.queue_us / 1e6
         counters.rounds += 1
@@ -97,18 +97,13 @@ class DraftingScheduler(CountingScheduler, Scheduler):
     def ask(self, now: float) -> dict[str, list[NextItem]]:
         """What every drafter is to draft for the requests whose step has ended."""
         asks = self.speculator.ask(now)
-        if self.counters is not None:
-            for drafter_id, items in asks.items():
-                ahead = [item for item in items if item.outcomes]
-                if ahead:
-                    counters, misses = self.counters.drafter(drafter_id), sum(not item.verifying for item in ahead)
-                    counters.ahead_hits += len(ahead) - misses
-                    counters.ahead_misses += misses
+        for drafter_id, items in asks.items():
+            ahead = [item for item in items if item.outcomes]
+            if ahead:
+                counters, misses = self.counters.drafter(drafter_id), sum(not item.verifying for item in ahead)
+                counters.ahead_hits += len(ahead) - misses
+                counters.ahead_misses += misses
         return asks
-
-    def next_message(self, epoch: int, drafter_id: str, items: list[NextItem]) -> Next:
-        """`ask`'s answer as it travels."""
-        return Next(epoch, items, self.speculator.judges(drafter_id))
 
     def wait_until(self, now: float) -> float | None:
         """Until when the next step should wait for drafts; None: begin now.  Nothing waits when the engine is being paused."""
@@ -129,12 +124,12 @@ class DraftingScheduler(CountingScheduler, Scheduler):
 
     # -- counting ------------------------------------------------------------------------------------------------------
 
-    def note_verification(self, counters: Counters, request_id: str, drafted: int, accepted: int) -> Drafted | None:
+    def note_verification(self, request_id: str, drafted: int, accepted: int) -> Drafted:
         """One verification of this step."""
         draft = self.speculator.verified(request_id) if drafted else None
         if draft is None:
-            return None
-        counters.verification(draft.source.drafter_id, drafted, accepted, self.is_teacher_forced(request_id))
+            return UNDRAFTED
+        self.counters.verification(draft.source.drafter_id, drafted, accepted, self.is_teacher_forced(request_id))
         return Drafted(draft.source.drafter_id, draft.source.ahead, draft.draft_s, draft.source.kind)
 
     def plan_in_force(self) -> Plan:
@@ -181,7 +176,7 @@ class DraftingScheduler(CountingScheduler, Scheduler):
         if drafts:
             super().update_draft_token_ids(DraftTokenIds(list(drafts), list(drafts.values())))
         for drafter_id in attached.lost:
-            self._drop(drafter_id, "lost")
+            self.counters.dropped(drafter_id, "lost")
         self.hurried = attached.hurried
         output = super().schedule(throttle_prefills)
         if self.speculator.preference.has_choice:
@@ -233,10 +228,6 @@ class DraftingScheduler(CountingScheduler, Scheduler):
         if len(self.waiting) and len(self.running) < self.max_num_running_reqs:
             chunks += self.waiting.peek_request().num_tokens
         return int(min(chunks, room))
-
-    def _drop(self, drafter_id: str, reason: str) -> None:
-        if self.counters is not None:
-            self.counters.dropped(drafter_id, reason)
 
 
 def _is_greedy(request: Any) -> bool:

@@ -15,6 +15,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from backend.fleet import VerifierStats
 from backend.records.kept import RowBatch
+from backend.transport import Buffer
 from backend.wire.engine import (
     ABORT,
     ACCOUNTS,
@@ -37,7 +38,6 @@ from backend.wire.engine import (
     Refusal,
 )
 
-Buffer = bytes | bytearray | memoryview
 _pack = msgspec.msgpack.encode
 
 

@@ -1,4 +1,4 @@
-"""vLLM workers with our runner mixins.  Worker process; named by dotted path in `engine.py`.
+"""vLLM workers with our runner mixins.  Worker process; named by dotted path in `build.py`.
 
 vLLM's CPU worker builds its runner inline, its GPU worker through a factory; swapping the runner's class between
 `init_device` and `load_model` works for both.
@@ -29,9 +29,9 @@ from backend.transport import ServerKeys, Wire
 from backend.wire.drafting import TargetTensor
 
 KEPT_PROJECTIONS = 8
+"""Heads whose `fc` is kept at hand: each drafter may have another."""
 HANDOVER_BYTES = 256 << 20
 """Host memory for the features of running requests: drafters that take over start warm."""
-"""Heads whose `fc` is kept at hand: each drafter may have another."""
 
 
 class _Mixed:

@@ -14,9 +14,8 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from backend.transport.hub import Buffer
 from backend.transport.sockets import Wire, connect_dealer
-
-Buffer = bytes | bytearray | memoryview
 
 
 class _Watched:

@@ -13,8 +13,8 @@ import zmq
 from backend.transport.refusals import Refusals
 from backend.transport.sockets import ServerKeys, Wire, bind_router, connect_dealer
 
-Buffer = bytes | memoryview
-"""A frame to send, one item per byte; it is copied before `send` returns."""
+Buffer = bytes | bytearray | memoryview
+"""A frame to send; it is copied before `send` returns."""
 
 
 class Router:
@@ -37,7 +37,7 @@ class Router:
             return None
         return identity, frames
 
-    def send(self, identity: bytes, *frames: bytes) -> bool:
+    def send(self, identity: bytes, *frames: Buffer) -> bool:
         """Queues one message; False when that peer's queue is full.  A peer that is gone is not an error."""
         try:
             self.socket.send_multipart((identity, *frames), zmq.NOBLOCK)
@@ -99,14 +99,11 @@ class Hub:
         self._add(socket)
         return Dealer(socket)
 
-    def drop(self, end: Router | Dealer) -> None:
-        """Closes one socket."""
-        if isinstance(end, Router) and end.refusals is not None:
-            self._refusals.remove(end.refusals)
-            end.refusals.close()
-        self._poller.unregister(end.socket)
-        self._sockets.remove(end.socket)
-        end.socket.close()
+    def drop(self, dealer: Dealer) -> None:
+        """Closes one client socket."""
+        self._poller.unregister(dealer.socket)
+        self._sockets.remove(dealer.socket)
+        dealer.socket.close()
 
     def poll(self, timeout_s: float) -> bool:
         """Waits until a socket is readable or `wake` was called; False when the time ran out first."""

@@ -5,6 +5,7 @@ Two threads: the engine thread builds vLLM and runs `EngineLoop`; the caller's t
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -16,12 +17,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from backend.config import REMOTE_MODES, Settings
-from backend.engine.build import build_config, build_core, draft_source, vllm_version
+from backend.engine.build import build_config, build_core, draft_source
 from backend.engine.counting import Counters
 from backend.engine.draft_links import DraftLinks
 from backend.engine.gateways import GatewayPort
 from backend.engine.loop import EngineLoop
-from backend.engine.ranks import segments_of_ranks
 from backend.engine.recording import Recording
 from backend.engine.spans import EngineSpans
 from backend.engine.warm_up import warm_up
@@ -38,9 +38,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+SEGMENTS, SEGMENT_NAME = Path("/dev/shm"), "vllm_dist_"
+"""Memory through which vLLM's tensor-parallel ranks reduce on CPUs; each removes its own as it ends, if it is not killed."""
+
 
 class VerifierProcess:
-    """Start, assign drafters, read counters, stop."""
+    """Start, assign drafters, read counters, stop.  Rows go to files where the settings name a directory."""
 
     def __init__(
         self,
@@ -106,7 +109,7 @@ class VerifierProcess:
     def _serve(self) -> None:
         config = build_config(self._settings, self._paths, self.verifier_id)
         core = build_core(config, self._lose_rank)
-        self._segments = segments_of_ranks(core.model_executor)
+        self._segments = _segments_of_ranks(core.model_executor)
         warm_up(core)
         hub = Hub(Wire(self._fleet_keys))
         stats = VerifierStats(self.verifier_id, time.time(), self._settings.mode, self._settings.num_speculative_tokens)
@@ -171,7 +174,7 @@ class VerifierProcess:
             supported_tasks=list(core.get_supported_tasks()),
         )
         weights = WeightControl(core, self._paths.target_dir, bool(config.model_config.enable_sleep_mode))
-        gateways = GatewayPort(router, core, welcome, self._settings.verifier.gateway_lease_s, vllm_version(), kept, weights)
+        gateways = GatewayPort(router, core, welcome, self._settings.verifier.gateway_lease_s, kept, weights)
         is_remote = self._settings.mode in REMOTE_MODES
         links = DraftLinks(hub, core, self.verifier_id, counters) if is_remote else None
         weights.on_outputs = gateways.send_outputs
@@ -184,3 +187,15 @@ class VerifierProcess:
         if links is not None:
             weights.on_renewed = lambda: links.renew(weights.loaded)
         return EngineLoop(core, hub, gateways, links, counters, files, weights)
+
+
+def _segments_of_ranks(executor: Any) -> set[Path]:
+    """The segments that the processes of vLLM's executor have mapped; none where the executor has no processes."""
+    found = set()
+    for worker in getattr(executor, "workers", ()):
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{worker.proc.pid}/maps").read_text().splitlines():
+                path = Path(line.split(maxsplit=5)[-1])
+                if path.parent == SEGMENTS and path.name.startswith(SEGMENT_NAME):
+                    found.add(path)
+    return found

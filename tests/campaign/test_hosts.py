@@ -19,7 +19,7 @@ import msgspec
 import pytest
 import zmq
 
-from backend.engine.build import vllm_version
+from backend.engine.front import VLLM_VERSION
 from backend.fleet import FleetSnapshot
 from backend.transport import ServerKeys, new_server_keys
 from backend.wire.drafting import PROTOCOL_VERSION, Hello, encode
@@ -146,7 +146,7 @@ def test_wrong_keys_get_nothing_and_change_nothing(hosts: Hosts, expected: dict[
     members = {view.member.id: view.member for view in hosts.snapshot().members}
     assert members["verifier-0"].address == f"tcp://{hosts.machines.head.address}:{PORT}"
     assert members["drafter-0"].address == f"tcp://{hosts.machines.worker.address}:{PORT}"
-    gateway_hello = [HELLO, msgspec.msgpack.encode(EngineHello(ENGINE_WIRE_VERSION, vllm_version(), "stranger"))]
+    gateway_hello = [HELLO, msgspec.msgpack.encode(EngineHello(ENGINE_WIRE_VERSION, VLLM_VERSION, "stranger"))]
     drafting_hello = [encode(Hello(PROTOCOL_VERSION, "stranger", "drafts", 1))]
     for name, hello in (("verifier-0", gateway_hello), ("drafter-0", drafting_hello)):
         member = members[name]

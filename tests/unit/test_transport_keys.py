@@ -160,6 +160,5 @@ def test_an_interface_stands_for_its_address_and_ipv6_is_an_address() -> None:
         try:
             router: Router = hub.router(asked, SERVER)
             assert router.address.startswith(expected)
-            hub.drop(router)
         finally:
             hub.close()

@@ -8,15 +8,30 @@ begins here and in `tests/unit/test_gateway_contract.py`.
 from __future__ import annotations
 
 import vllm  # first: its submodules do not import alone
-from vllm.config import VllmConfig
-from vllm.entrypoints.anthropic.protocol import AnthropicCountTokensRequest, AnthropicMessagesRequest
-from vllm.entrypoints.openai.chat_completion.protocol import BatchChatCompletionRequest, ChatCompletionRequest
-from vllm.entrypoints.openai.completion.protocol import CompletionRequest
-from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
+from vllm.entrypoints.anthropic.protocol import (
+    AnthropicCountTokensRequest,
+    AnthropicMessagesRequest,
+    AnthropicMessagesResponse,
+)
+from vllm.entrypoints.openai.chat_completion.protocol import (
+    BatchChatCompletionRequest,
+    ChatCompletionRequest,
+    ChatCompletionResponse,
+)
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest, CompletionResponse
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest, GenerateTokensResponse
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.exception_handling.utils import sanitize_message
 from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest, UnloadLoRAAdapterRequest
-from vllm.entrypoints.serve.tokenize.protocol import DetokenizeRequest, TokenizeChatRequest, TokenizeCompletionRequest
+from vllm.entrypoints.serve.tokenize.protocol import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    TokenizeChatRequest,
+    TokenizeCompletionRequest,
+    TokenizeResponse,
+    TokenizerInfoResponse,
+)
 from vllm.exceptions import (
     GracefulHTTPError,
     RetryableRequestError,
@@ -38,10 +53,14 @@ __all__ = [
     "VLLM_VERSION",
     "AnthropicCountTokensRequest",
     "AnthropicMessagesRequest",
+    "AnthropicMessagesResponse",
     "BatchChatCompletionRequest",
     "ChatCompletionRequest",
+    "ChatCompletionResponse",
     "CompletionRequest",
+    "CompletionResponse",
     "DetokenizeRequest",
+    "DetokenizeResponse",
     "EngineCoreClient",
     "EngineCoreOutput",
     "EngineCoreOutputs",
@@ -49,19 +68,22 @@ __all__ = [
     "ErrorResponse",
     "FinishReason",
     "GenerateRequest",
+    "GenerateTokensResponse",
     "GracefulHTTPError",
     "LoadLoRAAdapterRequest",
     "ResponseRequest",
+    "ResponsesRequest",
     "RetryableRequestError",
     "SamplingParams",
     "StreamFailed",
     "TokenizeChatRequest",
     "TokenizeCompletionRequest",
+    "TokenizeResponse",
+    "TokenizerInfoResponse",
     "UnloadLoRAAdapterRequest",
     "VLLMClientError",
     "VLLMNotFoundError",
     "VLLMServerError",
     "VLLMValidationError",
-    "VllmConfig",
     "sanitize_message",
 ]

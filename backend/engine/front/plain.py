@@ -10,12 +10,9 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Callable
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, Protocol
 
 import vllm  # noqa: F401  (first: its submodules do not import alone)
-from vllm.entrypoints.generate.base.protocol import PerRequestMetrics
-from vllm.entrypoints.generate.base.serving import build_spec_decoding_metrics
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionStreamResponse
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat, _make_prompt_tokens_details
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest, CompletionStreamResponse
@@ -80,7 +77,7 @@ class PlainStream:
         form: Form,
         *,
         role: str | None,
-        last: Callable[[UsageInfo, RequestState, bool], str],
+        last: Callable[[UsageInfo, RequestState], str],
     ) -> None:
         self._client = client
         self._submit = submit
@@ -135,8 +132,7 @@ class PlainStream:
         if self.form.include_usage:
             prompt, completion = self._prompt_tokens, self._completion_tokens
             usage = UsageInfo(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion)
-            alone = len(self._submit) == self.form.n == 1
-            self.sink.put(b"data: %b\n\n" % self._last(usage, self._first or state, alone).encode())
+            self.sink.put(b"data: %b\n\n" % self._last(usage, self._first or state).encode())
         self.sink.put(DONE)
         self.sink.end()
 
@@ -239,21 +235,14 @@ def is_plain(serving: Any, request: Any) -> bool:
         or request.stream_interval not in (None, 1)
         or getattr(request, "return_prompt_text", False)
         or _is_parsed(getattr(serving, "parser_cls", None), request)
-        or getattr(serving, "enable_log_outputs", False)
-        or serving.enable_per_request_metrics
-        or serving.enable_force_include_usage
+        or serving.engine_client.observability_config.per_request_spec_decode_metrics != "none"
         or serving.engine_client.output_processor.stream_interval > 1
     )
 
 
-def _dump(serving: Any, chunk: Any, usage: UsageInfo, state: RequestState, alone: bool, **dump: bool) -> str:
+def _dump(serving: Any, chunk: Any, usage: UsageInfo, **dump: bool) -> str:
     chunk.usage = usage
     chunk.system_fingerprint = serving.system_fingerprint
-    # Such figures are one sequence's.
-    outputs = [SimpleNamespace(spec_decode_metrics=state.spec_decode_metrics)] if alone else []
-    stats = build_spec_decoding_metrics(SimpleNamespace(outputs=outputs))
-    if stats is not None:
-        chunk.metrics = PerRequestMetrics(speculative_decoding=stats)
     text: str = chunk.model_dump_json(exclude_none=True, **dump)
     return text
 
@@ -267,36 +256,27 @@ class Chat(OpenAIServingChat):
         result_generator: Any,
         request_id: str,
         model_name: str,
-        conversation: Any,
-        tokenizer: Any,
-        request_metadata: Any,
-        chat_template_kwargs: dict[str, Any] | None = None,
+        *args: Any,
         mm_token_counts: dict[str, int] | None = None,
+        **kwargs: Any,
     ) -> PlainStream | AsyncGenerator[str, None]:
+        """vLLM's, or ours."""
         submit = submissions()
         if submit is None or not is_plain(self, request):
             stream: AsyncGenerator[str, None] = super().chat_completion_stream_generator(
-                request,
-                result_generator,
-                request_id,
-                model_name,
-                conversation,
-                tokenizer,
-                request_metadata,
-                chat_template_kwargs=chat_template_kwargs,
-                mm_token_counts=mm_token_counts,
+                request, result_generator, request_id, model_name, *args, mm_token_counts=mm_token_counts, **kwargs
             )
             return stream
         created = int(time.time())
 
-        def last(usage: UsageInfo, state: RequestState, alone: bool) -> str:
+        def last(usage: UsageInfo, state: RequestState) -> str:
             usage.prompt_tokens_details = _make_prompt_tokens_details(
                 self.enable_prompt_tokens_details, state.num_cached_tokens, state.num_cache_creation_tokens, mm_token_counts
             )
             chunk = ChatCompletionStreamResponse(
                 id=request_id, object="chat.completion.chunk", created=created, choices=[], model=model_name
             )
-            return _dump(self, chunk, usage, state, alone, exclude_unset=True)
+            return _dump(self, chunk, usage, exclude_unset=True)
 
         # With a parser vLLM sends no chunk, or one without content, where there is no text.
         sparse = self.parser_cls is not None
@@ -328,30 +308,22 @@ class Completion(OpenAIServingCompletion):
         request_id: str,
         created_time: int,
         model_name: str,
-        num_prompts: int,
-        tokenizer: Any,
-        request_metadata: Any,
+        *args: Any,
+        **kwargs: Any,
     ) -> PlainStream | AsyncGenerator[str, None]:
+        """vLLM's, or ours."""
         submit = submissions()
         if submit is None or not is_plain(self, request):
             stream: AsyncGenerator[str, None] = super().completion_stream_generator(
-                request,
-                engine_inputs,
-                result_generator,
-                request_id,
-                created_time,
-                model_name,
-                num_prompts,
-                tokenizer,
-                request_metadata,
+                request, engine_inputs, result_generator, request_id, created_time, model_name, *args, **kwargs
             )
             return stream
 
-        def last(usage: UsageInfo, state: RequestState, alone: bool) -> str:
+        def last(usage: UsageInfo, state: RequestState) -> str:
             if self.enable_prompt_tokens_details:
                 usage.prompt_tokens_details = PromptTokenUsageInfo(cached_tokens=state.num_cached_tokens)
             chunk = CompletionStreamResponse(id=request_id, created=created_time, model=model_name, choices=[])
-            return _dump(self, chunk, usage, state, alone, exclude_unset=False)
+            return _dump(self, chunk, usage, exclude_unset=False)
 
         form = Form(
             request, completion_template, self.system_fingerprint, id=request_id, created=created_time, model=model_name
