@@ -204,7 +204,6 @@ class DraftingSettings(Section):
     gpus: float | None = Field(None, ge=0, description="GPUs per drafter; default: 1 with CUDA, else 0")
     cores: int = Field(1, ge=1, description="CPU cores per drafter where it runs on the CPU")
     ray_resources: Resources = Field(default_factory=dict, description="as verifier.ray_resources, of a drafter")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="compute type; auto: the head's own")
     cache_tokens: int = Field(131072, ge=256, description="rows of the drafter's KV cache, over all sequences")
     learning: Literal["off", "on", "always"] = Field(
         "off",

@@ -22,8 +22,6 @@ BATCH_ROWS = 2048
 class ModelProposer(EagleProposer):
     """A draft model behind the `Proposer` protocol."""
 
-    hidden = 0
-
     def open(self, key: Hashable, tokens: list[int], rows: int, now: float, sampling: Sampling = GREEDY) -> None:
         """Starts a sequence; rows of an earlier one with the same prefix are reused."""
         super().open(key, [START, *tokens], 1, now, sampling)

@@ -6,6 +6,7 @@ Drafter thread.  Both halves are batched over the sequences of a round, whicheve
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -13,58 +14,45 @@ from torch import Tensor
 from backend import noise
 from backend.drafter import cache
 from backend.drafter.draws import Draws, Ends
-from backend.drafter.head import Head, Rows, last_rows
+from backend.drafter.head import Head, Rows
+from backend.drafter.intake import TORCH_DTYPES
 from backend.drafter.outcomes import Imagination, Shape, steps_behind, tips
 from backend.drafter.proposer import GREEDY, MAX_DRAFT, NOTHING, Ask, Drafted, Premise, Sampling, Usage
 from backend.drafter.taus import Taus, Trial
 from backend.models.checkpoint import HeadWeights
 from backend.wire.drafting import Outcome
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-BATCH_OUTCOMES = 2048
-
-
-def choose_dtype(asked: str, stored: str, device: torch.device) -> torch.dtype:
-    """`auto`: the head's own type; on a CPU float32, which is faster there and never worse."""
-    if asked != "auto":
-        return DTYPES[asked]
-    return torch.float32 if device.type == "cpu" else DTYPES.get(stored, torch.float32)
+def compute_dtype(stored: str, device: torch.device) -> torch.dtype:
+    """The head's own type; on a CPU float32, which is faster there and never worse."""
+    return torch.float32 if device.type == "cpu" else TORCH_DTYPES.get(stored, torch.float32)
 
 
 class EagleProposer:
     """An EAGLE head behind the `Proposer` protocol."""
 
-    def __init__(
-        self,
-        weights: HeadWeights,
-        cache_tokens: int,
-        device: str = "cpu",
-        dtype: str = "auto",
-        gather: bool | None = None,
-    ) -> None:
+    batch_outcomes = 2048
+
+    def __init__(self, weights: HeadWeights, cache_tokens: int, device: str = "cpu") -> None:
         config = weights.config
         self.kind: str = config.kind
-        self.hidden = config.hidden_size
         self.vocab_size = config.vocab_size
         self.max_position = weights.max_position
         where = torch.device(device)
-        self.batch_outcomes = BATCH_OUTCOMES
         self._cache = cache.RowCache(cache_tokens, self._move)
         with torch.inference_mode():
             self._head = Head(
                 weights,
                 where,
-                choose_dtype(dtype, config.dtype, where),
+                compute_dtype(config.dtype, where),
                 self._cache.capacity,
                 # Rows of a batch go on drafting past their own end while others are not done.
                 self.max_position + MAX_DRAFT,
-                gather,
             )
         raw = weights.projection
         self._projection = None if raw is None else raw.to(self._head.device, self._head.dtype)
-        if raw is not None:
-            self.hidden = raw.weight.shape[1]
+        width = config.hidden_size if raw is None else raw.weight.shape[1]
+        self.hidden = width if self._head.takes_features else 0
         self._taus = Taus()
         self._imagination = Imagination(self._head, self._taus, self.max_position)
         noise.warm_up(where)
@@ -197,7 +185,8 @@ class EagleProposer:
         packed = torch.tensor([ids, positions, places], device=head.device)
         counts = [batch[i].rows for i in extended]
         rows = Rows(packed[0], packed[1], packed[2], [s.start for s in held], [s.length for s in held], counts)
-        keep = None if len(ids) == len(counts) else torch.tensor(last_rows(counts), device=head.device)
+        last = [end - 1 for end in accumulate(counts)]
+        keep = None if len(ids) == len(counts) else torch.tensor(last, device=head.device)
         if self._projection is not None and joined is not None:
             joined = self._projection(joined)
         output = head.forward(rows, joined, keep)

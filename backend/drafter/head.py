@@ -8,7 +8,6 @@ that nobody drafts from contribute keys and values only.  Semantics are those of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -74,13 +73,12 @@ class Head:
         dtype: torch.dtype,
         capacity: int,
         positions: int,
-        gather: bool | None = None,
     ) -> None:
         config = weights.config
         self.config = config
         self.device, self.dtype = device, dtype
         # One padded call per step suits a GPU; in-place reads, sequence by sequence, suit a CPU.
-        self.gather = device.type == "cuda" if gather is None else gather
+        self.gather = device.type == "cuda"
         self.heads, self.kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         self.group = self.heads // self.kv_heads
         self.query_width = self.heads * self.head_dim
@@ -339,12 +337,3 @@ class Head:
 
 def _affine(values: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return values @ weight if bias is None else torch.addmm(bias, values, weight)
-
-
-def last_rows(counts: Sequence[int]) -> list[int]:
-    """Index of each sequence's last row in a pass of `counts` rows per sequence."""
-    ends, end = [], 0
-    for count in counts:
-        end += count
-        ends.append(end - 1)
-    return ends

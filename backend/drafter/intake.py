@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from backend.drafter.proposer import MAX_DRAFT
+from backend.drafter.proposer import MAX_DRAFT, Proposer
+from backend.transport.ring import RingReader
 from backend.wire.drafting import HELLO_FIRST, Close, Commit, Next, Open, Round
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -23,22 +22,7 @@ class Malformed(Exception):
     """A message that may not be sent; the text says why, without repeating any of it."""
 
 
-@dataclass(frozen=True)
-class Limits:
-    """What a proposer can take."""
-
-    hidden: int
-    vocab_size: int
-
-
-class Ring(Protocol):
-    """Where a frame may be instead of in the message (`transport/ring.py`)."""
-
-    def read(self, position: int, size: int) -> bytearray:
-        """A copy; raises `ValueError`."""
-
-
-def features_of(message: Round, frames: Sequence[bytes], limits: Limits, ring: Ring | None = None) -> Tensor | None:
+def features_of(message: Round, frames: Sequence[bytes], proposer: Proposer, ring: RingReader | None) -> Tensor | None:
     """Checks a round and its frames; returns its features `[sum(rows), hidden]`, None when it has none.
 
     Raises `Malformed`.
@@ -51,12 +35,12 @@ def features_of(message: Round, frames: Sequence[bytes], limits: Limits, ring: R
         if isinstance(item, Close):
             continue
         asked.add(item.request_id)
-        _check_item(item, limits)
+        _check_item(item, proposer)
         rows += item.rows
     if len(frames) > 1:
         raise Malformed("too many frames")
-    if rows and message.hidden != limits.hidden:
-        raise Malformed(f"features are {message.hidden} wide, this drafter takes {limits.hidden}")
+    if rows and message.hidden != proposer.hidden:
+        raise Malformed(f"features are {message.hidden} wide, this drafter takes {proposer.hidden}")
     dtype = TORCH_DTYPES[message.dtype]
     expected = rows * message.hidden * dtype.itemsize
     frame = _frame(message, frames, expected, ring)
@@ -71,7 +55,7 @@ def features_of(message: Round, frames: Sequence[bytes], limits: Limits, ring: R
     return features
 
 
-def _frame(message: Round, frames: Sequence[bytes], expected: int, ring: Ring | None) -> bytearray:
+def _frame(message: Round, frames: Sequence[bytes], expected: int, ring: RingReader | None) -> bytearray:
     """The raw features, in memory of our own: torch wants to be able to write to it."""
     if message.at is None:
         return bytearray(frames[0] if frames else b"")
@@ -86,7 +70,7 @@ def _frame(message: Round, frames: Sequence[bytes], expected: int, ring: Ring | 
         raise Malformed(str(error)) from error
 
 
-def check_next(message: Next, limits: Limits) -> None:
+def check_next(message: Next, proposer: Proposer) -> None:
     """Checks a `Next`.  Raises `Malformed`."""
     if len({item.request_id for item in message.items}) != len(message.items):
         raise Malformed("a request twice in one message")
@@ -99,11 +83,11 @@ def check_next(message: Next, limits: Limits) -> None:
             raise Malformed("base_len, k, outcomes or floor out of range")
         if len(item.verifying) > MAX_DRAFT:
             raise Malformed("a draft longer than any can be")
-        if any(not 0 <= token < limits.vocab_size for token in item.verifying):
+        if any(not 0 <= token < proposer.vocab_size for token in item.verifying):
             raise Malformed("a token outside the vocabulary")
 
 
-def _check_item(item: Open | Commit, limits: Limits) -> None:
+def _check_item(item: Open | Commit, proposer: Proposer) -> None:
     known = len(item.tokens)
     if item.base_len < 1 or not 0 <= item.rows < item.base_len:
         raise Malformed("base_len or rows out of range")
@@ -113,5 +97,5 @@ def _check_item(item: Open | Commit, limits: Limits) -> None:
         raise Malformed("base_len does not fit the tokens")
     if item.rows > known:
         raise Malformed("more rows than tokens")
-    if known and not (min(item.tokens) >= 0 and max(item.tokens) < limits.vocab_size):
+    if known and not (min(item.tokens) >= 0 and max(item.tokens) < proposer.vocab_size):
         raise Malformed("a token outside the vocabulary")

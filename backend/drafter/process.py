@@ -84,7 +84,7 @@ def build_proposer(model: DrafterModel, settings: DraftingSettings) -> Proposer:
         return NgramProposer(vocab, longest, SHORTEST, LONGEST, settings.cache_tokens)
     weights = load_drafter(model.head_dir, model.target_dir, model.learning_dir is not None, model.newer)
     kind = ModelProposer if weights.config.kind == DRAFT_MODEL else EagleProposer
-    return kind(weights, settings.cache_tokens, _device(settings), settings.dtype)
+    return kind(weights, settings.cache_tokens, _device(settings))
 
 
 def _is_head(directory: str, target_dir: str) -> bool:
@@ -123,7 +123,7 @@ class DrafterProcess:
             model = self._model = replace(model, head_dir=self._learner.head_dir)
         proposer = build_proposer(model, settings)
         lessons = None if self._learner is None else self._learner.lessons
-        spans = DraftSpans(tracing, drafter_id) if tracing is not None else None
+        spans = DraftSpans(tracing, drafter_id)
         self._exchanging = threading.Lock()
         self._newest: dict[str, Tensor] = {}
         self._shared = model.shared()

@@ -19,7 +19,7 @@ from dataclasses import replace
 import msgspec
 
 from backend.drafter.following import Following
-from backend.drafter.intake import Limits, Malformed, check_next, features_of
+from backend.drafter.intake import Malformed, check_next, features_of
 from backend.drafter.lessons import Lessons
 from backend.drafter.nexts import Key, Nexts, Wanted
 from backend.drafter.proposer import NOTHING, Ask, Drafted, Premise, Proposer, Sampling
@@ -69,14 +69,13 @@ class DrafterService:
         following: Following | None = None,
     ) -> None:
         self._following = following or Following(lambda: (), lambda newer: None)
-        self._spans = spans
+        self._spans = spans or DraftSpans(None, drafter_id)
         self._lessons = lessons
         self._drafter_id = drafter_id
         self._exchanges = 0
         self._proposer = proposer
         self._idle_ttl_s = idle_ttl_s
         self._clock = clock
-        self._limits = Limits(proposer.hidden, proposer.vocab_size)
         self._sessions: dict[str, Session] = {}
         self._peers: dict[bytes, tuple[Session, Role]] = {}
         self._waiting: deque[Waiting] = deque()
@@ -117,12 +116,12 @@ class DrafterService:
             session = self._session_of(identity, message)
             session.last_heard = now
             if isinstance(message, Next):
-                check_next(message, self._limits)
+                check_next(message, self._proposer)
                 self._take_next(session, message, now)
                 return self._wish(identity, self._following.remind(session, now))
             if isinstance(message, Part):
                 return self._wish(identity, self._following.receive(session, message, frames[1:], now))
-            features = features_of(message, frames[1:], self._limits, session.ring)
+            features = features_of(message, frames[1:], self._proposer, session.ring)
         except (msgspec.MsgspecError, RecursionError):
             return self._refuse(identity, "not a message of this protocol")
         except Malformed as error:
@@ -143,9 +142,8 @@ class DrafterService:
         drafts = self._proposer.draft(asks) if asks else []
         finished = self._clock()
         self._count(rounds, asks, drafts, finished - started)
-        if self._spans is not None:
-            for ask, drafted in zip(asks, drafts, strict=True):
-                self._spans.drafted(ask.key, len(drafted.tokens), finished - started, finished)
+        for ask, drafted in zip(asks, drafts, strict=True):
+            self._spans.drafted(ask.key, len(drafted.tokens), finished - started, finished)
         return self._answer(fresh, drafts, started, finished) + unknown
 
     def replace(self, proposer: Proposer) -> None:
@@ -159,7 +157,6 @@ class DrafterService:
         if self._lessons is not None:
             self._lessons.exchanged()
         self._proposer = proposer
-        self._limits = Limits(proposer.hidden, proposer.vocab_size)
 
     def sweep(self) -> None:
         """Forgets requests unheard of for the configured time."""
@@ -171,8 +168,7 @@ class DrafterService:
         for session in self._sessions.values():
             if session.last_heard < before:
                 session.close_ring()
-        if self._spans is not None:
-            self._spans.expire(before)
+        self._spans.expire(before)
 
     def stats(self, started_at: float) -> DrafterStats:
         """A copy of the counters, with the present load; `started_at` is the process's, Unix seconds."""
@@ -226,8 +222,7 @@ class DrafterService:
             del self._peers[identity]
         self._waiting = deque(w for w in self._waiting if w.session is not session)
         self._nexts.end(session.verifier_id, session.epoch)
-        if self._spans is not None:
-            self._spans.end(session.verifier_id, session.epoch)
+        self._spans.end(session.verifier_id, session.epoch)
         over = [k for k in self._proposer.requests() if isinstance(k, tuple) and k[:2] == (session.verifier_id, session.epoch)]
         for key in over:
             self._proposer.close(key)
@@ -301,11 +296,9 @@ class DrafterService:
         found = self._proposer.imagine(premises)
         spent_s = self._clock() - started
         self._counters.busy_s += spent_s
-        if self._spans is not None:
-            for wanted, outcomes in zip(batch, found, strict=True):
-                self._spans.imagined(wanted.key, len(outcomes), spent_s)
-        if self._lessons is not None:
-            for wanted, outcomes in zip(batch, found, strict=True):
+        for wanted, outcomes in zip(batch, found, strict=True):
+            self._spans.imagined(wanted.key, len(outcomes), spent_s)
+            if self._lessons is not None:
                 self._lessons.imagined(wanted.key, wanted.item.base_len, wanted.item.verifying, outcomes)
         blocks = [Block(w.item.request_id, w.item.base_len, w.item.verifying, o) for w, o in zip(batch, found, strict=True)]
         replies: list[Reply] = []
@@ -331,8 +324,7 @@ class DrafterService:
             if isinstance(item, Close):
                 proposer.close(key)
                 self._nexts.forget(key)
-                if self._spans is not None:
-                    self._spans.closed(key, item.reason)
+                self._spans.closed(key, item.reason)
                 if self._lessons is not None:
                     self._lessons.closed(key)
                 continue
@@ -342,8 +334,7 @@ class DrafterService:
                 known = False
             elif isinstance(item, Open):
                 proposer.open(key, list(item.tokens), item.rows, now, Sampling.of(item.seed, item.temperature))
-                if self._spans is not None:
-                    self._spans.opened(key, item.trace, now)
+                self._spans.opened(key, item.trace, now)
                 known = True
             else:
                 known = proposer.commit(key, item.base_len, item.tokens, item.rows, now)

@@ -24,9 +24,9 @@ class _Request:
 
 
 class DraftSpans:
-    """Follows the traced requests of one drafter.  `now` is the service's clock."""
+    """Follows the traced requests of one drafter; without `tracing`, none.  `now` is the service's clock."""
 
-    def __init__(self, tracing: Tracing, drafter_id: str) -> None:
+    def __init__(self, tracing: Tracing | None, drafter_id: str) -> None:
         self._tracing = tracing
         self._drafter_id = drafter_id
         self._requests: dict[Hashable, _Request] = {}
@@ -34,7 +34,9 @@ class DraftSpans:
     def opened(self, key: tuple[str, int, str], traceparent: str, now: float) -> None:
         """A request begins here, or begins again."""
         self.closed(key, "reopened")
-        span = self._tracing.start("drafter", {"traceparent": traceparent}) if traceparent else None
+        if self._tracing is None or not traceparent:
+            return
+        span = self._tracing.start("drafter", {"traceparent": traceparent})
         if span is not None:
             span.set({"outrider.drafter": self._drafter_id, "outrider.verifier": key[0]})
             self._requests[key] = _Request(span, now)

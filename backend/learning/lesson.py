@@ -66,7 +66,9 @@ def _cut(replay: Replay) -> tuple[Tensor, Tensor, int]:
 
 def loss_of(pupil: Pupil, batch: Batch, depth: int) -> tuple[Tensor, Tensor]:
     """The loss, and `[depth]` how many draft tokens of each step would be accepted, after those before them."""
-    goals, outputs, rows = _unroll(pupil, batch, depth)
+    outputs, rows = _unroll(pupil, batch, depth)
+    with torch.no_grad():
+        goals = pupil.goals(batch.features)
     losses, accepted = [], []
     for step, output in enumerate(outputs):
         wanted = batch.answers[:, step + 2 : step + 2 + rows]
@@ -93,7 +95,7 @@ def acceptance_lengths(pupil: Pupil, batch: Batch, depth: int) -> list[float | N
     A draft counts as far as it says what was said.  So the tokens that its later steps read are those that were said.
     None: the replay is too short.
     """
-    _, outputs, rows = _unroll(pupil, batch, depth, with_goals=False)
+    outputs, rows = _unroll(pupil, batch, depth)
     wanted = batch.answers[:, 2 : 2 + rows] & batch.answers[:, 1 + depth : 1 + depth + rows]
     alive = wanted.clone()
     accepted = torch.zeros(len(batch.tokens), device=batch.tokens.device)
@@ -105,13 +107,9 @@ def acceptance_lengths(pupil: Pupil, batch: Batch, depth: int) -> list[float | N
     return [1 + float(a) / int(n) if n else None for a, n in zip(accepted, counts, strict=True)]
 
 
-def _unroll(pupil: Pupil, batch: Batch, depth: int, with_goals: bool = True) -> tuple[Tensor, list[Tensor], int]:
+def _unroll(pupil: Pupil, batch: Batch, depth: int) -> tuple[list[Tensor], int]:
     rows = batch.features.shape[1] - depth
-    if rows < 1:
-        return batch.features, [], 0
-    with torch.no_grad():
-        goals = pupil.goals(batch.features) if with_goals else batch.features
-    return goals, pupil.drafter.unroll(batch.tokens[:, 1:], batch.features[:, :rows], depth), rows
+    return (pupil.drafter.unroll(batch.tokens[:, 1:], batch.features[:, :rows], depth), rows) if rows > 0 else ([], 0)
 
 
 def _overlap(drafted: Tensor, goal: Tensor, warmth: Tensor) -> Tensor:

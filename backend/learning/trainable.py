@@ -13,9 +13,9 @@ from torch.nn import functional
 
 from backend.learning.head import Drafter, DrafterShape
 from backend.learning.layers import Shape
-from backend.models.check import why_not_learning
-from backend.models.checkpoint import load_drafter
-from backend.models.head_config import CheckpointError, load_config, read_config, text_config
+from backend.models.check import LM_HEAD, why_not_learning
+from backend.models.checkpoint import borrow, load_drafter
+from backend.models.head_config import CheckpointError, read_config, text_config
 from backend.models.layout import canonical_names
 from backend.models.tensor_files import TensorFiles
 from backend.models.writing import replacing, write_checkpoint
@@ -59,11 +59,11 @@ def load_pupil(head_dir: str, target_dir: str, device: torch.device, newer_file:
     newer = load_file(newer_file) if newer_file else {}
     target = text_config(read_config(target_dir))
     layers = int(target["num_hidden_layers"])
-    config = load_config(head_dir, target_dir)
     reason = why_not_learning(head_dir, target_dir)
     if reason is not None:
         raise CheckpointError(f"{head_dir}: {reason}")
     weights = load_drafter(head_dir, target_dir, raw=True, newer=newer)
+    config = weights.config
     shape = Shape(
         vocab_size=config.draft_vocab_size,
         hidden_size=config.hidden_size,
@@ -85,11 +85,6 @@ def load_pupil(head_dir: str, target_dir: str, device: torch.device, newer_file:
     drafter.load_state_dict(state | {"fc.weight": weights.projection.weight.float(), "lm_head.weight": weights.lm_head.float()})
     # The output matrix is the larger part of many a head, and serves the target as it is.
     drafter.lm_head.weight = torch.nn.Parameter(weights.lm_head.to(device, frozen), requires_grad=False)
-    files = TensorFiles(target_dir)
-    norm, output = files.find("norm.weight"), files.find("lm_head.weight") or files.find("embed_tokens.weight")
-    if norm is None or output is None:
-        raise CheckpointError(f"{target_dir}: no final norm or output matrix")
-    judging = newer or {"norm.weight": files.read(norm), "lm_head.weight": files.read(output)}
     mapping = weights.draft_to_target
     ids = torch.arange(config.draft_vocab_size) if mapping is None else mapping
     own_ids = torch.full((config.vocab_size,), -1)
@@ -97,10 +92,10 @@ def load_pupil(head_dir: str, target_dir: str, device: torch.device, newer_file:
     head_files = TensorFiles(head_dir)
     return Pupil(
         drafter,
-        judging["norm.weight"].float().to(device),
+        borrow(target_dir, "norm.weight", newer).float().to(device),
         float(target.get("rms_norm_eps", 1e-6)),
         config.aux_layers.index(layers),
-        judging["lm_head.weight"][ids].to(device, frozen),
+        borrow(target_dir, LM_HEAD, newer)[ids].to(device, frozen),
         own_ids.to(device),
         head_files.read_many(list(head_files.tensors)),
         canonical_names(head_files),

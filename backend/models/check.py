@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -68,11 +69,7 @@ def find_misfits(head_dir: str, target_dir: str) -> Misfits:
 def _check_model(model_dir: str, target_dir: str, found: Misfits) -> None:
     model, files = load_model_config(model_dir, target_dir), TensorFiles(model_dir)
     found.errors.extend(model.unsupported)
-    names = canonical_names(files)
-    for name, wanted in required_tensors(model).items():
-        shape = files.shape(names[name]) if name in names else None
-        if shape != wanted:
-            found.errors.append(f"tensor {name}: shape {None if shape is None else list(shape)}, expected {list(wanted)}")
+    found.errors.extend(misshapen(model, files))
     _check_tokenizers(Path(model_dir), Path(target_dir), found)
     longest = text_config(read_config(target_dir)).get("max_position_embeddings")
     if longest is not None and model.max_position < longest:
@@ -149,14 +146,20 @@ def _check_positions(head: HeadConfig, target: dict[str, Any], found: Misfits) -
         found.warnings.append(f"rope_theta: the head says {head.rope.theta:g}, the target {rope.theta:g}")
 
 
-def _check_tensors(head: HeadConfig, files: TensorFiles, target_files: TensorFiles, found: Misfits) -> None:
+def misshapen(config: HeadConfig, files: TensorFiles) -> Iterator[str]:
+    """A line for each tensor that a drafter must bring and does not, or in another shape."""
     names = canonical_names(files)
-    for name, wanted in required_tensors(head).items():
+    for name, wanted in required_tensors(config).items():
         shape = files.shape(names[name]) if name in names else None
         if shape is None:
-            found.errors.append(f"missing tensor: {name}")
+            yield f"missing tensor: {name}"
         elif shape != wanted:
-            found.errors.append(f"tensor {name}: shape {list(shape)}, expected {list(wanted)}")
+            yield f"tensor {name}: shape {list(shape)}, expected {list(wanted)}"
+
+
+def _check_tensors(head: HeadConfig, files: TensorFiles, target_files: TensorFiles, found: Misfits) -> None:
+    found.errors.extend(misshapen(head, files))
+    names = canonical_names(files)
     for name, tokens in ((EMBEDDING, head.vocab_size), (LM_HEAD, head.draft_vocab_size)):
         if name in required_tensors(head):
             continue

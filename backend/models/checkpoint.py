@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from backend.models.check import EMBEDDING, LM_HEAD, check
+from backend.models.check import EMBEDDING, LM_HEAD, misshapen
 from backend.models.head_config import (
     DRAFT_MODEL,
     CheckpointError,
@@ -26,20 +26,6 @@ from backend.models.head_config import (
 )
 from backend.models.layout import canonical_names, is_draft_model, required_tensors
 from backend.models.tensor_files import TensorFiles
-
-__all__ = [
-    "CheckpointError",
-    "FcProjection",
-    "HeadConfig",
-    "HeadWeights",
-    "borrowed",
-    "check",
-    "drafter_config",
-    "load_config",
-    "load_drafter",
-    "load_fc",
-]
-
 
 Borrowed = Literal["embed_tokens.weight", "lm_head.weight"]
 NOTHING_NEWER: Mapping[str, Tensor] = MappingProxyType({})
@@ -72,9 +58,7 @@ def drafter_config(directory: str, target_dir: str) -> HeadConfig:
 
 def borrowed(directory: str) -> set[Borrowed]:
     """Which of embedding and output matrix a head takes from its target.  Raises `CheckpointError`."""
-    files = TensorFiles(directory)
-    own = canonical_names(files)
-    return set() if is_draft_model(files) else {name for name in get_args(Borrowed) if name not in own}
+    return set(get_args(Borrowed)) - canonical_names(TensorFiles(directory)).keys()
 
 
 def load_drafter(head_dir: str, target_dir: str, raw: bool = False, newer: Mapping[str, Tensor] = NOTHING_NEWER) -> HeadWeights:
@@ -84,21 +68,15 @@ def load_drafter(head_dir: str, target_dir: str, raw: bool = False, newer: Mappi
     Raises `CheckpointError` naming the first thing that does not fit.
     """
     config = drafter_config(head_dir, target_dir)
-    if config.unsupported:
-        raise CheckpointError(f"{head_dir}: {config.unsupported[0]}")
     files = TensorFiles(head_dir)
+    if misfits := [*config.unsupported, *misshapen(config, files)]:
+        raise CheckpointError(f"{head_dir}: {misfits[0]}")
     names = canonical_names(files)
-    wanted = required_tensors(config)
-    for name, shape in wanted.items():
-        if name not in names:
-            raise CheckpointError(f"{head_dir}: missing tensor: {name}")
-        if files.shape(names[name]) != shape:
-            raise CheckpointError(
-                f"{head_dir}: tensor {name}: shape {list(files.shape(names[name]) or ())}, expected {list(shape)}"
-            )
     optional = {n for n in names if n.endswith(".bias")} | ({EMBEDDING, LM_HEAD} & names.keys())
-    # The verifier applies EAGLE-3's `fc`; EAGLE-1's joins the embedding and stays here.
-    keep = {n for n in wanted.keys() | optional if config.kind == "eagle" or not n.startswith(("fc.", "fc_norm."))}
+    keep = required_tensors(config).keys() | optional
+    if config.kind != "eagle":
+        # The verifier applies EAGLE-3's `fc`; EAGLE-1's joins the embedding and stays here.
+        keep = {n for n in keep if not n.startswith(("fc.", "fc_norm."))}
     stored = files.read_many([names[name] for name in sorted(keep)])
     tensors = {name: stored[names[name]] for name in keep}
     if config.is_mtp:
@@ -115,8 +93,8 @@ def load_drafter(head_dir: str, target_dir: str, raw: bool = False, newer: Mappi
         # The target's tokens beyond its own vocabulary it reads as nothing.
         embedding = functional.pad(embedding, (0, 0, 0, max(config.vocab_size - len(embedding), 0)))
         longest = min(longest, config.max_position)
-    embedding = _borrow(target_dir, EMBEDDING, newer) if embedding is None else embedding
-    lm_head = _borrow(target_dir, LM_HEAD, newer) if lm_head is None else lm_head
+    embedding = borrow(target_dir, EMBEDDING, newer) if embedding is None else embedding
+    lm_head = borrow(target_dir, LM_HEAD, newer) if lm_head is None else lm_head
     _expect(EMBEDDING, embedding, config.vocab_size, config.hidden_size)
     _expect(LM_HEAD, lm_head, config.draft_vocab_size, config.hidden_size)
     mapping = _target_ids(offsets, config) if offsets is not None else None
@@ -124,12 +102,12 @@ def load_drafter(head_dir: str, target_dir: str, raw: bool = False, newer: Mappi
     return HeadWeights(config, tensors, embedding, lm_head[: config.draft_vocab_size], mapping, longest, projection)
 
 
-def _borrow(target_dir: str, name: str, newer: Mapping[str, Tensor]) -> Tensor:
-    """The target's tensor of this name; its embedding where the output matrix is tied to it."""
+def borrow(target_dir: str, name: str, newer: Mapping[str, Tensor]) -> Tensor:
+    """The target's tensor of this name; its embedding where the output matrix is tied to it.  Raises `CheckpointError`."""
     if name in newer:
         return newer[name]
     target = TensorFiles(target_dir)
-    source = target.find(name) or target.find(EMBEDDING)
+    source = target.find(name) or (target.find(EMBEDDING) if name == LM_HEAD else None)
     if source is None:
         raise CheckpointError(f"{target_dir}: missing tensor: {name}")
     return target.read(source)

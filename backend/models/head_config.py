@@ -9,12 +9,12 @@ multi-token prediction (MTP), the first of these is an EAGLE-1 head that norms w
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 HeadKind = Literal["eagle", "eagle3", "draft_model"]
-Layout = Literal["eagle", "speculators", "transformers"]
 
 DRAFT_MODEL: Literal["draft_model"] = "draft_model"
 MTP_ARCHITECTURES = ("MiMoForCausalLM",)
@@ -43,7 +43,6 @@ class HeadConfig:
     """An EAGLE head or a draft model.  `vocab_size` is the target's, `draft_vocab_size` its own."""
 
     kind: HeadKind
-    layout: Layout
     model_type: str
     hidden_size: int
     target_hidden_size: int
@@ -57,20 +56,19 @@ class HeadConfig:
     max_position: int
     rms_norm_eps: float
     rope: Rope
-    hidden_act: str
-    aux_layers: tuple[int, ...]
-    """Target layers whose inputs `fc` joins to a feature; empty when `uses_aux` is False, or the target is not known."""
-    uses_aux: bool
-    """False: the feature is the target's last hidden state, and nothing is projected before the wire."""
-    norm_before_residual: bool
-    norm_before_fc: bool
-    fc_norm: bool
-    norm_output: bool
-    is_mtp: bool
-    """The first MTP layer of the target's own checkpoint."""
     dtype: str
     unsupported: tuple[str, ...]
     """Settings this drafter cannot honour, one line each."""
+    aux_layers: tuple[int, ...] = ()
+    """Target layers whose inputs `fc` joins to a feature; empty when `uses_aux` is False, or the target is not known."""
+    uses_aux: bool = False
+    """False: the feature is the target's last hidden state, and nothing is projected before the wire."""
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    is_mtp: bool = False
+    """The first MTP layer of the target's own checkpoint."""
 
 
 def read_config(directory: str) -> dict[str, Any]:
@@ -108,21 +106,21 @@ def rope_of(config: dict[str, Any]) -> Rope:
 
 def load_config(head_dir: str, target_dir: str | None = None) -> HeadConfig:
     """Reads a head's configuration; `target_dir` supplies what it leaves to the target.  Raises `CheckpointError`."""
-    outer = read_config(head_dir)
-    target = text_config(read_config(target_dir)) if target_dir else {}
-    try:
-        return _parse(outer, target)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{head_dir}/config.json: {type(error).__name__}: {error}") from error
+    return _load(_parse, head_dir, target_dir)
 
 
 def load_model_config(model_dir: str, target_dir: str) -> HeadConfig:
     """Reads a draft model's configuration.  Raises `CheckpointError`."""
-    own, target = read_config(model_dir), text_config(read_config(target_dir))
+    return _load(_parse_model, model_dir, target_dir)
+
+
+def _load(parse: Callable[[dict[str, Any], dict[str, Any]], HeadConfig], directory: str, target_dir: str | None) -> HeadConfig:
+    own = read_config(directory)
+    target = text_config(read_config(target_dir)) if target_dir else {}
     try:
-        return _parse_model(own, target)
+        return parse(own, target)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{model_dir}/config.json: {type(error).__name__}: {error}") from error
+        raise CheckpointError(f"{directory}/config.json: {type(error).__name__}: {error}") from error
 
 
 def mtp_layers(config: dict[str, Any]) -> int:
@@ -152,7 +150,6 @@ def _parse_model(own: dict[str, Any], target: dict[str, Any]) -> HeadConfig:
         problems.append("sliding-window attention is not supported")
     return HeadConfig(
         kind=DRAFT_MODEL,
-        layout="transformers",
         model_type=str(own.get("model_type")),
         hidden_size=hidden,
         target_hidden_size=0,
@@ -166,14 +163,6 @@ def _parse_model(own: dict[str, Any], target: dict[str, Any]) -> HeadConfig:
         max_position=longest,
         rms_norm_eps=float(own.get("rms_norm_eps", 1e-6)),
         rope=rope_of(own),
-        hidden_act=str(own.get("hidden_act", "silu")),
-        aux_layers=(),
-        uses_aux=False,
-        norm_before_residual=False,
-        norm_before_fc=False,
-        fc_norm=False,
-        norm_output=False,
-        is_mtp=False,
         dtype=str(own.get("torch_dtype") or own.get("dtype") or "float32"),
         unsupported=tuple(dict.fromkeys(problems)),
     )
@@ -197,7 +186,6 @@ def _parse(outer: dict[str, Any], target: dict[str, Any]) -> HeadConfig:
     before_fc = bool(eagle.get("norm_before_fc", outer.get("norm_before_fc", False)))
     return HeadConfig(
         kind=kind,
-        layout="speculators" if speculators else "eagle",
         model_type=str(layer.get("model_type", "llama")),
         hidden_size=hidden,
         target_hidden_size=int(outer.get("target_hidden_size") or layer.get("target_hidden_size") or hidden),
@@ -211,7 +199,6 @@ def _parse(outer: dict[str, Any], target: dict[str, Any]) -> HeadConfig:
         max_position=int(layer.get("max_position_embeddings") or 2048),
         rms_norm_eps=float(layer.get("rms_norm_eps", 1e-6)),
         rope=rope_of(layer),
-        hidden_act=str(layer.get("hidden_act", "silu")),
         aux_layers=_aux_layers(outer, kind, target),
         uses_aux=kind == "eagle3" and bool(eagle.get("use_aux_hidden_state", True)),
         norm_before_residual=before_residual,

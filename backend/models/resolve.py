@@ -10,6 +10,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +18,10 @@ import msgspec
 
 from backend.config import REMOTE_MODES, Settings, environment
 from backend.config.sources import ConfigError
-from backend.models.head_config import MTP_ARCHITECTURES, CheckpointError, mtp_layers
+from backend.models.check import find_misfits, why_not_learning
+from backend.models.demo import DRAFTER_DIR, TARGET_DIR
+from backend.models.head_config import MTP_ARCHITECTURES, CheckpointError, load_config, mtp_layers, same_features, text_config
+from backend.models.initial_head import write_initial_head
 
 DrafterKind = Literal["eagle", "draft_model", "ngram", "none"]
 
@@ -79,7 +83,7 @@ def resolve(settings: Settings, say: Say) -> ResolvedModels:
     if not _is_path(settings.model):
         # Before anything is downloaded.
         check_combination(settings)
-    target = find("--model", settings.model, _demo()[0], say)
+    target = find("--model", settings.model, TARGET_DIR, say)
     check_target(target)
     check_ranks(target, settings)
     check_combination(settings)
@@ -107,7 +111,7 @@ def _drafter(name: str, target: Path, settings: Settings, say: Say) -> OwnDrafte
     if name == MTP:
         directory = _with_mtp_layers(target)
     else:
-        directory = _initial_head(target, settings) if name == GROW else find("--drafter", name, _demo()[1], say)
+        directory = _initial_head(target, settings) if name == GROW else find("--drafter", name, DRAFTER_DIR, say)
     return OwnDrafter(str(directory), check_drafter(name, directory, target, settings, say), name)
 
 
@@ -115,8 +119,6 @@ def _check_features(found: Sequence[OwnDrafter], first: OwnDrafter, target: Path
     """Refuses heads that would need other features than the first one."""
     heads = [each.directory for each in found if each.kind == "eagle" and each.directory != first.directory]
     if heads and first.directory is not None:
-        from backend.models.head_config import load_config, same_features
-
         own = load_config(first.directory, str(target))
         for head in heads:
             if head is not None and (reason := same_features(load_config(head, str(target)), own)):
@@ -186,7 +188,7 @@ def check_target(directory: Path) -> None:
 def check_ranks(target: Path, settings: Settings) -> None:
     """Refuses tensor parallelism that vLLM cannot cut this model for."""
     config, ranks = read_json(target / "config.json", "--model"), settings.verifier.tensor_parallel
-    heads = (config.get("text_config") or config).get("num_attention_heads")
+    heads = text_config(config).get("num_attention_heads")
     if isinstance(heads, int) and heads % ranks:
         raise ModelError(f"--model {settings.model}: its {heads} attention heads cannot be dealt out to {ranks} ranks evenly")
 
@@ -197,9 +199,6 @@ def check_drafter(name: str, drafter: Path, target: Path, settings: Settings, sa
     missing = missing_weights(drafter)
     if missing:
         raise ModelError(f"--drafter {drafter}: {missing}")
-    # Imported here: the drafter's package is not needed to look at a target.
-    from backend.models.check import find_misfits
-
     found = find_misfits(str(drafter), str(target))
     if found.errors:
         raise ModelError(f"--drafter {name} does not fit --model {settings.model}: {found.errors[0]}")
@@ -210,8 +209,6 @@ def check_drafter(name: str, drafter: Path, target: Path, settings: Settings, sa
 
 def _learn(found: Sequence[OwnDrafter], target: Path, settings: Settings) -> str:
     """Refuses heads that cannot learn here; where they keep what they learn."""
-    from backend.models.check import why_not_learning
-
     heads = [each.directory for each in found if each.kind == "eagle" and each.directory is not None]
     for head in heads:
         if reason := why_not_learning(head, str(target)):
@@ -242,9 +239,6 @@ def _with_mtp_layers(target: Path) -> Path:
 
 def _initial_head(target: Path, settings: Settings) -> Path:
     """The head that drafters begin with, made where it is not there yet."""
-    from backend.models.check import find_misfits
-    from backend.models.initial_head import write_initial_head
-
     head = _learning_dir(settings, target) / "start"
     if not head.is_dir() or find_misfits(str(head), str(target)).errors:
         try:
@@ -284,12 +278,6 @@ def read_json(file: Path, option: str) -> dict[str, Any]:
     return content
 
 
-def _demo() -> tuple[Path, Path]:
-    from backend.models.demo import DRAFTER_DIR, TARGET_DIR
-
-    return TARGET_DIR, DRAFTER_DIR
-
-
 def _is_path(name: str) -> bool:
     return name.startswith(("/", ".", "~")) or name.count("/") > 1 or Path(name).exists()
 
@@ -305,10 +293,11 @@ def _download(option: str, name: str, say: Say) -> Path:
     offline = environment.huggingface_offline()
     if not offline:
         say(f"{name}: fetching from the Hugging Face hub (what is cached is not fetched again)")
+    fetch = partial(snapshot_download, name, local_files_only=offline)
     try:
-        directory = _snapshot(snapshot_download, name, DOWNLOADED, offline)
+        directory = Path(fetch(allow_patterns=[*DOWNLOADED]))
         if missing_weights(directory):
-            directory = _snapshot(snapshot_download, name, (*DOWNLOADED, "*.bin"), offline)
+            directory = Path(fetch(allow_patterns=[*DOWNLOADED, "*.bin"]))
     except GatedRepoError as error:
         raise ModelError(f"{option} {name}: the hub asks for permission (accept its terms, then set HF_TOKEN)") from error
     except RepositoryNotFoundError as error:
@@ -319,7 +308,3 @@ def _download(option: str, name: str, say: Say) -> Path:
     except Exception as error:  # the hub client raises its HTTP library's errors too
         raise ModelError(f"{option} {name}: download failed: {' '.join(str(error).split())[:200]}") from error
     return directory
-
-
-def _snapshot(fetch: Callable[..., Any], name: str, patterns: Sequence[str], offline: bool) -> Path:
-    return Path(fetch(name, allow_patterns=list(patterns), local_files_only=offline))

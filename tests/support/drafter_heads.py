@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from safetensors.torch import save_file
@@ -170,13 +171,22 @@ def mtp_tensors(tensors: Tensors) -> Tensors:
     return {f"model.mtp_layers.0.{name}": tensor.contiguous() for name, tensor in renamed.items()}
 
 
-def make_proposer(directory: Path, head: TinyHead, cache_tokens: int = 4096, **options: Any) -> EagleProposer:
-    """A proposer over a head written to `directory`."""
-    layout = options.pop("layout", "eagle")
-    suffix = options.pop("suffix", "safetensors")
+def make_proposer(
+    directory: Path,
+    head: TinyHead,
+    cache_tokens: int = 4096,
+    layout: str = "eagle",
+    suffix: str = "safetensors",
+    dtype: torch.dtype = torch.float32,
+    gather: bool = False,
+) -> EagleProposer:
+    """A proposer over a head written to `directory`; `dtype`, `gather`: as on a GPU."""
     target = write_target(directory / "target", head)
     weights = load_drafter(write_head(directory / "head", head, layout, suffix), target)
-    return EagleProposer(weights, cache_tokens, **options)
+    with mock.patch("backend.drafter.eagle.compute_dtype", return_value=dtype):
+        proposer = EagleProposer(weights, cache_tokens)
+    proposer._head.gather = gather
+    return proposer
 
 
 class Reference:

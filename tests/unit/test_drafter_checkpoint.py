@@ -14,8 +14,8 @@ import torch
 
 from backend.drafter.proposer import Ask, Until
 from backend.models.check import check, find_misfits
-from backend.models.checkpoint import CheckpointError, load_config, load_drafter, load_fc
-from backend.models.head_config import Rope
+from backend.models.checkpoint import load_drafter, load_fc
+from backend.models.head_config import CheckpointError, Rope, load_config
 from backend.models.rope import inverse_frequencies
 from tests.support.drafter_heads import TinyHead, make_proposer, write_head, write_target
 

@@ -24,8 +24,9 @@ from transformers import (
 from backend.drafter.draft_model import BATCH_ROWS, ModelProposer
 from backend.drafter.eagle import EagleProposer
 from backend.drafter.proposer import Ask, Premise, Until
-from backend.models.checkpoint import CheckpointError, drafter_config, load_drafter
+from backend.models.checkpoint import drafter_config, load_drafter
 from backend.models.demo import DRAFTER_DIR, TARGET_DIR
+from backend.models.head_config import CheckpointError
 from tests.support.properties import examples
 
 VOCAB = 61
@@ -198,6 +199,7 @@ def test_a_vocabulary_of_another_size_serves_its_common_part(tmp_path: Path) -> 
     path, model = save(tmp_path / "draft", "llama")
     for vocab in (VOCAB - 20, VOCAB + 20):
         proposer = make(path, write_target(tmp_path / f"target{vocab}", vocab))
+        assert proposer.hidden == 0, "verifiers send it no features"
         tokens = [token % (VOCAB - 20) for token in text(1, 12)] + [vocab - 1]
         proposer.open("a", list(tokens), 0, 0.0)
         drafted = draft(proposer, "a", len(tokens), 3)

@@ -252,7 +252,7 @@ def test_asking_again_without_news_repeats_the_answer(tmp_path: Path) -> None:
 
 def test_half_precision_drafts_within_the_vocabulary(tmp_path: Path) -> None:
     head = TinyHead(layers=2, draft_vocab=23)
-    proposer = make_proposer(tmp_path, head, dtype="bfloat16")
+    proposer = make_proposer(tmp_path, head, dtype=torch.bfloat16)
     session = Session(proposer, Target(head), 0)
     drafts = drafts_of(proposer, [session.open(tokens_of(1, 20), 6)])[0]
     assert len(drafts) == 6

@@ -176,7 +176,7 @@ def test_a_fresh_draft_follows_from_what_the_last_round_left(tmp_path: Path) -> 
 
 def test_half_precision_enumerates_within_the_vocabulary(tmp_path: Path) -> None:
     head = TinyHead(layers=2, draft_vocab=23)
-    proposer = make_proposer(tmp_path, head, dtype="bfloat16")
+    proposer = make_proposer(tmp_path, head, dtype=torch.bfloat16)
     request = Request(proposer, head, 1, 20)
     found = proposer.imagine([request.premise(request.fresh(), 8)])[0]
     assert len(found) == 8

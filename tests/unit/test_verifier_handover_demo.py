@@ -21,8 +21,9 @@ from backend.engine.postponed import Span
 from backend.fleet import DrafterRef
 from backend.lab.demo.checkpoints import load_target
 from backend.lab.demo.generate import generate
-from backend.models.checkpoint import load_config, load_fc
+from backend.models.checkpoint import load_fc
 from backend.models.demo import DRAFTER_DIR, TARGET_DIR
+from backend.models.head_config import load_config
 from backend.transport import Wire
 from tests.unit.test_verifier_handover import K, Line
 
