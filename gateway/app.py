@@ -30,7 +30,6 @@ from gateway.routes import (
     operations,
     page,
     pooling,
-    reload,
     responses,
     tokens,
     weights,
@@ -80,7 +79,6 @@ def build_app(gateway: Gateway) -> FastAPI:
     app.state.gateway = gateway
     parts = (
         weights,
-        reload,
         admin,
         generate,
         tokens,

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from pydantic import Field
 from starlette.requests import Request
 
 from backend.config import Settings
 from backend.wire.engine import Asked
 from gateway.errors import BadRequest
-from gateway.fields import without_nulls
 from gateway.inquiry import Inquiry
+from gateway.requests import Body, ModelT, read_object
 from gateway.state import Gateway
 
 STATS_HEADER = "x-outrider-stats"
@@ -28,22 +29,46 @@ MAX_PREDICTION_TOKENS = 1 << 14
 """Tokens of a prediction that draft; the answer is rarely longer, and a verifier keeps some hundred bytes for each."""
 _CHARS_PER_TOKEN = 8
 """Text beyond so many is not tokenized: it would only be cut."""
-_FIELDS = ("stats", "mode", "num_speculative_tokens", "logprobs_mode", "learn")
+
+
+class Options(Body):
+    """The body's `outrider`."""
+
+    stats: bool | None = None
+    mode: Literal["auto", "off", "sync", "ahead"] | None = None
+    num_speculative_tokens: Annotated[int, Field(ge=0)] | None = None
+    logprobs_mode: Literal["raw", "processed"] | None = None
+    learn: bool | None = None
+
+
+class TextPart(Body):
+    """A part of a prediction."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Prediction(Body):
+    """OpenAI's `prediction`: the text that an answer is predicted to be."""
+
+    type: Literal["content"]
+    content: str | Annotated[list[TextPart], Field(min_length=1)]
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
 async def inquire(gateway: Gateway, request: Request, data: Mapping[str, Any]) -> Inquiry | None:
     """What a request with the body `data`, within its bounds, asks; None: nothing.  Raises `BadRequest` naming the field."""
-    options = _options(data.get("outrider"))
-    stats = _stats(options.get("stats"), request.headers.get(STATS_HEADER))
-    mode, longest = _mode(options, gateway.settings), _longest(options, gateway.settings)
-    text = _predicted(data.get("prediction"))
-    prediction = await _tokens(gateway, text) if text else []
-    logprobs_mode = _logprobs_mode(options, gateway.settings)
-    learn = options.get("learn", True)
-    if not isinstance(learn, bool):
-        raise BadRequest("`outrider.learn` must be true or false.", param="outrider.learn")
+    options = _object(Options, data, "outrider") or Options()
+    _check(options, gateway.settings)
+    stats = _stats(options.stats, request.headers.get(STATS_HEADER))
+    predicted = _object(Prediction, data, "prediction")
+    prediction = await _tokens(gateway, predicted.text) if predicted and predicted.text else []
     account = stats or bool(prediction)
-    asked = Asked(account, mode, longest, prediction, logprobs_mode, learn)  # type: ignore[arg-type]  # its literals
+    mode, longest, learn = options.mode or "auto", options.num_speculative_tokens, options.learn is not False
+    asked = Asked(account, mode, longest, prediction, options.logprobs_mode, learn)
     if asked == Asked():
         return None
     if asked.account and data.get("use_beam_search"):
@@ -59,72 +84,30 @@ def with_usage(data: dict[str, Any], inquiry: Inquiry | None) -> dict[str, Any]:
     return {**data, "stream_options": {**(options if isinstance(options, dict) else {}), "include_usage": True}}
 
 
-def _options(value: Any) -> dict[str, Any]:
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
-        raise BadRequest("`outrider` must be an object.", param="outrider")
-    for name in value:
-        if name not in _FIELDS:
-            raise BadRequest(f"Unknown parameter `outrider.{name[:64]}`.", param="outrider", code="unknown_parameter")
-    return without_nulls(value)
+def _object(kind: type[ModelT], data: Mapping[str, Any], name: str) -> ModelT | None:
+    return None if data.get(name) is None else read_object(kind, data[name], name)
 
 
-def _stats(field: Any, header: str | None) -> bool:
-    if not isinstance(field, bool | None):
-        raise BadRequest("`outrider.stats` must be true or false.", param="outrider.stats")
+def _stats(field: bool | None, header: str | None) -> bool:
     if header not in (None, "0", "1"):
         raise BadRequest(f"The header `{STATS_HEADER}` must be 0 or 1.", param=STATS_HEADER)
     return header == "1" if field is None else field
 
 
-def _mode(options: Mapping[str, Any], settings: Settings) -> str:
-    mode, known = options.get("mode", "auto"), MODES[settings.mode]
-    if mode not in known:
+def _check(options: Options, settings: Settings) -> None:
+    """Raises `BadRequest` for what this fleet cannot do."""
+    known = MODES[settings.mode]
+    if options.mode is not None and options.mode not in known:
         raise BadRequest(f"`outrider.mode` must be one of {', '.join(known)} in this fleet.", param="outrider.mode")
-    return str(mode)
-
-
-def _longest(options: Mapping[str, Any], settings: Settings) -> int | None:
-    name = "outrider.num_speculative_tokens"
-    longest = options.get("num_speculative_tokens")
-    if longest is None:
-        return None
-    if settings.mode in ("off", "native"):
-        raise BadRequest(f"`{name}` cannot be chosen in mode {settings.mode}.", param=name)
-    most = settings.num_speculative_tokens
-    if type(longest) is not int or not 0 <= longest <= most:
-        raise BadRequest(f"`{name}` must be an integer from 0 to {most}.", param=name)
-    return longest
-
-
-def _logprobs_mode(options: Mapping[str, Any], settings: Settings) -> str | None:
+    name, most = "outrider.num_speculative_tokens", settings.num_speculative_tokens
+    if options.num_speculative_tokens is not None:
+        if settings.mode in ("off", "native"):
+            raise BadRequest(f"`{name}` cannot be chosen in mode {settings.mode}.", param=name)
+        if options.num_speculative_tokens > most:
+            raise BadRequest(f"`{name}` must be an integer from 0 to {most}.", param=name)
     name = "outrider.logprobs_mode"
-    mode = options.get("logprobs_mode")
-    if mode not in (None, "raw", "processed"):
-        raise BadRequest(f"`{name}` must be raw or processed.", param=name)
-    if mode is not None and settings.mode == "native":
+    if options.logprobs_mode is not None and settings.mode == "native":
         raise BadRequest(f"`{name}` cannot be chosen in mode native: vLLM's own sampler has one for all requests.", param=name)
-    return mode
-
-
-def _predicted(prediction: Any) -> str:
-    """The text that an answer is predicted to be."""
-    if prediction is None:
-        return ""
-    if not isinstance(prediction, dict) or prediction.keys() != {"type", "content"} or prediction["type"] != "content":
-        raise BadRequest('`prediction` must be an object of type "content" with `content`.', param="prediction")
-    content = prediction["content"]
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list) or not content:
-        raise BadRequest("`prediction.content` must be text or a list of text parts.", param="prediction.content")
-    for part in content:
-        if not isinstance(part, dict) or part.keys() != {"type", "text"} or part["type"] != "text":
-            raise BadRequest("`prediction.content` must contain only parts of type text.", param="prediction.content")
-        if not isinstance(part["text"], str):
-            raise BadRequest("`prediction.content` must contain only strings as text.", param="prediction.content")
-    return "".join(part["text"] for part in content)
 
 
 async def _tokens(gateway: Gateway, text: str) -> list[int]:

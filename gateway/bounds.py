@@ -248,12 +248,3 @@ def _measure(value: Any, without: frozenset[str] = frozenset()) -> _Size:
         depth += nested
         level = below
     return _Size(depth, values, chars, longest)
-
-
-def bounds_table() -> str:
-    """`FIELDS` as a Markdown table, for the documentation."""
-    rows = ["| field | entries | longest string | characters | values |", "|---|---|---|---|---|"]
-    for name, bound in [*sorted(FIELDS.items()), ("any other", Bound())]:
-        cells = ["" if each is None else f"{each:,}" for each in bound]
-        rows.append(f"| {name if name == 'any other' else f'`{name}`'} | {' | '.join(cells)} |")
-    return "\n".join(rows) + "\n"

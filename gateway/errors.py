@@ -46,6 +46,7 @@ import starlette.exceptions
 from fastapi.exceptions import RequestValidationError
 
 from backend.engine.front import (
+    ErrorResponse,
     GracefulHTTPError,
     RetryableRequestError,
     StreamFailed,
@@ -54,7 +55,7 @@ from backend.engine.front import (
     VLLMServerError,
     sanitize_message,
 )
-from gateway.naming import field_of, in_our_words, most_telling, path_of
+from gateway.naming import field_of, in_our_words, is_about_all, most_telling, path_of
 
 _VALUE_SUFFIX = re.compile(r" \((?:parameter|value)=.*\)$", re.DOTALL)
 _ADDRESS = re.compile(r"\b(?:ipc|tcp|inproc)://\S+|\b0x[0-9a-fA-F]{6,}\b|\b\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?\b")
@@ -87,6 +88,8 @@ class ApiError(Exception):
     type: str = "server_error"
     code: str | None = None
     retry_after_s: ClassVar[int | None] = None
+    is_final: ClassVar[bool] = False
+    """Clients shall not try the request again, though the status may look as if it helped."""
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         # By name: `Unavailable` has a second base, whose own constructor wants more.
@@ -102,6 +105,8 @@ class ApiError(Exception):
 
     def headers(self) -> dict[str, str]:
         """Response headers that belong to this error."""
+        if self.is_final:
+            return {"x-should-retry": "false"}
         return {} if self.retry_after_s is None else {"retry-after": str(self.retry_after_s)}
 
     def anthropic_body(self) -> dict[str, object]:
@@ -180,9 +185,7 @@ class Conflict(ApiError):
     status = 409
     type = "invalid_request_error"
     code = "conflict"
-
-    def headers(self) -> dict[str, str]:
-        return {"x-should-retry": "false"}
+    is_final = True
 
 
 class PayloadTooLarge(ApiError):
@@ -227,16 +230,11 @@ class RateLimited(TooManyRequests):
 
 class NotSupported(ApiError):
     status = 501
-    type = "server_error"
     code = "not_supported"
-
-    def headers(self) -> dict[str, str]:
-        return {"x-should-retry": "false"}
+    is_final = True
 
 
 class InternalError(ApiError):
-    status = 500
-    type = "server_error"
     code = "internal_error"
 
     def __init__(self) -> None:
@@ -244,16 +242,13 @@ class InternalError(ApiError):
 
 
 class EngineFailed(ApiError):
-    status = 500
-    type = "server_error"
     code = "engine_error"
 
 
 class Unavailable(ApiError, GracefulHTTPError):
     status = 503
-    type = "server_error"
     code = "unavailable"
-    retry_after_s: ClassVar[int | None] = 1
+    retry_after_s = 1
     text: ClassVar[str] = "The service is busy or starting. Try again."
 
     def __init__(self) -> None:
@@ -295,12 +290,8 @@ class VerifierLost(Unavailable):
 class Poisoned(Unavailable):
     status = 500
     code = "request_poisoned"
-    retry_after_s = None
+    is_final = True
     text = "Verifiers were lost one after the other while serving this request. It will not be tried again."
-
-    def headers(self) -> dict[str, str]:
-        # OpenAI's clients would send it again: an error 500 looks temporary to them.
-        return {"x-should-retry": "false"}
 
 
 class NoCoordinator(Unavailable):
@@ -331,7 +322,7 @@ def translate(error: BaseException) -> ApiError:
         first = error.errors()[0]
         return BadRequest(f"`{first['loc'][-1]}`: {first['msg']}.", param=str(first["loc"][-1]))
     if isinstance(error, pydantic.ValidationError):
-        return _from_pydantic(error)
+        return from_pydantic(error)
     if isinstance(error, StreamFailed):
         return from_vllm(error.error)
     if isinstance(error, GracefulHTTPError | RetryableRequestError):
@@ -364,6 +355,13 @@ def from_vllm(error: dict[str, Any]) -> ApiError:
     return InternalError()
 
 
+def checked(answer: Any) -> Any:
+    """What vLLM's serving answers, unless that is an error of its own.  Raises `ApiError`."""
+    if isinstance(answer, ErrorResponse):
+        raise from_vllm(answer.error.model_dump())
+    return answer
+
+
 def bad_request(message: str, param: str | None) -> BadRequest:
     """A 400 that recognises an over-long context by vLLM's wording of it."""
     # vLLM names its own internals here, not a field of the request.
@@ -384,14 +382,19 @@ def _from_http(error: starlette.exceptions.HTTPException) -> ApiError:
     return InternalError()
 
 
-def _from_pydantic(error: pydantic.ValidationError) -> ApiError:
+def from_pydantic(error: pydantic.ValidationError, within: str | None = None) -> ApiError:
+    """`within` names the field whose value was read; then the field in it is named too, if there is one to name."""
     first = most_telling(error.errors(include_url=False, include_input=False))
     inner = (first.get("ctx") or {}).get("error")
     if isinstance(inner, VLLMClientError):
         return translate(inner)
     path = path_of(first)
-    where = f"{'.'.join(path)}: " if path else ""
-    return BadRequest(f"{where}{first['msg']}", param=path[0] if path else None)
+    where = ".".join(path if within is None else [within, *path])
+    param, code = path[0] if path else None, None
+    if within is not None:
+        param = within if param is None or is_about_all(first) else f"{within}.{param}"
+        code = "unknown_parameter" if first["type"] == "extra_forbidden" else None
+    return BadRequest(f"{where}: {first['msg']}" if where else first["msg"], param=param, code=code)
 
 
 def _is_template_error(error: BaseException) -> bool:

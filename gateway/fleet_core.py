@@ -38,7 +38,7 @@ from gateway.directory import Directory, follow
 from gateway.engine_link import DECLARED_LOST, RESTARTED, Loss, VerifierLink
 from gateway.errors import NoVerifier, Poisoned, ShuttingDown, Unavailable, VerifierLost
 from gateway.in_flight import Cut, InFlight, Sequences, TrafficObserver
-from gateway.inquiry import Awaited, current_inquiry
+from gateway.inquiry import Awaited
 from gateway.weights_in_force import WeightsInForce
 
 logger = logging.getLogger(__name__)
@@ -479,8 +479,8 @@ class FleetCore(EngineCoreClient):
         record = InFlight(request, None, arrived, claim=claim)
         if not record.batched:
             self.on_interactive()
-        if (inquiry := current_inquiry()) is not None:
-            record.told = inquiry.follow(record)
+        if claim.inquiry is not None:
+            record.told = claim.inquiry.follow(record)
         try:
             if not self._place(record):
                 raise NoVerifier

@@ -1,6 +1,6 @@
 """What one request is told of speculation: its sequences' accounts, from every verifier they ran at, put into the answer.
 
-The request's tasks find it by a context variable, as they find the session.  The gateway's event loop.
+The gateway's event loop.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -191,16 +190,3 @@ class Inquiry:
                 yield f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n"
         finally:
             await chunks.aclose()
-
-
-_inquiry: ContextVar[Inquiry | None] = ContextVar("inquiry", default=None)
-
-
-def enter_inquiry(inquiry: Inquiry | None) -> None:
-    """What this task submits from now on belongs to it."""
-    _inquiry.set(inquiry)
-
-
-def current_inquiry() -> Inquiry | None:
-    """That of the request at hand."""
-    return _inquiry.get()

@@ -76,8 +76,17 @@ def _member(loc: Sequence[Any]) -> tuple[Any, ...]:
 
 def _foreign(error: Any) -> int:
     """How much an error says that another member was meant."""
-    tagged = error["type"] == "literal_error" and error["loc"][-1] in ("role", "type")
-    return 4 * bool(tagged) + (1 if error["type"] == "missing" else 0)
+    return 4 * _is_tag(error) + (1 if error["type"] == "missing" else 0)
+
+
+def _is_tag(error: Any) -> bool:
+    """Whether it is about what tells kinds of objects apart."""
+    return error["type"] == "literal_error" and error["loc"][-1] in ("role", "type")
+
+
+def is_about_all(error: Any) -> bool:
+    """Whether an object as a whole is wrong: of another kind, without a field that it needs, or with one it may not have."""
+    return len(error["loc"]) == 1 and (error["type"] in ("missing", "extra_forbidden") or _is_tag(error))
 
 
 def path_of(error: Any) -> list[str]:

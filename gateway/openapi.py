@@ -16,37 +16,12 @@ from pydantic.json_schema import models_json_schema
 from backend.coordinator.commands import AnyCommand
 from backend.engine import front as vllm
 from backend.engine.front import pooling
-from gateway.asking import MODES
+from gateway.asking import Options, Prediction
 from gateway.fields import MESSAGES_NO_EFFECT, NO_EFFECT, REFUSED, RESPONSES_NO_EFFECT
-from gateway.routes import weights
+from gateway.requests import Body
+from gateway.routes import batches, conversations, weights
 
 _REF = "#/components/schemas/{model}"
-_STRING: dict[str, Any] = {"type": "string"}
-_ERROR = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": _STRING,
-                "type": _STRING,
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
-            },
-        }
-    },
-}
-_ANTHROPIC_ERROR = {
-    "type": "object",
-    "required": ["type", "error"],
-    "properties": {
-        "type": {"const": "error"},
-        "error": {"type": "object", "required": ["type", "message"], "properties": {"type": _STRING, "message": _STRING}},
-    },
-}
-
 Schema = dict[str, Any]
 
 
@@ -54,6 +29,15 @@ def _object(*required: str, **properties: Schema) -> Schema:
     return {"type": "object", "required": list(required), "properties": properties}
 
 
+_STRING: Schema = {"type": "string"}
+_NULLABLE: Schema = {"type": ["string", "null"]}
+_ERROR = _object(
+    "error",
+    error=_object(*("message", "type", "param", "code"), message=_STRING, type=_STRING, param=_NULLABLE, code=_NULLABLE),
+)
+_ANTHROPIC_ERROR = _object(
+    "type", "error", type={"const": "error"}, error=_object("type", "message", type=_STRING, message=_STRING)
+)
 _LIST = _object("object", "data", object={"const": "list"}, data={"type": "array", "items": {"type": "object"}})
 _RESPONSE = _object("id", "object", "status", "output", "created_at", object={"const": "response"})
 _DELETED = _object("id", "object", "deleted", id=_STRING, deleted={"const": True})
@@ -62,16 +46,6 @@ _ITEM = _object("id", id=_STRING)
 _FILE = _object("id", "object", "bytes", "created_at", "filename", "purpose", "status", object={"const": "file"})
 _UPLOAD = _object("file", "purpose", file={"type": "string", "format": "binary"}, purpose={"const": "batch"})
 _BATCH = _object("id", "object", "endpoint", "input_file_id", "status", "created_at", object={"const": "batch"})
-_NEW_BATCH = _object(
-    *("input_file_id", "endpoint", "completion_window"),
-    input_file_id=_STRING,
-    endpoint=_STRING,
-    completion_window={"const": "24h"},
-    metadata={"type": ["object", "null"], "maxProperties": 16, "additionalProperties": {"type": "string", "maxLength": 512}},
-    output_expires_after=_object(
-        "anchor", "seconds", anchor={"const": "created_at"}, seconds={"type": "integer", "minimum": 3600, "maximum": 2592000}
-    ),
-)
 
 
 @dataclass(frozen=True)
@@ -89,7 +63,6 @@ class Operation:
 
 _TOKENIZE = Operation((vllm.TokenizeCompletionRequest, vllm.TokenizeChatRequest), vllm.TokenizeResponse)
 _DETOKENIZE = Operation(vllm.DetokenizeRequest, vllm.DetokenizeResponse)
-_ITEMS = _object("items", items={"type": "array", "items": {"type": "object"}, "maxItems": 20})
 
 OPERATIONS: dict[tuple[str, str], Operation] = {
     ("POST", "/v1/chat/completions"): Operation(vllm.ChatCompletionRequest, vllm.ChatCompletionResponse, streams=True),
@@ -102,12 +75,12 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("DELETE", "/v1/responses/{response_id}"): Operation(gives=_DELETED),
     ("POST", "/v1/responses/{response_id}/cancel"): Operation(gives=_RESPONSE),
     ("GET", "/v1/responses/{response_id}/input_items"): Operation(gives=_LIST),
-    ("POST", "/v1/conversations"): Operation({**_ITEMS, "required": []}, _CONVERSATION),
+    ("POST", "/v1/conversations"): Operation(conversations.NewConversation, _CONVERSATION),
     ("GET", "/v1/conversations/{conversation_id}"): Operation(gives=_CONVERSATION),
-    ("POST", "/v1/conversations/{conversation_id}"): Operation(_object("metadata", metadata={"type": "object"}), _CONVERSATION),
+    ("POST", "/v1/conversations/{conversation_id}"): Operation(conversations.Metadata, _CONVERSATION),
     ("DELETE", "/v1/conversations/{conversation_id}"): Operation(gives=_DELETED),
     ("GET", "/v1/conversations/{conversation_id}/items"): Operation(gives=_LIST),
-    ("POST", "/v1/conversations/{conversation_id}/items"): Operation(_ITEMS, _LIST),
+    ("POST", "/v1/conversations/{conversation_id}/items"): Operation(conversations.Items, _LIST),
     ("GET", "/v1/conversations/{conversation_id}/items/{item_id}"): Operation(gives=_ITEM),
     ("DELETE", "/v1/conversations/{conversation_id}/items/{item_id}"): Operation(gives=_CONVERSATION),
     ("POST", "/v1/files"): Operation(_UPLOAD, _FILE, form=True),
@@ -115,7 +88,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("GET", "/v1/files/{file_id}"): Operation(gives=_FILE),
     ("DELETE", "/v1/files/{file_id}"): Operation(gives=_DELETED),
     ("GET", "/v1/files/{file_id}/content"): Operation(text="application/octet-stream"),
-    ("POST", "/v1/batches"): Operation(_NEW_BATCH, _BATCH),
+    ("POST", "/v1/batches"): Operation(batches.NewBatch, _BATCH),
     ("GET", "/v1/batches"): Operation(gives=_LIST),
     ("GET", "/v1/batches/{batch_id}"): Operation(gives=_BATCH),
     ("POST", "/v1/batches/{batch_id}/cancel"): Operation(gives=_BATCH),
@@ -175,26 +148,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("GET", "/server_info"): Operation(gives=_object("weight_version", "verifiers")),
 }
 
-_SPECULATION: dict[str, Schema] = {
-    "outrider": _object(
-        stats={"type": ["boolean", "null"]},
-        mode={"enum": [*MODES["auto"], None]},
-        num_speculative_tokens={"type": ["integer", "null"], "minimum": 0},
-        learn={"type": ["boolean", "null"]},
-    )
-    | {"additionalProperties": False},
-    "prediction": _object(
-        "type",
-        "content",
-        type={"const": "content"},
-        content={
-            "anyOf": [
-                _STRING,
-                {"type": "array", "minItems": 1, "items": _object("type", "text", type={"const": "text"}, text=_STRING)},
-            ]
-        },
-    ),
-}
+_SPECULATION: dict[str, type[pydantic.BaseModel]] = {"outrider": Options, "prediction": Prediction}
 
 _NO_EFFECT = {
     vllm.ResponsesRequest: RESPONSES_NO_EFFECT,
@@ -215,7 +169,6 @@ def document(app: FastAPI, version: str) -> dict[str, Any]:
             "tags": [path.split("/")[1]],
         }
         parameters = [_parameter(each, "path") for each in route.dependant.path_params]
-        parameters += [_parameter(name, "path") for name in re.findall(r"{(\w+)}", path) if not parameters]
         parameters += [_parameter(each, "query") for each in route.dependant.query_params]
         paths.setdefault(path, {})[method.lower()] = shown | ({"parameters": parameters} if parameters else {})
     return {
@@ -242,12 +195,14 @@ def _schemas() -> dict[str, Schema]:
     taken = {each for operation in OPERATIONS.values() for each in _models(operation.takes)}
     given = {each for operation in OPERATIONS.values() for each in _models(operation.gives)}
     pydantics = [each for each in taken | given if issubclass(each, pydantic.BaseModel)]
-    _, made = models_json_schema([(each, "validation") for each in sorted(pydantics, key=str)], ref_template=_REF)
+    shown = sorted({*pydantics, *_SPECULATION.values()}, key=str)
+    _, made = models_json_schema([(each, "validation") for each in shown], ref_template=_REF)
     schemas: dict[str, Schema] = made["$defs"]
     for model in taken & set(pydantics):
         if model in (vllm.ChatCompletionRequest, vllm.CompletionRequest):
-            schemas[model.__name__]["properties"] |= _SPECULATION
-        _as_taken(schemas[model.__name__], _NO_EFFECT.get(model, NO_EFFECT).keys())
+            schemas[model.__name__]["properties"] |= {name: _ref(each) for name, each in _SPECULATION.items()}
+        no_effect = {} if issubclass(model, Body) else _NO_EFFECT.get(model, NO_EFFECT)
+        _as_taken(schemas[model.__name__], no_effect.keys())
     structs = sorted(taken - set(pydantics), key=str)
     _, components = msgspec.json.schema_components(structs, ref_template="#/components/schemas/{name}")
     for struct in structs:
@@ -312,7 +267,5 @@ def _operation(operation: Operation, path: str, schemas: dict[str, Schema]) -> d
 
 
 def _parameter(field: Any, place: str) -> dict[str, Any]:
-    if isinstance(field, str):
-        return {"name": field, "in": place, "required": True, "schema": _STRING}
     schema = pydantic.TypeAdapter(field.field_info.annotation).json_schema()
     return {"name": field.alias, "in": place, "required": place == "path", "schema": schema}

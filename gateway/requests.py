@@ -10,7 +10,7 @@ import difflib
 import json
 import math
 import re
-from collections.abc import Mapping, Set
+from collections.abc import AsyncGenerator, Mapping, Set
 from functools import cache
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -21,7 +21,7 @@ from starlette.requests import Request
 from backend.engine.front.grammar import asked_in
 from backend.wire.engine import FIXED_RESPONSE
 from gateway.bounds import check_bounds, check_structure, check_text, grammar_field
-from gateway.errors import BadRequest, PayloadTooLarge, UnsupportedMedia
+from gateway.errors import BadRequest, PayloadTooLarge, UnsupportedMedia, from_pydantic
 from gateway.fields import NO_EFFECT, REFUSED, Fits, without_nulls
 
 LARGE_BYTES = 1 << 18
@@ -30,10 +30,15 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 ModelT = TypeVar("ModelT", bound=pydantic.BaseModel)
 
 
+class Body(pydantic.BaseModel):
+    """A request, or an object in one, that is no model of vLLM's: nothing is converted, and no unknown field taken."""
+
+    model_config = pydantic.ConfigDict(strict=True, extra="forbid")
+
+
 async def read_json(request: Request, max_bytes: int) -> dict[str, Any]:
     """The request's JSON object.  Raises `UnsupportedMedia`, `PayloadTooLarge` or `BadRequest`."""
-    media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media != "application/json":
+    if media_type(request) != "application/json":
         raise UnsupportedMedia("The request body must be application/json.")
     body = await read_bytes(request, max_bytes)
     data = await asyncio.to_thread(_decode, body) if len(body) > LARGE_BYTES else _decode(body)
@@ -44,17 +49,30 @@ async def read_json(request: Request, max_bytes: int) -> dict[str, Any]:
     return data
 
 
+def media_type(request: Request) -> str:
+    """What the body is said to be, without parameters."""
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
 async def read_bytes(request: Request, max_bytes: int) -> bytearray:
     """The request's body.  Raises `PayloadTooLarge`."""
+    body = bytearray()
+    async for chunk in bounded(request, max_bytes, PayloadTooLarge(f"The request body is larger than {max_bytes} bytes.")):
+        body += chunk
+    return body
+
+
+async def bounded(request: Request, max_bytes: int, too_large: PayloadTooLarge) -> AsyncGenerator[bytes, None]:
+    """The body as it comes.  Raises `too_large` as soon as it is known to be."""
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > max_bytes:
-        raise PayloadTooLarge(f"The request body is larger than {max_bytes} bytes.")
-    body = bytearray()
+        raise too_large
+    size = 0
     async for chunk in request.stream():
-        body += chunk
-        if len(body) > max_bytes:
-            raise PayloadTooLarge(f"The request body is larger than {max_bytes} bytes.")
-    return body
+        size += len(chunk)
+        if size > max_bytes:
+            raise too_large
+        yield chunk
 
 
 def _decode(body: bytearray) -> Any:
@@ -92,6 +110,14 @@ def fitted(model: type[ModelT], data: dict[str, Any], no_effect: Mapping[str, Fi
     except (TypeError, AttributeError, KeyError):
         # vLLM's own validators run before the types are checked and trip over wrong ones.
         raise BadRequest("A field of the request has the wrong type.") from None
+
+
+def read_object(model: type[ModelT], value: Any, name: str) -> ModelT:
+    """The object in the field `name`.  Raises `ApiError` that names the field, and the one in it."""
+    try:
+        return model.model_validate(value)
+    except pydantic.ValidationError as error:
+        raise from_pydantic(error, name) from None
 
 
 def check_fields(model: type[pydantic.BaseModel], data: dict[str, Any], no_effect: Mapping[str, Fits]) -> dict[str, Any]:
@@ -136,6 +162,7 @@ def check_generation(request: Any, *, max_n: int, vllm_speculates: bool) -> None
     if FIXED_RESPONSE in (getattr(request, "vllm_xargs", None) or {}):
         raise BadRequest(f"`{FIXED_RESPONSE}` belongs to rollouts.", param="vllm_xargs")
     if vllm_speculates:
+        # Its rejection sampler rules them out.
         unsupported = [name for name in ("min_p", "logit_bias") if getattr(request, name, None)]
         if unsupported:
             raise BadRequest(f"`{unsupported[0]}` is not supported in mode native.", param=unsupported[0])

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from functools import wraps
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 T = TypeVar("T")
+P = ParamSpec("P")
+DatabaseT = TypeVar("DatabaseT", bound="Database")
+Work = Callable[Concatenate[DatabaseT, sqlite3.Connection, P], T]
+Method = Callable[Concatenate[DatabaseT, P], Coroutine[Any, Any, T]]
 
 BUSY_S = 5.0
 """How long one gateway waits while another writes."""
@@ -37,3 +42,24 @@ class Database:
         """Waits for what is being written."""
         self._thread.shutdown()
         self._connection.close()
+
+
+def transaction(work: Work[DatabaseT, P, T]) -> Method[DatabaseT, P, T]:
+    """Makes `work` on a connection a method that runs it as one transaction."""
+
+    @wraps(work)
+    async def method(self: DatabaseT, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await self.run(lambda db: work(self, db, *args, **kwargs))
+
+    return method
+
+
+def exclusive(work: Work[DatabaseT, P, T]) -> Method[DatabaseT, P, T]:
+    """`transaction`, with nobody else writing between what it reads and what it writes."""
+
+    @wraps(work)
+    def locked(self: DatabaseT, db: sqlite3.Connection, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        db.execute("BEGIN IMMEDIATE")
+        return work(self, db, *args, **kwargs)
+
+    return transaction(locked)

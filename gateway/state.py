@@ -47,11 +47,6 @@ class Gateway:
     tokenizing: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))
     """Texts that are tokenized for their own sake: prompts wait for the same thread, and not for more than these."""
 
-    @property
-    def vllm_speculates(self) -> bool:
-        """Whether vLLM's rejection sampler is in use, which rules some sampling parameters out."""
-        return self.settings.mode == "native"
-
     def abort(self, request_ids: list[str] | None) -> dict[str, list[list[int]]]:
         """Ends requests, all or those that answers or `X-Request-Id` name so; the tokens of each one's sequences, by its id."""
         tokens: dict[str, list[list[int]]] = {}

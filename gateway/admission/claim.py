@@ -10,9 +10,12 @@ from __future__ import annotations
 
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from gateway.keys.caller import ANYBODY, Caller, Priority
+
+if TYPE_CHECKING:
+    from gateway.inquiry import Inquiry
 
 
 class Accounts(Protocol):
@@ -41,6 +44,8 @@ class Claim:
     """Which the client named, for affinity."""
     learn: bool = True
     """Whether drafters may learn from its sequences."""
+    inquiry: Inquiry | None = None
+    """What it asks of speculation."""
     closed: bool = False
     """The HTTP request is over, or there was none: what else its sequences take is charged as they end."""
     granted: bool = False

@@ -6,15 +6,14 @@ may be carried out at a time is decided by `gateway.batches.pace`.
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable
 from typing import Any
 
+import httpx
 import msgspec
 from fastapi import FastAPI
 from fastapi.middleware.asyncexitstack import AsyncExitStackMiddleware
-from starlette.types import Message, Scope
 
 from gateway.access import Doors
 from gateway.admission.claim import Claim
@@ -61,47 +60,18 @@ class Calls:
         return Answer(line.custom_id, status, msgspec.Raw(body), request_id, usage=usage)
 
     async def _post(self, line: Line, owner: str, request_id: str) -> tuple[int, bytes]:
-        body = bytes(line.body)
         state = self._rights(owner)
-        headers = {"content-type": "application/json", "content-length": str(len(body)), "x-request-id": request_id}
-        scope: Scope = {
-            "type": "http",
-            "asgi": {"version": "3.0"},
-            "http_version": "1.1",
-            "method": "POST",
-            "scheme": "http",
-            "path": line.url,
-            "raw_path": line.url.encode(),
-            "root_path": "",
-            "query_string": b"",
-            "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
-            "client": None,
-            "server": None,
-            "app": self._app,
-            "state": state,
-        }
-        given, status, parts = False, 500, []
 
-        async def receive() -> Message:
-            nonlocal given
-            if given:
-                # A line does not hang up.
-                await asyncio.Event().wait()
-            given = True
-            return {"type": "http.request", "body": body, "more_body": False}
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            await self._inner(scope | {"app": self._app, "state": state}, receive, send)
 
-        async def send(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            else:
-                parts.append(message.get("body", b""))
-
+        headers = {"content-type": "application/json", "x-request-id": request_id}
+        request = httpx.Request("POST", f"http://batch{line.url}", headers=headers, content=bytes(line.body))
         try:
-            await self._inner(scope, receive, send)
+            answer = await httpx.ASGITransport(app).handle_async_request(request)
+            return answer.status_code, await answer.aread()
         finally:
             state["claim"].close()
-        return status, b"".join(parts)
 
 
 class _Used(msgspec.Struct):

@@ -20,7 +20,7 @@ import msgspec
 
 from gateway.batches.objects import OPEN, Answer, Batch, Counts, File, new_id, shown
 from gateway.errors import Conflict, NotFound, StorageFull, TooManyRequests
-from gateway.sqlite import Database
+from gateway.sqlite import Database, exclusive, transaction
 
 FILE_LIFETIME_S = 30 * 86400
 """As long as OpenAI keeps files of batches; batches themselves are forgotten after it too."""
@@ -52,17 +52,14 @@ class Kept(msgspec.Struct, frozen=True):
     """Of its output files."""
 
 
-class Store:
+class Store(Database):
     """`max_bytes` is of all contents together.  Nobody but its owner finds a file or a batch."""
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         self._contents = folder / "files"
         self._contents.mkdir(mode=0o700, parents=True, exist_ok=True)
+        super().__init__(folder / "batches.sqlite", _SCHEMA)
         self._max_bytes = max_bytes
-        self._database = Database(folder / "batches.sqlite", _SCHEMA)
-
-    def close(self) -> None:
-        self._database.close()
 
     # Files
 
@@ -84,20 +81,22 @@ class Store:
             _insert_file(db, file, owner)
 
         try:
-            await self._database.run(work)
+            await self.run(work)
         except BaseException:
             self.path(file_id).unlink(missing_ok=True)
             raise
         return file
 
-    async def file(self, file_id: str, owner: str) -> File:
+    @transaction
+    def file(self, db: sqlite3.Connection, file_id: str, owner: str) -> File:
         """Raises `NotFound`."""
-        return await self._database.run(lambda db: _file(db, file_id, owner))
+        return _file(db, file_id, owner)
 
-    async def files(self, owner: str, purpose: str | None) -> list[dict[str, Any]]:
+    @transaction
+    def files(self, db: sqlite3.Connection, owner: str, purpose: str | None) -> list[dict[str, Any]]:
         """Oldest first."""
         query = "SELECT body FROM files WHERE owner = ? AND purpose = coalesce(?, purpose) AND expires > ? ORDER BY number"
-        rows = await self._database.run(lambda db: db.execute(query, (owner, purpose, time.time())).fetchall())
+        rows = db.execute(query, (owner, purpose, time.time()))
         return [msgspec.json.decode(body) for (body,) in rows]
 
     async def delete_file(self, file_id: str, owner: str) -> None:
@@ -109,76 +108,67 @@ class Store:
                 raise Conflict("The file is the input of a batch that has not ended. Cancel the batch first.", param="file_id")
             db.execute("DELETE FROM files WHERE id = ?", (file_id,))
 
-        await self._database.run(work)
+        await self.run(work)
         self.path(file_id).unlink(missing_ok=True)
 
     # Batches
 
-    async def add_batch(self, batch: Batch, owner: str, model: str, lifetime_s: float) -> None:
+    @exclusive
+    def add_batch(self, db: sqlite3.Connection, batch: Batch, owner: str, model: str, lifetime_s: float) -> None:
         """`model` is the base model of the fleet that carries it out.  Raises `NotFound` or `TooManyRequests`."""
+        _file(db, batch.input_file_id, owner, "input_file_id")
+        self._check_room(db, 0)
+        query = f"SELECT count(*) FROM batches WHERE owner = ? AND {_IS_OPEN}"
+        if db.execute(query, (owner,)).fetchone()[0] >= MAX_OPEN:
+            raise TooManyRequests(f"{MAX_OPEN} batches have not ended yet.")
+        of = (batch.id, owner, batch.created_at, model, batch.status, batch.input_file_id, lifetime_s)
+        names = "id, owner, created, model, status, input, lifetime, body"
+        db.execute(f"INSERT INTO batches ({names}) VALUES (?,?,?,?,?,?,?,?)", (*of, msgspec.json.encode(batch)))
 
-        def work(db: sqlite3.Connection) -> None:
-            _file(db, batch.input_file_id, owner, "input_file_id")
-            self._check_room(db, 0)
-            query = f"SELECT count(*) FROM batches WHERE owner = ? AND {_IS_OPEN}"
-            if db.execute(query, (owner,)).fetchone()[0] >= MAX_OPEN:
-                raise TooManyRequests(f"{MAX_OPEN} batches have not ended yet.")
-            of = (batch.id, owner, batch.created_at, model, batch.status, batch.input_file_id, lifetime_s)
-            names = "id, owner, created, model, status, input, lifetime, body"
-            db.execute(f"INSERT INTO batches ({names}) VALUES (?,?,?,?,?,?,?,?)", (*of, msgspec.json.encode(batch)))
-
-        await self._database.run(_at_once(work))
-
-    async def batch(self, batch_id: str, owner: str | None = None) -> Kept:
+    @transaction
+    def batch(self, db: sqlite3.Connection, batch_id: str, owner: str | None = None) -> Kept:
         """`owner` None: whosever it is.  Raises `NotFound`."""
-        return await self._database.run(lambda db: _batch(db, batch_id, owner))
+        return _batch(db, batch_id, owner)
 
-    async def batches(self, owner: str) -> list[dict[str, Any]]:
+    @transaction
+    def batches(self, db: sqlite3.Connection, owner: str) -> list[dict[str, Any]]:
         """Oldest first."""
-        query = "SELECT body FROM batches WHERE owner = ? ORDER BY number"
-        rows = await self._database.run(lambda db: db.execute(query, (owner,)).fetchall())
+        rows = db.execute("SELECT body FROM batches WHERE owner = ? ORDER BY number", (owner,))
         return [shown(msgspec.json.decode(body, type=Batch)) for (body,) in rows]
 
-    async def open_batches(self, model: str) -> list[str]:
+    @transaction
+    def open_batches(self, db: sqlite3.Connection, model: str) -> list[str]:
         """The ids of those that are this model's to carry out, oldest first."""
         query = f"SELECT id FROM batches WHERE model = ? AND {_IS_OPEN} ORDER BY number"
-        rows = await self._database.run(lambda db: db.execute(query, (model,)).fetchall())
-        return [each for (each,) in rows]
+        return [each for (each,) in db.execute(query, (model,))]
 
-    async def change(self, batch_id: str, owner: str | None, change: Callable[[Batch], Batch]) -> Batch:
+    @exclusive
+    def change(self, db: sqlite3.Connection, batch_id: str, owner: str | None, change: Callable[[Batch], Batch]) -> Batch:
         """The batch as `change` makes it, which may raise.  Raises `NotFound`."""
-
-        def work(db: sqlite3.Connection) -> Batch:
-            batch = change(_batch(db, batch_id, owner).batch)
-            _write(db, batch)
-            return batch
-
-        return await self._database.run(_at_once(work))
+        batch = change(_batch(db, batch_id, owner).batch)
+        _write(db, batch)
+        return batch
 
     # Answers
 
-    async def answered(self, batch_id: str) -> set[int]:
+    @transaction
+    def answered(self, db: sqlite3.Connection, batch_id: str) -> set[int]:
         """The lines that need not be carried out any more."""
-        query = "SELECT line FROM answers WHERE batch = ?"
-        rows = await self._database.run(lambda db: db.execute(query, (batch_id,)).fetchall())
-        return {line for (line,) in rows}
+        return {line for (line,) in db.execute("SELECT line FROM answers WHERE batch = ?", (batch_id,))}
 
-    async def add_answers(self, batch_id: str, answers: Iterable[tuple[int, Answer]]) -> None:
+    @exclusive
+    def add_answers(self, db: sqlite3.Connection, batch_id: str, answers: Iterable[tuple[int, Answer]]) -> None:
         """Keeps and counts them; a line that has an answer keeps that one."""
-
-        def work(db: sqlite3.Connection) -> None:
-            batch = _batch(db, batch_id, None).batch
-            counts, usage = batch.request_counts, batch.usage
-            completed, failed = counts.completed, counts.failed
-            for line, answer in answers:
-                row = (batch_id, line, answer.failed, answer.line())
-                if db.execute("INSERT OR IGNORE INTO answers VALUES (?,?,?,?)", row).rowcount:
-                    completed, failed = completed + (not answer.failed), failed + answer.failed
-                    usage = usage.plus(answer.usage)
-            counts = Counts(counts.total, completed, failed)
-            _write(db, msgspec.structs.replace(batch, request_counts=counts, usage=usage))
-
-        await self._database.run(_at_once(work))
+        batch = _batch(db, batch_id, None).batch
+        counts, usage = batch.request_counts, batch.usage
+        completed, failed = counts.completed, counts.failed
+        for line, answer in answers:
+            row = (batch_id, line, answer.failed, answer.line())
+            if db.execute("INSERT OR IGNORE INTO answers VALUES (?,?,?,?)", row).rowcount:
+                completed, failed = completed + (not answer.failed), failed + answer.failed
+                usage = usage.plus(answer.usage)
+        counts = Counts(counts.total, completed, failed)
+        _write(db, msgspec.structs.replace(batch, request_counts=counts, usage=usage))
 
     async def finish(self, batch_id: str, ended: Callable[[Batch], Batch]) -> None:
         """Writes the answers into files, and has the batch be as `ended` makes it."""
@@ -188,15 +178,15 @@ class Store:
             file = await self._write_answers(kept, f"{batch_id}_{outcome}.jsonl", failed)
             if file is not None:
                 made[f"{outcome}_file_id"] = file
+        await self._end(kept, made, ended)
 
-        def work(db: sqlite3.Connection) -> None:
-            for file in made.values():
-                _insert_file(db, file, kept.owner)
-            ids = {name: file.id for name, file in made.items()}
-            _write(db, msgspec.structs.replace(ended(_batch(db, batch_id, None).batch), **ids))
-            db.execute("DELETE FROM answers WHERE batch = ?", (batch_id,))
-
-        await self._database.run(_at_once(work))
+    @exclusive
+    def _end(self, db: sqlite3.Connection, kept: Kept, made: dict[str, File], ended: Callable[[Batch], Batch]) -> None:
+        for file in made.values():
+            _insert_file(db, file, kept.owner)
+        ids = {name: file.id for name, file in made.items()}
+        _write(db, msgspec.structs.replace(ended(_batch(db, kept.batch.id, None).batch), **ids))
+        db.execute("DELETE FROM answers WHERE batch = ?", (kept.batch.id,))
 
     async def _write_answers(self, kept: Kept, name: str, failed: bool) -> File | None:
         file_id = new_id("file-")
@@ -208,7 +198,7 @@ class Store:
                 target.writelines(part for (answer,) in rows for part in (answer, b"\n"))
                 return target.tell()
 
-        size = await self._database.run(work)
+        size = await self.run(work)
         if not size:
             self.path(file_id).unlink()
             return None
@@ -229,7 +219,7 @@ class Store:
             db.execute(f"DELETE FROM batches WHERE created < ? AND NOT {_IS_OPEN}", (now - FILE_LIFETIME_S,))
             return {each for (each,) in db.execute("SELECT id FROM files")}
 
-        await asyncio.to_thread(_unlink_strangers, self._contents, await self._database.run(work))
+        await asyncio.to_thread(_unlink_strangers, self._contents, await self.run(work))
 
     def _check_room(self, db: sqlite3.Connection, more: int) -> None:
         held = db.execute("SELECT coalesce(sum(bytes), 0) FROM files").fetchone()[0]
@@ -239,16 +229,6 @@ class Store:
 
 
 _IS_OPEN = f"status IN ({', '.join(repr(each) for each in sorted(OPEN))})"
-
-
-def _at_once(work: Callable[[sqlite3.Connection], Any]) -> Callable[[sqlite3.Connection], Any]:
-    """`work` with nobody else writing between what it reads and what it writes."""
-
-    def locked(db: sqlite3.Connection) -> Any:
-        db.execute("BEGIN IMMEDIATE")
-        return work(db)
-
-    return locked
 
 
 def _file(db: sqlite3.Connection, file_id: str, owner: str, param: str = "file_id") -> File:

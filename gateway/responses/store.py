@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from gateway.errors import NotFound
-from gateway.sqlite import Database
+from gateway.sqlite import Database, transaction
 
 Item = dict[str, Any]
 
@@ -51,175 +51,147 @@ class Kept:
     body: dict[str, Any]
 
 
-class Store:
+class Store(Database):
     """Every method is one transaction.  `owner` is whose response it is: nobody else finds it."""
 
     def __init__(self, path: Path, max_bytes: int) -> None:
+        super().__init__(path, _SCHEMA)
         self._max_bytes = max_bytes
-        self._database = Database(path, _SCHEMA)
-
-    def close(self) -> None:
-        self._database.close()
 
     # Responses
 
-    async def put(self, kept: Kept) -> None:
+    @transaction
+    def put(self, db: sqlite3.Connection, kept: Kept) -> None:
         """Keeps a response, or its new state; what is too old, or too much, goes."""
+        now = time.time()
+        db.execute(
+            "INSERT INTO responses VALUES (?,?,?,?,?,?,?,?) ON CONFLICT (id) DO UPDATE SET body = excluded.body",
+            (
+                kept.id,
+                kept.owner,
+                now,
+                kept.previous,
+                kept.conversation,
+                json.dumps(kept.input),
+                json.dumps(kept.body),
+                os.getpid(),
+            ),
+        )
+        outputs = [(item["id"], kept.id, kept.owner, json.dumps(item)) for item in kept.body["output"]]
+        db.executemany("INSERT OR REPLACE INTO outputs VALUES (?,?,?,?)", outputs)
+        self._make_room(db, now)
 
-        def work(db: sqlite3.Connection) -> None:
-            now = time.time()
-            db.execute(
-                "INSERT INTO responses VALUES (?,?,?,?,?,?,?,?) ON CONFLICT (id) DO UPDATE SET body = excluded.body",
-                (
-                    kept.id,
-                    kept.owner,
-                    now,
-                    kept.previous,
-                    kept.conversation,
-                    json.dumps(kept.input),
-                    json.dumps(kept.body),
-                    os.getpid(),
-                ),
-            )
-            outputs = [(item["id"], kept.id, kept.owner, json.dumps(item)) for item in kept.body["output"]]
-            db.executemany("INSERT OR REPLACE INTO outputs VALUES (?,?,?,?)", outputs)
-            self._make_room(db, now)
-
-        await self._database.run(work)
-
-    async def get(self, response_id: str, owner: str) -> Kept:
+    @transaction
+    def get(self, db: sqlite3.Connection, response_id: str, owner: str) -> Kept:
         """Raises `NotFound`."""
-        return await self._database.run(lambda db: _response(db, response_id, owner))
+        return _response(db, response_id, owner)
 
-    async def unfinished(self, response_id: str) -> bool:
+    @transaction
+    def unfinished(self, db: sqlite3.Connection, response_id: str) -> bool:
         """Whether some gateway is making it."""
         query = "SELECT 1 FROM responses WHERE id = ? AND json_extract(body, '$.status') IN ('queued', 'in_progress')"
-        return await self._database.run(lambda db: db.execute(query, (response_id,)).fetchone() is not None)
+        return db.execute(query, (response_id,)).fetchone() is not None
 
-    async def delete(self, response_id: str, owner: str) -> None:
+    @transaction
+    def delete(self, db: sqlite3.Connection, response_id: str, owner: str) -> None:
         """Raises `NotFound`."""
+        _response(db, response_id, owner)
+        _forget_responses(db, [response_id])
 
-        def work(db: sqlite3.Connection) -> None:
-            _response(db, response_id, owner)
-            _forget_responses(db, [response_id])
-
-        await self._database.run(work)
-
-    async def history(self, response_id: str, owner: str) -> list[Item]:
+    @transaction
+    def history(self, db: sqlite3.Connection, response_id: str, owner: str) -> list[Item]:
         """All items up to and with this response: inputs and outputs, oldest first.  Raises `NotFound`."""
+        turns: list[list[Item]] = []
+        at: str | None = response_id
+        while at is not None:
+            if len(turns) == LONGEST_CHAIN:
+                raise NotFound(f"More than {LONGEST_CHAIN} responses lie before this one.", param="previous_response_id")
+            kept = _response(db, at, owner, "previous_response_id")
+            turns.append([*kept.input, *kept.body["output"]])
+            at = kept.previous
+        return [item for turn in reversed(turns) for item in turn]
 
-        def work(db: sqlite3.Connection) -> list[Item]:
-            turns: list[list[Item]] = []
-            at: str | None = response_id
-            while at is not None:
-                if len(turns) == LONGEST_CHAIN:
-                    raise NotFound(f"More than {LONGEST_CHAIN} responses lie before this one.", param="previous_response_id")
-                kept = _response(db, at, owner, "previous_response_id")
-                turns.append([*kept.input, *kept.body["output"]])
-                at = kept.previous
-            return [item for turn in reversed(turns) for item in turn]
-
-        return await self._database.run(work)
-
-    async def resolve(self, items: list[Item], owner: str) -> list[Item]:
+    @transaction
+    def resolve(self, db: sqlite3.Connection, items: list[Item], owner: str) -> list[Item]:
         """`items` with what their references refer to: outputs of responses that are kept.  Raises `NotFound`."""
+        return [_output(db, item, owner) if item.get("type") == "item_reference" else item for item in items]
 
-        def work(db: sqlite3.Connection) -> list[Item]:
-            return [_output(db, item, owner) if item.get("type") == "item_reference" else item for item in items]
-
-        return await self._database.run(work)
-
-    async def fail_interrupted(self, error: dict[str, Any]) -> int:
+    @transaction
+    def fail_interrupted(self, db: sqlite3.Connection, error: dict[str, Any]) -> int:
         """Responses that a gateway was making when it ended become `failed` with this error; returns how many.
 
         Call it before this process makes any: an earlier one may have had its pid.
         """
-
-        def work(db: sqlite3.Connection) -> int:
-            query = "SELECT id, body, maker FROM responses WHERE json_extract(body, '$.status') IN ('queued', 'in_progress')"
-            dead = [(each, json.loads(body)) for each, body, maker in db.execute(query) if _is_over(maker)]
-            changes = [(json.dumps(body | {"status": "failed", "error": error}), each) for each, body in dead]
-            db.executemany("UPDATE responses SET body = ? WHERE id = ?", changes)
-            return len(changes)
-
-        return await self._database.run(work)
+        query = "SELECT id, body, maker FROM responses WHERE json_extract(body, '$.status') IN ('queued', 'in_progress')"
+        dead = [(each, json.loads(body)) for each, body, maker in db.execute(query) if _is_over(maker)]
+        changes = [(json.dumps(body | {"status": "failed", "error": error}), each) for each, body in dead]
+        db.executemany("UPDATE responses SET body = ? WHERE id = ?", changes)
+        return len(changes)
 
     # Events of streams in the background
 
-    async def add_events(self, response_id: str, events: list[tuple[int, str]]) -> None:
+    @transaction
+    def add_events(self, db: sqlite3.Connection, response_id: str, events: list[tuple[int, str]]) -> None:
         rows = [(response_id, number, event) for number, event in events]
-        await self._database.run(lambda db: db.executemany("INSERT OR REPLACE INTO events VALUES (?,?,?)", rows))
+        db.executemany("INSERT OR REPLACE INTO events VALUES (?,?,?)", rows)
 
-    async def events(self, response_id: str, after: int) -> list[tuple[int, str]]:
+    @transaction
+    def events(self, db: sqlite3.Connection, response_id: str, after: int) -> list[tuple[int, str]]:
         """Those with a greater number than `after`."""
         query = "SELECT number, event FROM events WHERE response = ? AND number > ? ORDER BY number"
-        return await self._database.run(lambda db: db.execute(query, (response_id, after)).fetchall())
+        return db.execute(query, (response_id, after)).fetchall()
 
     # Conversations
 
-    async def create_conversation(self, conversation_id: str, owner: str, metadata: dict[str, Any], items: list[Item]) -> Item:
-        def work(db: sqlite3.Connection) -> Item:
-            now = time.time()
-            db.execute("INSERT INTO conversations VALUES (?,?,?,?)", (conversation_id, owner, now, json.dumps(metadata)))
-            _add(db, conversation_id, items)
-            self._make_room(db, now)
-            return _conversation(db, conversation_id, owner)
+    @transaction
+    def create_conversation(
+        self, db: sqlite3.Connection, conversation_id: str, owner: str, metadata: dict[str, Any], items: list[Item]
+    ) -> Item:
+        now = time.time()
+        db.execute("INSERT INTO conversations VALUES (?,?,?,?)", (conversation_id, owner, now, json.dumps(metadata)))
+        _add(db, conversation_id, items)
+        self._make_room(db, now)
+        return _conversation(db, conversation_id, owner)
 
-        return await self._database.run(work)
-
-    async def conversation(self, conversation_id: str, owner: str) -> Item:
+    @transaction
+    def conversation(self, db: sqlite3.Connection, conversation_id: str, owner: str) -> Item:
         """Raises `NotFound`."""
-        return await self._database.run(lambda db: _conversation(db, conversation_id, owner))
+        return _conversation(db, conversation_id, owner)
 
-    async def update_conversation(self, conversation_id: str, owner: str, metadata: dict[str, Any]) -> Item:
+    @transaction
+    def update_conversation(self, db: sqlite3.Connection, conversation_id: str, owner: str, metadata: dict[str, Any]) -> Item:
         """Raises `NotFound`."""
+        _conversation(db, conversation_id, owner)
+        db.execute("UPDATE conversations SET metadata = ? WHERE id = ?", (json.dumps(metadata), conversation_id))
+        return _conversation(db, conversation_id, owner)
 
-        def work(db: sqlite3.Connection) -> Item:
-            _conversation(db, conversation_id, owner)
-            db.execute("UPDATE conversations SET metadata = ? WHERE id = ?", (json.dumps(metadata), conversation_id))
-            return _conversation(db, conversation_id, owner)
-
-        return await self._database.run(work)
-
-    async def delete_conversation(self, conversation_id: str, owner: str) -> None:
+    @transaction
+    def delete_conversation(self, db: sqlite3.Connection, conversation_id: str, owner: str) -> None:
         """Raises `NotFound`."""
+        _conversation(db, conversation_id, owner)
+        _forget_conversation(db, conversation_id)
 
-        def work(db: sqlite3.Connection) -> None:
-            _conversation(db, conversation_id, owner)
-            _forget_conversation(db, conversation_id)
-
-        await self._database.run(work)
-
-    async def items(self, conversation_id: str, owner: str) -> list[Item]:
+    @transaction
+    def items(self, db: sqlite3.Connection, conversation_id: str, owner: str) -> list[Item]:
         """Oldest first.  Raises `NotFound`."""
+        _conversation(db, conversation_id, owner)
+        rows = db.execute("SELECT item FROM items WHERE conversation = ? ORDER BY number", (conversation_id,))
+        return [json.loads(item) for (item,) in rows]
 
-        def work(db: sqlite3.Connection) -> list[Item]:
-            _conversation(db, conversation_id, owner)
-            rows = db.execute("SELECT item FROM items WHERE conversation = ? ORDER BY number", (conversation_id,))
-            return [json.loads(item) for (item,) in rows]
-
-        return await self._database.run(work)
-
-    async def add_items(self, conversation_id: str, owner: str, items: list[Item]) -> None:
+    @transaction
+    def add_items(self, db: sqlite3.Connection, conversation_id: str, owner: str, items: list[Item]) -> None:
         """Raises `NotFound`."""
+        _conversation(db, conversation_id, owner)
+        _add(db, conversation_id, items)
+        self._make_room(db, time.time())
 
-        def work(db: sqlite3.Connection) -> None:
-            _conversation(db, conversation_id, owner)
-            _add(db, conversation_id, items)
-            self._make_room(db, time.time())
-
-        await self._database.run(work)
-
-    async def delete_item(self, conversation_id: str, owner: str, item_id: str) -> None:
+    @transaction
+    def delete_item(self, db: sqlite3.Connection, conversation_id: str, owner: str, item_id: str) -> None:
         """Raises `NotFound`."""
-
-        def work(db: sqlite3.Connection) -> None:
-            _conversation(db, conversation_id, owner)
-            gone = db.execute("DELETE FROM items WHERE conversation = ? AND id = ?", (conversation_id, item_id))
-            if not gone.rowcount:
-                raise NotFound("There is no such item in this conversation.", param="item_id")
-
-        await self._database.run(work)
+        _conversation(db, conversation_id, owner)
+        gone = db.execute("DELETE FROM items WHERE conversation = ? AND id = ?", (conversation_id, item_id))
+        if not gone.rowcount:
+            raise NotFound("There is no such item in this conversation.", param="item_id")
 
     def _make_room(self, db: sqlite3.Connection, now: float) -> None:
         """Drops what is too old; then the oldest tenth, while the file's pages in use are more than it may have."""

@@ -1,10 +1,12 @@
 """/admin: the fleet is changed here.  Commands go to the coordinator, which checks them; see `backend.coordinator.commands`.
 
-`POST /admin/{command}` takes the command's fields as a JSON object.  Who may call is decided in `gateway.middleware`.
+`POST /admin/{command}` takes the command's fields as a JSON object.  `reload` is no command: this gateway carries it out, by
+`gateway.reload`.  Who may call is decided in `gateway.middleware`.
 """
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import msgspec
@@ -12,7 +14,8 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from backend.coordinator.commands import COMMANDS, AnyCommand, Done, Reason, Refused
-from gateway.errors import ApiError, BadRequest, Conflict, NotFound
+from gateway.errors import ApiError, BadRequest, Conflict, NotFound, NotSupported
+from gateway.reload import ReloadError, reload_all
 from gateway.requests import read_json
 from gateway.state import gateway_of
 
@@ -42,6 +45,18 @@ async def operation(request: Request, operation_id: int) -> Response:
         if each.id == operation_id:
             return JSONResponse(msgspec.to_builtins(each))
     raise NotFound(f"There is no operation {operation_id}.")
+
+
+@router.post("/admin/reload")
+async def reload(request: Request) -> Response:
+    """200: what was read is in force; 400: it is wrong, and everything stays as it was."""
+    gateway = gateway_of(request)
+    if gateway.reloader is None:
+        raise NotSupported("This gateway was started without settings that could be read again.")
+    try:
+        return JSONResponse(asdict(await reload_all(gateway)))
+    except ReloadError as error:
+        raise BadRequest(f"Nothing has changed: {error}.", code="invalid_settings") from None
 
 
 @router.post("/admin/{command}")

@@ -6,10 +6,11 @@ import uuid
 from typing import Any
 
 from fastapi import APIRouter, Query, Request
+from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
-from gateway.errors import BadRequest, NotFound
-from gateway.requests import read_json
+from gateway.errors import NotFound
+from gateway.requests import Body, ModelT, fitted, read_json
 from gateway.responses.turn import as_items
 from gateway.routes.lists import page_of
 from gateway.state import gateway_of, owner_of
@@ -20,15 +21,32 @@ MAX_ITEMS = 20
 """Items added in one call, as with OpenAI."""
 
 
+class Metadata(Body):
+    """What is said of a conversation."""
+
+    metadata: dict[str, str] = Field({})
+
+
+class Items(Body):
+    """Further items."""
+
+    items: list[dict[str, Any]] = Field(max_length=MAX_ITEMS)
+
+
+class NewConversation(Metadata):
+    """A conversation to be."""
+
+    items: list[dict[str, Any]] = Field([], max_length=MAX_ITEMS)
+
+
 @router.post("/v1/conversations")
 async def create_conversation(request: Request) -> Response:
     """A new one, with its first items."""
-    data = await _fields(request, {"items", "metadata"})
+    asked = await _read(request, NewConversation)
     conversation_id = f"conv_{uuid.uuid4().hex}"
     store = gateway_of(request).responses.store
-    return JSONResponse(
-        await store.create_conversation(conversation_id, owner_of(request), _metadata(data), _items(data.get("items") or []))
-    )
+    items = as_items(asked.items)
+    return JSONResponse(await store.create_conversation(conversation_id, owner_of(request), asked.metadata, items))
 
 
 @router.get("/v1/conversations/{conversation_id}")
@@ -40,9 +58,9 @@ async def get_conversation(request: Request, conversation_id: str) -> Response:
 @router.post("/v1/conversations/{conversation_id}")
 async def update_conversation(request: Request, conversation_id: str) -> Response:
     """Other metadata."""
-    data = await _fields(request, {"metadata"})
+    asked = await _read(request, Metadata)
     store = gateway_of(request).responses.store
-    return JSONResponse(await store.update_conversation(conversation_id, owner_of(request), _metadata(data)))
+    return JSONResponse(await store.update_conversation(conversation_id, owner_of(request), asked.metadata))
 
 
 @router.delete("/v1/conversations/{conversation_id}")
@@ -64,7 +82,7 @@ async def list_items(
 @router.post("/v1/conversations/{conversation_id}/items")
 async def add_items(request: Request, conversation_id: str) -> Response:
     """Further items."""
-    items = _items((await _fields(request, {"items"})).get("items"))
+    items = as_items((await _read(request, Items)).items)
     await gateway_of(request).responses.store.add_items(conversation_id, owner_of(request), items)
     return JSONResponse(page_of(items, MAX_ITEMS, "asc", None))
 
@@ -86,21 +104,5 @@ async def delete_item(request: Request, conversation_id: str, item_id: str) -> R
     return JSONResponse(await store.conversation(conversation_id, owner))
 
 
-async def _fields(request: Request, known: set[str]) -> dict[str, Any]:
-    data = await read_json(request, gateway_of(request).max_body_bytes)
-    for name in data.keys() - known:
-        raise BadRequest(f"Unknown parameter `{name[:64]}`.", param=name[:64], code="unknown_parameter")
-    return data
-
-
-def _metadata(data: dict[str, Any]) -> dict[str, Any]:
-    metadata = data.get("metadata") or {}
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise BadRequest("`metadata` must be an object of strings.", param="metadata")
-    return metadata
-
-
-def _items(value: Any) -> list[dict[str, Any]]:
-    if not isinstance(value, list) or len(value) > MAX_ITEMS:
-        raise BadRequest(f"`items` must be a list of {MAX_ITEMS} items at most.", param="items")
-    return as_items(value)
+async def _read(request: Request, model: type[ModelT]) -> ModelT:
+    return fitted(model, await read_json(request, gateway_of(request).max_body_bytes), {})

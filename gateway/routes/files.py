@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import APIRouter, Query, Request
+from pydantic import Field
 from starlette.datastructures import UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.responses import FileResponse, JSONResponse, Response
@@ -13,6 +13,7 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from gateway.batches.objects import shown
 from gateway.batches.store import FILE_LIFETIME_S
 from gateway.errors import BadRequest, PayloadTooLarge, UnsupportedMedia
+from gateway.requests import Body, bounded, media_type, read_object
 from gateway.routes.lists import page_of
 from gateway.state import gateway_of, owner_of
 
@@ -23,25 +24,32 @@ MAX_FILE_BYTES = 200_000_000
 FORM_BYTES = 1 << 16
 """What a form may have besides its file."""
 MAX_NAME = 255
-LIFETIMES_S = (3600, FILE_LIFETIME_S)
-"""At least and at most, as with OpenAI."""
-_ANCHOR, _SECONDS = "expires_after[anchor]", "expires_after[seconds]"
+EXPIRES_AFTER = {name: f"expires_after[{name}]" for name in ("anchor", "seconds")}
+"""As a form names these fields."""
+
+
+class ExpiresAfter(Body):
+    """How long a file is kept; bounded as with OpenAI."""
+
+    anchor: Literal["created_at"]
+    seconds: int = Field(ge=3600, le=FILE_LIFETIME_S)
 
 
 @router.post("/v1/files")
 async def upload_file(request: Request) -> Response:
     """Keeps a file."""
     store = gateway_of(request).batches.store
-    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "multipart/form-data":
+    if media_type(request) != "multipart/form-data":
         raise UnsupportedMedia("The request body must be multipart/form-data.")
-    parser = MultiPartParser(request.headers, _bounded(request), max_files=1, max_fields=8, max_part_size=FORM_BYTES)
+    body = bounded(request, MAX_FILE_BYTES + FORM_BYTES, _too_large())
+    parser = MultiPartParser(request.headers, body, max_files=1, max_fields=8, max_part_size=FORM_BYTES)
     try:
         form = await parser.parse()
     except MultiPartException:
         raise BadRequest("The request body is not a valid form, or has more parts than there are fields.") from None
     try:
         for name in form:
-            if name not in ("file", "purpose", _ANCHOR, _SECONDS):
+            if name not in ("file", "purpose", *EXPIRES_AFTER.values()):
                 raise BadRequest(f"Unknown parameter `{name[:64]}`.", param=name[:64], code="unknown_parameter")
         if form.get("purpose") != "batch":
             raise BadRequest("`purpose` must be `batch`.", param="purpose")
@@ -92,35 +100,15 @@ async def delete_file(request: Request, file_id: str) -> Response:
 
 def lifetime_of(after: Any, param: str) -> float:
     """Seconds that a file is kept, by an `expires_after` object.  Raises `BadRequest`."""
-    if after is None:
-        return FILE_LIFETIME_S
-    if not isinstance(after, dict) or after.keys() != {"anchor", "seconds"} or after["anchor"] != "created_at":
-        raise BadRequest(f"`{param}` must have `anchor`, which is `created_at`, and `seconds`.", param=param)
-    seconds, (least, most) = after["seconds"], LIFETIMES_S
-    if not isinstance(seconds, int) or isinstance(seconds, bool) or not least <= seconds <= most:
-        raise BadRequest(f"`seconds` must be a number from {least} to {most}.", param=f"{param}.seconds")
-    return seconds
+    return FILE_LIFETIME_S if after is None else read_object(ExpiresAfter, after, param).seconds
 
 
 def _lifetime(form: Any) -> float:
-    if _ANCHOR not in form and _SECONDS not in form:
-        return FILE_LIFETIME_S
-    text = str(form.get(_SECONDS, ""))
-    seconds = int(text) if text.isdecimal() and len(text) < 12 else text
-    return lifetime_of({"anchor": form.get(_ANCHOR), "seconds": seconds}, "expires_after")
-
-
-async def _bounded(request: Request) -> AsyncGenerator[bytes, None]:
-    """The body.  Raises `PayloadTooLarge`."""
-    most, size = MAX_FILE_BYTES + FORM_BYTES, 0
-    declared = request.headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > most:
-        raise _too_large()
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size > most:
-            raise _too_large()
-        yield chunk
+    after = {name: form[field] for name, field in EXPIRES_AFTER.items() if field in form}
+    seconds = str(after.get("seconds", ""))
+    if seconds.isdecimal() and len(seconds) < 12:
+        after["seconds"] = int(seconds)
+    return lifetime_of(after or None, "expires_after")
 
 
 def _too_large() -> PayloadTooLarge:

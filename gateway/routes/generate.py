@@ -13,7 +13,6 @@ from backend.engine.front import (
     BatchChatCompletionRequest,
     ChatCompletionRequest,
     CompletionRequest,
-    ErrorResponse,
     VLLMValidationError,
 )
 from backend.engine.front.client import offer_plain
@@ -24,9 +23,9 @@ from gateway.admission.admit import admit
 from gateway.asking import inquire, with_usage
 from gateway.bounds import MAX_SEQUENCES, check_bounds
 from gateway.calling import ended_apart, only_allowed
-from gateway.errors import BadRequest, ContextTooLong, from_vllm
+from gateway.errors import BadRequest, ContextTooLong, checked
 from gateway.fields import GENERATING
-from gateway.inquiry import current_inquiry, enter_inquiry
+from gateway.inquiry import Inquiry
 from gateway.requests import ModelT, check_generation, fitted, parse, read_json
 from gateway.sse import CHAT, Dialect, Generated, stream_response, unless_disconnected
 from gateway.state import Gateway, gateway_of
@@ -39,13 +38,13 @@ Create = Callable[[Any, Request], Awaitable[Any]]
 async def chat_completions(request: Request) -> Response:
     """OpenAI's chat completions."""
     gateway = gateway_of(request)
-    asked = await _read(gateway, request, ChatCompletionRequest)
+    asked, inquiry = await _read(gateway, request, ChatCompletionRequest)
 
     async def create(asked: Any, request: Request) -> Any:
         made = await gateway.services.chat.create_chat_completion(asked, request)
         return ended_apart(made) if asked.tools and isinstance(made, AsyncGenerator) else made
 
-    return await respond(gateway, request, asked, create, CHAT)
+    return await respond(gateway, request, asked, create, CHAT, inquiry=inquiry)
 
 
 @router.post("/v1/chat/completions/batch")
@@ -62,20 +61,19 @@ async def chat_completions_of_many(request: Request) -> Response:
 async def completions(request: Request) -> Response:
     """OpenAI's (legacy) completions."""
     gateway = gateway_of(request)
-    asked = await _read(gateway, request, CompletionRequest)
-    return await respond(gateway, request, asked, gateway.services.completion.create_completion, CHAT)
+    asked, inquiry = await _read(gateway, request, CompletionRequest)
+    return await respond(gateway, request, asked, gateway.services.completion.create_completion, CHAT, inquiry=inquiry)
 
 
-async def _read(gateway: Gateway, request: Request, model: type[ModelT]) -> ModelT:
-    """The body as `model`; what it asks of speculation belongs to this task from now on."""
+async def _read(gateway: Gateway, request: Request, model: type[ModelT]) -> tuple[ModelT, Inquiry | None]:
+    """The body as `model`, and what it asks of speculation."""
     data = await read_json(request, gateway.max_body_bytes)
     check_bounds(data)
     inquiry = await inquire(gateway, request, data)
-    enter_inquiry(inquiry)
     asked = fitted(model, only_allowed(with_usage(data, inquiry)), GENERATING)
     if inquiry is not None:
         inquiry.choices = getattr(asked, "n", None) or 1
-    return asked
+    return asked, inquiry
 
 
 async def respond(
@@ -85,29 +83,30 @@ async def respond(
     create: Create,
     dialect: Dialect,
     shown: Callable[[Any], dict[str, Any]] = answers.body,
+    inquiry: Inquiry | None = None,
 ) -> Response:
-    """The answer to `asked`, streamed where it says so, else as `shown` makes it."""
-    inquiry = current_inquiry()
+    """The answer to `asked`, streamed where it says so, else as `shown` makes it; with what `inquiry` asks."""
     if dialect is CHAT and inquiry is None:
         offer_plain()
-    answer = await generate(gateway, request, asked, create)
+    answer = await generate(gateway, request, asked, create, inquiry)
     if isinstance(answer, AsyncGenerator):
         answer = Generated(answer if inquiry is None else inquiry.add_to_stream(answer))
     if isinstance(answer, Generated | PlainStream):
         return await stream_response(request, answer, dialect, gateway.metrics.client_left)
-    pieces = await answers.in_pieces(lambda: _checked(answer.make()), shown) if isinstance(answer, Deferred) else None
+    pieces = await answers.in_pieces(lambda: checked(answer.make()), shown) if isinstance(answer, Deferred) else None
     body = shown(answer) if pieces is None else pieces.body
     if inquiry is not None:
         body = await inquiry.add_to(body)
     return Response(msgspec.json.encode(body), media_type="application/json") if pieces is None else pieces.response(body)
 
 
-async def generate(gateway: Gateway, request: Request, asked: Any, create: Create) -> Any:
+async def generate(gateway: Gateway, request: Request, asked: Any, create: Create, inquiry: Inquiry | None = None) -> Any:
     """vLLM's answer, or its stream; cancelled when the client leaves.  Raises `ApiError`."""
-    check_generation(asked, max_n=gateway.settings.gateway.max_n, vllm_speculates=gateway.vllm_speculates)
+    check_generation(asked, max_n=gateway.settings.gateway.max_n, vllm_speculates=gateway.settings.mode == "native")
     if gateway.services.pooling.is_model:
         raise BadRequest("This model embeds or scores text; it does not write any.", param="model")
-    admit(gateway, request, asked)
+    claim = admit(gateway, request, asked)
+    claim.inquiry = inquiry
     await gateway.client.core.until_routable()
     try:
         answer = await unless_disconnected(request, create(asked, request))
@@ -119,13 +118,7 @@ async def generate(gateway: Gateway, request: Request, asked: Any, create: Creat
             # vLLM's name for it, behind its API.
             raise BadRequest(str(error.args[0]), param="top_logprobs") from None
         raise
-    return _checked(answer)
-
-
-def _checked(answer: Any) -> Any:
-    if isinstance(answer, ErrorResponse):
-        raise from_vllm(answer.error.model_dump())
-    return answer
+    return checked(answer)
 
 
 def _asked_for_nothing(asked: Any) -> bool:

@@ -8,9 +8,9 @@ import pydantic
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
-from backend.engine.front import AnthropicCountTokensRequest, AnthropicMessagesRequest, ErrorResponse
+from backend.engine.front import AnthropicCountTokensRequest, AnthropicMessagesRequest
 from gateway.admission.admit import check_model
-from gateway.errors import from_vllm
+from gateway.errors import checked
 from gateway.fields import MESSAGES_NO_EFFECT
 from gateway.requests import parse, read_json
 from gateway.routes.generate import respond
@@ -34,9 +34,7 @@ async def count_tokens(request: Request) -> Response:
     gateway = gateway_of(request)
     asked = parse(AnthropicCountTokensRequest, await read_json(request, gateway.max_body_bytes), MESSAGES_NO_EFFECT)
     check_model(gateway, request, asked)
-    counted = await gateway.services.messages.count_tokens(asked, request)
-    if isinstance(counted, ErrorResponse):
-        raise from_vllm(counted.error.model_dump())
+    counted = checked(await gateway.services.messages.count_tokens(asked, request))
     return JSONResponse({"input_tokens": counted.input_tokens})
 
 

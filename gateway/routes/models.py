@@ -19,7 +19,7 @@ from backend.engine.front import (
 )
 from gateway import answers
 from gateway.admission.admit import check_model
-from gateway.errors import EngineFailed, Forbidden, ModelNotFound, from_vllm
+from gateway.errors import EngineFailed, Forbidden, ModelNotFound, checked
 from gateway.keys.caller import caller_of
 from gateway.requests import ModelT, parse, read_json
 from gateway.routes.weights import reset_prefix_cache
@@ -112,12 +112,10 @@ async def _adapter(request: Request, model: type[ModelT]) -> ModelT:
 
 
 def _said(result: Any) -> Response:
-    if isinstance(result, ErrorResponse):
-        if result.error.code == 500:
-            # Only administrators come here, and only the reason tells them what is wrong with an adapter.
-            raise EngineFailed(result.error.message)
-        raise from_vllm(result.error.model_dump())
-    return JSONResponse({"message": result})
+    if isinstance(result, ErrorResponse) and result.error.code == 500:
+        # Only administrators come here, and only the reason tells them what is wrong with an adapter.
+        raise EngineFailed(result.error.message)
+    return JSONResponse({"message": checked(result)})
 
 
 @router.post("/tokenize")
@@ -151,7 +149,5 @@ async def tokenizer_info(request: Request) -> Response:
 
 
 def _answer(result: Any) -> Response:
-    if isinstance(result, ErrorResponse):
-        raise from_vllm(result.error.model_dump())
     # vLLM's own routes, so with its nulls.
-    return JSONResponse(result.model_dump(mode="json"))
+    return JSONResponse(checked(result).model_dump(mode="json"))

@@ -10,9 +10,8 @@ from functools import partial
 from fastapi import APIRouter, Query, Request
 from starlette.responses import JSONResponse, Response
 
-from backend.engine.front import ErrorResponse
 from gateway.admission.admit import check_model
-from gateway.errors import BadRequest, from_vllm
+from gateway.errors import BadRequest, checked
 from gateway.requests import read_json
 from gateway.responses.events import DIALECT, Event
 from gateway.routes.generate import generate
@@ -45,9 +44,7 @@ async def count_input(request: Request) -> Response:
     gateway = gateway_of(request)
     turn = await gateway.responses.turn(await read_json(request, gateway.max_body_bytes), owner_of(request))
     check_model(gateway, request, turn.asked)
-    rendered = await gateway.services.renderer.render_responses(turn.asked)
-    if isinstance(rendered, ErrorResponse):
-        raise from_vllm(rendered.error.model_dump())
+    rendered = checked(await gateway.services.renderer.render_responses(turn.asked))
     count = len(rendered.engine_input["prompt_token_ids"])
     return JSONResponse({"object": "response.input_tokens", "input_tokens": count})
 

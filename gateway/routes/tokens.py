@@ -14,7 +14,6 @@ from gateway.asking import inquire
 from gateway.bounds import check_bounds
 from gateway.errors import BadRequest
 from gateway.fields import GENERATING
-from gateway.inquiry import enter_inquiry
 from gateway.requests import parse, read_json, unknown
 from gateway.routes.generate import respond
 from gateway.sse import CHAT
@@ -50,7 +49,6 @@ async def generate_tokens(request: Request) -> Response:
             raise BadRequest(unknown(name, PARAMETERS), param="sampling_params", code="unknown_parameter")
     check_bounds(parameters)
     inquiry = await inquire(gateway, request, data)
-    enter_inquiry(inquiry)
     asked = parse(GenerateRequest, data, GENERATING)
     sampling = asked.sampling_params
     if inquiry is not None:
@@ -68,4 +66,4 @@ async def generate_tokens(request: Request) -> Response:
     async def create(_: Any, request: Request) -> Any:
         return await gateway.services.tokens.serve_tokens(asked, request)
 
-    return await respond(gateway, request, view, create, CHAT, shown=lambda answer: answer.model_dump(mode="json"))
+    return await respond(gateway, request, view, create, CHAT, lambda answer: answer.model_dump(mode="json"), inquiry)

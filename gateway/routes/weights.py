@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 from backend.engine.front import VLLM_VERSION
 from gateway.engine_link import UtilityError, VerifierLink
 from gateway.errors import ApiError, BadRequest, EngineFailed, NotFound, NotSupported
-from gateway.requests import read_bytes, read_json
+from gateway.requests import media_type, read_bytes, read_json
 from gateway.state import Gateway, gateway_of
 
 router = APIRouter()
@@ -160,7 +160,7 @@ async def start_weight_update(request: Request, verifier: str | None = None) -> 
 async def update_weights(request: Request, verifier: str | None = None) -> Response:
     """All weights from a directory; or some tensors, as safetensors' bytes or as vLLM's transfer engine takes them."""
     gateway = gateway_of(request)
-    if request.headers.get("content-type", "").partition(";")[0].strip().lower() == CHUNKS:
+    if media_type(request) == CHUNKS:
         chunk = await read_bytes(request, gateway.max_body_bytes)
         return await _everywhere(gateway, verifier, "update_weights", bytes(chunk))
     _, asked = await _read(request, UpdateWeights)

@@ -14,7 +14,7 @@ from gateway.bounds import (
     MAX_SEQUENCES,
     MAX_STRUCTURE,
     MIN_TEXT,
-    bounds_table,
+    Bound,
     check_bounds,
     check_structure,
     check_text,
@@ -106,6 +106,15 @@ def test_the_field_that_holds_the_grammar():
     assert grammar_field({"structured_outputs": {}, "response_format": {"type": "x"}}) == "response_format"
     assert grammar_field({"tools": [1]}) == "tools"
     assert grammar_field({}) == "structured_outputs"
+
+
+def bounds_table() -> str:
+    """`FIELDS` as a Markdown table."""
+    rows = ["| field | entries | longest string | characters | values |", "|---|---|---|---|---|"]
+    for name, bound in [*sorted(FIELDS.items()), ("any other", Bound())]:
+        cells = ["" if each is None else f"{each:,}" for each in bound]
+        rows.append(f"| {name if name == 'any other' else f'`{name}`'} | {' | '.join(cells)} |")
+    return "\n".join(rows) + "\n"
 
 
 def test_the_documentation_has_the_table():
