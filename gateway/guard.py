@@ -23,7 +23,7 @@ BODY_BYTES_PER_S = 1 << 14
 """What has arrived prolongs it: 16 KiB make a second.  A body of 16 MiB may take 18 minutes, one that trickles a minute."""
 MAX_ARRIVING_BYTES = 1 << 29
 """Of all bodies together that have begun to arrive and are not complete."""
-PROBES = frozenset({"/livez", "/readyz", "/health"})
+PROBES = frozenset({"/livez", "/liveness", "/readyz", "/health"})
 """Called by machines under any name; they say nothing."""
 
 _HOST = re.compile(r"(?P<name>\[[^\]]*\]|[^:]*)(?::\d+)?")

@@ -103,7 +103,7 @@ def build_core(config: VllmConfig, on_lost_rank: Callable[[], None]) -> EngineCo
 
     `on_lost_rank` is called, on a thread of vLLM's, when the process of a tensor-parallel rank has died.
     """
-    return EngineCore(config, Executor.get_class(config), log_stats=True, executor_fail_callback=on_lost_rank)
+    return EngineCore(config, Executor.get_class(config), log_stats=False, executor_fail_callback=on_lost_rank)
 
 
 def draft_source(settings: Settings, paths: ResolvedModels) -> str:

@@ -123,6 +123,7 @@ class EngineClient:
         """What has come of `call`, by its number: why it failed, or None."""
         self._calls = 0
         self._watch = watch
+        self._name = name
         self.dealer.send(*self._speech.hello(name))
         self.run_until(lambda: self.welcome is not None or bool(self.refusals))
         if self.welcome is None:
@@ -260,7 +261,12 @@ class EngineClient:
         elif isinstance(heard, EngineWelcome):
             self.welcome = heard
         elif isinstance(heard, Refusal):
-            self.refusals.append(heard.message)
+            if self.welcome is None or heard.reason != "unknown":
+                self.refusals.append(heard.message)
+            else:
+                # Silent for longer than the lease, as between two rounds of a rollout: what was asked is forgotten too.
+                self.rows_awaited = 0
+                self.dealer.send(*self._speech.hello(self._name))
 
     def _take_output(self, output: EngineCoreOutput, now: float) -> None:
         answer = self.answers.get(output.request_id)

@@ -186,6 +186,8 @@ class FakeVerifier:
                     self.weights,
                 )
                 self.send(client, wire.WELCOME, msgspec.msgpack.encode(welcome))
+            elif client not in self.clients:
+                self.send(client, wire.REFUSED, msgspec.msgpack.encode(wire.Refusal("unknown", "say hello first")))
             elif kind == wire.ROWS:
                 taken, self.rows = self.rows, RowBatch()
                 self.send(client, wire.ROWS, msgspec.msgpack.encode(taken))

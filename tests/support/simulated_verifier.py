@@ -119,7 +119,7 @@ class SimulatedCore:
             structured_output_manager=structured,
             block_size=BLOCK,
             hash_block_size=BLOCK,
-            log_stats=True,
+            log_stats=False,
         )
         init_none_hash(hash)
         self._hasher = get_request_block_hasher(BLOCK, lambda value: hash(value).to_bytes(8, "big", signed=True))

@@ -200,6 +200,19 @@ def test_a_starved_worker_stays(fleet: Fleet) -> None:
         workers.close()
 
 
+def test_a_rollout_that_was_silent_between_rounds_is_known_again(fleet: Fleet) -> None:
+    """Its lease at a fleet that it joined has run out: it greets, and goes on."""
+    verifier = fleet.start("verifier-0", respond)
+    workers = Workers(fleet, None)  # type: ignore[arg-type]
+    try:
+        workers.look()
+        fleet.call(verifier.clients.clear)
+        bar = Bar(io.StringIO(), "round 1", len(LENGTHS))
+        check(RoundRunner(1, requests(), workers, 3, Sampling(0.0, None, None), bar, 0.0).run())
+    finally:
+        workers.close()
+
+
 def test_the_only_worker_comes_back(fleet: Fleet) -> None:
     doomed = fleet.start("verifier-0", stall)
 
