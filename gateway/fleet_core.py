@@ -124,17 +124,17 @@ class FleetCore(EngineCoreClient):
     @property
     def batched(self) -> int:
         """Sequences of batches at verifiers."""
-        return sum(record.batched and record.link is not None for record in self._sequences)
+        return sum(record.link is not None for record in self._sequences.batched)
 
     @property
     def expecting(self) -> bool:
         """Whether a sequence that is no batch's has no token yet."""
-        return any(record.first_token is None and not record.batched for record in self._sequences)
+        return self._sequences.expecting
 
     @property
     def held(self) -> int:
         """Sequences of batches that have given way."""
-        return sum(record.held for record in self._sequences)
+        return sum(record.held for record in self._sequences.batched)
 
     @property
     def sequences(self) -> list[InFlight]:
@@ -321,10 +321,8 @@ class FleetCore(EngineCoreClient):
         if output.new_token_ids:
             record.claim.output_tokens += len(output.new_token_ids)
             self._observer.on_tokens(record, len(output.new_token_ids), now)
-            record.first_token = record.first_token or now
-            record.last_token = now
             record.cut = None
-            record.emitted.extend(output.new_token_ids)
+            self._sequences.grown(record, output.new_token_ids, now)
         if output.finish_reason is not None:
             self._accounts.ended(record.place_id)
             self._end(record, str(output.finish_reason))
@@ -408,14 +406,14 @@ class FleetCore(EngineCoreClient):
 
     def hold_batches(self, most: int) -> None:
         """Lets batches have so many sequences at the verifiers: takes the latest away, or has the earliest go on."""
-        running = [record for record in self._sequences if record.batched and record.link is not None]
+        running = [record for record in self._sequences.batched if record.link is not None]
         for record in running[max(most, 0) :]:
             assert record.link is not None
             record.link.abort([record.place_id])
             self._sequences.cut(record, None)
             record.held = True
         if len(running) < most:
-            for record in [record for record in self._sequences if record.held][: most - len(running)]:
+            for record in [record for record in self._sequences.batched if record.held][: most - len(running)]:
                 record.held = False
                 self._place(record)
 
@@ -437,7 +435,7 @@ class FleetCore(EngineCoreClient):
             for link in self.routable()
             if link is not without and target in (None, link.member.id) and _takes(link, record)
         }
-        chosen = self.choosing.choose(record.ask, self._sequences.load(links))
+        chosen = self.choosing.choose(record.ask, {each: self._sequences.load(each) for each in links})
         return links.get(chosen) if chosen is not None else None
 
     def _give(self, record: InFlight, link: VerifierLink) -> None:

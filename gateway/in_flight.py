@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -93,12 +93,18 @@ class InFlight:
 
 
 class Sequences:
-    """Every sequence in flight: by its own id and, unless it waits for a verifier, by what its verifier calls it."""
+    """Every sequence in flight: by its own id and, unless it waits for a verifier, by what its verifier calls it.
+
+    What is asked for each new sequence is counted, and not looked for among thousands.
+    """
 
     def __init__(self) -> None:
         self._by_id: dict[str, InFlight] = {}
         self._by_place: dict[str, InFlight] = {}
+        self._batched: dict[str, InFlight] = {}
+        self._expecting: set[str] = set()
         self._placed: Counter[str] = Counter()
+        self._tokens: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -125,16 +131,44 @@ class Sequences:
         """Those that have lost their verifier and wait for another."""
         return [record for record in self._by_id.values() if record.link is None and not record.held]
 
+    @property
+    def batched(self) -> Collection[InFlight]:
+        """Those of batches, earliest first; a view."""
+        return self._batched.values()
+
+    @property
+    def expecting(self) -> bool:
+        """Whether one that is no batch's has no token yet."""
+        return bool(self._expecting)
+
     def placed(self, verifier_id: str) -> int:
         """How many run at this verifier."""
         return self._placed[verifier_id]
+
+    def load(self, verifier_id: str) -> tuple[int, int]:
+        """Tokens and sequences at this verifier."""
+        return self._tokens[verifier_id], self._placed[verifier_id]
 
     def put(self, record: InFlight, link: VerifierLink) -> None:
         """It runs at `link` now, under its `place_id`."""
         record.link = link
         self._placed[link.member.id] += 1
-        self._by_id[record.request.request_id] = record
-        self._by_place[record.place_id] = record
+        self._tokens[link.member.id] += record.tokens
+        request_id = record.request.request_id
+        self._by_id[request_id] = self._by_place[record.place_id] = record
+        if record.batched:
+            self._batched[request_id] = record
+        elif record.first_token is None:
+            self._expecting.add(request_id)
+
+    def grown(self, record: InFlight, tokens: Sequence[int], now: float) -> None:
+        """It has more tokens."""
+        record.first_token = record.first_token or now
+        record.last_token = now
+        record.emitted.extend(tokens)
+        self._expecting.discard(record.request.request_id)
+        if record.link is not None:
+            self._tokens[record.link.member.id] += len(tokens)
 
     def cut(self, record: InFlight, cut: Cut | None) -> None:
         """It no longer runs anywhere."""
@@ -143,7 +177,10 @@ class Sequences:
 
     def remove(self, record: InFlight) -> None:
         """It is over."""
-        self._by_id.pop(record.request.request_id, None)
+        request_id = record.request.request_id
+        self._by_id.pop(request_id, None)
+        self._batched.pop(request_id, None)
+        self._expecting.discard(request_id)
         self._displace(record)
         if record.giving_up is not None:
             record.giving_up.cancel()
@@ -151,16 +188,7 @@ class Sequences:
     def _displace(self, record: InFlight) -> None:
         if self._by_place.pop(record.place_id, None) is not None and record.link is not None:
             self._placed[record.link.member.id] -= 1
-
-    def load(self, verifier_ids: Iterable[str]) -> dict[str, tuple[int, int]]:
-        """Tokens and sequences at each of these verifiers."""
-        load = dict.fromkeys(verifier_ids, (0, 0))
-        for record in self._by_place.values():
-            verifier_id = record.link.member.id if record.link is not None else ""
-            if verifier_id in load:
-                tokens, sequences = load[verifier_id]
-                load[verifier_id] = tokens + record.tokens, sequences + 1
-        return load
+            self._tokens[record.link.member.id] -= record.tokens
 
 
 class TrafficObserver(Protocol):

@@ -91,7 +91,8 @@ class Pace:
 
     def _someone_comes(self) -> None:
         self._busy_at = time.monotonic()
-        self._core.hold_batches(self._room(True))
+        if self._core.batched:
+            self._core.hold_batches(self._room(True))
 
     def look(self) -> None:
         """Has batches keep to their room, now."""

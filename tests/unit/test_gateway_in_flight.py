@@ -1,0 +1,61 @@
+"""What is counted of sequences in flight equals what looking at every one of them finds."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gateway.admission.claim import Claim
+from gateway.in_flight import InFlight, Sequences
+from gateway.keys.caller import ANYBODY, Priority
+
+LINKS: list[Any] = [SimpleNamespace(member=SimpleNamespace(id=name)) for name in ("verifier-0", "verifier-1")]
+
+
+def sequence(number: int, rng: random.Random) -> InFlight:
+    request: Any = SimpleNamespace(request_id=f"r{number}", prompt_token_ids=[1] * rng.randrange(9))
+    return InFlight(request, None, 0.0, claim=Claim(ANYBODY, rng.choice((Priority.BATCH, Priority.INTERACTIVE))))
+
+
+def check(sequences: Sequences) -> None:
+    every = list(sequences)
+    for link in LINKS:
+        here = [each for each in every if each.link is link]
+        assert sequences.load(link.member.id) == (sum(each.tokens for each in here), len(here))
+        assert sequences.at(link) == here or sorted(map(id, sequences.at(link))) == sorted(map(id, here))
+    assert sequences.expecting == any(not each.batched and each.first_token is None for each in every)
+    assert list(sequences.batched) == [each for each in every if each.batched]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_counts_are_those_of_the_sequences(seed: int) -> None:
+    rng, sequences, number = random.Random(seed), Sequences(), 0
+    for _ in range(200):
+        every = list(sequences)
+        kind = rng.choice(("new", "grow", "grow", "move", "cut", "again", "end"))
+        if kind == "new":
+            record = sequence(number, rng)
+            number, record.places = number + 1, 1
+            sequences.put(record, rng.choice(LINKS))
+        elif every:
+            record = rng.choice(every)
+            if kind == "grow":
+                sequences.grown(record, [7] * rng.randrange(1, 4), 1.0)
+            elif kind == "end":
+                sequences.remove(record)
+            elif kind == "again" and record.link is None:
+                record.places += 1
+                sequences.put(record, rng.choice(LINKS))
+            elif kind in ("cut", "move") and record.link is not None:
+                sequences.cut(record, None)
+                if kind == "move":
+                    record.places += 1
+                    sequences.put(record, rng.choice(LINKS))
+        check(sequences)
+    for record in list(sequences):
+        sequences.remove(record)
+    check(sequences)
+    assert not len(sequences)
