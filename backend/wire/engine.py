@@ -29,7 +29,7 @@ import msgspec
 
 from backend.fleet.stats import Weights
 
-ENGINE_WIRE_VERSION = 6
+ENGINE_WIRE_VERSION = 7
 
 HELLO, ADD, ABORT, UTILITY, ROWS, PING = b"h", b"a", b"x", b"u", b"q", b"p"
 WELCOME, TAKEN, OUTPUTS, ACCOUNTS, STATS, REFUSED = b"w", b"t", b"o", b"c", b"s", b"r"
@@ -73,6 +73,10 @@ class Asked(msgspec.Struct, frozen=True):
     """Log probabilities of the model, or of what was drawn from; None: as `engine_args.logprobs_mode` says."""
     learn: bool = True
     """Whether drafters may learn from its text."""
+    tenant: str = ""
+    """A label of the key's owner; empty: the same for all."""
+    session: str = ""
+    """A label of the session that the client named; empty: none."""
 
 
 class Tally(msgspec.Struct):
