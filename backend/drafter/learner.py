@@ -40,8 +40,18 @@ RESTART_S, LONGEST_RESTART_S = 10.0, 600.0
 JOIN_S = 5.0
 SHARED_MEMORY = Path("/dev/shm")
 KEPT_VERSIONS = 4
+PROVEN = "proven.json"
 RING_BYTES = 256 << 20
 """Of the sequences a drafter learns from; the oldest go first."""
+
+
+class Proven(msgspec.Struct, frozen=True):
+    """A version in use for long enough to compare its successor with; in a file, so that a restart spares no bad head."""
+
+    version: int = 0
+    """0: the head it began with."""
+    shares: list[float] = []
+    """Its live acceptance, as of `Watch`."""
 
 
 class Learner:
@@ -60,7 +70,8 @@ class Learner:
         self._version, newest = newest_version(directory / VERSIONS)
         self.head_dir = newest or start_dir
         """The present head's."""
-        self._previous_dir = start_dir
+        proven = _read_proven(directory)
+        self._previous_dir = str(_version_dir(directory, proven.version)) if proven.version else start_dir
         """That of the latest head before it whose acceptance is known."""
         self._newer = ""
         """The file of what the target has now instead of what is in its directory."""
@@ -69,7 +80,7 @@ class Learner:
         self._device = "cpu"
         self._trains = settings.learning != "on" or self._version > 0
         """A given head does once it needs to, and goes on then."""
-        self._watch = Watch()
+        self._watch = Watch(proven.shares)
         self._writer = ReplayWriter(ReplayRing(self._ring_dir, RING_BYTES))
         self.lessons = Lessons(self._writer, self._watch)
         """For the drafting thread."""
@@ -173,13 +184,14 @@ class Learner:
             return False
         if self._watch.knows_previous:
             self._previous_dir = self.head_dir
+            _write_proven(self._directory, Proven(self._version, list(self._watch.before)))
         self.head_dir = head_dir
         self._version = int(Path(head_dir).name)
         logger.info("drafting with version %d", self._version)
         return True
 
     def _take_back(self) -> None:
-        bad, good = self.head_dir, self._previous_dir
+        bad, good, before = self.head_dir, self._previous_dir, self._watch.before
         if bad == good:
             return
         try:
@@ -187,6 +199,8 @@ class Learner:
         except (CheckpointError, TimeoutError) as error:
             logger.warning("%s cannot be taken back: %s", bad, error)
             return
+        # The next version is compared with the good one, too.
+        self._watch.before = before
         self.head_dir = good
         self._version = int(Path(good).name) if good != self._start_dir else 0
         logger.warning("its drafts are accepted less: %s is taken back, version %d drafts again", bad, self._version)
@@ -239,6 +253,33 @@ class Learner:
                 except OSError:
                     # What was not written any more.
                     pass
+
+
+def _version_dir(directory: Path, version: int) -> Path:
+    return directory / VERSIONS / f"{version:06d}"
+
+
+def _read_proven(directory: Path) -> Proven:
+    """The start head, of which nothing is known, where there is no such file or its version has gone."""
+    path = directory / PROVEN
+    try:
+        proven = msgspec.json.decode(path.read_bytes(), type=Proven)
+    except FileNotFoundError:
+        return Proven()
+    except (OSError, msgspec.MsgspecError) as error:
+        logger.warning("%s is not used: %s", path, error)
+        return Proven()
+    return proven if not proven.version or _version_dir(directory, proven.version).is_dir() else Proven()
+
+
+def _write_proven(directory: Path, proven: Proven) -> None:
+    path = directory / PROVEN
+    part = path.with_suffix(".part")
+    try:
+        part.write_bytes(msgspec.json.encode(proven))
+        part.replace(path)
+    except OSError as error:
+        logger.warning("after a restart the present head is not compared with its predecessor: %s", error)
 
 
 def _lock(directory: Path) -> IO[str]:
