@@ -1,4 +1,4 @@
-"""`python -m loadtest`.  Exit status: 0 all objectives kept, 1 some missed or the run failed, 2 wrong arguments, 130 Ctrl-C."""
+"""`python -m loadtest`.  Exit status: 0 all objectives met, 1 some missed or the run failed, 2 wrong arguments, 130 Ctrl-C."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def without_key(arguments: Sequence[str]) -> list[str]:
-    """The arguments as they may be written down."""
+    """The arguments without the values of API keys, for reports."""
     shown: list[str] = []
     for argument in arguments:
         if shown and shown[-1].endswith("-api-key"):

@@ -1,7 +1,8 @@
 """Gathers the data of a report from records or from a rollout's tables: one chapter per period or round.
 
-The command-line process.  Both sources are converted to the same tables first.  Columns of steps: `at` (s), `wall_ms`, `tokens`,
-`requests`; of verifications: `request_id`, `step` and the fields of `summary.Outcome`; of requests: `tokens`, `verifications`.
+The command-line process.  Both sources are converted to the same tables first.  Columns of steps: `at` (s), `wall_ms`,
+`tokens`, `requests`; of verifications: `request_id`, `step` and the fields of `summary.Outcome`; of requests: `tokens`,
+`verifications`.
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ class Records:
 
 
 def waited_ms(steps: pa.Table) -> Any:
-    """Idle milliseconds before each step while there was work.  They directly precede the step; time without work is earlier."""
+    """Idle milliseconds before each step while there was work.  They directly precede the step, after any time without work."""
     waited = pc.multiply(steps["busy_ms"], 0.0)
     for cause, column in IDLE_COLUMNS.items():
         if cause != "no_work":

@@ -10,8 +10,8 @@ from __future__ import annotations
 import msgspec
 
 REQUEST_ID_KEY = "outrider_request_id"
-"""Key in `SamplingParams.extra_args` for the request id that a client wants in the rows.  It is needed because vLLM's front half
-adds a random suffix to request ids.  Without this key, rows carry the engine's id, suffix included."""
+"""Key in `SamplingParams.extra_args` for the request id that a client wants in the rows.  It is needed because vLLM's front
+half adds a random suffix to request ids.  Without this key, rows carry the engine's id, suffix included."""
 
 LONGEST_REQUEST_ID = 200
 
@@ -75,7 +75,7 @@ class VerificationRow(msgspec.Struct, frozen=True, gc=False):
 
 
 class RequestRow(msgspec.Struct, frozen=True, gc=False):
-    """One sequence at one verifier, written when it ends there.  A sequence that moves to another verifier has a row at each."""
+    """One sequence at one verifier, written when it ends there.  A sequence that moves to another verifier has two rows."""
 
     request_id: str
     arrived_at: float

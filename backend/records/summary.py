@@ -34,7 +34,7 @@ Outcomes = Counter[Outcome]
 
 
 class Drafting(msgspec.Struct, frozen=True):
-    """Sums over verifications that had a draft.  `*_by_position[i]` counts drafts that reached, or were accepted at, token i."""
+    """Sums over verifications with a draft.  `*_by_position[i]` counts drafts that reached, or were accepted at, token i."""
 
     drafts: int
     draft_tokens: int

@@ -1,6 +1,6 @@
-"""The small Llama that the demo trains, of the layers in `backend/learning/layers.py`.
+"""The small Llama that the demo trains, built from the layers in `backend/learning/layers.py`.
 
-Parameter names are those of transformers' `LlamaForCausalLM`, so a state dict is a checkpoint.
+Parameters have the names of transformers' `LlamaForCausalLM`, so a state dict can be saved as a checkpoint.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ class Block(nn.Module):
 
 
 class Trunk(nn.Module):
-    """Embeddings, layers and final norm: the part transformers calls `model`."""
+    """Embeddings, layers and final norm: the part that transformers calls `model`."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -70,10 +70,9 @@ class Target(nn.Module):
     def forward(
         self, tokens: Tensor, caches: Sequence[LayerCache] | None = None, feature_layers: Sequence[int] = ()
     ) -> tuple[Tensor, Tensor | None]:
-        """Final hidden states `[batch, tokens, hidden]` of `tokens` `[batch, tokens]`, and on request the features.
+        """Final hidden states `[batch, tokens, hidden]` of `tokens` `[batch, tokens]`, and the features or None.
 
-        The features are the inputs of the layers in `feature_layers`, side by side: `[batch, tokens, n *
-        hidden]`.
+        Features are the inputs of the n layers in `feature_layers`, side by side: `[batch, tokens, n * hidden]`.
         """
         start = caches[0].length if caches else 0
         positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
