@@ -1,9 +1,9 @@
 """Compares quantities from a Prometheus with those from the records, over one period.  Reads files, queries Prometheus.
 
 The period begins and ends while no request runs, so that both sources contain the same steps and requests.  Prometheus' figures
-are differences of raw samples at the two ends, because `increase` would extrapolate.  Figures from both sources are quotients of
-sums.  Small differences remain.  For figures of single requests (TGS), the gateway sees tokens a little later than the verifier
-emits them.  Counters of time grow while idle, and a scrape shows them up to a quarter of a second late.
+are differences of raw samples at the two ends, because `increase` would extrapolate.  Figures from both sources are quotients
+of sums.  Differences below 2 % remain.  For figures of single requests (TGS), the gateway sees tokens a little later than the
+verifier emits them.  Counters of time grow while idle, and a scrape shows them up to a quarter of a second late.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Starts, queries and ends a private Prometheus, on a free port and in a temporary directory.  A command-line tool's process."""
+"""Starts, queries and ends a private Prometheus, on a free port and in a temporary directory.  A command's process."""
 
 from __future__ import annotations
 

@@ -92,8 +92,8 @@ def drift(answers: Sequence[Answer]) -> float | None:
 def compare(base: Sequence[Answer], other: Sequence[Answer]) -> Figures:
     """Compares `other` with `base` by pairs: answers to the same request of the same user in both runs.
 
-    `speedup` is the median ratio of decode TGS within a pair, `speedup_e2e` the median ratio of whole times.  `identical` is the
-    share of pairs with the same text: greedy answers do not depend on drafting.  Raises `ValueError` when there is no pair.
+    `speedup` is the median ratio of decode TGS within a pair, `speedup_e2e` the median ratio of whole times.  `identical` is
+    the share of pairs with the same text: greedy answers do not depend on drafting.  Raises `ValueError` when there is no pair.
     """
     paired = [(one, two) for one, two in pairs(base, other) if one.tgs and two.tgs]
     if not paired:

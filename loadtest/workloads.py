@@ -1,7 +1,7 @@
 """The requests of one user in each scenario, in order.  Pure but for the prompts' source.
 
-A workload is a generator: it yields an `Ask`, is sent the `Answer`, and yields the next `Ask`.  It never ends by itself.  All its
-choices come from its own `random.Random`.  So the same seed gives the same requests, whatever the server answers, unless an
+A workload is a generator: it yields an `Ask`, is sent the `Answer`, and yields the next `Ask`.  It never ends by itself.  All
+its choices come from its own `random.Random`.  So the same seed gives the same requests, whatever the server answers, unless an
 answer is part of the next request (`multiturn`).
 """
 

@@ -45,7 +45,7 @@ def next_token_loss(model: Target, tokens: Tensor) -> Tensor:
 def validation_loss(
     model: Target, stream: npt.NDArray[np.int32], length: int, limit: int | None = None, batch: int = 8
 ) -> float:
-    """Mean loss per token over consecutive windows of `stream`, or over about `limit` of them, evenly spaced.
+    """Mean loss per token over consecutive windows of `stream`, or over `limit` of them at equal distances.
 
     Every window starts with `<|begin|>` and an empty context, as in training.  Computed in float32.
     """
