@@ -37,7 +37,7 @@ class ClusterError(CommandError):
 
 @dataclass
 class RayCluster:
-    """A connection to Ray, and the cluster itself when it is ours."""
+    """A connection to a Ray cluster, and the cluster itself if we started it."""
 
     address: str
     namespace: str

@@ -112,7 +112,7 @@ def start(member: MemberPlan, settings: Settings, models: ResolvedModels, namesp
 
 
 def stop(members: list[Started]) -> None:
-    """Ends members for good.  Those that serve get `STOP_TIMEOUT_S` to say goodbye first."""
+    """Ends members permanently.  Members that serve first get `STOP_TIMEOUT_S` to leave the fleet."""
     with contextlib.suppress(ray.exceptions.RayError):
         goodbyes = [member.actor.stop.remote() for member in members if member.ready]
         if goodbyes:

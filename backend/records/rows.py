@@ -28,7 +28,7 @@ class StepRow(msgspec.Struct, frozen=True):
     prefill_tokens: int
     """Prompt tokens computed in the step, and tokens recomputed after a preemption."""
     tokens: int
-    """Tokens emitted: accepted draft tokens and the target's own token after them; tokens behind a stop are not counted."""
+    """Tokens emitted: accepted draft tokens and the target's own token after them; tokens after a stop are not counted."""
     drafted: int
     """Verifications that had at least one draft token."""
     drafted_tokens: int

@@ -21,7 +21,7 @@ class Book(Reference):
         """By draft position: log-probability, plus noise at a temperature, of every token of the draft vocabulary."""
 
     def follow(self, tokens: list[int], features: dict[int, Tensor], assumed: list[int], k: int) -> list[int]:
-        """`k` draft tokens after `tokens + assumed`; behind `tokens`, features are the head's own outputs."""
+        """`k` draft tokens after `tokens + assumed`; after `tokens`, features are the head's own outputs."""
         self.margin = float("inf")
         self.values = []
         rows = [(p, tokens[p + 1], features[p].double()) for p in sorted(features) if p + 1 < len(tokens)]
