@@ -20,7 +20,6 @@ ALL = (OVERVIEW, SPECULATION, VERIFIERS, ASSIGNMENT, RELIABILITY)
 
 
 def text(dashboard: Dashboard) -> str:
-    """The content of a dashboard's file."""
     return json.dumps(to_json(dashboard), indent=2, ensure_ascii=False) + "\n"
 
 

@@ -33,13 +33,12 @@ ROOT = Path(__file__).resolve().parent.parent
 NOTHING = "returns nothing"
 QUIET_TIMEOUT_S = 60.0
 SCRAPES = 3
-"""Scrapes in a row that must show the same number of steps, and no requests, before the fleet counts as idle."""
+"""Scrapes in a row with the same number of steps, and no requests, after which the fleet counts as idle."""
 RECORDS = ("--records-rotate-s", "5")
 """Settings with which rows are written, and counters of rows grow, while the load runs."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the checks; returns the exit status."""
     ours, settings = split(arguments)
     given = _parser().parse_args(ours)
     if given.gateway and settings:

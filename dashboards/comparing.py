@@ -86,7 +86,6 @@ def compare(prometheus: Prometheus, records: Path, since: float, until: float) -
 
 
 def table(quantities: Sequence[Quantity]) -> list[str]:
-    """The comparison as lines of text."""
     lines = [f"{'quantity':<38}{'Prometheus':>14}{'records':>14}{'difference':>13}"]
     for each in quantities:
         difference = "-" if each.difference is None else f"{100 * each.difference:+.2f} %"

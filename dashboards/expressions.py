@@ -34,14 +34,12 @@ class Expression(NamedTuple):
 
 
 def concrete(promql: str) -> str:
-    """The expression with Grafana's variables filled in."""
     for name, value in _VARIABLES.items():
         promql = promql.replace(name, value)
     return _PICKED.sub(".*", promql)
 
 
 def of_panels() -> Iterator[Expression]:
-    """The expressions of all panels of all dashboards."""
     for path in sorted(DASHBOARDS.glob("*.json")):
         dashboard = json.loads(path.read_text(encoding="utf-8"))
         for panel in dashboard["panels"]:

@@ -57,7 +57,6 @@ class Dashboard:
 
 
 def to_json(dashboard: Dashboard) -> dict[str, Any]:
-    """The dashboard as Grafana's JSON model."""
     return {
         "uid": dashboard.uid,
         "title": dashboard.title,

@@ -27,7 +27,6 @@ def length(title: str, about: str, expr: str, legend: str, **options: Any) -> Pa
 
 
 def count(title: str, about: str, expr: str, legend: str = "{{verifier}}", **options: Any) -> Panel:
-    """A whole number."""
     return plot(title, about, expr, legend, decimals=0, **options)
 
 

@@ -11,7 +11,6 @@ TIMEOUT_S = 5
 
 
 def main(kind: str, port: str, *path: str) -> int:
-    """Checks this container's own service; returns the exit status."""
     try:
         if kind == "http":
             urllib.request.urlopen(f"http://127.0.0.1:{port}{path[0]}", timeout=TIMEOUT_S).close()

@@ -17,7 +17,6 @@ from loadtest.served import FleetError
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs one scenario and returns the exit status."""
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         options = parse(arguments, os.environ.get("OPENAI_API_KEY"), time.strftime("%Y%m%d-%H%M%S", time.gmtime()))

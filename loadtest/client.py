@@ -36,7 +36,6 @@ class Client:
             self._session.headers["authorization"] = f"Bearer {api_key}"
 
     def close(self) -> None:
-        """Closes the connections."""
         self._session.close()
 
     def ask(self, ask: Ask, user: int, number: int) -> Answer:

@@ -48,7 +48,6 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser() -> argparse.ArgumentParser:
-    """The argument parser."""
     names = "\n".join(f"  {name:<14}{each.summary}" for name, each in SCENARIOS.items())
     figures = textwrap.fill(", ".join(slo.names()), 96, initial_indent="  ", subsequent_indent="  ")
     result = _Parser(

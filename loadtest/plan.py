@@ -36,10 +36,8 @@ class Plan:
 
 
 def write_answers(file: Path, answers: Iterable[Answer]) -> None:
-    """Writes answers as JSON lines."""
     file.write_bytes(msgspec.json.Encoder().encode_lines(answers))
 
 
 def read_answers(file: Path) -> list[Answer]:
-    """Reads the answers that `write_answers` wrote."""
     return msgspec.json.Decoder(Answer).decode_lines(file.read_bytes())

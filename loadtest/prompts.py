@@ -24,7 +24,6 @@ _MORE = ("inspect", "locale", "mailbox", "optparse", "pickle", "random", "shutil
 
 @cache
 def sources() -> tuple[str, ...]:
-    """The source of the modules."""
     library = Path(sysconfig.get_path("stdlib"))
     return tuple((library / f"{name}.py").read_text(encoding="utf-8") for name in (*_MODULES, *_MORE))
 

@@ -35,7 +35,6 @@ def evaluate(scenario: str, command: str, answers: Sequence[Answer], server: Fig
 
 
 def write(result: Result, answers: Sequence[Answer], directory: Path) -> None:
-    """Writes all files of one run."""
     write_requests(directory / "requests.csv", answers)
     document = {
         "scenario": result.scenario,

@@ -122,7 +122,6 @@ class OwnFleet:
 
 
 def descendants(pid: int) -> set[int]:
-    """Process ids of all descendants of `pid`."""
     try:
         return {child.pid for child in psutil.Process(pid).children(recursive=True)}
     except psutil.NoSuchProcess:

@@ -83,7 +83,6 @@ def check(given: Mapping[str, object]) -> dict[str, float]:
 
 
 def misses(limits: Mapping[str, float], figures: Mapping[str, float | None]) -> list[Miss]:
-    """The limits that these figures miss."""
     missed = []
     for name, limit in limits.items():
         found = figures.get(name)

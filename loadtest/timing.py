@@ -58,7 +58,6 @@ class Answer:
 
     @property
     def gaps_s(self) -> list[float]:
-        """Times between chunks."""
         return [later - earlier for earlier, later in itertools.pairwise(self.chunks)]
 
     @property

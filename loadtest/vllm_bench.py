@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Runs the benchmark and prints its table."""
     import vllm  # noqa: F401  (first: its submodules do not import alone)
     from vllm.benchmarks.serve import add_cli_args
     from vllm.benchmarks.serve import main as run

@@ -98,7 +98,6 @@ class Watch:
         return left
 
     def write(self, file: Path) -> None:
-        """Writes a CSV file with one row per sample."""
         with file.open("w", encoding="utf-8", newline="") as stream:
             writer = csv.DictWriter(stream, ["at_s", *COLUMNS])
             writer.writeheader()

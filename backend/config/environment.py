@@ -22,7 +22,6 @@ def python_path_with(directory: Path) -> str:
 
 
 def huggingface_offline() -> bool:
-    """Whether the user forbade downloads from the Hugging Face hub."""
     return os.environ.get("HF_HUB_OFFLINE", "").lower() in {"1", "true", "yes", "on"}
 
 
@@ -47,7 +46,6 @@ def export(variables: Mapping[str, str], *, override: bool = True) -> None:
 
 
 def forget(name: str) -> None:
-    """Removes a variable from this process's environment."""
     os.environ.pop(name, None)
 
 

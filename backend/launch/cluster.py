@@ -108,12 +108,10 @@ class RayCluster:
 
     @property
     def gpus(self) -> float:
-        """GPUs of the whole cluster."""
         return float(ray.cluster_resources().get("GPU", 0))
 
     @property
     def cpus(self) -> float:
-        """CPUs of the whole cluster."""
         return float(ray.cluster_resources().get("CPU", 0))
 
     def has_room(self, cpus: float, gpus: float) -> bool:
@@ -123,7 +121,6 @@ class RayCluster:
 
     @property
     def node_id(self) -> str:
-        """Ray's id of this node."""
         return str(ray.get_runtime_context().get_node_id())
 
     def close(self) -> None:
@@ -149,16 +146,16 @@ def _present(token: str) -> None:
 def _loopback_only() -> None:
     """Makes Ray listen on 127.0.0.1 alone.
 
-    On Linux, Ray replaces a loopback address by the host's own and then listens on every interface.  On platforms without
-    clusters (macOS, Windows) it does not, so it is made to believe that it runs on one.  Ray reads the variable when it is
-    imported, hence the assignment; its child processes read the variable when they start.
+    On Linux, Ray replaces a loopback address by the host's own and then listens on every interface.  It does not where it
+    assumes that clusters are not supported, as on macOS.  Ray reads the variable when it is imported, hence the assignment;
+    its child processes read the variable when they start.
     """
     environment.export({"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"})
     ray._private.ray_constants.ENABLE_RAY_CLUSTER = False
 
 
 def _check_reachable(address: str) -> None:
-    """Raises `ClusterError` within seconds when no cluster answers; Ray itself would take minutes."""
+    """Raises `ClusterError` in seconds if no cluster answers; Ray would take minutes."""
     host, _, port = address.rpartition(":")
     if not (host and port.isdigit()) or "//" in address:
         return  # "auto" and other forms that only Ray understands

@@ -54,7 +54,6 @@ class Operator:
         self._thread = threading.Thread(target=self._run, name="operator", daemon=True)
 
     def start(self) -> None:
-        """Starts the thread."""
         self._thread.start()
 
     def stop(self) -> None:

@@ -77,7 +77,6 @@ class Rooms:
             _remove(empty)
 
     def close(self) -> None:
-        """Gives everything back."""
         for reserved in self._reserved:
             _remove(reserved)
         self._reserved.clear()
@@ -99,7 +98,7 @@ def _remove(reserved: _Reserved) -> None:
 
 
 def _no_room(group: Group) -> str:
-    """A message why Ray could not place a group: what it needs, and what each node has free."""
+    """Why Ray could not place a group: what it needs, and what each node has free."""
     free = ray._private.state.available_resources_per_node()
     nodes = []
     for node in ray.nodes():

@@ -57,7 +57,6 @@ class Chapter:
 
     @property
     def outcomes(self) -> Outcomes:
-        """Counts over all verifications of all workers."""
         return sum((count_outcomes(worker.verifications) for worker in self.workers), Counter())
 
     def transitions(self) -> Transitions:

@@ -70,7 +70,6 @@ class _Lines:
         self._file = file
 
     def write_table(self, table: pa.Table) -> None:
-        """Writes all rows."""
         for batch in table.to_batches(max_chunksize=10_000):
             self._file.writelines(json.dumps(row).encode() + b"\n" for row in batch.to_pylist())
 

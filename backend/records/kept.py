@@ -40,7 +40,6 @@ class KeptRows:
         self._kept = RowBatch()
 
     def take(self) -> RowBatch:
-        """The rows kept since the last call."""
         taken, self._kept = self._kept, RowBatch()
         return taken
 

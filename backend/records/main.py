@@ -94,7 +94,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def add_selection(parser: argparse.ArgumentParser) -> None:
-    """The options that choose among records."""
     say = parser.add_argument
     say("--verifier", action="append", default=[], metavar="ID", help="only this verifier (may be given several times)")
     say("--since", type=_moment, metavar="TIME", help="only from then on: 2026-01-31T12:00:00 (UTC) or Unix seconds")

@@ -40,7 +40,6 @@ class Picture:
 
 
 def page(title: str, about: str, chapters: Sequence[tuple[Chapter, Sequence[Picture]]]) -> str:
-    """The whole page."""
     parts = [
         "<!doctype html>",
         f'<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'

@@ -29,7 +29,7 @@ LABEL, TICK = 9, 8
 WIDTH = 8.0
 BINS = 120
 NAMED = 8
-"""Largest number of workers with colours of their own and a legend; more are drawn alike, without a legend."""
+"""With more workers than this, all are drawn in one colour, without a legend."""
 
 
 def load(chapter: Chapter) -> Any | None:

@@ -41,7 +41,6 @@ class Selection:
 
     @property
     def is_timed(self) -> bool:
-        """Whether any time is excluded."""
         return self.since is not None or self.until is not None
 
 
@@ -58,7 +57,6 @@ class Incarnation:
 
     @property
     def verifier_id(self) -> str:
-        """The verifier's member id."""
         return self.books.about.verifier_id
 
     def files(self, kind: str) -> list[Path]:
@@ -149,7 +147,6 @@ def waited_ms(steps: pa.Table) -> Any:
 
 
 def has_records(directory: Path) -> bool:
-    """Whether there are records under `directory`."""
     return any(_candidates(directory))
 
 

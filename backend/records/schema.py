@@ -68,7 +68,6 @@ SCHEMAS: dict[str, pa.Schema] = {
 
 
 def to_table(kind: str, rows: Sequence[Row]) -> pa.Table:
-    """An Arrow table of rows of one kind."""
     schema = SCHEMAS[kind]
     columns = list(zip(*map(msgspec.structs.astuple, rows), strict=True)) or [() for _ in schema]
     return pa.Table.from_arrays(
@@ -83,5 +82,4 @@ def _column(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
 
 
 def metadata(about: About) -> dict[bytes, bytes]:
-    """The metadata of a parquet file."""
     return {VERSION_KEY: str(SCHEMA_VERSION).encode(), ABOUT_KEY: msgspec.json.encode(about)}

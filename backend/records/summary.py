@@ -106,7 +106,6 @@ def drafting(outcomes: Outcomes) -> Drafting:
 
 
 def count_outcomes(table: pa.Table) -> Outcomes:
-    """Number of verifications by outcome."""
     counted = table.group_by(list(Outcome._fields)).aggregate([([], "count_all")]).to_pydict()
     keys = zip(*(counted[name] for name in Outcome._fields), strict=True)
     return Counter({Outcome(*key): n for key, n in zip(keys, counted["count_all"], strict=True)})
@@ -278,7 +277,6 @@ def _together(counts: Iterable[dict[str, int]]) -> dict[str, int]:
 
 
 def lines(summary: Summary) -> list[str]:
-    """The summary as lines of text."""
     wall = summary.busy_s + sum(summary.idle_s.values())
     verifiers = ", ".join(summary.verifiers)
     result = [f"verifiers       {verifiers} ({summary.incarnations} incarnation{'s' if summary.incarnations != 1 else ''})"]

@@ -37,7 +37,6 @@ class FileRecorder:
         self._thread = threading.Thread(target=self._run, name="records", daemon=True)
 
     def start(self) -> None:
-        """Starts the writer's thread."""
         logger.info("records go to %s", self._store.directory)
         self._thread.start()
 

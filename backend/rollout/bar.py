@@ -13,7 +13,7 @@ CLEAR_TO_END = "\x1b[K"
 
 
 class Bar:
-    """Progress of `total` requests.  `show` may be called at any rate: it draws only when a new drawing is due."""
+    """Progress of `total` requests.  `show` may be called often: it draws only when a drawing is due."""
 
     def __init__(self, stream: TextIO, title: str, total: int) -> None:
         self._stream = stream

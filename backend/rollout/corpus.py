@@ -34,7 +34,6 @@ class Corpus:
 
 
 def standard_library() -> Path:
-    """Directory of the running Python's standard library."""
     return Path(sysconfig.get_path("stdlib"))
 
 

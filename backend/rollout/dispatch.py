@@ -60,7 +60,6 @@ class Dispatcher:
         self._expected[request] = tokens
 
     def move(self, request: int, source: str, target: str) -> None:
-        """Moves a running request to another worker."""
         self._running[source].remove(request)
         self._running[target].add(request)
 

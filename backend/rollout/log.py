@@ -37,7 +37,6 @@ class RoundLog:
         self._writer.flush()
 
     def close(self) -> None:
-        """Closes the log, if it was opened."""
         if self._writer is not None:
             (self._writer.finish if self._kind == "wandb" else self._writer.close)()
 

@@ -224,7 +224,6 @@ def _rounds(options: RolloutOptions, place: _Place, work: _Work, say: Say) -> No
 
 
 def _write_round(directory: Path, finished: Round, report: dict[str, Any]) -> None:
-    """Writes the three tables of every worker, and the report."""
     directory.mkdir(parents=True, exist_ok=True)
     for stale in directory.glob("worker_*_*.csv"):
         # An earlier rollout to the same place may have had more workers.

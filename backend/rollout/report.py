@@ -56,7 +56,6 @@ def round_report(finished: Round, about: dict[str, Any], weights: str = "0", fau
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """The report as a Markdown page."""
     kind = report["acceptance_is"]
     length = report[f"{kind}_acceptance_length"]
     straggler = report["straggler"]

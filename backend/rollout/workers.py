@@ -79,7 +79,6 @@ class Workers:
         self._next_step: dict[str, int] = {}
 
     def close(self) -> None:
-        """Closes every socket."""
         self.present.clear()
         self.hub.close()
 

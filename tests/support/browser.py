@@ -89,7 +89,6 @@ class Browser:
         return value
 
     def screenshot(self, path: Path, *, whole: bool = True) -> None:
-        """Writes the page as a PNG."""
         answer = self._call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
         path.write_bytes(base64.b64decode(answer["data"]))
 

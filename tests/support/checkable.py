@@ -43,5 +43,4 @@ FLAT_NAMED: Any = {"type": "function", "name": "paint"}
 
 
 def paint_of(text: str | None) -> Paint:
-    """Parses and validates an answer."""
     return Paint.model_validate(json.loads(text or ""))

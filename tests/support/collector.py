@@ -48,7 +48,6 @@ class Collector:
         threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
 
     def named(self, name: str) -> list[Received]:
-        """The spans with this name so far."""
         return [span for span in list(self.spans) if span.name == name]
 
     def close(self) -> None:

@@ -67,11 +67,10 @@ class Driven:
         return (once * (length // self.period + 1))[:length]
 
     def run(self, steps: int) -> list[Turn]:
-        """Runs `steps` steps."""
         return [self.step() for _ in range(steps)]
 
     def step(self) -> Turn:
-        """Waits as long as the speculator says, verifies, asks for drafts, and lets the speculator learn."""
+        """Waits as the speculator says, verifies, asks for drafts, learns."""
         began = self.now
         self._receive()
         while (until := self.speculator.hold(list(self.texts), 0, self.now)) is not None and until > self.now:

@@ -39,7 +39,6 @@ class EngineFleet:
         return self.server.gateway.client.core
 
     def set_state(self, verifier: Verifier, state: str) -> None:
-        """Sets a verifier's state in the directory."""
         member = self.members[verifier.name]
         self.members[verifier.name] = msgspec.structs.replace(member, state=state)
         self.directory.set_members(list(self.members.values()))
@@ -54,7 +53,6 @@ class EngineFleet:
         await eventually(lambda: self.core.in_flight == 0 and empty(), timeout_s)
 
     async def metric(self, name: str) -> float:
-        """The sum of a metric's samples."""
         lines = (await self.http.get("/metrics")).text.splitlines()
         return sum(float(line.split()[-1]) for line in lines if line.startswith((f"{name} ", f"{name}{{")))
 

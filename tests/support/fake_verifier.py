@@ -125,7 +125,6 @@ class FakeVerifier:
         self._socket.send_multipart([client, *frames])
 
     def refuse(self, reason: Any) -> None:
-        """Sends every gateway a refusal with this reason."""
         for client in self.clients:
             self.send(client, wire.REFUSED, msgspec.msgpack.encode(wire.Refusal(reason, "test")))
 
@@ -157,7 +156,6 @@ class FakeVerifier:
         self.publish(stats)
 
     def publish(self, stats: VerifierStats) -> None:
-        """Sends these counters to every gateway."""
         for client in self.clients:
             self.send(client, wire.STATS, msgspec.msgpack.encode(stats))
 

@@ -115,7 +115,6 @@ class Machine:
         return found
 
     def power_off(self) -> None:
-        """Ends the machine and all its processes at once."""
         assert self._first.stdin is not None
         self._first.stdin.close()
         self._first.wait(30)
@@ -138,7 +137,6 @@ class Network:
         _ip("link", "set", self.name, "up")
 
     def machine(self) -> Machine:
-        """Adds a machine."""
         self.machines.append(Machine(self, len(self.machines) + 1, self._log))
         return self.machines[-1]
 
@@ -150,7 +148,6 @@ class Network:
 
 @contextmanager
 def network(log: IO[str]) -> Iterator[Network]:
-    """A network for a `with` block."""
     made = Network(log)
     with ExitStack() as stack:
         stack.callback(made.close)
@@ -212,7 +209,6 @@ class RayMachines:
         self.worker = self.join("drafting")
 
     def join(self, resource: str) -> Machine:
-        """Adds a machine with this resource to the cluster."""
         machine = self.network.machine()
         self._ray(machine, f"--address={self.ray_address}", f'--resources={{"{resource}": 1}}')
         return machine

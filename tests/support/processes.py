@@ -37,7 +37,6 @@ ENGINE_ENV = {
 
 
 def demo_models(kind: str = "eagle") -> ResolvedModels:
-    """The models that ship with the project."""
     return ResolvedModels(str(TARGET_DIR), str(DRAFTER_DIR) if kind == "eagle" else None, kind, "demo")  # type: ignore[arg-type]
 
 
@@ -81,11 +80,9 @@ class Child:
         return self.process.pid
 
     def tell(self, message: Any) -> None:
-        """Sends the child a message."""
         self._pipe.send(message)
 
     def hear(self) -> Any:
-        """Waits for the child's next message."""
         return self._pipe.recv()
 
     def close(self) -> None:

@@ -19,8 +19,6 @@ def tokenizer() -> Any:
 
 
 def saying(text: str, finish: FinishReason = FinishReason.STOP, tokens_at_a_time: int = 2) -> Behaviour:
-    """The behaviour that emits `text` and ends."""
-
     async def behaviour(verifier: FakeVerifier, sequence: Sequence) -> None:
         tokens = tokenizer().encode(text, add_special_tokens=False).ids
         if finish is FinishReason.STOP:

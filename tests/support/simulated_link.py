@@ -39,7 +39,6 @@ class World:
         return int(self.now * 1e9)
 
     def at(self, when: float, action: Callable[[], None]) -> None:
-        """Schedules `action` for the time `when`."""
         self._number += 1
         heapq.heappush(self._events, (max(when, self.now), self._number, action))
 

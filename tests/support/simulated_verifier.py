@@ -248,7 +248,6 @@ class SimulatedVerifier:
         self.longest_silence_s = 0.0
 
     def connections_refused(self) -> int:
-        """Part of the gateways' role: number of refused connections."""
         return 0
 
     def generate(self, texts: dict[str, Text], limit_s: float = 60.0) -> None:
@@ -296,7 +295,7 @@ class SimulatedVerifier:
         return 0.0
 
     def check(self) -> None:
-        """Asserts that the speculator's tables and the counters agree with each other and with vLLM's scheduler."""
+        """Asserts that the speculator's tables and the counters agree with vLLM's scheduler."""
         scheduler = self.core.scheduler
         known, pending = scheduler.speculator.hands.requests, scheduler.speculator.questions.pending
         assert known.keys() <= scheduler.requests.keys()

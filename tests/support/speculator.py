@@ -15,7 +15,6 @@ def spent_on(rows: Sequence[Sequence[float]], step_s: Callable[[int], float], ba
 
 
 def assert_nothing_is_left(speculator: Speculator) -> None:
-    """Asserts that no table of the speculator has an entry for any request."""
     tables: dict[str, Any] = {
         "requests": speculator.hands.requests,
         "asked": speculator.hands._asked,

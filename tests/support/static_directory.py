@@ -17,7 +17,6 @@ class StaticDirectory:
         self.set_members(members)
 
     def set_members(self, members: Sequence[Member]) -> None:
-        """Replaces the membership."""
         self._version += 1
         self._members = list(members)
 

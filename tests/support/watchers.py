@@ -33,7 +33,6 @@ class Probe:
         self._connection.close()
 
     def reset(self) -> None:
-        """Resets the longest time."""
         self.longest_s = 0.0
 
     def _run(self) -> None:

@@ -30,7 +30,7 @@ from backend.lab.bench.run import prepare
 from backend.models.resolve import resolve
 
 LEARNING = 2
-"""Number of loads that are run before the first measured one, for the verifier to learn step times and acceptance."""
+"""Loads before the first measured one, from which the verifier learns step times and acceptance."""
 
 
 def started(target: str, stack: ExitStack) -> Processes:
@@ -57,7 +57,6 @@ def verifier(processes: Processes, mode: str, lookup: bool = True) -> tuple[Chil
 
 
 def main() -> None:
-    """Measures the sets of drafters that the command line names."""
     parser = argparse.ArgumentParser(prog="python -m backend.lab.bench.drafters", description=__doc__)
     parser.add_argument(
         "--sets", nargs="+", required=True, help="drafters, A+B: of which each request gets the better, A=B: either"

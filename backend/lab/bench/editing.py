@@ -49,7 +49,6 @@ def speed(client: EngineClient, asked: list[tuple[list[int], list[int], list[int
 
 
 def main() -> None:
-    """Measures, and prints the table."""
     parser = argparse.ArgumentParser(prog="python -m backend.lab.bench.editing", description=__doc__)
     parser.add_argument("--target", default="S", help="demo, or widened to S or L")
     parser.add_argument("--tokens", type=int, default=256, help="of a piece")

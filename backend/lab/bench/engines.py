@@ -69,7 +69,6 @@ class Processes:
         self.close()
 
     def close(self) -> None:
-        """Ends every process."""
         for client in self._clients:
             client.close()
         close_all(self._children)

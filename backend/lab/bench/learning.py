@@ -54,23 +54,18 @@ class Phase:
 
 
 class Fleet:
-    """A verifier and its drafters."""
-
     def __init__(self, processes: Processes) -> None:
         self._processes = processes
         self._verifier = processes.verifier("verifier", {"mode": "sync", "verifier": {"lookup": False}})
         self._client = processes.client(self._verifier)
 
     def drafter(self, name: str) -> tuple[Child, DrafterRef]:
-        """Starts a drafter, and waits until it serves."""
         return self._processes.drafter(name, self._processes.models.drafter_dir)
 
     def assign(self, ref: DrafterRef) -> None:
-        """Makes this drafter the only one of the verifier."""
         assign(self._verifier, [ref])
 
     def window(self, prompts: Sequence[list[int]], temperature: float) -> dict[str, Any]:
-        """Runs a closed loop; returns its figures."""
         found = measure_load(self._client, prompts, TOKENS, temperature, CONCURRENCY)
         length = round(found.length, 3) if found.drafts else None
         return {"tokens_per_s": round(found.tokens_per_s, 1), "length": length, "drafts": found.drafts}
@@ -107,7 +102,6 @@ def refer(head: str, phases: Sequence[Phase], directory: Path, split: CoreSplit)
 
 
 def learn(processes: Processes, given: argparse.Namespace) -> None:
-    """Runs all phases, and prints a line per window."""
     fleet, models = Fleet(processes), processes.models
     make = Prompts(models.target_dir, PROMPT)
     assert models.learning_dir is not None
@@ -143,7 +137,6 @@ def learn(processes: Processes, given: argparse.Namespace) -> None:
 
 
 def say(line: dict[str, Any]) -> None:
-    """Prints one line of JSON."""
     sys.stdout.write(json.dumps(line) + "\n")
     sys.stdout.flush()
 
@@ -154,7 +147,6 @@ def phases_of(text: str) -> list[Phase]:
 
 
 def main() -> None:
-    """The command line."""
     parser = argparse.ArgumentParser(
         prog="python -m backend.lab.bench.learning", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

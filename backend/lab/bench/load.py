@@ -66,5 +66,4 @@ def run_phases(
 
 
 def wait_for_one(client: EngineClient, request_ids: Collection[str]) -> None:
-    """Returns when one of the requests has ended."""
     client.run_until(lambda: any(client.answers[i].finish_reason is not None for i in request_ids), TIMEOUT_S)

@@ -126,12 +126,10 @@ class Row(msgspec.Struct, frozen=True):
 
     @property
     def point(self) -> Point:
-        """The point that was measured."""
         return Point(self.domain, self.concurrency, self.temperature, self.ramp_from)
 
     @property
     def label(self) -> str:
-        """Mode, K and number of outcomes."""
         return label(self.mode, self.k, self.outcomes)
 
 
@@ -210,7 +208,6 @@ def hit_rate(drafting: DraftCounters) -> float | None:
 
 
 def row(target: str, configuration: Configuration, point: Point, samples: Sequence[Sample]) -> Row:
-    """The row of all rounds of one configuration at one point."""
     by_name = {name: [getattr(s, name) for s in samples if getattr(s, name) is not None] for name in MEDIANS}
     medians: dict[str, Any] = {name: statistics.median(values) if values else None for name, values in by_name.items()}
     causes = sorted({cause for s in samples for cause in s.idle})

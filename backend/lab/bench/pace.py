@@ -33,11 +33,9 @@ class Cost:
     token_us: float
 
     def seconds(self, tokens: int) -> float:
-        """Seconds of a pass over `tokens` tokens."""
         return self.fixed_ms / 1e3 + tokens * self.token_us / 1e6
 
     def slower(self, factor: float) -> Cost:
-        """This cost, multiplied by `factor`."""
         return Cost(self.fixed_ms * factor, self.token_us * factor)
 
     def __str__(self) -> str:
@@ -102,5 +100,4 @@ class Paced(msgspec.Struct):
     overrun_s: float = 0.0
 
     def since(self, earlier: Paced) -> Paced:
-        """The difference from earlier counters."""
         return Paced(*(getattr(self, name) - getattr(earlier, name) for name in self.__struct_fields__))

@@ -25,7 +25,6 @@ class CoreSplit:
 
     @property
     def all(self) -> tuple[int, ...]:
-        """Every core in use."""
         return tuple(sorted({*self.verifier, *self.drafter}))
 
 
@@ -53,12 +52,10 @@ class Configuration:
 
     @property
     def served(self) -> str:
-        """The mode in the verifier's settings."""
         return "native" if self.mode == PROBABILISTIC else self.mode
 
     @property
     def is_remote(self) -> bool:
-        """Whether a drafter process drafts."""
         return self.mode not in LOCAL_MODES
 
 

@@ -38,7 +38,6 @@ class Results:
     complete: bool = False
 
     def rows(self) -> list[Row]:
-        """A row per configuration and point, in the order of measuring."""
         return [row(target, configuration, point, each) for (target, configuration, point), each in self.samples.items()]
 
 

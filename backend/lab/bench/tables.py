@@ -26,7 +26,6 @@ NOTHING = "-"
 
 
 def write(output: Path, about: Mapping[str, Any], options: Options, split: CoreSplit, results: Results, say: Say) -> None:
-    """Writes all three files, from the results so far."""
     content = keep(output, about, options, split, results)
     rows = results.rows()
     (output / "bench.md").write_text(markdown(content, rows, results.greedy.differences()), encoding="utf-8")
@@ -44,7 +43,6 @@ def keep(output: Path, about: Mapping[str, Any], options: Options, split: CoreSp
 
 
 def document(about: Mapping[str, Any], options: Options, split: CoreSplit, results: Results) -> dict[str, Any]:
-    """The content of bench.json."""
     differences = results.greedy.differences()
     settings = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(options).items()}
     return {
@@ -67,7 +65,6 @@ def find(rows: Iterable[Row], target: str, layout: str, point: Point, mode: str,
 
 
 def markdown(content: Mapping[str, Any], rows: Sequence[Row], differences: Sequence[Difference]) -> str:
-    """The content of bench.md."""
     hardware = content["hardware"]
     settings = content["settings"]
     lines = [

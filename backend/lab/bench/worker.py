@@ -29,7 +29,6 @@ PACED = "paced"
 
 
 def main() -> None:
-    """Runs the role that the first argument describes."""
     logging.basicConfig(level="INFO")
     job: Job = json.loads(sys.argv[1])
     roles: dict[str, Callable[[Job], None]] = {"verifier": _verifier, "drafter": _drafter}

@@ -49,7 +49,6 @@ def parse(arguments: Sequence[str]) -> tuple[DemoOptions, Path | None]:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Train the demo pair, or only a draft model, as the command line says."""
     options, draft_model = parse(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     if draft_model is not None:

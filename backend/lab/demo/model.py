@@ -40,7 +40,6 @@ class Trunk(nn.Module):
 
     @property
     def last_block(self) -> Block:
-        """The layer next to the output."""
         block = self.layers[-1]
         assert isinstance(block, Block)
         return block
@@ -59,7 +58,6 @@ class Target(nn.Module):
             nn.init.zeros_(block.mlp.down_proj.weight)  # type: ignore[union-attr, arg-type]
 
     def caches(self, batch: int, capacity: int) -> list[LayerCache]:
-        """Empty caches for every layer."""
         like = self.model.embed_tokens.weight.detach()
         return [LayerCache.empty(self.shape, batch, capacity, like) for _ in self.model.layers]
 

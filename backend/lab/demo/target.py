@@ -23,7 +23,6 @@ LOGGER = logging.getLogger(__name__)
 
 
 def target_shape(options: DemoOptions) -> Shape:
-    """The target's sizes for these options."""
     return Shape(
         vocab_size=options.vocab_size,
         hidden_size=options.target.hidden,

@@ -106,7 +106,6 @@ class Progress:
         return min(1.0, done)
 
     def draw(self, rows: RowSource, count: int) -> Tensor:
-        """The next `count` rows of `rows`."""
         first = self.drawn.get(rows.length, 0)
         self.drawn[rows.length] = first + count
         return rows.batch(first, count)

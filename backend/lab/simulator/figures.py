@@ -24,7 +24,6 @@ class Timed:
     """Seconds of each decision that changed assignments."""
 
     def decide(self, situation: Situation) -> list[Action]:
-        """Returns the policy's decision and notes its time."""
         # Garbage collection would scan the whole simulated fleet, which a real coordinator does not hold in memory.
         gc.disable()
         began = time.perf_counter()
@@ -35,7 +34,6 @@ class Timed:
 
 
 def summary(outcome: Outcome, timed: Timed, seconds: float) -> dict[str, Any]:
-    """The figures of a run."""
     tgs = sorted(outcome.tgs)
     return {
         "tokens_per_s": outcome.tokens / seconds,

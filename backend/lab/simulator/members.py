@@ -77,7 +77,6 @@ class Verifier:
 
     @property
     def requests(self) -> int:
-        """Number of running and waiting requests."""
         return len(self.waiting) + len(self.running)
 
     def admit(self) -> int:

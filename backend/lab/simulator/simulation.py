@@ -102,7 +102,6 @@ class FleetSimulation:
         """Places of the live verifiers; None when it must be made anew."""
 
     def run(self) -> Outcome:
-        """Simulates from the first registration to the end of the scenario."""
         self._begin()
         while self._events and self._events[0][0] <= self._scenario.seconds:
             self._now, _, event = heapq.heappop(self._events)
