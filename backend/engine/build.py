@@ -69,7 +69,7 @@ def engine_arguments(settings: Settings, paths: ResolvedModels, verifier_id: str
         raise EngineSetupError(f"verifier.engine_args: vLLM has no argument {', '.join(sorted(unknown))}")
     merged = arguments | verifier.engine_args
     if "speculative_config" in verifier.engine_args:
-        # An operator's values refine our configuration: head and number of tokens come from Outrider's settings.
+        # Merged, not replaced: our method, head and number of tokens stay, except what an operator sets here.
         merged["speculative_config"] = (arguments["speculative_config"] or {}) | verifier.engine_args["speculative_config"]
     return merged
 
