@@ -15,9 +15,9 @@ class _Open:
 
 
 class Accounts:
-    """The accounts of one verifier's requests, by vLLM's request id.  `gateway` is vLLM's client index.
+    """The accounts of one verifier's requests, by vLLM's ids; `gateway` is vLLM's client index.
 
-    Calls about a request that did not ask for an account have no effect.
+    Calls about other requests have no effect.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,6 @@ class Accounts:
         self._ended: dict[int, list[Account]] = {}
 
     def began(self, request_id: str, gateway: int) -> None:
-        """Opens the account of a new request."""
         self._open[request_id] = _Open(gateway, Account(request_id))
 
     def verified(self, request_id: str, source: str, drafter: str, drafted: int, accepted: int, waited_s: float) -> None:
@@ -55,7 +54,6 @@ class Accounts:
             known.account.tokens += tokens
 
     def ended(self, request_id: str) -> None:
-        """Closes the account of a request that has ended."""
         known = self._open.pop(request_id, None)
         if known is not None:
             self._ended.setdefault(known.gateway, []).append(known.account)

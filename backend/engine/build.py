@@ -1,6 +1,6 @@
 """Builds vLLM's engine core for a verifier.  Engine process, engine thread.
 
-vLLM's source stays unchanged: each mode is expressed by a speculative configuration, a scheduler class and a worker class.
+vLLM's source stays unchanged: a mode is a speculative configuration, a scheduler class and a worker class.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def engine_arguments(settings: Settings, paths: ResolvedModels, verifier_id: str
         arguments["async_scheduling"] = False
         arguments["scheduler_cls"] = "backend.engine.scheduler.DraftingScheduler"
     if verifier.fixed_responses:
-        # The next token of a fixed response depends on how many it has emitted.  The worker must know that when it samples.
+        # A fixed response's next token depends on how many it has emitted, which the worker must know when it samples.
         arguments["async_scheduling"] = False
     unknown = set(verifier.engine_args) - set(EngineArgs.__dataclass_fields__)
     if unknown:
@@ -88,8 +88,8 @@ def build_config(settings: Settings, paths: ResolvedModels, verifier_id: str) ->
         )
     structured = config.structured_outputs_config
     if settings.model == DEMO and structured.backend in ("auto", "xgrammar", "guidance"):
-        # The demo model knows Python: wherever JSON allows whitespace, it would indent for ever.  In mode `native` vLLM derives
-        # the drafter's configuration from this one, and refuses the option there with `auto`.  Each request names its backend.
+        # The demo model knows Python: where JSON allows whitespace, it would indent for ever.  In mode `native` vLLM makes the
+        # drafter's configuration of this one, and there refuses the option with `auto`.  Each request names its backend.
         structured.disable_any_whitespace = True
         structured.backend = "xgrammar" if structured.backend == "auto" else structured.backend
     if settings.mode not in REMOTE_MODES:

@@ -1,6 +1,6 @@
-"""A synchronous client of the engine wire, without HTTP.  Used by benchmarks, rollouts and tests.
+"""A synchronous client of the engine wire.  Used by benchmarks, rollouts and tests.
 
-Any process; each client belongs to one thread.  It uses vLLM's request and output structs and their codec, but no engine.
+Any process; a client belongs to one thread.  Uses vLLM's request and output structs and their codec, but no engine.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ FreeSampling = Callable[[int, int | None], SamplingParams]
 def free_sampling(given: Mapping[str, Any], eos_token_ids: Sequence[int], tokenizer: Any, vocab_size: int) -> FreeSampling:
     """Sampling parameters that all requests share, as a function of `max_tokens` and seed.
 
-    `given` holds parameters by vLLM's names; `tokenizer` is a Hugging Face one.  One of `eos_token_ids` ends a request, unless
-    `given` says `ignore_eos`.  Raises `ValueError` for values that vLLM refuses.
+    `given` has vLLM's names; `tokenizer` is a Hugging Face one.  One of `eos_token_ids` ends a request, unless `given` says
+    `ignore_eos`.  Raises `ValueError` for values that vLLM refuses.
     """
     bias = given.get("logit_bias")
     try:
@@ -91,10 +91,10 @@ def fixed_sampling(tokens: list[int], temperature: float) -> SamplingParams:
 
 
 class EngineClient:
-    """A connection to one verifier.  The constructor returns when the verifier has answered the greeting.
+    """A connection to one verifier; the constructor waits for the answer to its greeting.
 
-    `watch` is called during every wait and may raise to end it (for example, when the verifier's process has ended).  Several
-    clients of one thread may share a `hub`; its owner polls and closes it.  A tcp address requires the verifier's `server_key`.
+    `watch` is called during waits and may raise to end them (if the verifier's process has ended).  Several clients of one
+    thread may share a `hub`, which its owner polls and closes.  A tcp address requires the verifier's `server_key`.
     Raises `EngineRefused`, `TimeoutError`.
     """
 
@@ -122,7 +122,7 @@ class EngineClient:
         self.welcome: EngineWelcome | None = None
         self.refusals: list[str] = []
         self.results: dict[int, str | None] = {}
-        """Results of `call`, by its number: the reason of a failure, or None for success."""
+        """Results of `call` by number: why it failed, or None."""
         self._calls = 0
         self._watch = watch
         self._name = name
@@ -143,7 +143,7 @@ class EngineClient:
     ) -> str:
         """Sends a request, to be continued after the `emitted` output tokens; returns its id.
 
-        `asked`: see `Addition`.  `fields` replace further fields of vLLM's `EngineCoreRequest`.
+        `fields` replace further fields of vLLM's `EngineCoreRequest`.
         """
         request_id = request_id or f"req-{uuid.uuid4().hex[:8]}"
         values: dict[str, Any] = {
@@ -163,7 +163,6 @@ class EngineClient:
         return request_id
 
     def abort(self, request_id: str) -> None:
-        """Aborts a request."""
         self.dealer.send(*self._speech.abort([request_id]))
 
     def call(self, method: str, *args: Any) -> int:
@@ -179,16 +178,16 @@ class EngineClient:
         return said.weights if said is not None else Weights()
 
     def ping(self) -> None:
-        """Tells the verifier that this client is alive.  `run_until` pings by itself."""
+        """Tells the verifier that this client is alive; `run_until` does so by itself."""
         self.dealer.send(*self._speech.ping())
 
     def ask_rows(self) -> None:
-        """Asks for the rows that the verifier keeps (`verifier.kept_rows`).  The answer is added to `rows`."""
+        """Asks for the rows that the verifier keeps (`verifier.kept_rows`); they are added to `rows`."""
         self.dealer.send(*self._speech.ask_rows())
         self.rows_awaited += 1
 
     def fetch_rows(self, timeout_s: float = 120.0) -> RowBatch:
-        """Waits for all rows that the verifier has kept up to now.  Raises `TimeoutError`."""
+        """Waits for and returns all rows up to now.  Raises `TimeoutError`."""
         if not self.rows_awaited:
             self.ask_rows()
         self.run_until(lambda: not self.rows_awaited, timeout_s)
@@ -196,7 +195,7 @@ class EngineClient:
         return taken
 
     def run_until(self, condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
-        """Receives messages until `condition()` is true.  Raises `TimeoutError` after `timeout_s`, and what `watch` raises."""
+        """Receives until `condition()` is true.  Raises `TimeoutError` after `timeout_s`, and what `watch` raises."""
         deadline = time.monotonic() + timeout_s
         pinged = 0.0
         while not condition():
@@ -217,13 +216,13 @@ class EngineClient:
             self._take(frames)
 
     def finish_all(self, timeout_s: float = 300.0) -> None:
-        """Waits until every request has ended.  Raises `TimeoutError`."""
+        """Waits until every request has ended."""
         self.run_until(lambda: all(a.finish_reason is not None for a in self.answers.values()), timeout_s)
 
     def generate(
         self, prompts: Sequence[list[int]], params: SamplingParams | list[SamplingParams], **fields: Any
     ) -> list[Answer]:
-        """Sends all prompts at once; returns their answers in the order of the prompts."""
+        """Sends all prompts at once; returns their answers in the same order."""
         each = params if isinstance(params, list) else [params] * len(prompts)
         ids = [self.add(prompt, p, **fields) for prompt, p in zip(prompts, each, strict=True)]
         self.finish_all()
@@ -239,7 +238,6 @@ class EngineClient:
         return self.stats
 
     def close(self) -> None:
-        """Closes the socket, and the hub unless it is shared."""
         if self._shares_hub:
             self.hub.drop(self.dealer)
         else:
@@ -268,8 +266,7 @@ class EngineClient:
             if self.welcome is None or heard.reason != "unknown":
                 self.refusals.append(heard.message)
             else:
-                # This client was silent for longer than its lease, for example between two rounds of a rollout.  The verifier
-                # has forgotten it, and what it asked for.
+                # Silent for longer than the lease, as between two rounds of a rollout: the verifier has forgotten all.
                 self.rows_awaited = 0
                 self.dealer.send(*self._speech.hello(self._name))
 

@@ -23,14 +23,14 @@ from backend.wire.engine import Asked
 
 @dataclass(frozen=True)
 class StepOrders:
-    """What our scheduler tells our runner about a step: the attribute `outrider` of vLLM's `SchedulerOutput`."""
+    """What our scheduler tells our runner with a step: attribute `outrider` of vLLM's `SchedulerOutput`."""
 
     resumed: dict[str, list[int]]
     """Output tokens of requests that another verifier has begun (`runner.ResumedOutputs`)."""
     hurried: bool
     """Whether drafters need this step's features at once."""
     heads: dict[str, str] = field(default_factory=dict)
-    """The head chosen for each new request, if drafters have different heads (`speculation/preference.py`)."""
+    """The head chosen for each new request, if drafters differ (`speculation/preference.py`)."""
 
 
 class Drafted(NamedTuple):
@@ -55,11 +55,11 @@ class Counters:
         self.line = Line()
 
     def drafter(self, drafter_id: str) -> DraftCounters:
-        """The counters of one drafter, created at the first call."""
+        """One drafter's counters, created at the first call."""
         return self.stats.drafters.setdefault(drafter_id, DraftCounters())
 
     def verification(self, drafter_id: str, drafted: int, accepted: int, teacher_forced: bool = False) -> None:
-        """Counts a drafted verification: `accepted` of `drafted` tokens.  Fixed responses have separate counters."""
+        """Counts a drafted verification.  Fixed responses have separate counters."""
         counters = self.stats.teacher_forced if teacher_forced else self.drafter(drafter_id)
         counters.drafts += 1
         counters.draft_tokens += drafted
@@ -74,7 +74,7 @@ class Counters:
         of_version.accepted_tokens += accepted
 
     def _of_version(self, counters: DraftCounters) -> Verified:
-        """The counters for the target's current weights; those of the oldest weights make room for them."""
+        """The counters for the current weights, in place of the oldest if needed."""
         by_version, version = counters.by_version, self.stats.weights.version
         if version not in by_version and len(by_version) == VERSIONS:
             del by_version[next(iter(by_version))]
@@ -86,9 +86,9 @@ class Counters:
         dropped[reason] = dropped.get(reason, 0) + n
 
     def step(self, busy_s: float, verify_s: float, *, ran: bool) -> None:
-        """Counts an engine step of `busy_s` seconds, `verify_s` of them for the target's forward pass and sampling.
+        """Counts an engine step of `busy_s`, of which `verify_s` for the target's forward pass and sampling.
 
-        It counts as a step only if it `ran` the target: vLLM also steps when it can schedule nothing.
+        Only a step that `ran` the target counts as one: vLLM also steps when it can schedule nothing.
         """
         self.stats.steps += ran
         self.stats.busy_s += busy_s
@@ -99,12 +99,12 @@ class Counters:
         self.stats.busy_s += seconds
 
     def idle(self, cause: str, seconds: float) -> None:
-        """Counts seconds in which the engine could have computed and did not."""
+        """Counts time in which the engine could have computed and did not."""
         self.stats.idle_s[cause] = self.stats.idle_s.get(cause, 0.0) + seconds
 
 
 class CountingScheduler:
-    """Mixin over a vLLM scheduler that counts, records and traces what its steps do."""
+    """Mixin over a vLLM scheduler that counts, records and traces."""
 
     records: Recording | None = None
     spans: EngineSpans | None = None
@@ -116,7 +116,7 @@ class CountingScheduler:
     _prefill_tokens: int = 0
     _resumed: int = 0
     _awaited_s: float = 0.0
-    """Seconds that steps have waited for drafts in total, up to the last step noted."""
+    """Total seconds that steps have waited for drafts."""
     _waited_s: float = 0.0
     """Seconds that the last step waited for drafts."""
     _emitted: int = 0
@@ -127,11 +127,11 @@ class CountingScheduler:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.counters = Counters(VerifierStats("", 0.0, "off", 0))
-        """Counters of the warm-up; `VerifierProcess` replaces them afterwards."""
+        """Counters of the warm-up; `VerifierProcess` replaces them."""
         self.accounts = Accounts()
 
     def schedule(self, throttle_prefills: bool = False) -> Any:
-        """vLLM's method of the same name.  The time from its end to `update_from_output` counts as verification."""
+        """vLLM's method of the same name; from its end to `update_from_output` the target computes."""
         output = super().schedule(throttle_prefills)  # type: ignore[misc]
         # A request that another verifier has begun enters the batch with output tokens; see `runner.ResumedOutputs`.
         requests: Any = self.requests  # type: ignore[attr-defined]
@@ -187,7 +187,7 @@ class CountingScheduler:
         super().add_request(request)  # type: ignore[misc]
 
     def finish_requests(self, request_ids: Any, finished_status: Any) -> Any:
-        """vLLM's method of the same name: ends requests from outside (an abort), not because of their own tokens."""
+        """vLLM's method of the same name, for requests that do not end by their own tokens."""
         ended = super().finish_requests(request_ids, finished_status)  # type: ignore[misc]
         if not self._updating:
             for request in ended:
@@ -195,7 +195,7 @@ class CountingScheduler:
         return ended
 
     def note_verification(self, request_id: str, drafted: int, accepted: int) -> Drafted:
-        """Counts one verification (`drafted` 0: without a draft); returns where its draft came from."""
+        """Counts a verification (`drafted` 0: no draft); returns where its draft came from."""
         if not drafted:
             return UNDRAFTED
         self.counters.verification(self.source_name, drafted, accepted, self.is_teacher_forced(request_id))
@@ -211,7 +211,7 @@ class CountingScheduler:
         return Plan(self.num_spec_tokens)  # type: ignore[attr-defined]
 
     def record_step(self, seconds: float, verify_s: float) -> None:
-        """Makes the step's row, if records are kept; the loop calls it after it has counted the step's time."""
+        """Makes the step's row; the loop calls it after it has counted the step's time."""
         if self.records is not None:
             scheduler: Any = self
             _, waiting = scheduler.get_request_counts()
@@ -219,7 +219,7 @@ class CountingScheduler:
             self.records.stepped(self.counters.stats, seconds, verify_s, self.plan_in_force(), waiting, usage)
 
     def note_step(self, seconds: float) -> None:
-        """Notes that the step that just ended took `seconds`, bookkeeping and sending included."""
+        """Notes the step that just ended; `seconds` includes bookkeeping and sending."""
         stats = self.counters.stats
         stats.resumed += self._resumed
         awaited_s, emitted = stats.idle_s["awaiting_draft"], self._emitted

@@ -43,7 +43,7 @@ class _Link:
     hello: bytes
     greeted_at: float = float("-inf")
     exchanges: int | None = None
-    """How often the drafter's head was exchanged, as last reported in `Welcome`; None before the first one."""
+    """`Welcome.exchanges`, as last reported; None before the first."""
 
     def greet(self, now: float) -> None:
         """Sends `Hello`, at most once per `GREET_EVERY_S`."""
@@ -53,7 +53,7 @@ class _Link:
 
 
 class DraftLinks:
-    """The `drafts` sockets to the assigned drafters; applies assignments to scheduler and workers."""
+    """The `drafts` sockets to the assigned drafters, and the assignment itself."""
 
     def __init__(self, hub: Hub, core: EngineCore, verifier_id: str, counters: Counters) -> None:
         self._hub = hub
@@ -62,22 +62,21 @@ class DraftLinks:
         self._verifier_id = verifier_id
         self._counters = counters
         self._links: dict[str, _Link] = {}
-        # Answers carry the epoch of their question.  It starts at the clock, so that a restarted process does not accept
-        # answers meant for its predecessor.
+        # Answers carry the epoch of their question.  It starts at the clock: a restarted process must not accept answers to its
+        # predecessor.
         self._epoch = time.time_ns() & 0xFFFF_FFFF_FFFF
         self._weights, self._target = 0, ""
 
     def set_drafters(self, refs: list[DrafterRef]) -> None:
-        """Applies a new assignment to the scheduler and every worker, between two steps."""
+        """Applies a new assignment to scheduler and workers, between two steps."""
         wanted = {ref.id: ref for ref in refs}
         if wanted != {drafter_id: link.ref for drafter_id, link in self._links.items()}:
             self._connect(refs, wanted)
 
     def renew(self, loaded: Weights) -> None:
-        """Connects to all drafters anew after an exchange of the target's weights.
+        """Connects to all drafters anew after an exchange of the target's weights, and so opens all requests again.
 
-        Drafters then drop features of the old weights and fetch what their heads share with the target.  All requests are
-        opened again.
+        Drafters then drop old features and fetch what their heads share with the target.
         """
         refs = [link.ref for link in self._links.values()]
         self._weights += 1
@@ -152,10 +151,10 @@ class DraftLinks:
                 link.dealer.send(encode(Next(self._epoch, items, judges)))
 
     def read_counters(self, stats: VerifierStats) -> None:
-        """Adds what the sending worker counted since the last call, and the plan in force, to the counters.
+        """Adds what the sending worker counted since the last call, and the plan in force.
 
-        A drafter that the worker had to greet again has forgotten this verifier.  It must be greeted on this socket too, or its
-        answers would go nowhere.  Drafters that do not answer are greeted as well: a repeated greeting changes nothing.
+        A drafter that the worker had to greet again is greeted here too, or its answers would go nowhere.  So is a drafter that
+        does not answer; a repeated greeting changes nothing.
         """
         for shipped in self._core.collective_rpc("take_drafting_counters"):
             for drafter_id, n in shipped.bytes_sent.items():

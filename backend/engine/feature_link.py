@@ -35,14 +35,14 @@ RING_FROM_BYTES = 65536
 """Bytes.  Smaller frames travel in the message: up to this size the socket is as fast as the ring."""
 
 GREET_EVERY_S = 0.5
-"""Seconds between two greetings of a drafter, at least: it refuses every round until it has been greeted."""
+"""Shortest time between two greetings of a drafter, which refuses every round until it is greeted."""
 
 Projection = Callable[[torch.Tensor], torch.Tensor]
 """Maps features of the target, `[rows, n * target_hidden]`, to what a drafter takes, `[rows, hidden]`."""
 
 
 class FeatureLink:
-    """The `features` socket to one drafter.  `next_row`: per open request, the position of the first row not yet sent."""
+    """The `features` socket to one drafter.  `next_row`: position of the first row not yet sent, by open request."""
 
     def __init__(
         self,
@@ -70,18 +70,17 @@ class FeatureLink:
         self._greet(time.monotonic())
 
     def leave(self, frame: bytes) -> int | None:
-        """Writes a large frame into the ring; returns its position, or None if it must travel in the message."""
+        """Writes a large frame into the ring; returns its position, or None: it must travel in the message."""
         if self._ring is None or not self._ring_is_read or len(frame) < RING_FROM_BYTES:
             return None
         return self._ring.write(frame)
 
     def close(self) -> None:
-        """Closes socket and ring."""
         self.socket.close()
         self._drop_ring()
 
     def listen(self) -> bool:
-        """Takes in the drafter's messages on this socket; returns whether the drafter was greeted again."""
+        """Takes in the drafter's messages; returns whether it was greeted again."""
         greeted = False
         while (frames := self.socket.receive()) is not None:
             try:

@@ -75,7 +75,6 @@ class FeatureStore:
         return kept.chunks[0][(start - kept.start) * row_bytes : (end - kept.start) * row_bytes]
 
     def forget(self, request_id: str) -> None:
-        """Forgets the rows of a request."""
         kept = self._kept.pop(request_id, None)
         if kept is not None:
             self.held -= kept.held

@@ -5,12 +5,12 @@ drafter.  It holds, per request, the rows that the target has just computed.  Th
 hidden width crosses the wire instead of three.  Sending never blocks.  When a drafter's queue is full, the round is dropped and
 the drafter keeps a gap: acceptance falls, nothing else.
 
-A drafter may be new to a request: just assigned, restarted, or replacing another drafter.  It gets the features of all the
-request's positions, as far as `FeatureStore` has kept them.  Its drafts are then accepted as often as its predecessor's.  The
-rows handed over per step are limited.  Until its turn comes, a request is drafted for without that context.
+A drafter that is new to a request (just assigned, restarted, or replacing another one) gets the features of all its positions,
+as far as `FeatureStore` has kept them.  Its drafts are then accepted as often as its predecessor's.  The rows handed over per
+step are limited.  Until its turn comes, a request is drafted for without that context.
 
-Answers on these sockets are read once per step.  A drafter that has forgotten this verifier is greeted again, and requests that
-it has forgotten are opened again.
+Answers on these sockets are read once per step.  A drafter that has forgotten this verifier is greeted again; requests that it
+has forgotten are opened again.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from backend.wire.drafting import (
 logger = logging.getLogger(__name__)
 
 HANDOVER_ROWS = 8192
-"""Rows handed over to one drafter per step, and per message.  With more, drafts for other requests would wait longer."""
+"""Rows handed over to one drafter per step, and per message; with more, other requests' drafts would wait longer."""
 
 DTYPE_NAMES: dict[torch.dtype, FeatureDtype] = {
     torch.float32: "float32",
@@ -52,7 +52,7 @@ DTYPE_NAMES: dict[torch.dtype, FeatureDtype] = {
 
 @dataclass
 class Handover:
-    """Counts requests that a drafter got together with earlier rows, and these rows."""
+    """Counts requests handed over to a drafter, and their earlier rows."""
 
     requests: int = 0
     rows: int = 0
@@ -61,7 +61,7 @@ class Handover:
 
 @dataclass(frozen=True)
 class Shipped:
-    """Counts per drafter: bytes sent, rounds dropped at a full queue, hand-overs.  `greeted`: drafters greeted again."""
+    """Per drafter: bytes sent, rounds dropped at a full queue, hand-overs.  `greeted`: those greeted again."""
 
     bytes_sent: Counter[str] = field(default_factory=Counter)
     overflows: Counter[str] = field(default_factory=Counter)
@@ -71,7 +71,7 @@ class Shipped:
 
 @dataclass(frozen=True)
 class Identity:
-    """What a drafter is sent about a request when the request is opened (see `Open`)."""
+    """What a drafter is sent about a request that is opened (see `Open`)."""
 
     trace: str = ""
     seed: int = 0
@@ -92,12 +92,12 @@ class _Rows:
 
 
 class FeatureShipper:
-    """The `features` sockets to all drafters of this verifier, and which rows each drafter has of each request."""
+    """The `features` sockets to all drafters, and which rows each drafter has of each request."""
 
     hurried: bool = True
-    """Whether drafters need the rows now; otherwise the rows may be sent later."""
+    """Whether drafters need the rows now, not later."""
     identity_of: Callable[[str], Identity] = staticmethod(lambda request_id: Identity())
-    """Called with a request's id whenever the request is opened on a drafter."""
+    """Called when a request is opened on a drafter."""
 
     def __init__(
         self,
@@ -106,16 +106,16 @@ class FeatureShipper:
         ring_bytes: int = 0,
         handover_bytes: int = 0,
     ) -> None:
-        """`projection(head)`: what is applied to features for drafters with that head (`DrafterRef.head`)."""
+        """`projection(head)` is applied to features for drafters with that head (`DrafterRef.head`)."""
         self._verifier_id = verifier_id
         self._ring_bytes = ring_bytes
         self._projection = projection
         self._weights = 0
         self._assigned: dict[str, str] = {}
-        """Heads by drafter id, also for drafters without a link.  The scheduler has the same table: scheduler and worker must
-        choose the same drafter for a request."""
+        """Heads by drafter id, equal to the scheduler's table, drafters without a link included: both must choose the same
+        drafter for a request."""
         self.chosen: dict[str, str] = {}
-        """The head that the scheduler has chosen for each request, if drafters have different heads."""
+        """The head that the scheduler has chosen for a request, if drafters differ."""
         self._store = FeatureStore(handover_bytes)
         self._postponed = Postponed()
         self._links: dict[str, FeatureLink] = {}
@@ -124,9 +124,9 @@ class FeatureShipper:
         """Counts since the last `take_counters`."""
 
     def set_drafters(self, wire: Wire, refs: list[DrafterRef], epoch: int, weights: int = 0) -> None:
-        """Connects to newly assigned drafters and closes other links.  The scheduler's sockets have the same `epoch`.
+        """Connects to new drafters and leaves those no longer assigned.  The scheduler's sockets have the same `epoch`.
 
-        If the target's `weights` changed, all drafters are connected to anew, and features of the old weights are dropped.
+        After a change of `weights`, all drafters are connected to anew, and features of the old weights are dropped.
         """
         wanted = {ref.id: ref for ref in refs}
         for drafter_id, link in list(self._links.items()):
@@ -142,14 +142,14 @@ class FeatureShipper:
             if ref.id not in self._links:
                 self._connect(wire, ref)
         for drafter_id, link in self._links.items():
-            # A request that later returns to this drafter is opened again: the drafter has missed what happened meanwhile.
+            # A request that comes back is opened again, because this drafter has missed what happened meanwhile.
             self._close(link, [r for r in link.next_row if self._drafter_of(r) != drafter_id], "moved")
 
     def _connect(self, wire: Wire, ref: DrafterRef) -> None:
         try:
             project = self._projection(ref.head) if ref.takes_features else None
         except CheckpointError as error:
-            # Without the right projection the drafter would get wrong features; no drafts are better.
+            # Without its projection the drafter would get wrong features; no drafts are better.
             logger.error("drafter %s is not used: %s", ref.id, error)
             return
         self._links[ref.id] = FeatureLink(wire, ref, project, self._verifier_id, self._epoch, self._weights, self._ring_bytes)
@@ -242,9 +242,8 @@ class FeatureShipper:
     def _hand_over(self, link: FeatureLink, span: Span, rows: _Rows, room: int) -> tuple[Open | Commit, bytes, int] | None:
         """Opens a request on a drafter with all rows that are kept.
 
-        Rows that do not fit one message are sent in several; each extends the one before.  All but the last are sent here.
-        Returns the last message, its features, and the number of rows handed over.  Returns None if there are no earlier rows,
-        if the drafter has them, or if this step's limit is used up.
+        Returns the message, its features, and the number of rows handed over.  If they need several messages, all but the last
+        are sent here.  None if there are no earlier rows, the drafter has them, the step's limit is used up, or sending failed.
         """
         request_id, end = span.request_id, span.start + span.rows
         start = self._store.start(request_id, end)
@@ -314,7 +313,7 @@ class FeatureShipper:
             return _Rows()
         picked = pick_rows(spans, hidden)
         projected = picked if project is None else project(picked)
-        # vLLM has already synchronised the stream to read the sampled tokens, so this copy waits for `fc` only.
+        # vLLM has synchronised the stream to read the sampled tokens, so this copy waits for `fc` only.
         raw = projected.contiguous().cpu()
         row_bytes = raw.shape[-1] * raw.element_size()
         joined = raw.view(torch.uint8).numpy().tobytes()

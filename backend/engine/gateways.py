@@ -1,7 +1,6 @@
 """The verifier's side of the engine wire.  Engine process, engine thread.
 
-Records which gateway sent which request, decodes messages with vLLM's own codec, and aborts the requests of a gateway whose
-lease has run out.
+Knows which gateway sent which request, decodes messages with vLLM's own codec, and aborts the requests of a silent gateway.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ SWAPPING = frozenset(
         "wake_up",
     }
 )
-"""Methods of `WeightControl` that a gateway may call; their time counts as idle time of cause `swap`."""
+"""Methods of `WeightControl` that a gateway may call; their time is idle time of cause `swap`."""
 
 
 @dataclass
@@ -86,7 +85,7 @@ class _Gateway:
 
 
 class GatewayPort:
-    """Takes in requests from gateways and sends them the outputs.  `lease_s`: how long a gateway may be silent."""
+    """Takes in gateways' requests and sends outputs.  `lease_s`: how long a gateway may be silent."""
 
     def __init__(
         self,
@@ -151,7 +150,7 @@ class GatewayPort:
                 self._router.send(gateway.identity, ACCOUNTS, msgspec.msgpack.encode(accounts))
 
     def send_stats(self, stats: VerifierStats) -> None:
-        """Sends the counters to every gateway; a gateway whose queue is full misses this report."""
+        """Sends the counters to every gateway whose queue has room."""
         payload = msgspec.msgpack.encode(stats)
         for gateway in self._by_identity.values():
             self._router.send(gateway.identity, STATS, payload)
@@ -162,11 +161,10 @@ class GatewayPort:
         return taken
 
     def connections_refused(self) -> int:
-        """Connections refused since the start because the peer lacked the fleet's keys."""
         return self._router.connections_refused()
 
     def expire(self, now: float) -> None:
-        """Aborts the requests of gateways that have been silent for longer than the lease."""
+        """Aborts the requests of gateways whose lease has run out."""
         for gateway in [g for g in self._by_identity.values() if now - g.last_heard > self._lease_s]:
             logger.warning("gateway %d is silent; its requests are aborted", gateway.index)
             self._forget(gateway)
@@ -217,7 +215,7 @@ class GatewayPort:
             add_request(self._core, request, addition.emitted, addition.noise_seed, addition.asked)
             self._router.send(gateway.identity, TAKEN, addition.request_id.encode())
         except Exception as error:
-            # An error in one request, such as unreadable frames, must not end the engine for the others.
+            # An error in one request, unreadable frames included, must not end the engine for the others.
             logger.warning("request refused: %s: %s", type(error).__name__, error)
             output = EngineCoreOutput(addition.request_id, [], finish_reason=FinishReason.ERROR)
             self.send_outputs({gateway.index: EngineCoreOutputs(outputs=[output])})
@@ -243,7 +241,7 @@ class GatewayPort:
             if swapping:
                 ended = time.monotonic()
                 self._swapping_s += ended - began
-                # The call blocked this thread, so no gateway could renew its lease meanwhile.
+                # No gateway could renew its lease meanwhile.
                 for each in self._by_identity.values():
                     each.last_heard = ended
         self.send_outputs({gateway.index: EngineCoreOutputs(utility_output=output)})

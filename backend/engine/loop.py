@@ -1,11 +1,11 @@
 """The verifier's main loop.  Engine process; everything here runs on the one engine thread.
 
     receive   requests, aborts and drafts
-    wait      when there is nothing to do, or for drafts that are worth the wait
+    wait      with nothing to do, or for drafts worth waiting for
     step      vLLM schedules, runs and samples
-    publish   send outputs to the gateways (features have already left for the drafters)
+    publish   outputs to the gateways; features have already left for the drafters
 
-All time is counted: each stretch is either busy, or idle for one cause.  So busy + idle = wall time.
+All time is counted, either as busy or as idle for one cause: busy + idle = wall time.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.25
-"""Seconds between two publications of the counters; gateways' leases are checked as often."""
+"""How often counters are published and gateways' leases checked."""
 
 
 class EngineLoop:
-    """Steps vLLM's engine core between receiving messages and sending outputs (see the module)."""
+    """The loop; see the module."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class EngineLoop:
         self._hub.wake()
 
     def set_drafters(self, refs: list[DrafterRef]) -> None:
-        """Has the engine thread apply a new assignment of drafters before its next step."""
+        """Has the engine thread apply a new assignment."""
         if self._drafters is not None:
             links = self._drafters
             self._orders.put(lambda: links.set_drafters(refs))
@@ -81,7 +81,7 @@ class EngineLoop:
     # -- the engine thread ---------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Runs the loop until `stop` is called."""
+        """Loops until `stop`."""
         self._mark = time.monotonic()
         while not self._stopping.is_set():
             self._receive()
@@ -96,7 +96,7 @@ class EngineLoop:
         while not self._orders.empty():
             self._counters.busy(self._lap())
             self._orders.get_nowait()()
-            # A new drafter may have another head, whose projection must be loaded: that counts as `swap`.
+            # A new drafter's head may have a projection that must be loaded.
             self._counters.idle("swap", self._lap())
         self._gateways.receive(now)
         if swapping_s := self._gateways.take_swapping_s():
@@ -112,7 +112,7 @@ class EngineLoop:
             self._tick(now)
 
     def _wait(self) -> tuple[str, float] | None:
-        """The idle cause and the seconds for which no step should begin; None: step now."""
+        """Idle cause and seconds for which not to step; None: step now."""
         now = time.monotonic()
         if self._weights is not None and self._weights.is_paused:
             return "swap", self._next_tick - now
@@ -124,7 +124,7 @@ class EngineLoop:
                 self._scheduler.learn()
                 return "awaiting_draft", max(min(until, self._next_tick) - time.monotonic(), 0.0)
         if self._stalled:
-            # Requests exist but none can run yet: a grammar is compiling, or KV cache is being transferred.
+            # Requests exist but none can run: a grammar is compiling, or KV cache is on its way.
             self._stalled = False
             return "no_work", 0.001
         return None

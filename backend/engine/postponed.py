@@ -1,9 +1,8 @@
 """Feature rows that are sent later, because no drafter waits for them.  Pure bookkeeping of spans and tensors.
 
-Worker process, on the thread that runs the model.  While drafters are not asked for drafts, projecting and sending the rows of
-every step would make plain steps slower than those of a server without speculation.  So rows are set aside unprojected.  They
-are sent together when drafts are asked for again, or when there are too many; the drafter then extends its cache in one round.
-Rows of requests that end before that are never sent.
+Worker process, on the model's thread.  While no drafts are asked for, projecting and sending every step's rows would make plain
+steps slower than without speculation.  So rows are set aside unprojected.  They are sent together when drafts are asked for
+again, or when there are many; the drafter then extends its cache in one round.  Rows of requests that end first are never sent.
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ from typing import NamedTuple
 import torch
 
 MOST_ROWS = 4096
-"""Rows of running requests at which all are sent.  The next drafter must take them in before it can draft."""
+"""Rows of running requests at which all are sent: a drafter must take them in before it can draft."""
 MOST_BYTES = 64 * 2**20
-"""Bytes at which all rows are sent, rows of ended requests included.  They occupy memory of the target's device."""
+"""Bytes at which all are sent, those of ended requests included: they occupy memory of the target's device."""
 
 
 class Span(NamedTuple):
@@ -48,7 +47,7 @@ def pick_rows(spans: list[Span], hidden: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class _Aside:
-    """One request's postponed rows: positions from `start` on; `places` are their indices among all postponed rows."""
+    """One request's rows: positions from `start` on; `places` are their indices among all postponed rows."""
 
     start: int
     places: list[int] = field(default_factory=list)
@@ -97,9 +96,9 @@ class Postponed:
             self.rows -= len(aside.places) if aside is not None else 0
 
     def with_present(self, spans: list[Span], hidden: torch.Tensor) -> tuple[list[Span], torch.Tensor]:
-        """Takes out all postponed rows, merged with those of the current step as if all had been computed in it.
+        """Takes out all postponed rows, merged with the current step's as if all had been computed in it.
 
-        Rows of requests that are not in the current step are dropped: these requests have ended or will be recomputed.
+        Rows of requests that are not in this step are dropped: these have ended or will be recomputed.
         """
         if not self._blocks:
             return spans, hidden

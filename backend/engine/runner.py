@@ -206,7 +206,7 @@ class RemoteDrafting:
         if params is None:
             return Identity()
         arguments = params.extra_args or {}
-        # A fixed response was not sampled with this noise, so the drafter must not use noise for it either.
+        # A fixed response was not sampled with this noise.
         sampled = params.temperature >= GREEDY_BELOW and fixed_response(params) is None
         seed, temperature = (arguments.get(NOISE_SEED, 0), params.temperature) if sampled else (0, 0.0)
         learn = not arguments.get(NOT_LEARNED)

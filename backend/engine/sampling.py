@@ -6,8 +6,7 @@ the sampled token replaces the first draft token that differs.  So the text is t
 arXiv 2408.07978).  Greedy requests have no noise.
 
 The target's distribution p comes from vLLM's own processors, applied to each row as if the draft tokens before it had been
-emitted.  vLLM's rejection sampler is not used.  So `min_p`, `logit_bias` and custom processors, which it does not support, work
-here as in plain decoding.
+emitted.  vLLM's rejection sampler is not used; what it does not support (`min_p`, `logit_bias`, custom processors) works here.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ class Rows:
         return per_request[self.on_device] if self.deepest else per_request
 
     def table(self) -> Tensor:
-        """The row index for each request and depth, `[requests, deepest + 1]`; a request's last row fills up missing depths."""
+        """The row of each request and depth, `[requests, deepest + 1]`; a request's last row fills up missing depths."""
         depths = np.minimum(np.arange(self.deepest + 1), np.asarray(self.drafted)[:, None])
         return torch.as_tensor(self.starts[:, None] + depths, device=self.device)
 
@@ -96,7 +95,7 @@ def _seed_of(state: Any) -> int:
 
 
 def _wants_raw(state: Any, mode: str) -> bool:
-    """Whether a request gets log probabilities of the unprocessed logits; `mode` is vLLM's `logprobs_mode`, the default."""
+    """Whether a request's log probabilities are the model's; `mode` is vLLM's `logprobs_mode`, the default."""
     return bool(_argument(state, LOGPROBS_MODE, mode).startswith("raw"))
 
 
@@ -141,8 +140,8 @@ def _processed(
 ) -> tuple[Tensor, Tensor | None]:
     """Logits after all processors and temperature, and the logits from which log probabilities are computed.
 
-    `raw` `[requests]`: whether a request's log probabilities come from the unprocessed logits; None: no request asks for log
-    probabilities.  Tokens that cannot be drawn have logit `-inf`.  Steps and order follow vLLM's `Sampler.forward`.
+    `raw` `[requests]`: whose log probabilities come from the unprocessed logits; None: no request asks for any.  Tokens that
+    cannot be drawn have logit `-inf`.  Steps and order follow vLLM's `Sampler.forward`.
     """
     kept = logits.to(torch.float32, copy=True) if raw is not None and raw.any() else None
     logits = logits.to(torch.float32)
@@ -215,8 +214,8 @@ def _is_idle(processor: Any) -> bool:
 def _apply_by_depth(processor: Any, logits: Tensor, metadata: SamplingMetadata, rows: Rows) -> Tensor:
     """Applies a processor depth by depth, to one row of each request at a time.
 
-    A processor identifies requests by their place in the batch and may hold their output lists.  At each depth these lists are
-    as long as they would be in plain decoding.
+    Processors identify requests by place in the batch and may hold their output lists.  At each depth these lists are as long
+    as in plain decoding.
     """
     if _is_idle(processor):
         return logits
@@ -251,7 +250,7 @@ def _emitted(metadata: SamplingMetadata, depth: int) -> Iterator[None]:
 def _logprobs(
     logits: Tensor | None, sampled: Tensor, metadata: SamplingMetadata, rows: Rows, sampler: Any
 ) -> LogprobsTensors | None:
-    """Log probabilities for every place of `sampled`; vLLM drops those of the padding (-1).  None without `logits`."""
+    """Log probabilities at every place of `sampled`; vLLM drops those of the padding (-1)."""
     if logits is None:
         return None
     of, tokens = logits, sampled.flatten().clamp(min=0)
@@ -271,7 +270,7 @@ def _logprobs(
 
 @contextmanager
 def all_logits_processors() -> Iterator[None]:
-    """Within the block, vLLM builds its runner with all logits processors, as it does without speculation.
+    """Within the block, vLLM's runner is built with all logits processors, as without speculation.
 
     With speculation vLLM keeps only `min_tokens` and refuses custom processors: its rejection sampler cannot apply them.
     (vLLM 0.32, `v1/sample/logits_processor/__init__.py`, `build_logitsprocs`.)

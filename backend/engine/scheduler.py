@@ -26,11 +26,11 @@ logger = logging.getLogger(__name__)
 
 
 class PlainScheduler(CountingScheduler, Scheduler):
-    """Modes `off` and `native`: vLLM's own scheduling, with our counters."""
+    """Modes `off` and `native`: vLLM's own scheduling, counted."""
 
 
 class PlainAsyncScheduler(CountingScheduler, AsyncScheduler):
-    """Modes `off` and `native` when vLLM schedules asynchronously, one step ahead of the device; with our counters."""
+    """Modes `off` and `native` with vLLM's asynchronous scheduling, counted."""
 
 
 class DraftingScheduler(CountingScheduler, Scheduler):
@@ -51,16 +51,16 @@ class DraftingScheduler(CountingScheduler, Scheduler):
         self._decoding: list[str] = []
         self._tokens, self._with_prefill = 0, False
         self.made_up: int | None = None
-        """Meaningless draft tokens per request during warm-up, when only step times are learned; None after it."""
+        """During warm-up: number of meaningless draft tokens per request.  Then only step times are learned."""
         self._changes = 0
         # A constant table stops vLLM from padding resumed requests with K placeholder draft tokens, which would count as
-        # drafted.  vLLM pads to keep batches uniform; here drafts differ in length anyway.
+        # drafted.  The padding keeps batches uniform; here drafts differ in length anyway.
         self.dynamic_sd_lookup = [self.num_spec_tokens] * (self.max_num_running_reqs + 1)
 
     # -- drafters ------------------------------------------------------------------------------------------------------
 
     def set_drafters(self, refs: list[DrafterRef]) -> None:
-        """Applies a new assignment.  Requests that wait for a drafter that is gone go on without its draft."""
+        """Applies a new assignment; requests that wait for a removed drafter go on without."""
         for ref in refs:
             old = self._refs.get(ref.id)
             if old is not None and old != ref:
@@ -71,7 +71,7 @@ class DraftingScheduler(CountingScheduler, Scheduler):
         self.speculator.set_drafters({ref.id: ref.head for ref in refs})
 
     def take_drafts(self, drafter_id: str, drafts: Drafts, now: float) -> None:
-        """Takes in a drafter's answer to `Next`: stores its drafts and counts its times and drops."""
+        """Takes in a drafter's fresh drafts; counts their times and drops."""
         if drafter_id not in self._refs:
             return
         counters, draft_s, queue_s = self.counters.drafter(drafter_id), drafts.draft_us / 1e6, drafts.queue_us / 1e6
@@ -91,11 +91,11 @@ class DraftingScheduler(CountingScheduler, Scheduler):
             self.speculator.timed(len(drafts.items), k, draft_s, queue_s, longest, now)
 
     def take_ahead(self, drafter_id: str, message: Ahead) -> None:
-        """Takes in the drafts that a drafter made ahead, for likely outcomes of a verification."""
+        """Takes in drafts made ahead, for likely outcomes."""
         self.speculator.take_blocks(drafter_id, message.items, message.draft_us / 1e6)
 
     def ask(self, now: float) -> dict[str, list[NextItem]]:
-        """What each drafter should draft next, by drafter id, for the requests whose step has ended."""
+        """What each drafter should draft next for the requests whose step has ended."""
         asks = self.speculator.ask(now)
         for drafter_id, items in asks.items():
             ahead = [item for item in items if item.outcomes]
@@ -106,13 +106,13 @@ class DraftingScheduler(CountingScheduler, Scheduler):
         return asks
 
     def wait_until(self, now: float) -> float | None:
-        """Until when (monotonic seconds) the next step should wait for drafts; None: begin now, as during a pause."""
+        """Until when the next step should wait for drafts; None: begin now, as during a pause."""
         if not self.speculator.questions.pending or self._pause_state != PauseState.UNPAUSED:
             return None
         return self.speculator.hold(self._decoding, self._prefill_ahead(), now)
 
     def learn(self) -> None:
-        """Compares earlier drafts with the text that the last step produced.  Called when the loop has spare time."""
+        """Compares earlier drafts with the last step's text; called in spare time."""
         self.speculator.learn(self._waited_s)
         self._waited_s = 0.0
         if self.speculator.changes != self._changes:
@@ -125,7 +125,6 @@ class DraftingScheduler(CountingScheduler, Scheduler):
     # -- counting ------------------------------------------------------------------------------------------------------
 
     def note_verification(self, request_id: str, drafted: int, accepted: int) -> Drafted:
-        """Counts one verification; returns where its draft came from."""
         draft = self.speculator.verified(request_id) if drafted else None
         if draft is None:
             return UNDRAFTED
@@ -133,17 +132,16 @@ class DraftingScheduler(CountingScheduler, Scheduler):
         return Drafted(draft.source.drafter_id, draft.source.ahead, draft.draft_s, draft.source.kind)
 
     def plan_in_force(self) -> Plan:
-        """What drafters are currently asked for."""
         return self.speculator.plan
 
     def note_step(self, seconds: float) -> None:
-        """Notes the duration of the step that just ended.  Steps with prefill do not count as a measurement of verifying."""
+        """Notes the step that just ended; a step with prefill does not measure verifying."""
         super().note_step(seconds)
         if not self._with_prefill:
             self.speculator.stepped(self._tokens, seconds)
 
     def read_plan(self, stats: VerifierStats) -> None:
-        """Writes the plan, the expected step times and the drafters with open circuit breakers into `stats`."""
+        """Writes the plan, expected step times and drafters with open circuit breakers into `stats`."""
         plan, at, speculator = self.plan_in_force(), self.speculator.step_times.at, self.speculator
         stats.drafters_down = speculator.questions.down()
         stats.plan_k, stats.plan_outcomes, stats.plan_changes = plan.k, plan.outcomes, speculator.changes
@@ -195,12 +193,12 @@ class DraftingScheduler(CountingScheduler, Scheduler):
         return chosen
 
     def get_grammar_bitmask(self, scheduler_output: Any) -> Any:
-        """vLLM's method of the same name.  vLLM calls it while the device runs the step: time to learn from the last step."""
+        """vLLM's method of the same name, called while the device computes: time to learn from the step before."""
         self.learn()
         return super().get_grammar_bitmask(scheduler_output)
 
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:
-        """Does nothing: vLLM passes its own proposer's (empty) drafts here; they must not replace the remote drafts."""
+        """Does nothing: vLLM's own proposer's (empty) drafts must not replace remote ones."""
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """vLLM's method of the same name; then tells the speculator which requests continue and need drafts."""

@@ -1,7 +1,7 @@
 """A verifier's spans: one per traced request, with child spans for queueing, prefill and decoding.  Engine thread.
 
-Drafters' spans are children of the verifier's span.  The span's context travels to the worker in the request's sampling
-parameters (`extra_args`, which vLLM does not interpret).  The worker sends it to the drafter when it opens the request.
+Drafters' spans are children of the verifier's span.  Its context reaches the worker in the request's sampling parameters
+(`extra_args`, which vLLM does not interpret).  The worker opens the request on a drafter with it.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class EngineSpans:
         params.extra_args = {**(params.extra_args or {}), TRACE_ARGUMENT: span.headers["traceparent"]}
 
     def scheduled(self, request_ids: Iterable[str]) -> None:
-        """Notes the requests of a step; the first call for a request ends its queueing."""
+        """Notes a step's requests; a request's first step ends its queueing."""
         for request_id in request_ids:
             known = self._requests.get(request_id)
             if known is not None and not known.scheduled_ns:

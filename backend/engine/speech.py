@@ -42,7 +42,7 @@ _pack = msgspec.msgpack.encode
 
 
 class Taken(NamedTuple):
-    """The verifier's engine has taken in this request."""
+    """The verifier's engine has this request."""
 
     request_id: str
 
@@ -78,22 +78,21 @@ class EngineSpeech:
         return [ABORT, _pack(list(place_ids))]
 
     def call(self, call_id: int, method: str, args: Sequence[Any]) -> list[Buffer]:
-        """A call of a method of the verifier's engine core; the result comes with `EngineCoreOutputs`."""
+        """Calls a method of the engine core; the result comes with `EngineCoreOutputs`."""
         return [UTILITY, *self._encoder.encode([call_id, method, list(args)])]
 
     def ask_rows(self) -> list[Buffer]:
-        """Asks for the rows that the verifier keeps (`verifier.kept_rows`)."""
+        """Asks for the rows that the verifier keeps."""
         return [ROWS]
 
     def ping(self) -> list[Buffer]:
-        """Tells the verifier that this client is alive."""
         return [PING]
 
     def hear(self, frames: Sequence[Buffer]) -> Any:
-        """Decodes a message: vLLM's `EngineCoreOutputs`, `Taken`, a list of `Account`, `VerifierStats`, `EngineWelcome`,
-        `Refusal` or `RowBatch`; None for the echo of a ping.
+        """Decodes vLLM's outputs, `Taken`, a list of `Account`, `VerifierStats`, `EngineWelcome`, `Refusal`, `RowBatch`; None
+        for a ping's echo.
 
-        Raises `msgspec.DecodeError`, `IndexError` or `UnicodeError` for an unreadable message, else `UnknownKind`.
+        Raises `UnknownKind`, and `msgspec.DecodeError`, `IndexError` or `UnicodeError` for an unreadable message.
         """
         kind, rest = bytes(frames[0]), frames[1:]
         if kind == OUTPUTS:

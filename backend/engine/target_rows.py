@@ -1,6 +1,6 @@
-"""Reads the tensors that a drafter's head shares with the target from vLLM's model, in parts.  Worker process, every rank.
+"""Reads what a drafter's head shares with the target from vLLM's model, in parts.  Worker process, every rank.
 
-They are read from the model, because new weights may come from a directory, over the wire or by a transfer engine.
+New weights may come by directory, wire or transfer engine; the model has all of them.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from backend.engine.features import DTYPE_NAMES
 from backend.wire.drafting import FeatureDtype, TargetTensor
 
 PART_BYTES = 4 * 2**20
-"""Bytes that are read and sent at once, between two steps; a larger part delays the step more."""
+"""Read and sent at once, between two steps."""
 LENT: dict[TargetTensor, TargetTensor] = {"lm_head.weight": "embed_tokens.weight"}
-"""The tensor that is read instead if the first is missing: an output matrix tied to the embedding has no name of its own."""
+"""Read instead if the first is missing: an output matrix tied to the embedding has no name."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class TargetRows:
 def read(model: nn.Module, name: TargetTensor, first: int, rank: int, ranks: int) -> TargetRows | None:
     """Reads at most `PART_BYTES` of a tensor, from row `first` on.  None while the weights are being exchanged.
 
-    `of` is 0 if the model has no such tensor in a dtype of `DTYPE_NAMES`.  Each rank holds consecutive rows of a matrix, or
+    `of` is 0 if the model has no such tensor in a dtype that can be sent.  Each rank holds consecutive rows of a matrix, or
     the whole of a vector.
     """
     tensor = _find(model, name)
@@ -53,7 +53,7 @@ def read(model: nn.Module, name: TargetTensor, first: int, rank: int, ranks: int
 
 
 def _find(model: nn.Module, name: TargetTensor) -> Tensor | None:
-    """The parameter with the shortest name that ends in `name`.  Adapters wrap layers, which changes parameters' names."""
+    """The parameter with the shortest name that ends in `name`; adapters wrap the layers they change."""
     found = {each.replace(".base_layer.", "."): tensor for each, tensor in model.named_parameters()}
     wanted = [each for each in found if each == name or each.endswith(f".{name}")]
     if wanted:

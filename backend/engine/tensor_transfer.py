@@ -1,6 +1,6 @@
 """A vLLM weight transfer engine for weights that come over our own wire: safetensors bytes, some tensors at a time.
 
-Worker process.  `verifier.engine_args.weight_transfer_config` selects one of vLLM's own engines instead (NCCL, CUDA IPC, ...).
+Worker process.  `verifier.engine_args.weight_transfer_config` selects one of vLLM's own instead (NCCL, CUDA IPC, ...).
 """
 
 from __future__ import annotations
@@ -62,7 +62,6 @@ class WireTransfer(WeightTransferEngine[NoInfo, Tensors]):
 
 
 def register() -> None:
-    """Registers the engine with vLLM in this process."""
     if NAME not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(NAME, WireTransfer)
 

@@ -1,7 +1,7 @@
 """Runs and measures a few steps before a verifier reports ready.  Engine thread, before the loop.
 
-First steps are slow: kernels are chosen, buffers grow.  The budget of draft tokens depends on measured step times.  Steps with
-drafts must be measured too: extrapolation from plain steps is far off for 16 requests with 64 draft tokens.
+First steps are slow: kernels are chosen, buffers grow.  The budget of draft tokens depends on measured step times, also of
+steps with drafts: for 16 requests with 64 draft tokens, a line through plain steps is far off.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ UNLIKE = 2
 
 
 def warm_up(core: EngineCore) -> None:
-    """Decodes small batches of made-up tokens, then clears the prefix cache and its counters.
+    """Decodes small batches of made-up tokens; none of them stay in the prefix cache or the counters.
 
     Does nothing for a model that embeds or scores.
     """

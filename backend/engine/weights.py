@@ -1,9 +1,8 @@
 """Pauses the engine, puts the target's weights to sleep, and loads other weights.  Engine process, engine thread.
 
-Requests are kept, unless a pause aborts them: they wait while the scheduler is paused.  KV cache and prefix cache of the old
-weights are thrown away, so requests continue as after a preemption.  Everything uses vLLM's own API.  A `NotImplementedError`
-means that this build of vLLM cannot do what was asked; a `ValueError`, that the call was wrong.  Neither has changed anything,
-unless a method says otherwise.
+Requests wait while the scheduler is paused, unless a pause aborts them.  KV cache and prefix cache of the old weights are
+thrown away, so requests continue as after a preemption.  Methods raise `NotImplementedError` for what this build of vLLM cannot
+do, and `ValueError` for wrong calls.  After either, nothing has changed unless the method says so.
 """
 
 from __future__ import annotations
@@ -46,29 +45,28 @@ class WeightControl:
         self.on_changed: Callable[[], None] = lambda: None
         """Called when the engine pauses (before anything slow), resumes, or has other weights."""
         self.on_outputs: Callable[[dict[int, EngineCoreOutputs] | None], None] = lambda outputs: None
-        """Gets the outputs of steps that were under way at a pause, and the ends of requests that a pause aborts."""
+        """Gets the outputs of steps under way at a pause, and the ends of requests that it aborts."""
         self.on_renewed: Callable[[], None] = lambda: None
         """Called when other weights have been loaded."""
         self._draining: Future[None] | None = None
         self._clears = False
-        # During an update by tensors: names of the tensors received, and whether the engine was paused before it.
+        # During an update by tensors: the names received, and whether the engine was paused before.
         self._received: set[str] | None = None
         self._was_paused = False
         core.set_weight_version(self.loaded.version)
 
     @property
     def is_paused(self) -> bool:
-        """Whether the engine computes nothing.  In mode `wait`, a pause begins only when the running requests have ended."""
+        """Whether the engine computes nothing.  A pause of mode `wait` begins when the running requests have ended."""
         draining = self._core.scheduler.pause_state == PauseState.PAUSED_NEW and self._core.scheduler.has_unfinished_requests()
         return bool(self._core.is_sleeping()) and not draining
 
     # Pausing
 
     def pause(self, mode: str = "abort", clear_cache: bool = True) -> Future[None] | None:
-        """Pauses the engine: new requests wait.  `mode` decides about requests that are already there.
+        """Pauses: new requests wait.  Present requests end (`abort`), finish (`wait`), or stop where they are (`keep`).
 
-        `abort` ends them; `wait` lets them finish, and the returned future is done when all have; `keep` stops them where they
-        are.  `clear_cache` empties the prefix cache, except in mode `keep`.
+        The future of `wait` is done when all have finished.  `clear_cache` empties the prefix cache, except with `keep`.
         """
         if mode not in PAUSE_MODES:
             raise ValueError(f"mode must be one of {', '.join(PAUSE_MODES)}")
@@ -86,7 +84,7 @@ class WeightControl:
         return None
 
     def look(self) -> None:
-        """Completes a pause of mode `wait` once no request is unfinished.  Called regularly by the loop."""
+        """Completes a pause of mode `wait` once all requests have finished."""
         if self._draining is not None and not self._core.scheduler.has_unfinished_requests():
             draining, self._draining = self._draining, None
             self._pause()
@@ -94,7 +92,7 @@ class WeightControl:
             draining.set_result(None)
 
     def resume(self) -> None:
-        """Ends a pause.  Raises `ValueError` during a weight update, or while the weights sleep."""
+        """Ends a pause."""
         self._refuse_during_update()
         if self._core.model_executor.is_sleeping:
             raise ValueError("wake the weights up first")
@@ -107,7 +105,7 @@ class WeightControl:
     def sleep(self, level: int = 1, mode: str = "keep") -> None:
         """Level 0 only pauses.  Level 1 also moves the weights to host memory and frees the KV cache; 2 drops both.
 
-        Requests that are there are kept, or aborted with `mode` `abort`.
+        Present requests are kept, or aborted with `mode` `abort`.
         """
         if level not in (0, 1, 2):
             raise ValueError("level must be 0, 1 or 2")
@@ -121,7 +119,7 @@ class WeightControl:
         self._core.sleep(level, "keep")
 
     def wake_up(self, tags: list[str] | None = None) -> bool:
-        """Undoes `sleep`, for everything or only the `tags` (`weights`, `kv_cache`); returns whether requests go on."""
+        """Undoes `sleep`, for all or only the `tags` (`weights`, `kv_cache`); returns whether requests go on."""
         if set(tags or ()) - {"weights", "kv_cache"}:
             raise ValueError("tags are weights and kv_cache")
         # With other tags, vLLM logs a warning if only the scheduler has to be woken.
@@ -154,7 +152,7 @@ class WeightControl:
         self._from_disk = self.loaded
 
     def catch_up(self, path: str, version: str, update: int) -> None:
-        """Loads the weights of the fleet's `update` from `path`, unless this verifier has that update or a later one."""
+        """Loads the weights of the fleet's `update`, unless this verifier has that update or a later one."""
         if self.loaded.update < update:
             self.reload_weights(path, version, update)
 
@@ -165,7 +163,7 @@ class WeightControl:
         self._transfer("init_weight_transfer_engine", init_info=init_info)
 
     def start_weight_update(self) -> None:
-        """Pauses the engine and begins an update by tensors (`update_weights`, then `finish_weight_update`)."""
+        """Pauses the engine and begins an update by tensors."""
         self._refuse_during_update()
         if self._core.model_executor.is_sleeping:
             raise ValueError("wake the weights up first")
@@ -182,8 +180,7 @@ class WeightControl:
     def update_weights(self, update_info: Any) -> None:
         """Loads some tensors: safetensors bytes, or a description of what vLLM's transfer engine should receive.
 
-        Tensors that do not fit the model are refused, and the update goes on.  If vLLM fails to load them, the update ends and
-        the last weights from a directory are loaded again.
+        After bytes that do not fit, the update goes on.  If vLLM fails, the last weights from a directory are loaded again.
         """
         if self._received is None:
             raise ValueError("start_weight_update comes first")
@@ -199,10 +196,7 @@ class WeightControl:
             raise
 
     def finish_weight_update(self, version: str | None = None, update: int | None = None) -> None:
-        """Ends an update by tensors; the engine resumes, unless it was paused before the update.
-
-        Raises `ValueError` if tensors are missing; then the last weights from a directory are loaded again.
-        """
+        """Ends an update by tensors; resumes, unless paused before.  On failure, the last weights from a directory are back."""
         if self._received is None:
             raise ValueError("start_weight_update comes first")
         missing = sorted(self._shapes.keys() - self._received) if self._received else []
@@ -218,7 +212,7 @@ class WeightControl:
         self._renewed(self._called(version, update, None), self._was_paused)
 
     def _give_up(self) -> None:
-        """Ends a failed update by tensors: loads the earlier weights again."""
+        """Ends a failed update by tensors."""
         logger.error("an update of the weights failed; loading the earlier ones again")
         self._received = None
         self._fall_back(self._was_paused)
@@ -231,7 +225,7 @@ class WeightControl:
 
     @cached_property
     def _shapes(self) -> Mapping[str, Shape]:
-        """Shapes, by name, of the tensors in the checkpoint that was loaded at the start."""
+        """Shapes of the tensors in the checkpoint of the start."""
         files = TensorFiles(self._target_dir)
         return {name: tuple(files.shape(name) or ()) for name in files.tensors}
 
@@ -261,7 +255,7 @@ class WeightControl:
             raise ValueError(f"{method}: {error}") from error
 
     def _renewed(self, loaded: Weights, stays_paused: bool) -> None:
-        """Puts newly loaded weights in force: drops everything that the old weights computed, then resumes."""
+        """After other weights were loaded: drops everything that the old ones computed."""
         self.loaded = loaded
         self._core.set_weight_version(loaded.version)
         self._core._reset_caches(reset_running_requests=True)

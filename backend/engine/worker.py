@@ -1,4 +1,4 @@
-"""vLLM workers whose model runner has our mixins.  Worker process; `build.py` names the classes by dotted path.
+"""vLLM workers with our runner mixins.  Worker process; `build.py` names the classes by dotted path.
 
 vLLM's CPU worker builds its runner inline, its GPU worker through a factory.  Swapping the runner's class between `init_device`
 and `load_model` works for both.
@@ -29,13 +29,13 @@ from backend.transport import ServerKeys, Wire
 from backend.wire.drafting import TargetTensor
 
 KEPT_PROJECTIONS = 8
-"""Number of heads whose `fc` stays loaded; drafters may have different heads."""
+"""Heads whose `fc` stays loaded; drafters may have different ones."""
 HANDOVER_BYTES = 256 << 20
-"""Host memory for the features of running requests, so that a drafter that takes over a request gets its full context."""
+"""Host memory for the features of running requests, which drafters that take over need."""
 
 
 class _Mixed:
-    """The common part of both workers; `vllm_config.additional_config["outrider"]` decides which mixins apply."""
+    """Common to both workers; `vllm_config.additional_config["outrider"]` decides which mixins apply."""
 
     model_runner: Any
     vllm_config: Any
@@ -72,17 +72,17 @@ class _Mixed:
         def projection(head: str) -> Projection | None:
             if options["raw_features"] or not (options["head_dir"] and options["aux_layers"]):
                 return None
-            # `fc` runs in the target's dtype: features of a bfloat16 model gain nothing from higher precision.
+            # `fc` runs in the target's dtype: a bfloat16 model's features gain nothing from more.
             from backend.models.checkpoint import load_fc
 
             return load_fc(head or options["head_dir"]).to(self.model_runner.device, self.model_runner.dtype)
 
-        # Load the fleet's own head now, so that an unreadable head fails the start.
+        # An unreadable head of the fleet's own must fail the start.
         projection("")
         return FeatureShipper(options["verifier_id"], projection, options["ring_bytes"], HANDOVER_BYTES)
 
     def set_drafters(self, refs: list[DrafterRef], epoch: int, fleet_keys: ServerKeys | None, weights: int = 0) -> None:
-        """Applies a new assignment of drafters; called by the engine thread between two steps, on every rank."""
+        """Applies a new assignment; called between two steps, on every rank."""
         shipper = self.model_runner.shipper
         if shipper is None:
             return
@@ -105,12 +105,12 @@ class OutriderCpuWorker(_Mixed, CPUWorker):
     """vLLM's CPU worker with our mixins."""
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
-        """vLLM's method of the same name; then refreshes the packed output matrix (`cpu_kernels.py`)."""
+        """vLLM's method of the same name; see `cpu_kernels.py`."""
         super().reload_weights(*args, **kwargs)
         repack_output_matrix(self.model_runner.get_model())
 
     def finish_weight_update(self) -> None:
-        """vLLM's method of the same name; then refreshes the packed output matrix (`cpu_kernels.py`)."""
+        """vLLM's method of the same name; see `cpu_kernels.py`."""
         super().finish_weight_update()
         repack_output_matrix(self.model_runner.get_model())
 

@@ -24,7 +24,7 @@ class Member(msgspec.Struct, frozen=True):
     id: str
     kind: MemberKind
     incarnation: str
-    """Random for each start of the process: a restarted member has the same `id` and another incarnation."""
+    """Random per process start: a restarted member has the same `id`, but another incarnation."""
     address: str
     """Where the member listens (`ipc://...` or `tcp://host:port`); empty for a gateway."""
     server_key: str
@@ -35,7 +35,7 @@ class Member(msgspec.Struct, frozen=True):
     model: str
     state: MemberState = "starting"
     head: str = ""
-    """Drafters only: the directory of a head or draft model other than the fleet's own; empty: the fleet's own."""
+    """Drafters only: directory of the head or draft model; empty: the fleet's own."""
     node_id: str = ""
     """The Ray node that the member runs on."""
     local_address: str = ""
@@ -43,7 +43,7 @@ class Member(msgspec.Struct, frozen=True):
     cores: tuple[int, ...] = ()
     """CPU cores that the member is bound to; empty: not bound to cores."""
     takes_features: bool = True
-    """Drafters only: whether features must be sent.  A head needs features; a draft model needs only tokens."""
+    """Drafters only: a head needs features; a draft model needs only tokens."""
 
 
 def reached_at(member: Member, node_id: str) -> str:
@@ -69,7 +69,7 @@ class Orders(msgspec.Struct, frozen=True):
     """The coordinator's answer to a report.  `drafters`, in a stable order, are those assigned to a verifier."""
 
     known: bool
-    """False: the member must register again, because the coordinator restarted or the member's lease ran out."""
+    """False: the coordinator restarted or the lease ran out; the member must register again."""
     drafters: list[DrafterRef] = msgspec.field(default_factory=list)
     drain: bool = False
 
@@ -86,9 +86,9 @@ class Draining(msgspec.Struct, frozen=True):
     """A drain: the member takes no new requests; those it has may finish."""
 
     migrate: bool
-    """Whether gateways move its requests elsewhere now, as ordered or because the time to finish is over."""
+    """Whether gateways move its requests elsewhere now: ordered, or the time to finish is over."""
     ordered: bool = True
-    """Whether the drain was ordered; False: the member's process is about to end by itself."""
+    """False: the member's process is about to end by itself."""
 
 
 class MemberView(msgspec.Struct, frozen=True):
@@ -126,7 +126,7 @@ class Operation(msgspec.Struct, frozen=True):
     """Whether requests are moved at once; else only after `deadline_s`."""
     deadline_s: float = 0.0
     force: bool = False
-    """Whether `remove` and `restart` go on if requests are left after the deadline; these requests end with an error."""
+    """Whether `remove` and `restart` go on if requests are left after the deadline, which end with an error."""
 
 
 class FleetSnapshot(msgspec.Struct, frozen=True):
@@ -138,10 +138,10 @@ class FleetSnapshot(msgspec.Struct, frozen=True):
     assignments: list[Assignment]
     counters: dict[str, int]
     """`registrations`, `restarts`, `leases_expired`, `assignments_made`, `assignments_dropped`, `decisions`, and
-    `reassignments`: those dropped assignments whose verifier and drafter were both able to go on."""
+    `reassignments`: dropped assignments whose verifier and drafter could both have gone on."""
     pins: dict[str, list[str]] = {}
     """Drafters that an operator has pinned, each with its verifiers."""
     coordinator: str = ""
-    """A name that is new for each process of the coordinator.  A restarted coordinator has forgotten all orders."""
+    """A new name for each process of the coordinator; a restarted one has forgotten all orders."""
     operations: list[Operation] = []
     """Operations, the newest last; those that ended are kept for a while."""

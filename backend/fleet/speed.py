@@ -1,8 +1,8 @@
 """The duration of a step as a linear function of its number of requests.  Pure.
 
-A verifier notes each of its steps, a drafter each of its batches; both report a line fitted to them.  Routing, balancing and
-the assignment of drafters read that line and measure nothing themselves.  The duration by number of *tokens* stays inside a
-verifier (`backend/speculation/step_times.py`), which decides with it how many draft tokens to verify.
+A verifier notes its steps, a drafter its batches; both report the line through them.  Routing, balancing and the assignment of
+drafters read that line and measure nothing themselves.  Duration by number of *tokens* stays inside a verifier, which decides
+with it how many draft tokens to verify (`backend/speculation/step_times.py`).
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import msgspec
 KEEP = 0.995
 """Factor on the weight of earlier steps at each new step; it halves their weight in 138 steps."""
 PRIOR_STEPS = 20.0
-"""Weight, in steps, of the assumption `PRIOR_SHARE`.  It hardly counts once batches of different sizes were measured."""
+"""Weight, in steps, of the assumption below, which hardly counts once batches of different sizes were measured."""
 PRIOR_SHARE = 0.5
-"""Share of a step's time that is assumed proportional to its requests, as long as all batches had the same size."""
+"""Share of a step's time that is assumed to grow with its requests, while all batches had the same size."""
 RESPONSE_TOKENS = 128.0
 """Assumed length of a response, in tokens, until the first response has ended."""
 

@@ -13,11 +13,11 @@ from backend.fleet.speed import RESPONSE_TOKENS, Speed
 IDLE_CAUSES = ("no_work", "awaiting_draft", "transfer", "swap")
 
 LOOKUP = "lookup"
-"""The drafter id that a verifier's counters use for its own prompt lookup (`speculation/lookups.py`)."""
+"""A verifier's own prompt lookup (`speculation/lookups.py`), as an id in `VerifierStats.drafters`."""
 
 
 VERSIONS = 4
-"""Number of versions of the weights with counters of their own: the newest ones."""
+"""Versions of the weights that are counted separately: the newest."""
 
 
 class Verified(msgspec.Struct):
@@ -29,7 +29,7 @@ class Verified(msgspec.Struct):
 
 
 class DraftCounters(msgspec.Struct):
-    """One verifier's counts about one drafter.  The ids "native" and "ngram" mean vLLM's own co-located proposers."""
+    """One verifier's counts of one drafter.  "native" and "ngram" are vLLM's own co-located proposers."""
 
     drafts: int = 0
     """Verifications that had at least one draft token."""
@@ -44,9 +44,7 @@ class DraftCounters(msgspec.Struct):
     draft_s: float = 0.0
     queue_s: float = 0.0
     transfer_s: float = 0.0
-    """Of the round trips that were waited for, the time besides the drafter's compute and queue: both ways on the wire, and
-    scheduling of threads.
-    """
+    """Time of round trips that were waited for, less the drafter's compute and queue: wire and thread scheduling."""
     bytes_sent: int = 0
     handovers: int = 0
     """Hand-overs: requests that the drafter got together with earlier features."""
@@ -59,9 +57,9 @@ class DraftCounters(msgspec.Struct):
     dropped: dict[str, int] = msgspec.field(default_factory=dict)
     """Drafts not used, by reason.
 
-    `finished`: the request ended first; `late`: the request went on and the text no longer agrees with the draft; `lost`: no
-    draft before the deadline; `stale`: not asked for; `invalid`: undecodable, or tokens outside the vocabulary; `overflow`: the
-    drafter's queue was full, so the round was not sent.
+    `finished`: the request ended first; `late`: the request went on, with other text; `lost`: the deadline passed without it;
+    `stale`: not asked for; `invalid`: undecodable, or tokens outside the vocabulary; `overflow`: the drafter's queue was full
+    and the round was never sent.
     """
 
 
@@ -143,18 +141,18 @@ class VerifierStats(msgspec.Struct):
     waiting: int = 0
     weights: Weights = Weights()
     paused: bool = False
-    """Whether the verifier is paused: it sleeps, or its weights are being exchanged.  Requests and answers to pings wait."""
+    """Whether it sleeps, or its weights are being exchanged: requests and answers to pings wait."""
     tokens_in_flight: int = 0
     """Tokens held by running and waiting requests, prompts included."""
     kv_usage: float = 0.0
     """Share of the KV cache in use, 0..1."""
     drafters: dict[str, DraftCounters] = msgspec.field(default_factory=dict)
     teacher_forced: DraftCounters = msgspec.field(default_factory=DraftCounters)
-    """Verifications of fixed responses (rollouts): agreement with a trace.  Not part of `drafters`."""
+    """Verifications of fixed responses (rollouts): agreement with a trace; not counted in `drafters`."""
     foretold: dict[str, Foretold] = msgspec.field(default_factory=dict)
     """By source of drafts: `fresh`, `ahead` or `lookup`."""
     drafters_down: list[str] = msgspec.field(default_factory=list)
-    """Assigned drafters whose circuit breaker is open: no step waits for their drafts."""
+    """Assigned drafters whose circuit breaker is open."""
     plan_k: int = 0
     """Longest draft asked of drafters, in tokens; 0: drafters are not asked."""
     plan_outcomes: int = 0
@@ -165,17 +163,17 @@ class VerifierStats(msgspec.Struct):
     """Rows by kind; empty if nothing is recorded."""
     records_dropped: dict[str, int] = msgspec.field(default_factory=dict)
     connections_refused: int = 0
-    """Connections to its tcp socket, refused because the peer lacked the fleet's keys."""
+    """Connections from peers without the fleet's keys."""
     speed: Speed | None = None
-    """Measured on steps without prefill; None before the first one."""
+    """Of steps without prefill; None before the first one."""
     plain_step_s: float = 0.0
     """Expected duration of a step over the running requests without drafts; 0: unknown."""
     drafted_step_s: float = 0.0
-    """Expected duration of such a step with the draft tokens that are worth verifying; 0: unknown."""
+    """Expected duration with the draft tokens that are worth verifying; 0: unknown."""
     lookup_step_s: float = 0.0
-    """Expected duration of such a step with drafts from prompt lookup only; 0: unknown, or no lookup."""
+    """Expected duration with drafts from prompt lookup only; 0: unknown, or no lookup."""
     lookup_length: float = 0.0
-    """Expected tokens per request in a step with drafts from prompt lookup only."""
+    """Expected tokens per request in that step."""
 
     @property
     def response_tokens(self) -> float:
@@ -192,7 +190,7 @@ class Learning(msgspec.Struct, frozen=True):
     steps: int = 0
     training_s: float = 0.0
     owed: int = 0
-    """Rows of the replay ring still to be trained on; a row counts once for each time it will be used."""
+    """Rows of the replay ring still to be trained on, each counted as often as it will be used."""
     loss: float | None = None
     """The loss of the latest steps."""
     sequences: int = 0
@@ -202,7 +200,7 @@ class Learning(msgspec.Struct, frozen=True):
     present_length: float | None = None
     """Acceptance length of the current head on sequences not used for training (teacher-forced, greedy drafts)."""
     candidate_length: float | None = None
-    """Acceptance length of the head in training, on the sequences of `present_length`."""
+    """Acceptance length of the head in training on the same sequences."""
     live_acceptance: float | None = None
     """Share of recent live drafts whose first token was right."""
     published: int = 0
@@ -236,7 +234,7 @@ class DrafterStats(msgspec.Struct):
     ahead_dropped: int = 0
     """Items of `Next` given up because the request went on or a newer item came."""
     connections_refused: int = 0
-    """Connections to its tcp socket, refused because the peer lacked the fleet's keys."""
+    """Connections from peers without the fleet's keys."""
     verifiers: list[str] = msgspec.field(default_factory=list)
     learning: Learning | None = None
     """None: the drafter does not learn."""

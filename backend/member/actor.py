@@ -1,8 +1,8 @@
 """The base class of verifiers and drafters as Ray actors.  Ray restarts an actor that dies.
 
-The constructor registers the member, builds and starts its process, and begins to report (`membership.py`).  It returns when
-the member serves.  The launcher does not know the node on which Ray will place the actor.  So two addresses are completed here:
-one whose host is `node`, and the socket for processes of the same node.
+The constructor registers the member, starts its process and its reports (`membership.py`), and returns when the member serves.
+The launcher does not know the node on which Ray will place the actor.  So two addresses are completed here: one whose host is
+`node`, and the socket for processes of the same node.
 """
 
 from __future__ import annotations
@@ -42,10 +42,9 @@ class MemberProcess(Protocol):
 
 
 class MemberActor(ABC):
-    """One member.  `settings` is `Settings.model_dump_json()`.  `local`: whether it also listens at an ipc address of its node.
+    """One member.  `settings` is `Settings.model_dump_json()`.  `local`: processes of its node may reach it over ipc too.
 
-    `address` is `ipc://...` or `tcp://host:port` (port 0: any).  If the start fails, the constructor raises the error; Ray does
-    not restart an actor whose constructor raised.
+    `address` is `ipc://...` or `tcp://host:port` (port 0: any).  Raises what goes wrong at the start; Ray then gives it up.
     """
 
     kind: ClassVar[MemberKind]
@@ -84,7 +83,7 @@ class MemberActor(ABC):
             cores=tuple(cores),
         )
         coordinator = CoordinatorHandle.connect(namespace)
-        # Registration comes first: a tcp socket needs the fleet's keys.  Its port is reported later, once it is bound.
+        # A tcp socket needs the fleet's keys, so registration comes first; the port is reported once it is bound.
         fleet_keys = enter(coordinator, member).fleet_keys
         self._process: Any = self._build(member, loaded, paths, fleet_keys, server_keys)
         self._membership = Membership(coordinator, member, self._process.stats, self._obey)
@@ -107,7 +106,7 @@ class MemberActor(ABC):
         fleet_keys: ServerKeys | None,
         server_keys: ServerKeys | None,
     ) -> MemberProcess:
-        """Makes the serving part, not yet started; it is started after the member has joined the fleet."""
+        """Makes the serving part; it is started once the member has joined the fleet."""
 
     def _model(self, settings: Settings, paths: ResolvedModels, member_id: str) -> str:
         """The member's model, as shown to people."""

@@ -1,8 +1,8 @@
-"""Handles SIGTERM in a member's process: the member takes no new work, its requests move elsewhere, then the process ends.
+"""SIGTERM for a member's process: it takes no new work, its requests move elsewhere, then the process ends.
 
-Python runs the handler on the main thread.  In an actor that is Ray's, which checks for signals a hundred times a second.
-A separate thread does the draining.  Ray considers the end a failure and restarts the actor where the cluster has room.
-SIGKILL, and Ray's other ways to end a worker, leave no time for this; then the gateways fail over.
+Python runs the handler on the main thread, in an actor Ray's, which checks for signals a hundred times a second.  A thread of
+its own drains.  Ray considers the end a failure and restarts the actor where the cluster has room.  SIGKILL, and Ray's other
+ways to end a worker, leave no time; then the gateways fail over.
 """
 
 from __future__ import annotations
@@ -21,15 +21,13 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 0.1
 SETTLED_S = 1.5
-"""Seconds without work after which a draining member ends.  Gateways fetch the fleet's state twice a second, so by then all
-of them know of the drain and send no more work."""
+"""Seconds without work after which a member ends.  Gateways ask for the fleet twice a second, so all know of the drain then."""
 
 
 class Departure:
-    """A member's orderly end.
+    """`is_idle()`: whether the member has no work; `stop()` ends its serving.  Both are called on another thread.
 
-    `is_idle()` says whether the member has no work; `stop()` ends its serving.  Both are called on a separate thread.  After
-    `limit_s` seconds the member ends even if it has work.
+    After `limit_s` seconds the member ends even if it has work.
     """
 
     def __init__(self, membership: Membership, is_idle: Callable[[], bool], stop: Callable[[], None], limit_s: float) -> None:
@@ -41,7 +39,7 @@ class Departure:
         self._began = threading.Event()
 
     def on_sigterm(self) -> None:
-        """Installs the handler.  Python allows that on the main thread only; on another thread this logs a warning."""
+        """Installs the handler, which only the main thread may do; on another one this logs a warning."""
         try:
             signal.signal(signal.SIGTERM, lambda number, frame: self.begin())
         except ValueError:

@@ -40,8 +40,8 @@ class Coordinator(Protocol):
 def enter(coordinator: Coordinator, member: Member, limit_s: float = ENTER_LIMIT_S) -> Credentials:
     """Registers a member that has just started; waits for the coordinator if necessary.
 
-    Ray restarts an actor that dies, but not one whose constructor raises.  So a member must survive starting while the
-    coordinator is being restarted.  Raises `CoordinatorUnavailable` after `limit_s` seconds.
+    Ray restarts an actor that dies, but not one whose constructor raises; the coordinator may be restarting just now.
+    Raises `CoordinatorUnavailable` after `limit_s` seconds.
     """
     deadline = time.monotonic() + limit_s
     while True:
@@ -99,7 +99,7 @@ class Membership:
         )
 
     def take_head(self, head: str, takes_features: bool) -> None:
-        """Notes that this drafter now has another head or draft model; the next report registers it again."""
+        """This drafter now has another head or draft model; the next report registers it again."""
         self._member = msgspec.structs.replace(self._member, head=head, takes_features=takes_features)
 
     def drain(self, ordered: bool) -> None:

@@ -2,8 +2,8 @@
 
 A request has a seed of 64 bits.  `G(seed, t, v)` is Gumbel noise for token `v` at absolute position `t`: the token that
 maximises `log p(v) + G` is a sample of p.  The noise comes from a counter-based generator, Philox 4x32-10 (Salmon et al.,
-SC11), so it can be computed for any single token from the seed.  The key consists of the seed's lower and upper half.  The
-counter is `(v >> 2, t, 0, 0)`, and token `v` takes word `v & 3` of the result, called `x`.  Then
+SC11), so it can be computed from the seed for a single token.  The key is the seed's lower and upper half, the counter
+`(v >> 2, t, 0, 0)`.  Token `v` takes word `v & 3` of the result, called `x`.  Then
 
     U = (x + 1/2) / 2**32,    E = -log U,    G = -log E.
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from backend.noise import cpu
 
 _OWN_NUMBERS = np.empty((0, cpu.TILE), np.uint64), np.empty(0, np.int64), np.empty(0, np.int64)
-"""An empty layout: every column's number is its token id, so there is nothing to look up."""
+"""The layout if a column's number is its token id: empty."""
 
 
 class Choice(NamedTuple):
@@ -62,8 +62,8 @@ def choose(
     """For each row of `logits` `[R, V]`, the column with the largest score `logit * inverse_temperature + scale * G`.
 
     `seeds` and `positions` are int64 `[R]`, `inverse_temperatures` (positive) and `scales` float32 `[R]`.  For a row of scale 0
-    no noise is computed.  `token_ids` int64 `[V]` are the columns' token ids, if these differ from the columns' numbers.  A
-    logit of minus infinity never wins, unless all logits of the row are.
+    no noise is computed.  `token_ids` int64 `[V]` are the columns' tokens, if not their numbers.  A logit of minus infinity
+    never wins, unless all in the row are.
     """
     if logits.is_cuda:
         from backend.noise import cuda
@@ -85,9 +85,9 @@ def rank(
     count: int,
     token_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The `count` largest scores of each row, in descending order: their columns, int64 `[R, count]`, and the scores, float32.
+    """The columns of each row's `count` largest scores, int64 `[R, count]`, and the scores, float32, in descending order.
 
-    Scores and arguments are those of `choose`; `count` is at most V.
+    Scores and arguments as in `choose`; `count` is at most V.
     """
     if logits.is_cuda:
         from backend.noise import cuda
@@ -101,7 +101,7 @@ def rank(
 def _arrays(
     logits: Tensor, seeds: Tensor, positions: Tensor, betas: Tensor, scales: Tensor, token_ids: Tensor | None
 ) -> tuple[Any, Any, Any, Any, Any, Any, Any, Any]:
-    """The arguments as arrays, in the order that the CPU kernels take."""
+    """The arguments of the CPU kernels."""
     given = _float32(logits), _int64(seeds), _int64(positions), _float32(betas), _float32(scales)
     if token_ids is None:
         return *given, *_OWN_NUMBERS

@@ -1,10 +1,9 @@
 """Gumbel noise and sampling of tokens on a CPU: Numba kernels that use one core and release the GIL.  Any process and thread.
 
 `rank` avoids most logarithms.  `-log U >= 1 - U`, so `G <= -log(1 - U)`.  Because `log2(1 + m) >= m`, the bits of `1 - U` as a
-float32 give an upper bound of that logarithm.  If a token's bound is below the last score ranked so far, no logarithm is
-computed for it.  If a tile's best logit with the largest possible noise is below that score, no random words are computed for
-the tile.  Rounding is monotone and both sides round alike, so the bounds hold to the last bit.  (Therefore fused multiply-adds
-stay off.)
+float32 bound that logarithm from above.  A token whose bound is below the last score ranked so far needs no logarithm.  A tile
+whose best logit with the largest possible noise is below that score needs no random words.  Rounding is monotone and both sides
+round alike, so the bounds hold to the last bit.  (Therefore fused multiply-adds stay off.)
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ TILE = 256
 """Tokens handled together: enough for vector instructions, few enough that their words stay in the L1 cache."""
 
 LANES = 16
-"""Counters whose words are computed together: two of the widest registers, so that each hides the other's latency."""
+"""Counters whose words are computed together: two of the widest registers hide each other's latency."""
 
 _ONES = np.uint32(0xFFFFFFFF)
 
@@ -37,7 +36,7 @@ MOST_NOISE = np.float32(22.874)
 """Slightly more than 33 log 2, the largest possible noise."""
 _PER_BIT = np.float32(np.log(2.0) / 2**23)
 _BOUND = np.float32((32 + 127) * np.log(2.0) + 1e-3)
-"""The constant in the bound of `-log(1 - U)`; a multiple of the float's bits is subtracted from it.  0.001 covers rounding."""
+"""The bound of `-log(1 - U)` before the float's bits are subtracted; 0.001 covers rounding."""
 _SIGN, _MAGNITUDE, _LEAST = np.int32(31), np.int32(0x7FFFFFFF), np.int32(-(2**31))
 _ZERO, _NEVER = np.float32(0), np.float32(-np.inf)
 
@@ -45,7 +44,7 @@ _ZERO, _NEVER = np.float32(0), np.float32(-np.inf)
 def _compiled(kernel: Kernel) -> Kernel:
     """Compiles a kernel at its first call and caches the result on disk if possible.
 
-    `nnan` and `nsz` are allowed, because no result depends on NaN or on the sign of zero.  LLVM needs both to vectorize maxima.
+    No result depends on NaN or the sign of zero; LLVM must know that (`nnan`, `nsz`) to vectorize maxima.
     """
     options: dict[str, Any] = {"nogil": True, "fastmath": {"nnan", "nsz"}, "boundscheck": False}
     try:
@@ -59,7 +58,7 @@ def _compiled(kernel: Kernel) -> Kernel:
 def fill_lanes(typing: Any, counters: Any, at: Any, position: Any, seed: Any, words: Any) -> Any:
     """Philox 4x32-10 for the counters `(counters[i], position, 0, 0)`, `i` from `at` to `at + LANES`, into `words[4 * i :]`.
 
-    Written with explicit vectors, because LLVM does not vectorize a loop of these products: it treats them as full 64-bit ones.
+    Written in vectors, because LLVM does not vectorize a loop of these products: it treats them as full 64-bit ones.
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -135,10 +134,10 @@ def gumbel(seeds: Any, positions: Any, tokens: Any, noise: Any) -> None:
 
 @_compiled
 def lay_out(ids: Any, counters: Any, counts: Any, slots: Any) -> None:
-    """For token ids `[V]`, writes the counters that each tile of columns needs, and where each column's word will be.
+    """Writes the counters that each tile of `ids` needs, and where each column's word will be.
 
-    Neighbouring ids with the same counter share it.  `counters` `[tiles, TILE]` holds `counts` `[tiles]` counters per tile;
-    `slots` `[V]` are indices into the tile's words.
+    Neighbouring ids of one counter share it.  `counters` `[tiles, TILE]`; `counts` `[tiles]`: how many per tile; `slots` `[V]`:
+    indices into the tile's words.
     """
     for tile in range(counts.shape[0]):
         count = 0
@@ -209,7 +208,7 @@ def rank(
         first = tile_maxima(logits[row], maxima)
         for place in range(worst + 1):
             columns[row, place], scores[row, place] = size, _NEVER
-        # `turn` 0 is the tile of the largest logit, so that the bounds exclude more; then come the other tiles in order.
+        # `turn` 0 is the tile of the largest logit, so that bounds exclude more; then the other tiles in order.
         for turn in range(tiles + 1):
             tile = first if turn == 0 else turn - 1
             if turn and tile == first:
@@ -239,13 +238,13 @@ def rank(
                     score = here[i] * beta + scale * noise_of(used[i]) if scale > 0 else bounds[i]
                     insert(columns[row], scores[row], start + i, score)
         for place in range(worst + 1):
-            # Changes something only if logits are NaN: even then the result must be a valid column.
+            # Only matters if logits are NaN: the result must be a column even then.
             columns[row, place] = min(columns[row, place], size - 1)
 
 
 @_compiled
 def insert(columns: Any, scores: Any, column: int, score: Any) -> None:
-    """Inserts a column into the ranking if its score suffices; the last drops out.  Of equal scores, the first column leads."""
+    """Inserts a column into the ranking if its score suffices.  Of equal scores, the first column leads."""
     place = columns.shape[0]
     while place > 0 and (score > scores[place - 1] or (score == scores[place - 1] and column < columns[place - 1])):
         if place < columns.shape[0]:

@@ -1,8 +1,7 @@
 """Gumbel noise and sampling of tokens on a GPU: Triton kernels.  Any process; imported with the first CUDA tensor.
 
-Each program handles one row's block of columns.  It writes the block's best score, its column, and the second best score.  A
-few operations then reduce over the blocks.  Nothing waits for the GPU.  Noise is computed for every column: on a GPU that costs
-less than reading the logit.
+Each program writes the best score, its column and the second best score of one block of a row's columns; a few operations then
+reduce over the blocks.  Nothing waits for the GPU.  Noise is computed for every column: that costs less than reading the logit.
 """
 
 # Triton accepts no annotations except `constexpr`.
@@ -22,8 +21,8 @@ BLOCK = 1024
 def noise_of(seed, position, token):
     """G of one token or of many, float32.
 
-    For U < 1/2, log U is far from 0 and a GPU's logarithm is accurate.  For larger U, with `w = 1 - U`,
-    `-log U = 2 atanh(w / (2 - w))`.  The series of atanh is accurate even for U close to 1, where a GPU's logarithm is not.
+    For U < 1/2 a GPU's logarithm is accurate.  Otherwise, with `w = 1 - U`, `-log U = 2 atanh(w / (2 - w))`, whose series is
+    accurate even for U close to 1, where a GPU's logarithm is not.
     """
     w0, w1, w2, w3 = tl.philox(seed.to(tl.uint64, bitcast=True), (token >> 2).to(tl.uint32), position.to(tl.uint32), 0, 0)
     place = token & 3

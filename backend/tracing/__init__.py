@@ -1,9 +1,9 @@
 """Traces of requests through gateway, verifier and drafter, with OpenTelemetry.  Any process; no other package imports it.
 
-Tracing is off unless `tracing.endpoint` is set: `open_tracing` returns None, and OpenTelemetry is not imported.  If on, each
-process exports its own spans over OTLP/HTTP from a separate thread.  If the collector is slow or gone, only spans are lost.
-The W3C trace context connects a request's spans.  It travels in HTTP headers, in vLLM's `trace_headers`, and in `Open` on the
-drafting wire.  Whether a trace is kept is decided once, where it begins.
+Without `tracing.endpoint` tracing is off: `open_tracing` returns None, and OpenTelemetry is not imported.  If on, each process
+exports its spans over OTLP/HTTP from a separate thread.  If the collector is slow or gone, only spans are lost.  The W3C trace
+context connects a request's spans.  It travels in HTTP headers, in vLLM's `trace_headers`, and in `Open` on the drafting wire.
+Whether a trace is kept is decided once, where it begins.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def open_tracing(settings: TracingSettings, role: str, instance: str) -> Tracing
 
 
 class _OpenTelemetry:
-    """The names of OpenTelemetry that are used here; constructing it imports the library."""
+    """What is used of OpenTelemetry; the constructor imports the library."""
 
     def __init__(self) -> None:
         from opentelemetry import trace
@@ -70,7 +70,7 @@ def _import() -> _OpenTelemetry:
 
 
 class _Once(logging.Handler):
-    """Logs OpenTelemetry's first warning as one line and drops the rest: it logs every failed export, with a traceback."""
+    """Logs OpenTelemetry's first warning in one line and drops the rest, which are a traceback per failed export."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -104,7 +104,7 @@ class Tracing:
         except importlib.metadata.PackageNotFoundError:
             version = "0"
         about = {"service.name": f"outrider-{role}", "service.instance.id": instance, "service.version": version}
-        # Not the library's global provider: one process may have several `Tracing` objects, and vLLM has a provider too.
+        # Not the library's global provider: a process may have several `Tracing` objects, and vLLM has its own.
         self._provider = library.provider(resource=library.resource(about), shutdown_on_exit=False)
         self._provider.add_span_processor(
             library.batches(exporter, schedule_delay_millis=1000, export_timeout_millis=CLOSE_S * 1000)
@@ -145,15 +145,13 @@ class Span:
         return headers
 
     def rename(self, name: str) -> None:
-        """Changes the span's name, for a caller that learns the right name only after the start."""
+        """Changes the name, if the right one is known only later."""
         self._span.update_name(name)
 
     def set(self, attributes: Mapping[str, Value]) -> None:
-        """Adds attributes to the span."""
         self._span.set_attributes(attributes)
 
     def event(self, name: str, attributes: Mapping[str, Value] | None = None) -> None:
-        """Adds an event that happened now."""
         self._span.add_event(name, attributes)
 
     def child(self, name: str, start_ns: int, end_ns: int, attributes: Mapping[str, Value] | None = None) -> None:

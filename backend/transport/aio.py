@@ -1,7 +1,7 @@
 """A DEALER for asyncio: sends without waiting, receives by awaiting, and reports a lost connection.
 
-Used in the event loop of the process that made it (the gateway); not thread-safe.  `sockets.connect_dealer` makes the socket,
-with its addresses, heartbeats and CURVE.  The event loop watches the plain socket, because `zmq.asyncio` takes twice the time.
+Used in the gateway's event loop; not thread-safe.  `sockets.connect_dealer` makes the socket, with addresses, heartbeats and
+CURVE.  The event loop watches the plain socket, because `zmq.asyncio` takes twice the time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _Watched:
         self._loop.add_reader(socket.fileno(), self._look)
 
     async def receive(self) -> list[bytes]:
-        """The next message's frames.  Yields to other tasks first, since a peer may send as fast as its messages are read."""
+        """The next message's frames.  Yields to other tasks first: a peer may send as fast as its messages are read."""
         await asyncio.sleep(0)
         while True:
             try:
@@ -38,7 +38,7 @@ class _Watched:
             except zmq.Again:
                 self._waiting = self._loop.create_future()
                 if self._unsent:
-                    self._look()  # the receive may have consumed the event that says there is room to send
+                    self._look()  # receiving may have consumed the signal that there is room to send
                 await self._waiting
 
     def send(self, frames: Sequence[Buffer]) -> None:
@@ -55,7 +55,7 @@ class _Watched:
     def _look(self) -> None:
         if self._unsent:
             self._flush()
-        # The descriptor signals each change once, and the send above may have consumed the signal of a new message.
+        # The descriptor signals a change once, and sending may have consumed it.
         if self._waiting is not None and self.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
             self._wake()
 
@@ -90,7 +90,6 @@ class AsyncDealer:
             self._socket.send(frames)
 
     async def receive(self) -> list[bytes]:
-        """The next message's frames."""
         return await self._socket.receive()
 
     async def disconnected(self) -> None:

@@ -1,4 +1,4 @@
-"""One thread's sockets, polled together with a wake-up from other threads.  The basis of verifiers' and drafters' loops.
+"""One thread's sockets and its wake-up: the basis of verifiers' and drafters' loops.
 
 A `Hub` belongs to the thread that polls it; only `wake` may be called from another.
 """
@@ -26,7 +26,7 @@ class Router:
         self.refusals = refusals
 
     def connections_refused(self) -> int:
-        """Connections refused so far because the peer lacked the fleet's keys.  Call it regularly (see `refusals.py`)."""
+        """Connections refused so far for lack of the fleet's keys.  Call it regularly (see `refusals.py`)."""
         return 0 if self.refusals is None else self.refusals.take()
 
     def receive(self) -> tuple[bytes, list[bytes]] | None:
@@ -100,7 +100,6 @@ class Hub:
         return Dealer(socket)
 
     def drop(self, dealer: Dealer) -> None:
-        """Closes one client socket."""
         self._poller.unregister(dealer.socket)
         self._sockets.remove(dealer.socket)
         dealer.socket.close()

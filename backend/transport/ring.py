@@ -1,17 +1,16 @@
-"""A ring in shared memory for features, between two processes of one host.  Writer: the verifier's worker; reader: the drafter.
+"""A ring in shared memory for features, between processes of one host.  Writer: a verifier's worker; reader: a drafter.
 
 A Unix socket moves a large message in pieces of its small buffer, with a thread switch for each.  Here the data is copied in
 once and out once, and the message on the socket holds only its position.
 
     the segment   [ token, 16 bytes | tail, 8 bytes | ... to HEADER | `capacity` bytes of data ]
 
-Positions count bytes since the ring was made and never decrease.  The writer owns the head, the reader owns the tail (in the
-segment).  Everything between them is unread.  If there is no room, `write` returns None and the sender uses its socket; neither
-side ever waits.
+Positions count bytes since the start and never decrease.  The writer owns the head, the reader the tail (in the segment).
+Everything between them is unread.  If there is no room, `write` returns None and the sender uses its socket; nothing waits.
 
-The segment is a memfd.  It has no name, vanishes with the last process that maps it, however that process ends, and is sealed:
-it cannot shrink under its reader.  The reader opens it through the writer's `/proc/PID/fd`, which works for the same user in
-the same PID namespace, and checks the token.  If that fails, the sockets are used.
+The segment is a memfd: it has no name, vanishes with the last process that maps it, however that ends, and cannot shrink under
+its reader (sealed).  The reader opens it through the writer's `/proc/PID/fd`, which works for the same user in the same PID
+namespace, and checks the token.  If that fails, the sockets are used.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ class RingWriter:
 
 
 class RingReader:
-    """Maps a segment that a `RingWriter` made.  Raises `OSError` or `ValueError` if it is missing or is not such a segment."""
+    """Maps a segment.  Raises `OSError` or `ValueError` if it is missing or is not what `RingWriter` makes."""
 
     def __init__(self, ref: RingRef) -> None:
         if not (ref.capacity > 0 and ref.pid > 0 and ref.fd >= 0 and len(ref.token) == TOKEN_BYTES):
@@ -110,7 +109,6 @@ class RingReader:
         return data
 
     def close(self) -> None:
-        """Unmaps the segment."""
         self._map.close()
 
 

@@ -1,9 +1,9 @@
 """Makes the data plane's ZeroMQ sockets.  Any process; a socket belongs to the thread that made it.
 
 Servers (verifiers for gateways, drafters for verifiers) bind a ROUTER; clients connect a DEALER.  On one host the address is
-`ipc://`, in a directory that only the user may enter.  Between hosts it is `tcp://` with CURVE.  The server proves its identity
-with a key of its own, and accepts only the fleet's client key, which the coordinator hands out.  A server may listen at both
-addresses; processes of its own node then use ipc.
+`ipc://`, in a directory that only the user may enter.  Between hosts it is `tcp://` with CURVE: the server proves itself with a
+key of its own, and accepts only the fleet's client key, which the coordinator hands out.  A server may listen at both; then
+processes of its own node use ipc.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ class ServerKeys(msgspec.Struct, frozen=True):
 
 
 def new_server_keys() -> ServerKeys:
-    """A fresh CURVE key pair."""
     public, secret = zmq.curve_keypair()
     return ServerKeys(public.decode(), secret.decode())
 

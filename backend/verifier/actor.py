@@ -12,7 +12,7 @@ from backend.transport import ServerKeys
 
 
 class VerifierActor(MemberActor):
-    """A replica of the verifier as a member of the fleet."""
+    """A verifier replica."""
 
     kind: ClassVar[MemberKind] = "verifier"
 
@@ -24,7 +24,7 @@ class VerifierActor(MemberActor):
         fleet_keys: ServerKeys | None,
         server_keys: ServerKeys | None,
     ) -> MemberProcess:
-        # vLLM's import is slow.  By now the fleet knows that this member is starting.
+        # vLLM's import is slow; the fleet now knows that this member is starting.
         from backend.verifier.process import VerifierProcess
 
         return VerifierProcess(

@@ -1,6 +1,6 @@
 """One verifier without Ray: engine, sockets and loop.  Used by `actor.py` and by tests.
 
-Two threads: the engine thread builds vLLM and runs `EngineLoop`; the caller's thread starts and stops the engine thread.
+Two threads: the engine thread builds vLLM and runs `EngineLoop`; the caller's thread starts and stops it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SEGMENTS, SEGMENT_NAME = Path("/dev/shm"), "vllm_dist_"
-"""Shared memory through which vLLM's tensor-parallel ranks reduce on CPUs.  A rank that is killed leaves its segment behind."""
+"""Shared memory through which vLLM's tensor-parallel ranks reduce on CPUs; a killed rank leaves its segment behind."""
 
 
 class VerifierProcess:
@@ -86,7 +86,7 @@ class VerifierProcess:
         self._thread.join(timeout=30)
 
     def set_drafters(self, refs: list[DrafterRef]) -> None:
-        """Has the engine thread apply a new assignment of drafters.  Any thread."""
+        """Has the engine thread apply a new assignment.  Any thread."""
         if self._loop is not None:
             self._loop.set_drafters(refs)
 
@@ -135,7 +135,7 @@ class VerifierProcess:
             self._crash()
 
     def _crash(self) -> None:
-        """Ends the process.  The engine thread or one of vLLM's may notice a dead rank first; both call this method."""
+        """Ends the process; called by whichever thread, the engine's or one of vLLM's, first notices a dead rank."""
         for segment in self._segments:
             segment.unlink(missing_ok=True)
         self.on_crash()
@@ -190,7 +190,7 @@ class VerifierProcess:
 
 
 def _segments_of_ranks(executor: Any) -> set[Path]:
-    """The segments that the processes of vLLM's executor have mapped; empty if the executor has no processes."""
+    """The segments that the processes of vLLM's executor, if there are any, have mapped."""
     found = set()
     for worker in getattr(executor, "workers", ()):
         with contextlib.suppress(OSError):

@@ -1,9 +1,9 @@
 """The drafting wire, between a verifier and its drafters.  Pure data; used by both sides, in any process.
 
-Rounds.  A verifier's worker sends one `Round` per engine step to each drafter: a MessagePack header, then one raw frame with
-the features of all its rows, in item order.  Features are hidden states after the EAGLE `fc`.  They are raw for EAGLE-1, and
-for a head that learns and applies its own `fc`.  On one host, large frames go through shared memory (`transport/ring.py`) and
-the message holds their position.  Rounds only extend the drafter's cache.
+Rounds.  A verifier's worker sends one `Round` per engine step: a MessagePack header and one raw frame with the features of all
+its rows, in item order.  Features are hidden states after the EAGLE `fc`, or raw ones (EAGLE-1, or a head that learns and
+applies its own `fc`).  On one host, large frames go through shared memory (`transport/ring.py`) and the message holds their
+position.  Rounds only extend the drafter's cache.
 
 Drafts.  The verifier's scheduler sends `Next` on its own socket: what to draft.  The drafter answers with `Drafts` for requests
 without a draft, and with `Ahead`: drafts for the likely outcomes of the verification in progress.  Nothing is pickled.
@@ -41,7 +41,7 @@ TargetTensor = Literal["embed_tokens.weight", "lm_head.weight", "norm.weight"]
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """The first message on a socket.  `features` sockets send rounds; `drafts` sockets send `Next` and receive drafts."""
+    """First message on a socket.  `features` sockets send rounds; `drafts` sockets send `Next` and receive drafts."""
 
     version: int
     verifier_id: str
@@ -76,7 +76,7 @@ class Open(msgspec.Struct, frozen=True, tag="open"):
 
 
 class Commit(msgspec.Struct, frozen=True, tag="commit"):
-    """The newest tokens of a request, after a verification or a part of the prefill; `tokens[-1]` is at `base_len - 1`."""
+    """A request's newest tokens, after a verification or prefill; `tokens[-1]` is at `base_len - 1`."""
 
     request_id: str
     base_len: int
@@ -119,14 +119,12 @@ class NextItem(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Next(msgspec.Struct, frozen=True, tag="next"):
-    """What to draft next.  Sent once per engine step on the `drafts` socket, before or after the `Round` with these tokens."""
+    """What to draft next.  Sent once per engine step on the `drafts` socket, before or after the step's `Round`."""
 
     epoch: int
     items: list[NextItem]
     judges: list[list[float]] = []
-    """Weights for computing chances (`speculation/chances.py`): for greedy, then for sampled requests.
-
-    Empty: every draft has `k` tokens."""
+    """Weights of `speculation/chances.py` for greedy and for sampled requests; empty: no draft ends before its `k`."""
 
 
 class Part(msgspec.Struct, frozen=True, tag="part"):
@@ -136,7 +134,7 @@ class Part(msgspec.Struct, frozen=True, tag="part"):
     first: int
     rows: int
     of: int
-    """Number of rows of the whole tensor (a vector is one row); 0: the target has no such tensor that it can send."""
+    """Rows of the whole tensor (a vector is one row); 0: the target has no such tensor to send."""
     width: int
     dtype: FeatureDtype
 
@@ -160,7 +158,7 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     ring: bool = False
     """Whether the drafter reads the ring that `Hello` offered."""
     exchanges: int = 0
-    """How often the drafter's head was exchanged.  After an exchange, what the verifier learned of its drafts is void."""
+    """How often the drafter's head was exchanged: what is known of drafts holds for one head."""
 
 
 class Draft(msgspec.Struct, frozen=True, array_like=True):
@@ -222,9 +220,9 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 
 
 class Unknown(msgspec.Struct, frozen=True, tag="unknown"):
-    """A drafter's answer, on the `features` socket, to commits of requests it does not hold: they must be opened again.
+    """Answer, on the `features` socket, to commits of requests that the drafter does not hold: they must be opened again.
 
-    Either their `Open` was lost, or they were silent for so long that the drafter has forgotten them.
+    Their `Open` was lost, or they were silent for longer than the drafter remembers.
     """
 
     request_ids: list[str]
@@ -239,7 +237,6 @@ _to_verifier: msgspec.msgpack.Decoder[ToVerifier] = msgspec.msgpack.Decoder(ToVe
 
 
 def encode(message: ToDrafter | ToVerifier) -> bytes:
-    """One message as MessagePack."""
     return _encoder.encode(message)
 
 

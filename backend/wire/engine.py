@@ -10,17 +10,15 @@ verifier -> gateway   WELCOME EngineWelcome | TAKEN request id | OUTPUTS EngineC
 
 ROWS fetches the rows that the verifier keeps (`verifier.kept_rows`).  All earlier messages are answered before it.
 
-PING is sent by a gateway every second and echoed by the verifier.  A verifier aborts the requests of a gateway that has been
-silent for `gateway_lease_s`.  It then asks that gateway to greet it again (`Refusal.reason == "unknown"`).
+A gateway sends PING every second and the verifier echoes it.  A verifier aborts the requests of a gateway that has been silent
+for `gateway_lease_s`, and asks that gateway to greet it again (`Refusal.reason == "unknown"`).
 
-ACCOUNTS reports what speculation did for requests that asked for it.  It comes before a request's last outputs, or after its
-abort.
+ACCOUNTS reports what speculation did for requests that asked for it, before their last outputs or after their abort.
 
-TAKEN says that the engine has taken in a request, before anything is computed.  If the verifier dies after that, the request
-may be the cause.
+TAKEN says, before anything is computed, that the engine has a request.  If the verifier dies then, the request may be why.
 
-ADD names its request in a frame of its own.  If the verifier cannot read the rest, it answers with outputs whose finish reason
-is `error`.  So an unreadable message affects its own request at most.
+ADD names its request in a frame of its own.  If the rest is unreadable, the answer is outputs with the finish reason `error`.
+So an unreadable message affects its own request at most.
 """
 
 from __future__ import annotations
@@ -86,7 +84,7 @@ class Tally(msgspec.Struct):
     drafts: int = 0
     drafted: int = 0
     accepted: int = 0
-    """Draft tokens accepted; `drafted` counts draft tokens too."""
+    """Draft tokens, as in `drafted`."""
 
 
 class Account(msgspec.Struct):
@@ -107,8 +105,8 @@ class Addition(msgspec.Struct, frozen=True):
     """The frame before an added request."""
 
     request_id: str
-    """The request's id at this verifier and in its outputs; it replaces the id in the request.  A request gets a new id with
-    each move, so that late outputs of its previous verifier are not mistaken for those of the current one."""
+    """The id at this verifier and in its outputs; it replaces the one in the request.  A request gets a new id with each move,
+    so that late outputs of its previous verifier are not mistaken for current ones."""
     emitted: list[int] = []
     """Output tokens that the client already has.  The verifier continues after them, as if it had sampled them."""
     noise_seed: int | None = None

@@ -61,7 +61,7 @@ def _usage(kind: Kind, chat: bool) -> UsageInfo:
 def chat_template(kind: Kind, *, token_ids: bool, usage: bool, fingerprint: str | None, mute: bool = False) -> Template:
     """The template of a chat's chunks; `mute`: without text.
 
-    Holes: id, created, model, index, role, text, finish_reason, stop_reason, and those of token ids and usage if asked for.
+    Holes: id, created, model, index, role, text, finish_reason, stop_reason, and what was asked for.
     """
     delta = {"role": _hole("role"), "content": ""} if kind == "role" else {} if mute else {"content": _hole("text")}
     choice = {"index": _hole("index"), "delta": DeltaMessage.model_construct(**delta), "logprobs": None, "finish_reason": None}
@@ -83,10 +83,7 @@ def chat_template(kind: Kind, *, token_ids: bool, usage: bool, fingerprint: str 
 
 @lru_cache(maxsize=64)
 def completion_template(kind: Kind, *, token_ids: bool, usage: bool, fingerprint: str | None) -> Template:
-    """The template of a completion's chunks; holes as in `chat_template`, without role.
-
-    The first chunk of each choice has the prompt's token ids.
-    """
+    """The template of a completion's chunks, with a chat's holes.  A choice's first chunk has the prompt's token ids."""
     choice = {"index": _hole("index"), "text": _hole("text"), "logprobs": None, "finish_reason": None, "stop_reason": None}
     choice["prompt_token_ids"] = _hole("prompt_token_ids") if token_ids else None
     choice["token_ids"] = _hole("token_ids") if token_ids else None

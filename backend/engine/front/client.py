@@ -1,7 +1,7 @@
 """vLLM's `AsyncLLM` without an engine: its renderer, input and output processors in front of a `Core`.
 
 Everything above (OpenAI serving, n > 1, logprobs, stop strings, structured outputs, aborts) is vLLM's own, unchanged.  This
-module depends on internals of vLLM 0.32, listed in `tests/unit/test_gateway_contract.py`.  Runs in the gateway's event loop.
+depends on internals of vLLM 0.32, listed in `tests/unit/test_gateway_contract.py`.  Runs in the gateway's event loop.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from backend.engine.front.rendering import short_prompts_at_once
 from backend.wire.engine import EngineWelcome
 
 MAX_PROMPT_LOGPROBS = 20_000
-"""Log probabilities per prompt.  vLLM decodes all of them at once in the event loop, at 10 us each: 0.2 s at this limit."""
+"""Log probabilities per prompt.  vLLM decodes all at once in the event loop, at 10 us each."""
 
 
 class Link(Protocol):
@@ -41,7 +41,7 @@ class Link(Protocol):
 
 
 class Core(Protocol):
-    """What takes the place of vLLM's engine.  An implementation also is an `EngineCoreClient`, for vLLM's own calls."""
+    """Takes the place of vLLM's engine; also an `EngineCoreClient`, for vLLM's own calls."""
 
     on_failed: Callable[[list[str], Exception], None]
     """Called with the ids of requests that cannot go on, and the reason."""
@@ -58,7 +58,7 @@ class Core(Protocol):
         ...
 
     def abandon(self) -> None:
-        """Tells the core that the request of this task will not be submitted completely."""
+        """This task's request will not be submitted completely."""
         ...
 
     def start(self) -> None: ...
@@ -77,12 +77,12 @@ _submissions: ContextVar[list[Submit] | None] = ContextVar("submissions", defaul
 
 
 def offer_plain() -> None:
-    """From now on, vLLM's serving classes may answer this task with a `PlainStream`."""
+    """Allows vLLM's serving classes to answer this task with a `PlainStream`."""
     _submissions.set([])
 
 
 def submissions() -> list[Submit] | None:
-    """The submissions of this task's request, one per prompt; None unless `offer_plain` was called."""
+    """The submissions of this task's request, one per prompt; None without `offer_plain`."""
     return _submissions.get()
 
 
@@ -152,15 +152,15 @@ class FleetClient(AsyncLLM, Generic[CoreT]):
         return bool(self.core.routable()) and not self.errored
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
-        """vLLM's method of the same name.  Numbers the adapter as every gateway does: verifiers identify it by that alone."""
+        """vLLM's method of the same name.  Verifiers identify adapters by number, so all gateways must use the same."""
         lora_request.lora_int_id = adapter_number(lora_request.lora_name, lora_request.lora_path)
         added = bool(await super().add_lora(lora_request))
-        # The LoRA request goes with every request of the adapter; with this flag, verifiers would reload it in every step.
+        # This goes with every request of the adapter; with the flag, verifiers would reload it in every step.
         lora_request.load_inplace = False
         return added
 
     async def add_request(self, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
-        """vLLM's method of the same name.  Checks the grammar and waits for admission first."""
+        """vLLM's method of the same name, after checks and admission."""
         asked = getattr(params, "prompt_logprobs", None)
         if asked and isinstance(prompt, dict) and len(prompt.get("prompt_token_ids", ())) * (1 + asked) > MAX_PROMPT_LOGPROBS:
             raise VLLMValidationError(
@@ -172,7 +172,7 @@ class FleetClient(AsyncLLM, Generic[CoreT]):
             params.structured_outputs = await self.grammars.checked(params.structured_outputs)
         try:
             await self.core.admit()
-            # A request with many prompts submits them all at once; other tasks get their turn in between.
+            # A request with many prompts submits all at once; other tasks get turns in between.
             async with self._adding:
                 await asyncio.sleep(0)
                 return await super().add_request(request_id, prompt, params, *args, **kwargs)
@@ -181,7 +181,7 @@ class FleetClient(AsyncLLM, Generic[CoreT]):
             raise
 
     def generate(self, prompt: Any, sampling_params: Any, request_id: str, **options: Any) -> AsyncGenerator[Any, None]:
-        """vLLM's method of the same name.  It submits at the first request for an output; a plain stream submits by itself."""
+        """vLLM's method of the same name.  It submits when an output is first asked for; a plain stream submits by itself."""
         asked = submissions()
         if asked is not None:
             asked.append(partial(self.add_request, request_id, prompt, sampling_params, **options))
@@ -192,7 +192,7 @@ class FleetClient(AsyncLLM, Generic[CoreT]):
         try:
             await super()._add_request(request, prompt, parent_req, index, queue)
         except BaseException:
-            # vLLM registers a request before it submits it; a request that was not submitted must not stay registered.
+            # vLLM registers a request before submitting it; one that was not submitted must not stay.
             self.output_processor.abort_requests([request.request_id], internal=True)
             raise
 
@@ -211,7 +211,7 @@ class FleetClient(AsyncLLM, Generic[CoreT]):
         aborted = self.output_processor.abort_requests(sorted(doomed), internal=True)
         siblings = [request_id for request_id in aborted if request_id not in set(request_ids)]
         if siblings:
-            # The coroutine never suspends; this function just cannot await it.
+            # It never suspends, but this function cannot await it.
             task = asyncio.ensure_future(self.core.abort_requests_async(siblings))
             task.add_done_callback(lambda done: done.exception())
 

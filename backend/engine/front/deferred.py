@@ -22,7 +22,7 @@ class Deferred:
 
 
 async def deferred(results: AsyncIterator[Any], answer: Callable[[AsyncGenerator[Any, None]], Any]) -> Deferred:
-    """A `Deferred` that applies vLLM's `answer` to the last of `results`.  The last result contains the whole output."""
+    """A `Deferred` that applies vLLM's `answer` to the last of `results`, which has the whole output."""
     last = [result async for result in results][-1:]
 
     async def again() -> AsyncGenerator[Any, None]:

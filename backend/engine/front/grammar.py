@@ -1,8 +1,8 @@
-"""Checks structured outputs before a verifier gets them: valid, compilable in bounded time and memory, matching some text.
+"""Checks structured outputs before a verifier gets them: valid, compilable within limits, matching some text.
 
 vLLM validates in the event loop and compiles in threads that cannot be stopped.  Here both happen in a separate process, which
 is killed when it reaches a limit or the client leaves.  `GrammarChecks` runs in the gateway's event loop, `_serve` in that
-process.  It is forked from a server process that has already imported vLLM, so that a replacement starts fast.
+process, which is forked from a server that has imported vLLM: a replacement starts fast.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ WORKERS = 2
 CPU_LIMIT_S = 5.0
 """Processor time for one check, over all threads.  A schema of a thousand properties takes one second."""
 WALL_LIMIT_S = 60.0
-"""Wall-clock time for one check; longer than `CPU_LIMIT_S` because the machine may be busy."""
+"""Wall-clock time for one check; the machine may be busy."""
 GRACE_S = 1.0
-"""Time that a check may still run after its client has left.  Most checks end sooner, and a new process costs more."""
+"""Time for a check whose client has left.  Most end sooner, and a new process costs more."""
 MEMORY_LIMIT_BYTES = 2 << 30
-"""Memory that a check may use beyond what its process holds at the start."""
+"""Memory for a check, beyond what its process holds already."""
 KEPT = 256
 """Verdicts remembered: clients send the same schema again and again."""
 KEPT_CHARS = 1 << 16
-"""Characters up to which a valid grammar's verdict is remembered; a longer grammar is checked each time."""
+"""Characters.  A longer valid grammar is not remembered, but checked each time."""
 
 _TOO_MUCH = "The grammar takes too long, or too much memory, to compile. Make it simpler."
 _NOTHING = "The grammar matches no text that this model could write."
 _ECHO = re.compile(r" Pattern: .*|\"[^\"]*\"")
-"""The parts of error messages in which vLLM and its libraries quote the request."""
+"""Where error messages of vLLM and its libraries quote the request."""
 asked_in: ContextVar[str] = ContextVar("asked_in", default="structured_outputs")
 """The current request's field that holds the grammar, for error messages."""
 _forks = multiprocessing.get_context("forkserver")
@@ -70,15 +70,12 @@ class GrammarChecks:
         self._verdicts: OrderedDict[bytes, StructuredOutputsParams | str] = OrderedDict()
 
     async def checked(self, asked: StructuredOutputsParams) -> StructuredOutputsParams:
-        """Returns `asked` as it should be sent to a verifier.  Raises `VLLMValidationError` if it is refused.
-
-        Cancelling this call also ends the check, after `GRACE_S`.
-        """
+        """Returns `asked` as a verifier should get it.  Raises `VLLMValidationError`.  Cancelling ends the check as well."""
         key = hashlib.sha256(pickle.dumps(asked)).digest()
         if (verdict := self._verdicts.get(key)) is None:
             await self._slots.acquire()
             work = asyncio.ensure_future(self._decide(key, asked))
-            # If this call is cancelled, nothing awaits `work`; reading its exception avoids a warning.
+            # After a cancellation nothing awaits `work`; reading its exception avoids a warning.
             work.add_done_callback(lambda done: done.cancelled() or done.exception())
             try:
                 verdict = await asyncio.shield(work)
@@ -99,19 +96,18 @@ class GrammarChecks:
                 worker.start()
             self._idle.append(worker)
 
-        # Not a thread of the pool: the gateway's exit would wait until vLLM is imported.
+        # Not in the pool: the gateway's exit would wait for the import.
         threading.Thread(target=start, name="grammar-start", daemon=True).start()
 
     def close(self) -> None:
-        """Kills the processes."""
         for worker in list(self._all):
             worker.end()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _decide(self, key: bytes, asked: StructuredOutputsParams) -> StructuredOutputsParams | str:
-        """Decides with a slot that the caller has acquired; releases the slot."""
+        """The caller has acquired a slot; releases it."""
         try:
-            # Another sequence of the same request may have got a verdict while this one waited.
+            # Another sequence of the request may have been checked meanwhile.
             if (verdict := self._verdicts.get(key)) is None:
                 verdict = await self._ask(asked)
                 self._keep(key, verdict)
@@ -151,7 +147,7 @@ class GrammarChecks:
 
 
 class _Worker:
-    """A process that checks grammars.  One thread at a time may use it; `end` may be called from any thread."""
+    """A process that checks grammars.  Used by one thread at a time, except `end`."""
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         self._vllm_config = vllm_config
@@ -195,7 +191,7 @@ class _Worker:
 
 
 def _serve(vllm_config: VllmConfig, pipe: Connection, cpu_limit_s: float) -> None:
-    """The process's main function: makes one check after the other until the gateway is gone."""
+    """Main function of the process: makes checks until the gateway is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the gateway ends this process
     # The libraries print patterns and schemas, which must not reach the logs.
     nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -228,7 +224,7 @@ def _limit_memory() -> None:
 
 
 class _Check:
-    """Validates and compiles as vLLM does.  It keeps a manager per backend, because a manager supports only one."""
+    """Validates and compiles as vLLM does, with a manager per backend, as a manager supports only one."""
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         self._vllm_config = vllm_config

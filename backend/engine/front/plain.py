@@ -1,8 +1,8 @@
-"""Plain streams: text without tools, reasoning, logprobs or echo, as most streamed requests ask for.  Gateway's event loop.
+"""Plain streams: text without tools, reasoning, logprobs or echo, as most clients ask for.  Gateway's event loop.
 
 vLLM's serving classes check and render the request; its output processor detokenizes and finds stop strings.  Only their work
-per chunk (a `RequestOutput`, a queue, three generators, pydantic) is replaced.  A sequence's new text goes directly from the
-output processor into an event as bytes.  All other streams are vLLM's own.
+per chunk (a `RequestOutput`, a queue, three generators, pydantic) is replaced: new text goes from the output processor into an
+event as bytes.  All other streams are vLLM's own.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class Sink(Protocol):
 
 
 class Form:
-    """The shape of a stream's chunks: their templates, and the values that all chunks share.
+    """The templates of a stream's chunks, and the values that all chunks share.
 
-    `sparse`: chunks without text are left out, or have no content, as vLLM does if a parser is configured.
+    `sparse`: a chunk without text is left out, or has no content.
     """
 
     def __init__(
@@ -71,10 +71,7 @@ class Form:
 
 
 class PlainStream:
-    """One request's stream.  `start` submits the sequences; then the sink gets events as vLLM processes their outputs.
-
-    `last` makes the event with the usage, from the usage and a sequence's state.
-    """
+    """One request's stream.  `start` submits the sequences; then the sink gets events as vLLM processes their outputs."""
 
     def __init__(
         self,
@@ -97,7 +94,7 @@ class PlainStream:
         self.form = form
 
     async def start(self, sink: Sink) -> None:
-        """Submits all sequences.  Raises what vLLM raises for a request that cannot be served."""
+        """Submits all sequences; raises what vLLM raises."""
         self.sink = sink
         self._open = len(self._submit) * self.form.n
         states = self._client.output_processor.request_states
@@ -130,7 +127,7 @@ class PlainStream:
                 self.sink.put(self.form.fill("role", values | {"index": index}) % ())
 
     def choice_ended(self, state: RequestState, tokens: int) -> None:
-        """Counts an ended sequence of `tokens` tokens.  After the last one, ends the stream."""
+        """Counts an ended sequence; after the last one, ends the stream."""
         self._open -= 1
         self._completion_tokens += tokens
         if self._open:
@@ -143,13 +140,12 @@ class PlainStream:
         self.sink.end()
 
     def fail(self, error: Exception) -> None:
-        """Ends the stream with `error`."""
         self._failed = True
         self.sink.end(error)
 
 
 class Choice:
-    """One sequence, from vLLM's output processor to the sink.  Takes the place of the sequence's output queue."""
+    """One sequence, from vLLM's output processor to the sink; takes the place of its output queue."""
 
     def __init__(self, stream: PlainStream, state: RequestState, index: int) -> None:
         form = stream.form
@@ -163,7 +159,7 @@ class Choice:
         self._tokens = 0
 
     def put(self, error: Any) -> None:
-        """The queue's method, called by vLLM.  It only gets errors here, because `take` returns no outputs."""
+        """The queue's method.  vLLM only calls it with errors, because `take` returns no outputs."""
         if isinstance(error, Exception):
             self._stream.fail(error)
 
@@ -179,7 +175,7 @@ class Choice:
         """Replaces `RequestState.make_request_output`: sends an event instead of making an output."""
         stream, state = self._stream, self._state
         if finish_reason is not None:
-            # Breaks a reference cycle: the state's attribute refers to this object, which refers to the state.
+            # Breaks the reference cycle between state and choice.
             del state.make_request_output
         stream.begin(state)
         text = state.detokenizer.get_next_output_text(finish_reason is not None, True)
@@ -188,8 +184,8 @@ class Choice:
             return
         said = self._tokens
         self._tokens = tokens = said + len(new_token_ids)
-        # No tokens and no text: only a part of a long prompt was computed.
-        # `mute`: with a parser, no text means no chunk, unless it must carry a finish reason or token ids.
+        # Without tokens and text, only a part of a long prompt was computed.
+        # With a parser, no text means no chunk, unless it has a finish reason or token ids.
         mute = stream.form.sparse and not text
         if (tokens or text) and not (mute and finish_reason is None and not stream.form.token_ids):
             form = self._text
@@ -227,7 +223,7 @@ def _is_parsed(parser: type[Parser] | None, request: Any) -> bool:
 
 
 def _asks_logprobs(request: Any) -> bool:
-    # `logprobs` is a bool in chats, a number in completions, where 0 asks for log probabilities too.
+    # `logprobs` is a bool in chats, a number in completions, where 0 asks too.
     return request.logprobs not in (None, False) or type(request.logprobs) is int
 
 
@@ -254,10 +250,7 @@ def _dump(serving: Any, chunk: Any, usage: UsageInfo, **dump: bool) -> str:
 
 
 class Chat(OpenAIServingChat):
-    """vLLM's chat completions; answers with a `PlainStream` where one was offered (`client.offer_plain`) and suffices.
-
-    Answers with log probabilities become a `Deferred`.
-    """
+    """vLLM's chat completions, with a `PlainStream` where one was offered (`client.offer_plain`) and suffices."""
 
     def chat_completion_stream_generator(
         self,
@@ -302,7 +295,7 @@ class Chat(OpenAIServingChat):
 
 
 class Completion(OpenAIServingCompletion):
-    """vLLM's completions, with `PlainStream` and `Deferred` under the conditions of `Chat`."""
+    """vLLM's completions, with a `PlainStream` where one was offered and suffices."""
 
     def request_output_to_completion_response(self, outputs: Any, request: Any, *args: Any) -> Any:
         """vLLM's answer, or a `Deferred` that will make it."""

@@ -16,9 +16,9 @@ from vllm.renderers import TokenizeParams
 class ResponseRequest(ResponsesRequest):
     """vLLM's model with two repairs.
 
-    `build_tok_params`: vLLM adds the tokenizer's begin token a second time to what the chat template wrote.  Remove when
-    vLLM's method says `add_special_tokens=False`, as the one of chat completions does.  `_one_text`: vLLM reads only the text
-    of the first part of an assistant's message, which may be missing.  Remove when vLLM reads all parts.
+    `build_tok_params`: vLLM adds the tokenizer's begin token a second time to what the chat template wrote.  Remove when vLLM
+    says `add_special_tokens=False`, as for chat completions.  `_one_text`: vLLM reads only the text of an assistant message's
+    first part, which may be missing.  Remove when vLLM reads all parts.
     """
 
     @model_validator(mode="after")

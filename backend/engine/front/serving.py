@@ -34,7 +34,7 @@ from backend.engine.parsers import tool_parser
 
 
 class _NoTracebackForTheExpected(logging.Filter):
-    """Drops vLLM's tracebacks of streams that ended early with an expected error, such as a lost verifier or a bad request."""
+    """Drops vLLM's tracebacks of streams that ended early for an expected reason: a lost verifier, a bad request."""
 
     def __init__(self, expected: type[Exception]) -> None:
         super().__init__()
