@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Gateway:
-    """The gateway's parts.  They stay; a reload exchanges `settings`."""
+    """The gateway's parts.  They live as long as the process; only `settings` is replaced, by a reload."""
 
     settings: Settings
     client: FleetClient[FleetCore]
@@ -41,14 +41,18 @@ class Gateway:
     tracing: Tracing | None = None
     reloader: Reloader | None = None
     peers: Peers | None = None
-    """The other processes on this port; None: there are none."""
+    """The other gateway processes on this port; None: there are none."""
     started: float = field(default_factory=time.time)
-    """Unix seconds; also when its models were "created"."""
+    """Unix seconds; also reported as the time when the models were "created"."""
     tokenizing: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))
-    """Texts that are tokenized for their own sake: prompts wait for the same thread, and not for more than these."""
+    """Bounds texts that are tokenized but not generated from (predictions, /tokenize).  Prompts use the same threads and would
+    wait behind them."""
 
     def abort(self, request_ids: list[str] | None) -> dict[str, list[list[int]]]:
-        """Ends requests, all or those that answers or `X-Request-Id` name so; the tokens of each one's sequences, by its id."""
+        """Ends the named requests; None: all.  A name is the id in an answer or in `X-Request-Id`.
+
+        Returns the tokens emitted so far, by request id: one list per sequence.
+        """
         tokens: dict[str, list[list[int]]] = {}
         ended = []
         for record in self.client.core.sequences:
@@ -65,17 +69,19 @@ class Gateway:
 
 
 def _names(named: str) -> set[str]:
-    """What clients know a request by: vLLM puts its route before the id that they sent, and a prompt's number behind it."""
+    """The ids by which a client may know a request.
+
+    vLLM puts a prefix for the route before the id that the client sent, and the number of the prompt behind it.
+    """
     found = {named, *(named.removeprefix(before) for before in ("chatcmpl-", "cmpl-", "generate-tokens-"))}
     return found | {each.rpartition("-")[0] for each in found if named.startswith("cmpl-")}
 
 
 def gateway_of(request: Request) -> Gateway:
-    """The gateway serving this request."""
     gateway: Gateway = request.app.state.gateway
     return gateway
 
 
 def owner_of(request: Request) -> str:
-    """Whose responses, files and batches this request may see: those of its key, or of everybody where there are no keys."""
+    """The owner whose responses, files and batches this request may see: its key's; without keys, one owner for all."""
     return caller_of(request).owner
