@@ -47,7 +47,7 @@ from gateway.state import Gateway
 logger = logging.getLogger(__name__)
 
 KEEP_ALIVE_S = 75
-"""Seconds that an idle connection is kept.  Longer than clients keep theirs (OpenAI's: 5 s), so that clients close first.  If the
+"""Seconds that an idle connection is kept: longer than clients keep it (OpenAI's: 5 s), so that clients close first.  If the
 server closed first, a request that is just being sent would fail."""
 DRAIN_LOOK_S = 0.05
 """Seconds between two looks at whether the last request has ended, during a drain."""

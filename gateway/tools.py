@@ -1,6 +1,7 @@
-"""Commands that have options of their own and end by themselves.  The command line's process.
+"""Commands that have options of their own and end by themselves.  They run in the command line's process.
 
-What they do is elsewhere; the heavy imports are inside.  They raise `ConfigError` and `CommandError`.
+Each only calls its implementation, which it imports late because the imports are heavy.  Commands raise `ConfigError` and
+`CommandError`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from gateway.logs import configure_logging
 from gateway.signals import FAILED, OK, signals
 
 LABORATORY = ("bench", "simulate", "train-demo")
-"""Commands that only measure or make; nothing that serves imports them."""
+"""Commands that only measure or train.  They are found by entry point; no serving code imports them."""
 
 
 def records(arguments: list[str]) -> int:
