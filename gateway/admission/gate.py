@@ -45,8 +45,8 @@ class Queueing:
 class Gate:
     """Admits claims while there is room, and queues them otherwise.
 
-    `room()` is how many more sequences verifiers can take now.  An admitted claim has room reserved for its sequences.  `placed`
-    uses up the reservation of one sequence; `abandon` frees the rest.
+    `room()` is how many more sequences verifiers can take now.  An admitted claim has room reserved for its sequences.
+    `placed` uses up the reservation of one sequence; `abandon` frees the rest.
     """
 
     def __init__(self, room: Callable[[], float], queueing: Queueing) -> None:
