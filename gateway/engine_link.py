@@ -107,7 +107,7 @@ class VerifierLink:
     def add(
         self, request: EngineCoreRequest, place_id: str, emitted: Sequence[int], noise_seed: int, asked: Asked | None = None
     ) -> None:
-        """Submits a sequence that goes on after its `emitted` tokens.  The listener gets its outputs under the id `place_id`."""
+        """Submits a sequence that goes on after its `emitted` tokens.  The listener gets outputs under the id `place_id`."""
         self._dealer.send(self._speech.add(request, place_id, emitted, noise_seed, asked))
 
     def abort(self, request_ids: Sequence[str]) -> None:

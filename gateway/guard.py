@@ -1,4 +1,4 @@
-"""Checks host names and origins, and bounds the time a body may take to arrive.  Plain ASGI, between `Envelope` and `Access`."""
+"""Checks host names and origins, and bounds the time a body takes to arrive.  Plain ASGI, between `Envelope` and `Access`."""
 
 from __future__ import annotations
 

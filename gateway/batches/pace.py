@@ -1,7 +1,8 @@
-"""How many sequences batches may have at the verifiers, beside what people wait for.
+"""How many sequences batches may have at the verifiers, beside interactive requests.
 
-`room` is pure.  `Pace` asks it several times a second, and whenever an interactive sequence comes: what batches have beyond it
-is taken from the verifiers at once, with the tokens it has, and goes on there when there is room again.  Event loop.
+`room`, which is pure, computes the number.  `Pace` applies it several times a second, and whenever an interactive sequence
+comes.  Sequences of batches beyond that number are taken from the verifiers at once.  They keep their tokens, and go on when
+there is room again.  Runs in the event loop.
 """
 
 from __future__ import annotations
@@ -16,21 +17,21 @@ from backend.fleet.speed import Speed, mean_speed
 from gateway.fleet_core import FleetCore
 
 BUSY_STRETCH = 1.1
-"""While people wait, batches may make steps so much longer; an interactive token takes that much longer."""
+"""Factor by which batches may lengthen steps beside interactive sequences, whose tokens then take so much longer."""
 QUIET_STRETCH = 4.0
-"""While nobody does, so much longer than a step of one sequence: who comes next may have to wait for one such step."""
+"""Without interactive sequences, longest step over the step of one sequence.  The next interactive sequence may wait for it."""
 QUIET_AFTER_S = 10.0
-"""So long after the last interactive sequence has ended, nobody is there."""
+"""Seconds after the end of the last interactive sequence from which `QUIET_STRETCH` holds."""
 KEPT_FREE = 0.25
-"""Share of a verifier's slots that batches leave to others, always."""
+"""Share of a verifier's slots that batches always leave free."""
 LOOK_S = 0.1
 
 
 def room(foreground: float, quiet: bool, expecting: bool, verifiers: int, slots: int, speed: Speed | None) -> int:
-    """Sequences that batches may have at so many `verifiers`, each with `slots`, beside `foreground` others.
+    """How many sequences batches may have at `verifiers`, each with `slots`, beside `foreground` other sequences.
 
-    One at least, so that batches end, unless others fill the slots; or one is too much, and somebody is `expecting` a first
-    token.
+    At least one, so that batches make progress.  It is 0 if other sequences fill the slots, or if one would lengthen steps too
+    much while another sequence is `expecting` its first token.
     """
     if not verifiers:
         return 0
@@ -46,7 +47,7 @@ def room(foreground: float, quiet: bool, expecting: bool, verifiers: int, slots:
 
 
 class Pace:
-    """Gives lines of batches their turns."""
+    """Admits lines of batches, and holds their sequences back when others come."""
 
     def __init__(self, core: FleetCore, slots: int) -> None:
         self._core = core
@@ -69,7 +70,7 @@ class Pace:
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
-        """Waits for room for one line."""
+        """Waits for room for one line; the block carries it out."""
         while self._core.draining or self._taken >= self._room(self._core.expecting):
             await self._changed.wait()
         self._lines += 1
@@ -95,7 +96,7 @@ class Pace:
             self._core.hold_batches(self._room(True))
 
     def look(self) -> None:
-        """Has batches keep to their room, now."""
+        """Applies the present limit to the sequences of batches."""
         if self._core.in_flight > self._core.batched + self._core.held:
             self._busy_at = time.monotonic()
         self._core.hold_batches(self._room(self._core.expecting))
