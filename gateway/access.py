@@ -29,7 +29,7 @@ OPEN_PATHS = frozenset({"/livez", "/liveness", "/readyz", "/health", METRICS_PAT
 """Paths that need no key.  Probes and scrapers have none; the pages and the API's document contain nothing about the fleet."""
 
 ADMIN_PATH = "/admin"
-"""Paths at and below this one change the fleet; they are for administrators only."""
+"""This path and those below it change the fleet."""
 ADMIN_PATHS = frozenset(
     {
         ADMIN_PATH,
@@ -166,9 +166,8 @@ class Access:
     def _administrator(self, scope: Scope) -> Caller:
         """The caller, if it may administer the fleet.  Raises `Unauthorized` or `Forbidden`.
 
-        If any key has that right, such a key is required.  Otherwise the request must come from this machine, with the API key
-        if one is set.  Then the `Host` header must be a loopback name too: a web page could send its visitor's browser here
-        under a name of its own that resolves to 127.0.0.1.
+        If any key has that right, one is required.  Otherwise the request must come from this machine, with the API key if
+        there is one, and with a loopback name as `Host`: a web page could send its visitor's browser here under its own name.
         """
         ring = self._doors.ring
         if ring.has_admin:

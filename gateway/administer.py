@@ -63,10 +63,7 @@ def parse(name: str, arguments: Sequence[str]) -> tuple[AnyCommand, argparse.Nam
 def run(
     coordinator: CoordinatorHandle, command: AnyCommand, wait: bool, say: Callable[[str], None], poll_s: float = POLL_S
 ) -> None:
-    """Has the coordinator carry out `command`; with `wait`, returns when it is done.
-
-    Raises `AdministrationError`, or `CoordinatorUnavailable`, in which case the fleet goes on.
-    """
+    """Has `command` carried out.  Raises `AdministrationError`, or `CoordinatorUnavailable` (the fleet then goes on)."""
     answer = coordinator.submit(command)
     if isinstance(answer, Refused):
         raise AdministrationError(f"{answer.message} (fleet version {answer.version})")

@@ -80,7 +80,7 @@ class InPieces:
 
 
 async def in_pieces(make: Callable[[], Any], shown: Callable[[Any], dict[str, Any]]) -> InPieces:
-    """Calls `make` and serializes its answer in a thread; `shown` makes the JSON object of an answer."""
+    """The answer of `make`, serialized in a thread; `shown` makes its JSON object."""
     return await asyncio.get_running_loop().run_in_executor(_MAKING, _made, make, shown)
 
 

@@ -29,7 +29,7 @@ MAX_PREDICTION_TOKENS = 1 << 14
 """Most tokens of a prediction that serve as drafts.  An answer is rarely longer, and a verifier keeps some hundred bytes for
 each token."""
 _CHARS_PER_TOKEN = 8
-"""Characters of a prediction that are tokenized, per token allowed.  The tokens of longer text would be cut anyway."""
+"""Characters of a prediction that are tokenized, per token allowed.  More would be cut."""
 
 
 class Options(Body):

@@ -42,7 +42,7 @@ class Bound(NamedTuple):
 SCHEMA = Bound(items=None, chars=1 << 18, values=20_000)
 """For a JSON schema, regex, grammar or list of choices.  Its compile time is limited elsewhere."""
 TEXT = Bound(items=2048, chars=None, values=25_000)
-"""For text that becomes a prompt.  Its characters are bounded by the context length (`check_text`)."""
+"""For text that becomes a prompt; `check_text` bounds its characters."""
 
 FIELDS: Mapping[str, Bound] = {
     "allowed_token_ids": Bound(items=4096),
@@ -219,10 +219,7 @@ class _Size(NamedTuple):
 
 
 def _measure(value: Any, without: frozenset[str] = frozenset()) -> _Size:
-    """The size of a JSON value, without the values under the keys `without`.
-
-    Works level by level.  Lists that contain only text or only numbers are counted in one go, for speed.
-    """
+    """The size of a JSON value, except for values under the keys `without`.  Goes level by level, flat lists in one go."""
     depth = values = chars = longest = 0
     level: list[Any] = [value]
     while level and depth <= MAX_DEPTH and values <= MAX_STRUCTURE:

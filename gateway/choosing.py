@@ -24,10 +24,7 @@ class Choosing:
         self._router = router
 
     def choose(self, ask: Ask, load: Mapping[str, tuple[int, int]]) -> str | None:
-        """One of the verifiers in `load`; None: `load` is empty.
-
-        `load` has this gateway's number of tokens and sequences at each candidate, by verifier id.
-        """
+        """One of the verifiers in `load` (this gateway's tokens and sequences at each); None: it is empty."""
         candidates = [
             Candidate(each, *mine, self._routed[each], self._measured.get(each), self._others.get(each, 0))
             for each, mine in load.items()
@@ -35,7 +32,6 @@ class Choosing:
         return self._router.choose(ask, candidates)
 
     def given(self, verifier_id: str) -> None:
-        """Notes that a sequence was given to this verifier."""
         self._routed[verifier_id] += 1
 
     def observe(self, stats: VerifierStats, welcome: EngineWelcome | None, own: int) -> None:
@@ -54,6 +50,5 @@ class Choosing:
         self._router.forget(verifier_id)
 
     def emptied(self, verifier_ids: Iterable[str]) -> None:
-        """Notes that the prefix caches of these verifiers were emptied."""
         for verifier_id in verifier_ids:
             self._router.forget(verifier_id)

@@ -102,7 +102,6 @@ def fail(line: str, code: int) -> int:
 
 
 def version() -> str:
-    """The installed version."""
     try:
         return importlib.metadata.version("outrider")
     except importlib.metadata.PackageNotFoundError:
@@ -200,7 +199,6 @@ def status(arguments: list[str]) -> int:
 
 
 def administration(name: str, arguments: list[str]) -> int:
-    """Changes a running fleet."""
     with signals():
         administer.main(name, arguments)
     return OK

@@ -33,9 +33,7 @@ class Directory(Protocol):
         """The fleet now, for display.  Confirms nothing."""
         ...
 
-    async def submit(self, command: AnyCommand) -> Answer:
-        """Carries out an administrator's command."""
-        ...
+    async def submit(self, command: AnyCommand) -> Answer: ...
 
 
 async def follow(directory: Directory, look: Callable[[FleetSnapshot], None]) -> NoReturn:

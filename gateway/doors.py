@@ -25,10 +25,7 @@ def queueing_of(settings: Settings) -> Queueing:
 
 
 def open_doors(settings: Settings, gateway_id: str, folder: Path | None) -> Doors:
-    """The keys and limits at the start.  In `folder`, gateways of this host share the counts of quotas.
-
-    Raises `KeyFileError`, `OSError` or `ValueError`.
-    """
+    """Gateways of this host share counts of quotas in `folder`.  Raises `KeyFileError`, `OSError` or `ValueError`."""
     ring = ring_of(settings)
     # Quotas are set up even without a keys file, because a reload may add one.
     return Doors(ring, settings.gateway.max_in_flight, Quotas(gateway_id, open_store(settings.gateway.quota_url, folder)))

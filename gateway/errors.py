@@ -104,7 +104,6 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
     def headers(self) -> dict[str, str]:
-        """Response headers that belong to this error."""
         if self.is_final:
             return {"x-should-retry": "false"}
         return {} if self.retry_after_s is None else {"retry-after": str(self.retry_after_s)}
@@ -212,10 +211,7 @@ class TooManyRequests(ApiError):
 
 
 class RateLimited(TooManyRequests):
-    """A limit of the caller's key: `kind` is `requests`, `tokens` or another.
-
-    `retry_after_s` None: the request is larger than the limit, and a retry never helps.
-    """
+    """The limit `kind` of a key is exceeded.  `retry_after_s` None: a retry never helps."""
 
     def __init__(self, message: str, kind: str = "requests", retry_after_s: float | None = 1.0) -> None:
         super().__init__(message)
@@ -386,10 +382,7 @@ def _from_http(error: starlette.exceptions.HTTPException) -> ApiError:
 
 
 def from_pydantic(error: pydantic.ValidationError, within: str | None = None) -> ApiError:
-    """The `ApiError` for a validation error.
-
-    `within` is the request's field whose value was validated; None: the whole body.  The error names it and the inner field.
-    """
+    """`within` is the field whose value was validated, and is named in the error; None: the whole body was."""
     first = most_telling(error.errors(include_url=False, include_input=False))
     inner = (first.get("ctx") or {}).get("error")
     if isinstance(inner, VLLMClientError):

@@ -78,7 +78,7 @@ REFUSED: Mapping[str, str] = {
     "routed_experts_prompt_start": _INTERNAL,
     "web_search_options": "there are no tools on the server",
 }
-"""Fields that would change the answer but are not supported, each with the reason or advice for the error message."""
+"""Fields that would change the answer but are not supported, with the end of the error message."""
 
 
 def without_nulls(data: dict[str, Any]) -> dict[str, Any]:

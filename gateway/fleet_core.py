@@ -44,18 +44,16 @@ from gateway.weights_in_force import WeightsInForce
 logger = logging.getLogger(__name__)
 
 FRESH_S = 1.5
-"""Seconds since a verifier's last message in which it counts as alive, whatever the directory reports.  Counters come four
-times a second."""
+"""Seconds after its last message in which a verifier counts as alive, whatever the directory reports.  Usual are 0.25."""
 HOLD_S = 10.0
-"""Seconds after the loss of the last verifier in which new requests wait instead of failing.  A verifier that was stopped or
-starved comes back within seconds."""
+"""Seconds that new requests wait after the last verifier was lost.  One that was only stopped or starved soon comes back."""
 
 
 class FleetCore(EngineCoreClient):
     """The fleet, with the interface of an engine core for vLLM's front half.
 
-    `on_failed(request_ids, error)` is called when requests fail through no fault of the client.  `on_welcome(link)` is called
-    when a verifier has become usable, and `on_interactive()` before a sequence outside of batches is given to a verifier.
+    It calls `on_failed(request_ids, error)` when requests fail without the client's fault, `on_welcome(link)` when a verifier
+    has become usable, and `on_interactive()` before it submits a sequence outside of batches.
     """
 
     def __init__(
@@ -140,7 +138,6 @@ class FleetCore(EngineCoreClient):
 
     @property
     def sequences(self) -> list[InFlight]:
-        """Every sequence being served."""
         return list(self._sequences)
 
     def requests_at(self, verifier_id: str) -> list[str]:
@@ -191,7 +188,7 @@ class FleetCore(EngineCoreClient):
         await self.gate.enter(current_claim())
 
     def abandon(self) -> None:
-        """Frees room reserved for the current request, which will not be submitted, or not completely."""
+        """Frees room reserved for the current request: no more of it will be submitted."""
         self.gate.abandon(current_claim())
 
     def _tell_arrival(self) -> None:
@@ -209,8 +206,7 @@ class FleetCore(EngineCoreClient):
     def _apply(self, members: Iterable[Member]) -> None:
         """Connects to new verifiers and drops lost ones.
 
-        A verifier that is missing from the directory keeps its link while it answers, because a coordinator that has just
-        restarted knows no members yet.
+        One that is only missing keeps its link while it answers: a coordinator that has just restarted knows no members.
         """
         members = list(members)
         known = {member.id for member in members}
@@ -311,7 +307,7 @@ class FleetCore(EngineCoreClient):
         self._fail_over(orphans, loss.cause, died=loss.blames_verifier)
 
     def _take(self, link: VerifierLink, output: EngineCoreOutput, now: float) -> bool:
-        """Records one output in its sequence.  False if the output is out of date or must not reach the client."""
+        """Records one output in its sequence.  False if it is out of date or must not reach the client."""
         record = self._sequences.running_as(output.request_id)
         if record is None or record.link is not link:
             return False
@@ -366,9 +362,9 @@ class FleetCore(EngineCoreClient):
     # Moving sequences: cut, place
 
     def _fail_over(self, records: Sequence[InFlight], cause: str, died: bool = False) -> None:
-        """Continues sequences that have lost their verifier: at another one, or later when there is one.
+        """Continues sequences that have lost their verifier, now or when there is another.
 
-        `died`: the loss may be the fault of a sequence.  Sequences with too many such losses are failed as `Poisoned`.
+        Each may be the reason if the verifier has `died`; after too many such losses, a sequence fails as `Poisoned`.
         """
         for record in records:
             # A sequence that had not reached the engine did not cause the loss: verifiers also die together.

@@ -183,7 +183,6 @@ class FleetHistory:
         self._last = seen
 
     def view(self) -> FleetView:
-        """The fleet as last observed."""
         seen, snapshot = self._last, self._last.snapshot
         flows = {key: _Flow.of(window) for key, window in self._verifiers.by_member.items()}
         verifiers = [self._verifier(each, flows) for each in seen.members if each.member.kind == "verifier"]

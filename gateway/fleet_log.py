@@ -68,11 +68,7 @@ class FleetLog:
         stats: Mapping[str, VerifierStats],
         moves: Mapping[tuple[MoveKind, str, str], int],
     ) -> None:
-        """Takes in an observation at the Unix time `at`.
-
-        `stats` has the latest counters by verifier id, `moves` the sequences that went on at another verifier, by kind, cause
-        and new verifier.
-        """
+        """`stats`: latest counters by verifier; `moves`: numbers of moved sequences by kind, cause and new verifier."""
         if snapshot is not None and snapshot is not self._seen:
             members = {view.member.id: view.member for view in snapshot.members if view.member.kind != "gateway"}
             bound = frozenset((each.verifier_id, each.drafter_id) for each in snapshot.assignments)

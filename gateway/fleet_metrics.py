@@ -156,7 +156,6 @@ def _refused(views: list[MemberView]) -> Metric:
 
 
 def _learning(views: list[MemberView]) -> Iterator[Metric]:
-    """Metrics of drafters that learn."""
     known = [(each.drafter_id, each.learning) for view in views if (each := view.drafter) is not None and each.learning]
     yield from _reported(("drafter",), [((drafter_id,), learning) for drafter_id, learning in known])
     lengths = _family("outrider_learning_acceptance_length")

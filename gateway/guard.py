@@ -24,7 +24,7 @@ BODY_BYTES_PER_S = 1 << 14
 MAX_ARRIVING_BYTES = 1 << 29
 """Most bytes of all incomplete bodies together."""
 PROBES = frozenset({"/livez", "/liveness", "/readyz", "/health"})
-"""Paths served under any host name.  Probes use all kinds of names, and the answers contain no information."""
+"""Served under any host name; the answers contain no information."""
 
 _HOST = re.compile(r"(?P<name>\[[^\]]*\]|[^:]*)(?::\d+)?")
 
@@ -141,7 +141,6 @@ def host_of(host: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a name or address is a loopback one."""
     if host.lower() == "localhost":
         return True
     try:

@@ -48,7 +48,7 @@ class InFlight:
     placed_at: float = 0.0
     """When it was given to its present verifier; monotonic seconds."""
     taken: bool = False
-    """Whether the engine of its present verifier has reported that it has the sequence."""
+    """Whether its present verifier's engine is known to have it."""
     lost: set[str] = field(default_factory=set)
     """Incarnations of verifiers that were lost while this sequence was in their engine, and have not come back."""
     context: int = 0
@@ -61,7 +61,7 @@ class InFlight:
     """It belongs to a batch and has given way to other requests.  It goes on when there is room."""
     cut: Cut | None = None
     giving_up: asyncio.TimerHandle | None = None
-    """Timer that fails the sequence; it runs while the sequence waits for a verifier."""
+    """Fails the sequence if it waits too long for a verifier."""
 
     @property
     def batched(self) -> bool:
@@ -95,7 +95,7 @@ class InFlight:
 class Sequences:
     """Every sequence in flight, by its request id and, while it runs at a verifier, by its `place_id`.
 
-    Numbers that each new sequence requires are kept as counters, because a search among thousands of sequences would be slow.
+    Counters answer what each new sequence asks, because a search among thousands would be slow.
     """
 
     def __init__(self) -> None:
@@ -116,7 +116,6 @@ class Sequences:
         return self._by_id.get(record.request.request_id) is record
 
     def get(self, request_id: str) -> InFlight | None:
-        """The sequence with this request id."""
         return self._by_id.get(request_id)
 
     def running_as(self, place_id: str) -> InFlight | None:
@@ -124,11 +123,10 @@ class Sequences:
         return self._by_place.get(place_id)
 
     def at(self, link: VerifierLink) -> list[InFlight]:
-        """The sequences that run at this verifier."""
         return [record for record in self._by_place.values() if record.link is link]
 
     def waiting(self) -> list[InFlight]:
-        """Sequences that have lost their verifier and wait for another."""
+        """Those that have lost their verifier and wait for another."""
         return [record for record in self._by_id.values() if record.link is None and not record.held]
 
     @property
@@ -146,7 +144,7 @@ class Sequences:
         return self._placed[verifier_id]
 
     def load(self, verifier_id: str) -> tuple[int, int]:
-        """How many tokens and how many sequences are at this verifier."""
+        """Numbers of tokens and sequences at this verifier."""
         return self._tokens[verifier_id], self._placed[verifier_id]
 
     def put(self, record: InFlight, link: VerifierLink) -> None:
@@ -162,7 +160,6 @@ class Sequences:
             self._expecting.add(request_id)
 
     def grown(self, record: InFlight, tokens: Sequence[int], now: float) -> None:
-        """Adds new tokens to a sequence."""
         record.first_token = record.first_token or now
         record.last_token = now
         record.emitted.extend(tokens)
@@ -176,7 +173,6 @@ class Sequences:
         record.link, record.cut = None, cut
 
     def remove(self, record: InFlight) -> None:
-        """Forgets a sequence that has ended."""
         request_id = record.request.request_id
         self._by_id.pop(request_id, None)
         self._batched.pop(request_id, None)

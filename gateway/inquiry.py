@@ -43,7 +43,6 @@ class Told:
             self.moves.append(cut)
 
     def came(self, account: Account) -> None:
-        """Adds a verifier's account."""
         self.accounts.append(account)
         self.lost(account.request_id)
 
@@ -98,10 +97,7 @@ class Told:
 
 
 class Awaited:
-    """Accounts that have not come yet, by the sequence's id at its verifier.
-
-    A verifier sends an account for every sequence that asked for one, aborted ones included.
-    """
+    """Accounts that have not come yet, by the sequence's id at its verifier.  Aborted sequences get one, too."""
 
     def __init__(self) -> None:
         self._places: dict[str, tuple[VerifierLink, Told]] = {}
@@ -117,18 +113,13 @@ class Awaited:
             self._places[record.place_id] = link, told
 
     def came(self, accounts: Sequence[Account]) -> None:
-        """Hands accounts that a verifier has sent to their sequences."""
         for account in accounts:
             _, told = self._places.pop(account.request_id, (None, None))
             if told is not None:
                 told.came(account)
 
     def ended(self, place_id: str) -> None:
-        """Expects no account for this id any more.
-
-        Called when the sequence has ended there.  An account would have come before the end, unless the verifier had never
-        taken the request in.
-        """
+        """Expects no account for a sequence that has ended: it would have come first, if the verifier had the request."""
         _, told = self._places.pop(place_id, (None, None))
         if told is not None:
             told.lost(place_id)
@@ -141,7 +132,7 @@ class Awaited:
 
 @dataclass
 class Inquiry:
-    """The options of one request for speculation, and what is known of its sequences."""
+    """One request's options for speculation, and its sequences."""
 
     asked: Asked
     stats: bool
@@ -159,16 +150,13 @@ class Inquiry:
         return told
 
     def _index(self, record: InFlight) -> int:
-        """The index of a sequence's choice in the answer.
-
-        vLLM numbers the choices of a prompt by a prefix of the request id, and the prompts of a text completion by a suffix.
-        """
+        """The index of a sequence's choice.  vLLM's ids begin with the choice's number, and may end with the prompt's."""
         request_id, prompt = record.request.request_id, record.request.external_req_id or ""
         choice = int(request_id.partition("_")[0]) if self.choices > 1 else 0
         return (int(prompt.rpartition("-")[2]) * self.choices if prompt.startswith("cmpl-") else 0) + choice
 
     async def add_to(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Puts the statistics into an answer or a stream's last chunk.  Waits for accounts `ACCOUNT_WAIT_S` at most."""
+        """Waits for accounts, then puts the statistics into an answer or a stream's last chunk."""
         if not self.asked.account:
             return body
         accounts = asyncio.gather(*(told.complete() for told in self.told.values()))

@@ -33,7 +33,6 @@ class JsonLines(logging.Formatter):
 
 
 def formatter(kind: LogFormat) -> logging.Formatter:
-    """The formatter for a logging handler."""
     if kind == "json":
         return JsonLines()
     result = logging.Formatter(TEXT)

@@ -24,11 +24,7 @@ class Definition(NamedTuple):
     labels: tuple[str, ...]
     help: str
     field: str = ""
-    """The field of a member's report that the value comes from.
-
-    The labels tell which report: a verifier's, that of a pair of verifier and drafter, or that of a drafter that learns.
-    Without labels, values are summed over the fleet.
-    """
+    """The field of the report of a verifier, pair or drafter, by the labels.  Without labels, its sum over the fleet."""
 
 
 _VERIFIER = ("verifier",)
@@ -285,11 +281,9 @@ class GatewayMetrics:
             self.in_flight -= 1
 
     def request_done(self, route: str, status: int) -> None:
-        """Counts a request that was answered, or whose client has left."""
         self._requests.labels(route, str(status)).inc()
 
     def batch_line(self, status: int) -> None:
-        """Counts a line of a batch that was answered."""
         self._batch_lines.labels(str(status)).inc()
 
     def client_left(self) -> None:

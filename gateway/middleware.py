@@ -34,7 +34,7 @@ _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 async def send_error(error: ApiError, path: str, send: Send) -> None:
-    """Sends `error` as a whole response, in the format of the API at `path`."""
+    """Sends `error` in the format of the API at `path`."""
     body = json.dumps(error.body_for(path)).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     headers += [(name.encode(), value.encode()) for name, value in error.headers().items()]

@@ -50,10 +50,7 @@ _BATCH = _object("id", "object", "endpoint", "input_file_id", "status", "created
 
 @dataclass(frozen=True)
 class Operation:
-    """One route's formats.
-
-    `takes` is the body's model or schema, `gives` that of the answer.  `streams`: the answer may be server-sent events instead.
-    """
+    """`takes`: the body's model or schema; `gives`: that of the answer; `streams`: the answer may be server-sent events."""
 
     takes: type[pydantic.BaseModel] | tuple[type[Any], ...] | Schema | None = None
     gives: type[pydantic.BaseModel] | Schema | None = None

@@ -34,7 +34,7 @@ ASK_TIMEOUT_S = 5.0
 READY_TIMEOUT_S = 1.0
 LOOK_S = 0.1
 BACKOFF_S = (0.5, 30.0)
-"""Seconds before a process that died is started again: the first wait, and the longest.  Waits double."""
+"""Seconds before a process that died is started again: first and longest wait."""
 LIVED_S = 60.0
 """A process that lived longer than so many seconds begins with the shortest wait again."""
 _SAMPLE = re.compile(r"^([^\s{]+)(?:\{(.*)\})? (\S+)$")
@@ -44,10 +44,7 @@ Command = Callable[[int, int], Sequence[str]]
 
 
 class Peers:
-    """This gateway process, number `index` of `count`, and its connections to the others on the same port.
-
-    `command` makes the command lines of the other processes; only the first process has it.
-    """
+    """This process, number `index` of `count`, and the others.  Only the first has a `command`, and starts the others."""
 
     def __init__(
         self, folder: Path, index: int, count: int, *, port: int | None = None, command: Command | None = None
@@ -118,15 +115,13 @@ class Peers:
         return len(answers) == len(self._others) and all(answer.status_code == 200 for answer in answers.values())
 
     async def wait_ready(self) -> None:
-        """Returns when all other processes are ready."""
         while not await self.ready():
             await asyncio.sleep(LOOK_S)
 
     async def metrics(self, gateway: Gateway) -> str:
-        """The metrics of every process, with a label for the process, and the fleet's metrics as the first process sees them.
+        """Every process's metrics, labelled by process, and the fleet's metrics as the first process sees them.
 
-        Processes hear about the fleet at different moments.  If the fleet's metrics came from several of them, counters would
-        jump back between two scrapes.
+        Processes hear about the fleet at different moments: from several of them, counters would jump back between two scrapes.
         """
         texts = {number: answer.text for number, answer in (await self._ask_all("GET", "/metrics")).items()}
         texts[self._index] = exposed(gateway, fleet=self.is_first)
@@ -160,7 +155,7 @@ class Peers:
         await self._ask_all("POST", "/cancel", params={"id": response_id, "owner": owner})
 
     async def abort(self, request_ids: list[str] | None) -> dict[str, list[list[int]]]:
-        """Ends the named requests at the other processes; None: all.  Returns their tokens, as `Gateway.abort` does."""
+        """As `Gateway.abort`, at all other processes."""
         answers = await self._ask_all("POST", "/abort", json=request_ids)
         return {named: tokens for answer in answers.values() for named, tokens in answer.json().items()}
 
@@ -172,7 +167,7 @@ class Peers:
         timeout_s: float = ASK_TIMEOUT_S,
         json: object = None,
     ) -> dict[int, httpx.Response]:
-        """Asks all other processes.  Returns the answers that come in time, by process number."""
+        """The other processes' answers that come in time, by process number."""
 
         async def ask(number: int) -> tuple[int, httpx.Response] | None:
             transport = httpx.AsyncHTTPTransport(uds=str(self._path(number)))
@@ -212,7 +207,7 @@ class Peers:
 
 
 def exposed(gateway: Gateway, *, fleet: bool) -> str:
-    """This process's own metrics, with a label for the process.  With `fleet`, also the fleet's metrics, without that label."""
+    """This process's own metrics, with a label for it; with `fleet`, also the fleet's, without that label."""
     metrics = gateway.metrics
     of_fleet = set(_families(generate_latest(metrics.fleet).decode()))
     lines: list[str] = []
@@ -225,7 +220,7 @@ def exposed(gateway: Gateway, *, fleet: bool) -> str:
 
 
 def merged(texts: Sequence[str]) -> str:
-    """Merges texts in Prometheus' format into one, in which all samples of a family stand together, as Prometheus requires."""
+    """Merges texts in Prometheus' format, so that all samples of a family stand together."""
     families: dict[str, list[str]] = {}
     for text in texts:
         for name, family in _families(text).items():

@@ -87,7 +87,6 @@ def settings_yaml(loaded: Loaded) -> str:
 
 
 def snapshot_json(snapshot: FleetSnapshot) -> str:
-    """The snapshot as indented JSON."""
     return msgspec.json.format(msgspec.json.encode(snapshot), indent=2).decode()
 
 

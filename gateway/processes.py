@@ -70,7 +70,7 @@ def run_gateway(
 
 @contextmanager
 def further_processes(settings: Settings, arguments: list[str]) -> Iterator[Peers | None]:
-    """A `Peers` for the processes that the settings ask for, with a folder for their sockets; None for a single process."""
+    """The processes that the settings ask for, with a folder for their sockets; None: only this one."""
     count = settings.gateway.processes
     if count == 1:
         yield None
@@ -123,7 +123,7 @@ def gateway_process(arguments: list[str]) -> int:
 
 
 def prepare_vllm() -> None:
-    """Sets environment variables before vLLM is imported.  The gateway has no engine, so vLLM's log about one is noise."""
+    """Silences vLLM, whose log would be about an engine, which a gateway has not."""
     from backend.config import environment
     from backend.launch.fleet import member_environment
 
@@ -146,7 +146,7 @@ def import_in_background(module: str) -> threading.Thread:
 
 
 def _end_with_input() -> None:
-    """Drains this process when its standard input closes, because the process that started it is gone."""
+    """Drains this process when its input closes, because its parent has ended."""
     import os
     import signal
 

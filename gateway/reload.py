@@ -36,7 +36,7 @@ RELOADABLE = frozenset(
         "routing",
     }
 )
-"""Settings of the section `gateway` that a reload can change.  The keys file is read again in any case."""
+"""Settings of the section `gateway`.  The keys file is read again in any case."""
 
 
 class ReloadError(Exception):

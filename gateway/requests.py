@@ -64,7 +64,7 @@ async def read_bytes(request: Request, max_bytes: int) -> bytearray:
 
 
 async def bounded(request: Request, max_bytes: int, too_large: PayloadTooLarge) -> AsyncGenerator[bytes, None]:
-    """The chunks of the body as they arrive.  Raises `too_large` as soon as the body is known to exceed `max_bytes`."""
+    """The body's chunks as they come.  Raises `too_large` as soon as `max_bytes` are known to be exceeded."""
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > max_bytes:
         raise too_large
@@ -98,10 +98,7 @@ def _finite(number: str) -> float:
 
 
 def parse(model: type[ModelT], data: dict[str, Any], no_effect: Mapping[str, Fits] = NO_EFFECT) -> ModelT:
-    """Checks the bounds of `data` and makes a `model` of it, without nulls and fields that have no effect.
-
-    Raises `BadRequest` or pydantic's ValidationError.
-    """
+    """Checks bounds; makes a `model`, without nulls and fields without effect.  Raises `BadRequest` or ValidationError."""
     check_bounds(data)
     return fitted(model, data, no_effect)
 

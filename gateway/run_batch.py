@@ -26,13 +26,13 @@ from gateway.batches.calls import RETRIED
 from gateway.batches.objects import Answer, Line
 
 CONCURRENCY = 32
-"""Requests at a time, by default.  Less than a gateway's default `max_in_flight`, so that other clients are served too."""
+"""Less than a gateway's default `max_in_flight`, so that other clients are served too."""
 MAX_BODY_BYTES = 1 << 30
-"""Bound for reading lines.  The gateway itself refuses bodies that are too large for it."""
+"""Only bounds the memory; the gateway has limits of its own."""
 PATIENCE_S = 300.0
 """Seconds in which a line is tried again while no gateway answers or has room.  Long enough for a restart."""
 RETRY_S = (0.5, 30.0)
-"""Seconds between two attempts: the first wait, and the longest.  Waits double."""
+"""Seconds between two attempts: first and longest wait."""
 TOLD_S = 5.0
 SHOWN_ERRORS = 5
 

@@ -50,7 +50,7 @@ KEEP_ALIVE_S = 75
 """Seconds that an idle connection is kept: longer than clients keep it (OpenAI's: 5 s), so that clients close first.  If the
 server closed first, a request that is just being sent would fail."""
 DRAIN_LOOK_S = 0.05
-"""Seconds between two looks at whether the last request has ended, during a drain."""
+"""Seconds between two checks for open requests during a drain."""
 CANCEL_GRACE_S = 5.0
 """Seconds in which streams can send their last error event after the drain time is over."""
 
@@ -60,8 +60,8 @@ def build_gateway(
 ) -> Gateway:
     """The gateway's parts, not connected to anything yet.
 
-    `model_dir` is the target model's directory, from which tokenizer and configuration are read.  `model_name` is the name that
-    the user gave for the model.  Raises `ValueError` or `OSError` when vLLM cannot read tokenizer or configuration.
+    `model_dir` has the target model's tokenizer and configuration; `model_name` is the user's name for the model.  Raises
+    `ValueError` or `OSError` when vLLM cannot read tokenizer or configuration.
     """
     metrics = GatewayMetrics()
     tracing = open_tracing(settings.tracing, "gateway", f"gateway-{os.getpid()}")

@@ -98,7 +98,7 @@ class SequenceSpans:
         span.end(failed=reason if reason in ("lost", "poisoned", "error") else "")
 
     def _span(self, sequence: InFlight) -> Span | None:
-        """The sequence's span.  Made at the first event, with the arrival as its start; None: the trace is not recorded."""
+        """The sequence's span, made at the first event but begun at the arrival; None: the trace is not recorded."""
         request = sequence.request
         span = self._spans.get(request.request_id)
         if span is None and request.trace_headers:

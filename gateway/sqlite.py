@@ -45,7 +45,7 @@ class Database:
 
 
 def transaction(work: Work[DatabaseT, P, T]) -> Method[DatabaseT, P, T]:
-    """Decorator: turns a function on a connection into an async method that runs it as one transaction."""
+    """Turns a function on a connection into an async method that runs it as one transaction."""
 
     @wraps(work)
     async def method(self: DatabaseT, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -55,7 +55,7 @@ def transaction(work: Work[DatabaseT, P, T]) -> Method[DatabaseT, P, T]:
 
 
 def exclusive(work: Work[DatabaseT, P, T]) -> Method[DatabaseT, P, T]:
-    """Decorator: as `transaction`, but locks the database first, so that no other process writes between reads and writes."""
+    """As `transaction`, but locks first, so that no other process writes between its reads and writes."""
 
     @wraps(work)
     def locked(self: DatabaseT, db: sqlite3.Connection, /, *args: P.args, **kwargs: P.kwargs) -> T:

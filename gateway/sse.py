@@ -35,10 +35,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Dialect:
-    """An API's stream format.  `failed` makes the events that end a stream with an error.
-
-    `ends` are bytes with which a stream's last event begins or ends.
-    """
+    """An API's stream format.  `failed` makes the events of an error; a last event begins or ends with one of `ends`."""
 
     failed: Callable[[ApiError], bytes]
     ends: tuple[bytes, ...]
@@ -124,7 +121,7 @@ class Events:
         return not self._parts
 
     def take(self) -> bytes:
-        """Removes and returns all buffered events, as one piece."""
+        """Takes out all buffered events."""
         self._taken_at = self._loop.time()
         parts = self._parts
         if len(parts) == 1:
@@ -164,7 +161,7 @@ class Source(Protocol):
         ...
 
     async def close(self) -> None:
-        """Ends the source's work: its events are not needed any more."""
+        """Ends the source's work, which is not needed any more."""
         ...
 
 
@@ -197,10 +194,9 @@ class Generated:
 
 
 async def stream_response(request: Request, source: Source, dialect: Dialect, on_disconnect: Callable[[], None]) -> EventStream:
-    """The streaming response for a source's events, as soon as there is one.
+    """The streaming response for a source's events.  Before the first event, raises `ApiError` or `ClientGone`.
 
-    `on_disconnect` is called when the client leaves before the last event.  Raises `ApiError` for an error before the first
-    event, and `ClientGone` if the client leaves before it.
+    `on_disconnect` is called when the client leaves later, but before the last event.
     """
     events = Events()
     leaving = asyncio.ensure_future(_disconnect(request))
@@ -248,7 +244,6 @@ class EventStream(Response):
         self._on_disconnect = on_disconnect
 
     async def close(self) -> None:
-        """Ends the source."""
         self._events.close()
         self._leaving.cancel()
         await self._source.close()

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Gateway:
-    """The gateway's parts.  They live as long as the process; only `settings` is replaced, by a reload."""
+    """The gateway's parts.  A reload replaces `settings`; the others stay."""
 
     settings: Settings
     client: FleetClient[FleetCore]
@@ -45,14 +45,10 @@ class Gateway:
     started: float = field(default_factory=time.time)
     """Unix seconds; also reported as the time when the models were "created"."""
     tokenizing: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))
-    """Bounds texts that are tokenized but not generated from (predictions, /tokenize).  Prompts use the same threads and would
-    wait behind them."""
+    """Bounds the texts that are tokenized, other than prompts, which use the same threads and would wait behind them."""
 
     def abort(self, request_ids: list[str] | None) -> dict[str, list[list[int]]]:
-        """Ends the named requests; None: all.  A name is the id in an answer or in `X-Request-Id`.
-
-        Returns the tokens emitted so far, by request id: one list per sequence.
-        """
+        """Ends requests, by the ids in answers or in `X-Request-Id`, or all (None).  Returns the tokens of their sequences."""
         tokens: dict[str, list[list[int]]] = {}
         ended = []
         for record in self.client.core.sequences:
@@ -69,10 +65,7 @@ class Gateway:
 
 
 def _names(named: str) -> set[str]:
-    """The ids by which a client may know a request.
-
-    vLLM puts a prefix for the route before the id that the client sent, and the number of the prompt behind it.
-    """
+    """The ids by which a client may know a request.  vLLM adds a route's prefix and a prompt's number to the client's id."""
     found = {named, *(named.removeprefix(before) for before in ("chatcmpl-", "cmpl-", "generate-tokens-"))}
     return found | {each.rpartition("-")[0] for each in found if named.startswith("cmpl-")}
 

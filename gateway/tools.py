@@ -1,7 +1,6 @@
-"""Commands that have options of their own and end by themselves.  They run in the command line's process.
+"""Commands that have options of their own and end by themselves.  The command line's process.
 
-Each only calls its implementation, which it imports late because the imports are heavy.  Commands raise `ConfigError` and
-`CommandError`.
+Each only calls its implementation, after a late import, for imports are heavy.  They raise `ConfigError` and `CommandError`.
 """
 
 from __future__ import annotations

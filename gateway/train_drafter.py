@@ -26,7 +26,7 @@ Say = Callable[[str], None]
 OWN: tuple[KeyPath, ...] = (("drafters",), ("drafting", "learning_dir"), ("drafting", "ring_dir"), ("drafting", "learning"))
 """Settings that this command sets itself."""
 TEMPERATURES = (0.0, 0.8)
-"""Temperatures of the answers, drawn at random: the head must draft for greedy and for sampled requests."""
+"""Temperatures of answers, drawn at random: the head must draft for greedy and sampled requests."""
 AT_A_TIME = 16
 """Requests at a time: as many as a drafter records."""
 MOST_OWED = 50_000
@@ -79,7 +79,7 @@ def read_data(file: Path) -> list[Prompt]:
 
 
 async def train(given: argparse.Namespace, settings: dict[str, object], prompts: Sequence[Prompt], say: Say) -> None:
-    """Generates answers, and so trains the head, until the budget of time or steps is spent.  Raises `CommandError`."""
+    """Trains until the budget of time or steps is spent.  Raises `CommandError`."""
     given.output.mkdir(parents=True, exist_ok=True, mode=0o700)
     order = _endless(prompts)
     async with AsyncFleet(**settings) as fleet:  # type: ignore[arg-type]
@@ -123,7 +123,7 @@ class Curve:
         return bool(now["steps"] >= given.steps if given.steps else self.seconds >= 60 * given.minutes)
 
     def add(self, now: dict[str, Any], seconds: float) -> None:
-        """Reports one line, at most every `TOLD_S` seconds.  `seconds` are those of this run."""
+        """Reports a line, at most every `TOLD_S` seconds."""
         self.seconds = self._seconds_before + seconds
         if time.monotonic() - self._said < TOLD_S:
             return
@@ -144,7 +144,7 @@ class Curve:
 
 
 def fleet_settings(loaded: Loaded, output: Path) -> dict[str, object]:
-    """The fleet's settings as arguments of `AsyncFleet`: those that the user gave, and this command's."""
+    """The arguments of `AsyncFleet`: settings of the user and of this command."""
     found: dict[str, object] = {}
     for path in loaded.origins:
         value: Any = loaded.settings

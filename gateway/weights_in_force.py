@@ -30,17 +30,13 @@ class WeightsInForce:
         return link.weights.update < self.newest.update
 
     def compare(self, link: VerifierLink) -> None:
-        """Takes note of a verifier's weights.  If they are behind, the verifier is asked to load the newest.
-
-        A verifier is behind if it was restarted, or was away during an update.  Meanwhile it gets no requests.
-        """
+        """Has a verifier load the newest weights if it is behind, because it was restarted or away during an update."""
         if link.weights.update > self.newest.update:
             self.newest = link.weights
         elif self.is_behind(link) and self.newest.path and self._asked.get(link, (None,))[0] != self.newest:
             self._asked[link] = self.newest, asyncio.create_task(_catch_up(link, self.newest))
 
     def gone(self, link: VerifierLink) -> None:
-        """Forgets a verifier whose connection was lost."""
         self._asked.pop(link, None)
 
 

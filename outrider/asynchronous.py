@@ -29,7 +29,7 @@ Step = Callable[[Episode], Reply | Awaitable[Reply]]
 
 
 class AsyncFleet:
-    """A fleet to generate with.  At the end of the `async with` block, a fleet that it started is stopped."""
+    """A fleet to generate with.  `async with` stops a fleet that it has started."""
 
     def __init__(
         self,
@@ -42,11 +42,10 @@ class AsyncFleet:
         weights_dir: str | Path | None = None,
         **settings: object,
     ) -> None:
-        """A new fleet, which starts when the `async with` block is entered.
+        """A new fleet, which `async with` starts.  `settings` are those of `outrider serve`, such as `verifiers=2`.
 
-        `settings` are those of `outrider serve`, such as `verifiers=2`, `drafters=1`, `mode="off"`.  `concurrency` bounds the
-        requests at a time, `retries` how often a request is sent again.  State dicts are written below `weights_dir`, which the
-        verifiers must be able to read; the default is the machine's temporary directory.
+        `concurrency` bounds the requests at a time, `retries` how often one is sent again.  State dicts are written below
+        `weights_dir`, which the verifiers must be able to read; by default, the machine's temporary directory.
         """
         # Requests are routed by session, and only the turns of an episode are one.
         own = {"model": model, "drafter": drafter, "gateway_affinity": "session"}
@@ -78,7 +77,7 @@ class AsyncFleet:
         self._weights_dir = weights_dir
         self._model = ""
         self._directories: list[str] = []
-        """Directories of written state dicts: the last one that verifiers surely have loaded, and all later ones."""
+        """Of state dicts: the last one that verifiers surely have loaded, and later ones."""
         self._tasks: dict[int, asyncio.Task[list[Sample]]] = {}
         self._ids = itertools.count()
 
@@ -105,9 +104,9 @@ class AsyncFleet:
     async def generate(
         self, prompts: Sequence[Prompt], sampling_params: object = None, n: int | None = None
     ) -> AsyncGenerator[Sample, None]:
-        """`n` samples of each prompt, in the order in which they finish.  Closing the generator cancels the rest.
+        """`n` samples of each prompt, as they finish.  Closing the generator cancels the rest.
 
-        `sampling_params` is a `SamplingParams` object of vLLM, or a mapping with the names of its fields.  A `seed` is that of
+        `sampling_params` is a `SamplingParams` of vLLM, or a mapping with the names of its fields.  A `seed` is that of
         sample 0; each further sample has the next number.  Raises `OutriderError`.
         """
         fields, n = _several(sampling_params, n)
@@ -124,7 +123,7 @@ class AsyncFleet:
     async def episodes(
         self, starts: Sequence[Prompt], step: Step, sampling_params: object = None, n: int | None = None
     ) -> AsyncGenerator[Episode, None]:
-        """`n` conversations from each start, in the order in which they finish.
+        """`n` conversations from each start, as they finish.
 
         `step` gets the episode after each output (`episode.turns[-1]`) and returns a `Reply`.  It may be a coroutine function;
         other functions run in threads.  A reply's tokens are appended unchanged, so `Episode.token_ids` are exactly the tokens
@@ -159,10 +158,7 @@ class AsyncFleet:
         return self._tasks.pop(number).result()
 
     async def wait(self, number: int) -> list[Sample]:
-        """Waits until all samples have finished and returns them in order.  After that, the id is not known any more.
-
-        Raises `OutriderError`, or `KeyError` for an id that is not known.
-        """
+        """As `poll`, but waits for the samples."""
         await asyncio.wait([self._tasks[number]])
         return self._tasks.pop(number).result()
 

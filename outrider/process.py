@@ -49,12 +49,10 @@ class FleetProcess:
 
     @property
     def tail(self) -> str:
-        """The last lines of the fleet's log."""
         return "".join(list(self.log)[-SHOWN_LINES:])
 
     @property
     def ended(self) -> bool:
-        """Whether the child process has ended."""
         return self._process.poll() is not None
 
     def _read(self) -> None:

@@ -16,10 +16,7 @@ T = TypeVar("T")
 
 
 class Fleet:
-    """A fleet to generate with.  At the end of the `with` block, a fleet that it started is stopped.
-
-    Arguments and errors are those of `AsyncFleet`.
-    """
+    """A fleet to generate with.  `with` stops a fleet that it has started.  Arguments and errors are those of `AsyncFleet`."""
 
     def __init__(self, model: str | None = None, drafter: str | None = None, **settings: Any) -> None:
         self._fleet = AsyncFleet(model, drafter, **settings)
@@ -86,19 +83,13 @@ class Fleet:
     def generate(
         self, prompts: Sequence[Prompt], sampling_params: object = None, n: int | None = None
     ) -> Generator[Sample, None, None]:
-        """`n` samples of each prompt, in the order in which they finish.
-
-        Requests are sent from the first `next` on.  Closing the generator cancels the rest.
-        """
+        """`n` samples of each prompt, as they finish.  The first `next` starts all; closing the generator cancels the rest."""
         return self._follow(self._fleet.generate(prompts, sampling_params, n))
 
     def episodes(
         self, starts: Sequence[Prompt], step: Step, sampling_params: object = None, n: int | None = None
     ) -> Generator[Episode, None, None]:
-        """`n` conversations from each start, in the order in which they finish.
-
-        `step` runs in threads, or in the event loop if it is a coroutine function.
-        """
+        """`n` conversations from each start, as they finish.  `step` runs in threads, or on the loop if it is a coroutine."""
         return self._follow(self._fleet.episodes(starts, step, sampling_params, n))
 
     def submit(self, prompt: Prompt, sampling_params: object = None, n: int | None = None) -> int:
@@ -110,7 +101,7 @@ class Fleet:
         return self._run(self._fleet.poll(number))
 
     def wait(self, number: int) -> list[Sample]:
-        """Waits until all samples have finished and returns them in order."""
+        """As `poll`, but waits for the samples."""
         return self._run(self._fleet.wait(number))
 
     def cancel(self, number: int) -> None:

@@ -70,6 +70,6 @@ class Episode:
     turns: list[Sample] = field(default_factory=list)
     """The outputs so far.  A turn's `prompt_token_ids` are all tokens before it."""
     reward: float | None = None
-    """The number with which the environment ended the episode; None: it gave none."""
+    """The environment's last reply, if it is a number."""
     state: Any = None
     """Free for use by the environment."""

@@ -29,7 +29,7 @@ LEARN_HEADER = "x-outrider-learn"
 
 
 def admit(gateway: Gateway, request: Request, asked: Any) -> Claim:
-    """Fills in and enters the claim of the request `asked`.  All sequences that this task submits then belong to the claim.
+    """Fills in and enters the claim of `asked`.  Sequences that this task submits then belong to it.
 
     Raises `ModelNotFound`, `RateLimited` or `BadRequest`.
     """
@@ -63,7 +63,7 @@ def check_model(gateway: Gateway, request: Request, asked: Any) -> None:
 
 
 def _flag(request: Request, header: str) -> bool:
-    """False if the header is 0, true if it is 1 or absent.  Raises `BadRequest` for other values."""
+    """Whether the header is 1 or absent.  Raises `BadRequest` unless it is 0 or 1."""
     value = request.headers.get(header)
     if value not in (None, "0", "1"):
         raise BadRequest(f"The header `{header}` must be 0 or 1.", param=header)

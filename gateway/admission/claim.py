@@ -41,7 +41,7 @@ class Claim:
     """Tokens charged to the caller's quota so far."""
     accounts: Accounts | None = None
     session: str | None = None
-    """The session that the client named; routing keeps a session at one verifier."""
+    """The client's name for a session, for routing."""
     learn: bool = True
     """Whether drafters may learn from its sequences."""
     inquiry: Inquiry | None = None
@@ -51,7 +51,7 @@ class Claim:
     granted: bool = False
     """Its sequences may go to the verifiers."""
     retry_after_s: int | None = None
-    """It was turned away, and may be tried again after so many seconds; None: it was not turned away."""
+    """It was turned away, and may come again in so many seconds."""
     promised: int = 0
     """How many of its sequences have room reserved and were not submitted yet."""
     prompt_tokens: float = 0.0
@@ -79,7 +79,7 @@ class Claim:
             self.charged_tokens = self.tokens
 
     def close(self) -> None:
-        """Notes that the HTTP request is over, and charges its tokens."""
+        """Called at the end of the HTTP request."""
         self.closed = True
         self.settle()
 
@@ -91,7 +91,6 @@ class Claim:
             self.placed_at = now
 
     def ended(self) -> None:
-        """Notes that one of its sequences has ended."""
         self.running -= 1
         if self.closed:
             self.settle()

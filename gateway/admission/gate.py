@@ -16,7 +16,7 @@ from gateway.admission.queue import FairQueue, Item
 from gateway.errors import Overloaded, Unavailable
 
 MAX_RETRY_AFTER_S = 60
-"""Upper bound for `Retry-After`, in seconds.  The load later than that cannot be predicted."""
+"""Bound of `Retry-After`: later load cannot be predicted."""
 UNKNOWN_TOKENS = 256
 """Tokens assumed for a claim without an estimate."""
 
@@ -43,10 +43,9 @@ class Queueing:
 
 
 class Gate:
-    """Admits claims while there is room, and queues them otherwise.
+    """Admits claims while there is room, else queues them.  `room()` is how many more sequences verifiers can take now.
 
-    `room()` is how many more sequences verifiers can take now.  An admitted claim has room reserved for its sequences.
-    `placed` uses up the reservation of one sequence; `abandon` frees the rest.
+    An admitted claim has room reserved.  `placed` uses it up for one sequence; `abandon` frees the rest.
     """
 
     def __init__(self, room: Callable[[], float], queueing: Queueing) -> None:
@@ -91,27 +90,26 @@ class Gate:
         await self._wait(waiting)
 
     def placed(self, claim: Claim) -> None:
-        """Notes that one of the claim's sequences was given to a verifier."""
         if claim.promised:
             claim.promised -= 1
             self._promised -= 1
 
     def abandon(self, claim: Claim) -> None:
-        """Frees the room that is still reserved for the claim, because no more of its sequences will come."""
+        """Frees room reserved for the claim, because no more of its sequences will come."""
         if claim.promised:
             self._promised -= claim.promised
             claim.promised = 0
             self.look()
 
     def settle(self, claim: Claim) -> None:
-        """Charges the flow of a claim whose sequences have all ended for the true number of tokens instead of the estimate."""
+        """Corrects the charge of a claim whose sequences have all ended from the estimate to the true number of tokens."""
         expected, claim.expected_tokens = claim.expected_tokens, claim.tokens
         caller = claim.caller
         if claim.tokens != expected:
             self._queue.settle(caller.name, caller.weight, claim.priority, claim.tokens - expected)
 
     def look(self) -> None:
-        """Turns away requests whose deadline has passed, and admits requests while there is room."""
+        """Turns away late requests, and admits others while there is room."""
         if not self._queue:
             return
         now = time.monotonic()
@@ -124,7 +122,6 @@ class Gate:
         self._set_timer()
 
     def fail_all(self, error: type[Unavailable]) -> None:
-        """Fails all waiting requests with `error`."""
         for waiting in list(self._waiting.values()):
             self._fail(waiting, error())
         self._set_timer()

@@ -24,7 +24,7 @@ class Item:
     """One waiting request."""
 
     flow: str
-    """Name of the key that it belongs to.  Flows share the fleet's capacity by weight."""
+    """Name of its key.  Flows share the fleet by weight."""
     weight: float
     priority: int
     """Smaller numbers are served first."""
@@ -120,7 +120,7 @@ class FairQueue:
         return shed
 
     def pop(self, now: float) -> Item | None:
-        """Takes out the next request to be served; None: none waits."""
+        """Takes out the next request to be served."""
         for priority in sorted(self._classes):
             of = self._classes[priority]
             while of.heap:
@@ -235,6 +235,6 @@ class FairQueue:
         return max(flows, key=lambda flow: flow.tokens / flow.items[-1].weight).items[-1]
 
     def _forget_flows(self, of: _Class) -> None:
-        """Drops flows whose virtual time lies behind the clock: a new flow would be treated equally."""
+        """Drops flows that the clock has overtaken: they do not differ from new ones."""
         if len(of.flows) > 256:
             of.flows = {name: flow for name, flow in of.flows.items() if flow.items or flow.finish + flow.debt > of.clock}

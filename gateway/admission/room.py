@@ -7,17 +7,15 @@ from dataclasses import dataclass
 from backend.fleet import VerifierStats
 
 SPARE = 8
-"""For every so many slots, one sequence more than the slots is sent to a verifier.  It waits there, so that a slot that becomes
-free is taken in the next step."""
+"""Per so many slots, one more sequence is sent to a verifier.  It waits there, to take a free slot in the next step."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Reported:
     others: int
-    """Sequences of other gateways, by the lower of the last two reports.  One report alone may still count sequences that have
-    ended here."""
+    """Sequences of other gateways, by the lower of two reports: one may still count own sequences that have ended here."""
     latest: int
-    """Sequences of other gateways by the last report alone."""
+    """As `others`, by the last report alone."""
     most: float
     """Sequences that the verifier runs at most now.  Fewer than its slots when its KV cache is full, or while it prefills."""
 
@@ -40,7 +38,6 @@ class Rooms:
         self._reported[stats.verifier_id] = _Reported(others, latest, max(1, stats.running) if full else self._slots)
 
     def gone(self, verifier_id: str) -> None:
-        """Forgets a lost verifier."""
         self._reported.pop(verifier_id, None)
 
     def left(self, verifier_id: str, own: int) -> float:

@@ -27,14 +27,11 @@ Rights = Callable[[str], dict[str, Any]]
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
 """OpenAI's endpoints for batches whose answers are JSON; offered if the application has such a route."""
 RETRIED = frozenset({429, 503})
-"""Statuses after which a line is tried again: the fleet cannot serve it now, and the line itself may be correct."""
+"""Statuses after which a line is tried again: the fleet cannot serve it now."""
 
 
 def rights_of(owner: str, doors: Doors) -> dict[str, Any]:
-    """The request state for a line: what the owner's key allows now, or nothing if the key no longer exists.
-
-    A line has the lowest priority and waits for room without a limit.
-    """
+    """A line's request state: the present rights of the owner's key (none if it is gone), lowest priority, any wait."""
     caller = doors.ring.of_owner(owner) or Caller("", owner, models=frozenset())
     return {"caller": caller, "claim": Claim(caller, Priority.BATCH, wait_s=None, accounts=doors.quotas)}
 
@@ -50,7 +47,7 @@ class Calls:
         self.endpoints = tuple(each for each in ENDPOINTS if each in posts)
 
     async def answer(self, line: Line, owner: str) -> Answer:
-        """Carries out a line.  The answer is what a client would have got over HTTP."""
+        """Carries out a line."""
         request_id = new_id("")
         try:
             status, body = await self._post(line, owner, request_id)

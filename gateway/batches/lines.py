@@ -56,10 +56,7 @@ def parsed(text: bytes) -> Line:
 
 
 def check(path: Path, endpoint: str | None, max_body_bytes: int) -> Checked:
-    """Checks that every line is a request to `endpoint` with a unique id.
-
-    `endpoint` None: requests to any endpoint, and any number of lines.
-    """
+    """Checks that every line is a request to `endpoint` with a unique id.  None: any endpoint, any number of lines."""
     total = 0
     errors: list[LineError] = []
     models: set[str] = set()

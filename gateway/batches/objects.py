@@ -141,7 +141,6 @@ def new_id(prefix: str) -> str:
 
 
 def shown(value: File | Batch) -> dict[str, Any]:
-    """The object in JSON's types."""
     plain: dict[str, Any] = msgspec.to_builtins(value)
     return plain
 

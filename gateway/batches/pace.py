@@ -1,8 +1,8 @@
 """How many sequences batches may have at the verifiers, beside interactive requests.
 
 `room`, which is pure, computes the number.  `Pace` applies it several times a second, and whenever an interactive sequence
-comes.  Sequences of batches beyond that number are taken from the verifiers at once.  They keep their tokens, and go on when
-there is room again.  Runs in the event loop.
+comes.  Excess sequences are taken from the verifiers at once, keep their tokens, and go on when there is room again.  Event
+loop.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ LOOK_S = 0.1
 
 
 def room(foreground: float, quiet: bool, expecting: bool, verifiers: int, slots: int, speed: Speed | None) -> int:
-    """How many sequences batches may have at `verifiers`, each with `slots`, beside `foreground` other sequences.
+    """How many sequences batches may have at `verifiers`, each with `slots`, beside `foreground` others.
 
-    At least one, so that batches make progress.  It is 0 if other sequences fill the slots, or if one would lengthen steps too
-    much while another sequence is `expecting` its first token.
+    At least one, so that batches end.  But 0 if others fill the slots, or if one is too much and others are `expecting` a first
+    token.
     """
     if not verifiers:
         return 0
@@ -47,7 +47,7 @@ def room(foreground: float, quiet: bool, expecting: bool, verifiers: int, slots:
 
 
 class Pace:
-    """Admits lines of batches, and holds their sequences back when others come."""
+    """Admits lines of batches, and holds back their sequences."""
 
     def __init__(self, core: FleetCore, slots: int) -> None:
         self._core = core

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 LOOK_S = 1.0
 """Seconds between two looks for batches that another gateway has accepted or cancelled."""
 SWEEP_S = 600.0
-"""Seconds between two removals of expired files."""
+"""Seconds between removals of expired files."""
 BATCHES_AT_ONCE = 16
 """Most batches at a time; their lines take turns."""
 LINES_READ = 256
@@ -42,7 +42,7 @@ LINES_READ = 256
 TROUBLE_S = 10.0
 """Seconds before a batch that failed to go on is tried again."""
 RETRY_S = (0.5, 30.0)
-"""Seconds between two attempts at a line that the fleet cannot serve now: the first wait, and the longest.  Waits double."""
+"""Seconds between attempts at a line that the fleet cannot serve now: first and longest wait."""
 EXPIRED = {"code": "batch_expired", "message": "This request could not be executed before the completion window expired."}
 CANCELLED = {"code": "batch_cancelled", "message": "This request was not executed: the batch was cancelled."}
 FAILED = {"code": "server_error", "message": "The server had an error while processing this request."}
@@ -188,7 +188,7 @@ class Runner:
         return replace(kept, batch=await self._store.change(batch.id, None, change))
 
     async def _answer_lines(self, kept: Kept) -> None:
-        """Answers the lines that have no answer yet.  Raises `_Ended`, in a group, if the batch must end before."""
+        """Answers the remaining lines.  Raises `_Ended`, in a group, if the batch must end before."""
         batch = kept.batch
         done = await self._store.answered(batch.id)
         to_read = lines.read(self._store.path(batch.input_file_id), self._max_body_bytes)

@@ -59,7 +59,6 @@ class Batches:
         self._runner.start()
 
     def tell(self) -> None:
-        """Makes the runner look now, because a batch was created or cancelled."""
         if self._runner is not None:
             self._runner.tell()
 

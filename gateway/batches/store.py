@@ -64,7 +64,6 @@ class Store(Database):
     # Files
 
     def path(self, file_id: str) -> Path:
-        """The path of a file's contents."""
         return self._contents / file_id
 
     async def add_file(self, source: BinaryIO, name: str, owner: str, lifetime_s: float) -> File:
@@ -144,7 +143,7 @@ class Store(Database):
 
     @exclusive
     def change(self, db: sqlite3.Connection, batch_id: str, owner: str | None, change: Callable[[Batch], Batch]) -> Batch:
-        """Stores and returns the batch that `change` makes of the present one; `change` may raise.  Raises `NotFound`."""
+        """Replaces a batch by what `change`, which may raise, makes of it.  Raises `NotFound`."""
         batch = change(_batch(db, batch_id, owner).batch)
         _write(db, batch)
         return batch

@@ -39,7 +39,7 @@ class Caller:
     name: str
     """Name for logs; empty where no key is needed."""
     owner: str = ""
-    """Name of the entry in the keys file; empty for the single keys of the settings and where no key is needed."""
+    """The key's name in the keys file; empty for the settings' keys, or without keys."""
     models: frozenset[str] | None = None
     """Model and adapter names it may use; None: all."""
     limits: Limits = UNLIMITED
@@ -52,7 +52,6 @@ class Caller:
     """Whether drafters may learn from its requests."""
 
     def may_use(self, model: str) -> bool:
-        """Whether the caller may use this model or adapter."""
         return self.models is None or model in self.models
 
 

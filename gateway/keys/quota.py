@@ -1,12 +1,10 @@
 """How much each key has used, and whether it may use more.  Pure: callers pass the time.
 
 A limit per minute is a bucket that holds one minute's limit and drains evenly.  After a pause a key may use a minute's limit at
-once, and from then on as much as drains.  So in any T seconds at most (1 + T / 60) limits are used.  Refused requests do not
-count.
+once, then as much as drains: in any T seconds at most (1 + T / 60) limits.  Refused requests do not count.
 
 Several gateways share buckets: at each exchange, every gateway adds what it has used since the last one (`take`, `absorb`).
-Between exchanges, a gateway knows only the others' earlier use, so together they may admit too much.  The excess stays in the
-bucket, and delays later requests.
+In between they may together admit too much.  The excess stays in the bucket, and delays later requests.
 """
 
 from __future__ import annotations
@@ -102,7 +100,7 @@ class Ledger:
         return account
 
     def begin(self, name: str, limits: Limits, now: float) -> Refusal | None:
-        """Counts one more request, unless a limit refuses it.  Call `end` when the request is over."""
+        """Counts one more request, unless a limit is reached; `end` ends it."""
         account = self.account(name, limits, now)
         most = limits.concurrent_requests
         if most is not None and account.open + account.open_elsewhere >= most:
@@ -115,11 +113,10 @@ class Ledger:
         return None
 
     def end(self, name: str) -> None:
-        """Notes that a request is over."""
         self._accounts[name].open -= 1
 
     def spend(self, name: str, limits: Limits, tokens: int, now: float) -> Refusal | None:
-        """Counts the tokens that a request will probably use, unless the limit refuses them."""
+        """Counts a request's estimated tokens, unless they exceed the limit."""
         if limits.tokens_per_minute is None:
             return None
         return _take(self.account(name, limits, now).tokens, "tokens", tokens, limits.tokens_per_minute, now)
@@ -130,7 +127,6 @@ class Ledger:
             self.account(name, limits, now).tokens.add(tokens, limits.tokens_per_minute, now)
 
     def headers(self, name: str, limits: Limits, now: float) -> list[tuple[bytes, bytes]]:
-        """OpenAI's response headers about limits."""
         account = self.account(name, limits, now)
         result: list[tuple[bytes, bytes]] = []
         for kind, bucket, limit in (

@@ -19,7 +19,7 @@ _NAMES: dict[Kind, str] = {"requests": "requests per min (RPM)", "tokens": "toke
 
 
 class Quotas:
-    """The quotas of all keys.  `store` is shared with other gateways; None: this gateway counts for itself."""
+    """All keys' quotas.  `store` is shared with other gateways; None: no others count."""
 
     def __init__(self, gateway_id: str, store: Store | None) -> None:
         self._gateway_id = gateway_id
@@ -56,7 +56,6 @@ class Quotas:
         self._refuse(self._ledger.begin(caller.name, limits, time.monotonic()))
 
     def end(self, caller: Caller) -> None:
-        """Notes that a request counted by `begin` is over."""
         if caller.limits is not UNLIMITED:
             self._ledger.end(caller.name)
 
@@ -69,7 +68,6 @@ class Quotas:
         self._ledger.correct(caller.name, caller.limits, tokens, time.monotonic())
 
     def headers(self, caller: Caller) -> list[tuple[bytes, bytes]]:
-        """The headers `x-ratelimit-*` for an answer to this caller."""
         limits = caller.limits
         if limits.requests_per_minute is None and limits.tokens_per_minute is None:
             return []

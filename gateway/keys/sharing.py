@@ -19,7 +19,7 @@ GONE_S = 10.0
 KEPT_S = 600
 """Seconds without use after which Redis forgets a key's counts."""
 REDIS_TIMEOUT_S = 0.5
-"""Seconds to wait for Redis.  The first request of an idle key waits for it; if Redis fails, each gateway counts for itself."""
+"""Seconds that an idle key's first request may wait for Redis.  If Redis fails, each gateway counts for itself."""
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS buckets (name TEXT, kind TEXT, used REAL, at REAL, PRIMARY KEY (name, kind)) WITHOUT ROWID;

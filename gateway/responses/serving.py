@@ -21,9 +21,9 @@ from gateway.responses.turn import Turn, as_items
 logger = logging.getLogger(__name__)
 
 BACKGROUND_AT_ONCE = 16
-"""Most background responses that are generated at a time; further ones are `queued`."""
+"""Most background responses at a time; further ones are `queued`."""
 BACKGROUND_QUEUED = 1000
-"""Most background responses that are generated or queued; further ones are refused."""
+"""Most background responses in all; further ones are refused."""
 FLUSH_S = 0.2
 """Seconds between two writes of a background response's events to the store."""
 UNFINISHED = ("queued", "in_progress")
@@ -194,7 +194,7 @@ class Responses:
             await self.store.put(kept)
 
     async def delete(self, response_id: str, owner: str) -> None:
-        """Deletes a response; a background response that is not finished is cancelled first.  Raises `NotFound`."""
+        """Deletes a response, and cancels it first if it is not finished.  Raises `NotFound`."""
         kept = await self.store.get(response_id, owner)
         if kept.body["status"] in UNFINISHED and kept.body["background"]:
             await self.cancel(response_id, owner)

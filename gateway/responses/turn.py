@@ -17,10 +17,7 @@ _FROM_VLLM = ("status", "output", "usage", "incomplete_details", "temperature", 
 
 @dataclass(frozen=True)
 class Turn:
-    """One request for a response.
-
-    `input` are the items of this request alone; `asked` is vLLM's request, with all earlier items before them.
-    """
+    """One request.  `input` are its own items; `asked` is vLLM's request, with all earlier items before them."""
 
     asked: ResponseRequest
     echo: dict[str, Any]
@@ -76,7 +73,6 @@ class Turn:
         }
 
     def kept(self, body: dict[str, Any]) -> Kept:
-        """The record for the store, with the response object `body`."""
         return Kept(self.id, self.owner, self.previous, self.conversation, self.input, body)
 
 

@@ -83,9 +83,9 @@ def _command(name: str, fields: dict[str, Any]) -> AnyCommand:
 
 
 def _without_auto(name: str, fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a command, without `auto` of `assign`.
+    """The fields of a command, without `auto`, by which `assign` gives a drafter back to the policy.
 
-    `auto` gives the drafter back to the policy, as on the command line.  A body without both `auto` and `verifiers` is refused.
+    A body that has neither `auto` nor `verifiers` is refused.
     """
     if name != "assign":
         return fields

@@ -85,10 +85,7 @@ async def respond(
     shown: Callable[[Any], dict[str, Any]] = answers.body,
     inquiry: Inquiry | None = None,
 ) -> Response:
-    """The response to `asked`: a stream if it asks for one, else the JSON object that `shown` makes of vLLM's answer.
-
-    Statistics that `inquiry` asks for are added.  Raises `ApiError`.
-    """
+    """The response to `asked`: a stream, or the JSON that `shown` makes of vLLM's answer; with the statistics of `inquiry`."""
     if dialect is CHAT and inquiry is None:
         offer_plain()
     answer = await generate(gateway, request, asked, create, inquiry)

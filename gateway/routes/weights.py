@@ -1,8 +1,8 @@
 """Routes that pause verifiers and exchange their weights: vLLM's control plane for trainers, for one verifier or all.
 
-Calls go straight to the verifiers and return when the work is done.  All verifiers are called at once.  If one refuses, the
-route answers with its error, whatever the others did; then repeat the call with `verifier`.  A verifier that missed an update
-of the whole fleet from a directory loads it before it gets requests (`WeightsInForce`).
+Calls go straight to all verifiers at once, and return when the work is done.  If one refuses, the route answers with its error,
+whatever the others did; then repeat the call with `verifier`.  A verifier that missed an update of the whole fleet from a
+directory loads it before it gets requests (`WeightsInForce`).
 """
 
 from __future__ import annotations
@@ -235,11 +235,7 @@ async def _read(request: Request, kind: type[Any]) -> tuple[Gateway, Any]:
 
 
 async def _renew(gateway: Gateway, verifier: str | None, method: str, *arguments: Any, version: str | int | None) -> Response:
-    """Has verifiers load new weights.
-
-    An update of all verifiers gets a new number.  An update of a single verifier keeps the fleet's number, so that the other
-    verifiers do not count as behind.
-    """
+    """Has verifiers load new weights.  Only an update of all gets a new number, or the others would count as behind."""
     core = gateway.client.core
     number = core.weights.next_number()
     name = str(number if version is None else version)
