@@ -67,7 +67,7 @@ LIMITED_PATHS = frozenset(
 """The paths whose requests count against `max_in_flight`."""
 
 AUDITED_BYTES = 2048
-"""Bytes of an administrator's command that are kept for the log."""
+"""Most bytes of an administrator's command in the log."""
 
 
 @dataclass
@@ -136,7 +136,7 @@ class Access:
         return caller
 
     async def _administer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Lets administrators' requests pass and refuses others.  Logs the caller, the command and its status."""
+        """Lets only administrators' requests pass.  Logs the caller, the command and its status."""
         known = self._doors.ring.find(scope) or self._doors.ring.find_administrator(scope)
         who, status, asked = "nobody" if known is None else known.name or "anybody", 0, bytearray()
 

@@ -42,11 +42,11 @@ EXPOSED_HEADERS = (
     "x-request-id",
     *(f"x-ratelimit-{what}-{of}" for what in ("limit", "remaining", "reset") for of in ("requests", "tokens")),
 )
-"""Response headers that a web page of another origin may read, beyond those that browsers always expose."""
+"""Response headers that web pages of other origins may read, beyond those always exposed."""
 
 
 def build_app(gateway: Gateway) -> FastAPI:
-    """The application.  Its lifespan starts and stops the gateway's background work."""
+    """The application, which also starts and stops background work."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

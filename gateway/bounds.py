@@ -34,7 +34,7 @@ class Bound(NamedTuple):
     longest: int | None = None
     """Most characters of a single string in the field."""
     chars: int | None = 1 << 16
-    """Most characters of all strings and keys in the field together."""
+    """Most characters of all strings and keys together."""
     values: int = 1 << 14
     """Most numbers, strings, lists and objects in the field, at any depth."""
 
@@ -84,7 +84,7 @@ FIELDS: Mapping[str, Bound] = {
 """Bounds by field name; a field that is not listed has the bounds `Bound()`."""
 
 TAKEN_TEMPLATE_ARGUMENTS = frozenset({"chat_template", "conversation", "messages", "self", "tokenize"})
-"""Names that `chat_template_kwargs` must not contain, because the renderer passes these arguments itself."""
+"""Forbidden in `chat_template_kwargs`, because the renderer passes these itself."""
 MEDIA = frozenset({"audio_url", "file", "image_url", "input_audio", "source", "video_url"})
 """Keys of message parts whose strings are media or links, not text."""
 PARTS: Mapping[str, int] = {"content": 1024, "tool_calls": 128}

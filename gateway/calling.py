@@ -37,7 +37,7 @@ def only_allowed(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def named_tools(data: dict[str, Any]) -> dict[str, Any]:
-    """The fields `tools` and `tool_choice` if `only_allowed` would change them, else nothing."""
+    """The two fields that `only_allowed` would change; empty if it would not."""
     choice = data.get("tool_choice")
     allowed = isinstance(choice, dict) and choice.get("type") == "allowed_tools"
     return {name: data.get(name) for name in ("tools", "tool_choice")} if allowed else {}

@@ -35,7 +35,7 @@ class Choosing:
         self._routed[verifier_id] += 1
 
     def observe(self, stats: VerifierStats, welcome: EngineWelcome | None, own: int) -> None:
-        """Takes in a verifier's report; `own` sequences at that verifier belong to this gateway."""
+        """Takes in a verifier's report; `own` of its sequences are this gateway's."""
         self._others[stats.verifier_id] = max(0, stats.running + stats.waiting - own)
         if welcome is not None and stats.speed is not None:
             room, held = welcome.num_kv_blocks * welcome.block_size, stats.kv_usage

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 PING_INTERVAL_S = 1.0
 STALL_S = 2 * PING_INTERVAL_S
-"""If more seconds pass between two turns of the ping loop, this process itself was stopped or starved."""
+"""If the ping loop takes more seconds for a turn, this process was stopped or starved."""
 EXCUSE_S = 5 * PING_INTERVAL_S
 """Seconds after such a stall in which a lost connection is not blamed on the verifier."""
 LinkState = Literal["connecting", "ready", "lost"]
@@ -245,7 +245,7 @@ class VerifierLink:
                 self.close(Loss("silent", True))
 
     def _stalled(self, now: float) -> bool:
-        """Whether this process was stopped or starved within the last `EXCUSE_S` seconds."""
+        """Whether this process was stopped or starved within `EXCUSE_S`."""
         if now - self._awake_at > STALL_S:
             self._excused_until = now + EXCUSE_S
         return now < self._excused_until

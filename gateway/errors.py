@@ -339,7 +339,7 @@ def translate(error: BaseException) -> ApiError:
 
 
 def from_vllm(error: dict[str, Any]) -> ApiError:
-    """The `ApiError` for the `error` object of one of vLLM's error responses, whose `code` is an HTTP status."""
+    """The `ApiError` for the inner object of one of vLLM's error responses, whose `code` is an HTTP status."""
     message, status, param = str(error.get("message", "")), error.get("code"), error.get("param")
     if status == 404:
         return ModelNotFound(message, param="model")

@@ -113,17 +113,17 @@ class FleetCore(EngineCoreClient):
 
     @property
     def in_flight(self) -> int:
-        """Number of sequences being served, including those that wait for a verifier."""
+        """Sequences being served, including those that wait for a verifier."""
         return len(self._sequences)
 
     @property
     def waiting(self) -> int:
-        """Number of sequences that have lost their verifier and wait for another."""
+        """Sequences that have lost their verifier and wait for another."""
         return len(self._sequences.waiting())
 
     @property
     def batched(self) -> int:
-        """Number of sequences of batches that are at verifiers."""
+        """Sequences of batches at verifiers."""
         return sum(record.link is not None for record in self._sequences.batched)
 
     @property
@@ -133,7 +133,7 @@ class FleetCore(EngineCoreClient):
 
     @property
     def held(self) -> int:
-        """Number of sequences of batches that have given way to other requests."""
+        """Sequences of batches that have given way to others."""
         return sum(record.held for record in self._sequences.batched)
 
     @property
@@ -388,8 +388,8 @@ class FleetCore(EngineCoreClient):
     def migrate(self, request_ids: Sequence[str], target: str | None, cause: str) -> int:
         """Moves running sequences to the verifier `target`, or to one that routing chooses.  Returns how many moved.
 
-        Tokens emitted so far are kept; tokens that the old verifier still emits are discarded.  A sequence that cannot be moved
-        (unknown, waiting, already there, or accepted by no verifier) stays as it is.
+        Tokens so far are kept; further ones of the old verifier are discarded.  A sequence that cannot be moved (unknown,
+        waiting, already there, or taken by no verifier) stays as it is.
         """
         moved = 0
         for request_id in request_ids:
@@ -497,7 +497,7 @@ class FleetCore(EngineCoreClient):
         self._abort([record for record in known if record is not None])
 
     def finish(self, records: Sequence[InFlight]) -> None:
-        """Ends sequences as aborted.  The end is queued behind all tokens that have arrived for them."""
+        """Ends sequences as aborted, after all tokens that have arrived for them."""
         self._abort(records)
         ended = [EngineCoreOutput(each.request.request_id, [], finish_reason=FinishReason.ABORT) for each in records]
         self._outputs.put_nowait(EngineCoreOutputs(outputs=ended))

@@ -1,7 +1,7 @@
 """Watches the fleet once a second, and sends the latest view to the clients of `/fleet/events`.
 
-One task in the gateway's event loop.  A view is made and encoded at most once a second, however many clients listen, and not at
-all without clients.  A slow client misses views.  Views do not queue up for it, and other clients do not wait for it.
+One task in the gateway's event loop.  A view is made and encoded once a second for all clients, and not at all without clients.
+A slow client misses views.  Views do not queue up for it, and other clients do not wait for it.
 """
 
 from __future__ import annotations

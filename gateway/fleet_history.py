@@ -150,7 +150,7 @@ class _Flow:
         return _acceptance_length(self.accepted, self.drafts)
 
     def shares(self) -> tuple[float | None, dict[str, float]]:
-        """Share of time busy, and shares of time idle by cause; together they are 1."""
+        """Busy share of time, and idle shares by cause; their sum is 1."""
         # Relative to the counters' own time (busy + idle = wall), because they advance only with each step.
         wall = self.busy_s + sum(self.idle_s.values())
         if wall <= 0:

@@ -167,7 +167,7 @@ def _learning(views: list[MemberView]) -> Iterator[Metric]:
 
 
 def _info(views: list[MemberView], stats: list[VerifierStats]) -> Metric:
-    """Properties of a verifier that do not change while it runs, for joins and filters in queries."""
+    """Fixed properties of verifiers, for joins and filters in queries."""
     family: Metric = _family("outrider_verifier_info")
     modes = {each.verifier_id: each.mode for each in stats}
     for view in views:

@@ -32,8 +32,8 @@ _HOST = re.compile(r"(?P<name>\[[^\]]*\]|[^:]*)(?::\d+)?")
 class Guard:
     """Sets a deadline for every body.  On loopback without a key, also refuses host names and origins other than loopback ones.
 
-    A gateway on loopback without a key trusts this machine.  But a web page could make a browser on this machine call it: under
-    a host name of the page's own (DNS rebinding), or from a foreign origin without reading the answer.
+    Such a gateway trusts this machine.  But a web page could make a browser on this machine call it: under a host name of the
+    page's own (DNS rebinding), or from a foreign origin without reading the answer.
     """
 
     def __init__(self, app: ASGIApp, *, listens_on: str, has_key: Callable[[], bool]) -> None:
@@ -61,7 +61,7 @@ class Guard:
 
 @dataclass
 class _Arriving:
-    """Bytes that have arrived of all incomplete bodies."""
+    """Bytes of incomplete bodies so far."""
 
     bytes: int = 0
 
@@ -104,7 +104,7 @@ class _Timed:
 
 
 async def whole_body(scope: Scope, receive: Receive) -> Receive:
-    """Waits until the whole body has arrived, so that no quota or slot is held for a request that never arrives.
+    """Waits until the whole body has arrived, so that no quota or slot is held for one that never does.
 
     Returns a `receive` that yields the body in one piece.  Raises `PayloadTooLarge`, `RequestTimeout` or `ClientGone`.
     """

@@ -21,7 +21,7 @@ MoveKind = Literal["failover", "migration"]
 
 @dataclass
 class Cut:
-    """Why and when a sequence was taken from its verifier.  Kept until the sequence emits its next token."""
+    """Why and when a sequence was taken from its verifier.  Kept until its next token."""
 
     kind: MoveKind
     cause: str
@@ -58,14 +58,14 @@ class InFlight:
     claim: Claim = field(default_factory=Claim)
     """The claim of the request it belongs to."""
     held: bool = False
-    """It belongs to a batch and has given way to other requests.  It goes on when there is room."""
+    """It is a batch's, gives way to other requests, and goes on when there is room."""
     cut: Cut | None = None
     giving_up: asyncio.TimerHandle | None = None
     """Fails the sequence if it waits too long for a verifier."""
 
     @property
     def batched(self) -> bool:
-        """Whether it belongs to a batch, and so gives way to other requests."""
+        """Whether it belongs to a batch, and so gives way to others."""
         return self.claim.priority is Priority.BATCH
 
     @property
@@ -86,7 +86,7 @@ class InFlight:
         return self.request.request_id if self.places <= 1 else f"{self.request.request_id}~{self.places}"
 
     def fits(self, max_model_len: int) -> bool:
-        """Whether a verifier with this context length would end it at the same token as the first verifier."""
+        """Whether this context length would end it where the first verifier's would."""
         params = self.request.sampling_params
         longest = len(self.request.prompt_token_ids or ()) + (params.max_tokens or 0 if params is not None else 0)
         return min(longest, self.context) <= max_model_len
@@ -131,7 +131,7 @@ class Sequences:
 
     @property
     def batched(self) -> Collection[InFlight]:
-        """A view of the sequences that belong to batches, earliest first."""
+        """A view of batches' sequences, earliest first."""
         return self._batched.values()
 
     @property
@@ -148,7 +148,7 @@ class Sequences:
         return self._tokens[verifier_id], self._placed[verifier_id]
 
     def put(self, record: InFlight, link: VerifierLink) -> None:
-        """Notes that a sequence runs at `link` now, under its `place_id`."""
+        """Places a sequence at `link`, under its `place_id`."""
         record.link = link
         self._placed[link.member.id] += 1
         self._tokens[link.member.id] += record.tokens
@@ -168,7 +168,7 @@ class Sequences:
             self._tokens[record.link.member.id] += len(tokens)
 
     def cut(self, record: InFlight, cut: Cut | None) -> None:
-        """Notes that a sequence no longer runs at any verifier."""
+        """Takes a sequence from its verifier."""
         self._displace(record)
         record.link, record.cut = None, cut
 

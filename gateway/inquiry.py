@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from gateway.in_flight import Cut, InFlight
 
 ACCOUNT_WAIT_S = 1.0
-"""Seconds that an answer waits for missing accounts.  When the gateway has ended a sequence at a stop string, the account comes
-only after the running step."""
+"""Seconds that an answer waits for missing accounts.  If the gateway ended a sequence at a stop string, its account comes only
+after the running step."""
 _LAST = '"choices":[]'
 """Occurs in the chunk with the usage and in no other: inside generated text the quotes would be escaped."""
 
@@ -37,7 +37,7 @@ class Told:
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def placed(self, place_id: str, cut: Cut | None) -> None:
-        """Notes that the sequence goes to a verifier under the id `place_id`; `cut`: why it left the one before."""
+        """Notes a new place; `cut`: why the sequence left the one before."""
         self._awaited.add(place_id)
         if cut is not None:
             self.moves.append(cut)
@@ -106,7 +106,7 @@ class Awaited:
         return len(self._places)
 
     def placed(self, record: InFlight, link: VerifierLink) -> None:
-        """Expects an account of a sequence that was given to a verifier."""
+        """Expects an account, if the sequence asks for one."""
         told = record.told
         if told is not None and told.asked.account:
             told.placed(record.place_id, record.cut)
@@ -143,7 +143,7 @@ class Inquiry:
     told: dict[int, Told] = field(default_factory=dict)
 
     def follow(self, record: InFlight) -> Told:
-        """The new record for a sequence of this request that is about to be submitted."""
+        """The record for a sequence that is about to be submitted."""
         told = Told(record, self.asked)
         if self.asked.account:
             self.told[self._index(record)] = told
@@ -178,7 +178,7 @@ class Inquiry:
         return body
 
     async def add_to_stream(self, chunks: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
-        """The chunks of a stream, with the statistics in the chunk with the usage."""
+        """A stream's chunks, with the statistics in that with the usage."""
         try:
             async for chunk in chunks:
                 if _LAST not in chunk:

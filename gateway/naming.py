@@ -75,7 +75,7 @@ def _member(loc: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _foreign(error: Any) -> int:
-    """How strongly an error suggests that the client meant another member of the union."""
+    """How strongly an error suggests that another member was meant."""
     return 4 * _is_tag(error) + (1 if error["type"] == "missing" else 0)
 
 

@@ -215,7 +215,7 @@ def _schemas() -> dict[str, Schema]:
 
 
 def _as_taken(schema: Schema, no_effect: Iterable[str]) -> None:
-    """Changes a schema to what `gateway.requests.parse` accepts: fields may be null, and unknown fields are refused."""
+    """Fits a schema to `gateway.requests.parse`: fields may be null, and unknown fields are refused."""
     properties = schema["properties"]
     for name in REFUSED:
         properties.pop(name, None)

@@ -36,11 +36,11 @@ LOOK_S = 0.1
 BACKOFF_S = (0.5, 30.0)
 """Seconds before a process that died is started again: first and longest wait."""
 LIVED_S = 60.0
-"""A process that lived longer than so many seconds begins with the shortest wait again."""
+"""After so many seconds of life, the wait is the shortest again."""
 _SAMPLE = re.compile(r"^([^\s{]+)(?:\{(.*)\})? (\S+)$")
 
 Command = Callable[[int, int], Sequence[str]]
-"""Makes the command line that starts a process, from the process's number and the port."""
+"""Makes a process's command line from its number and the port."""
 
 
 class Peers:
@@ -92,7 +92,7 @@ class Peers:
                 child.terminate()
 
     async def close(self, patience_s: float) -> None:
-        """Waits `patience_s` seconds for the processes that this one started, then kills those that are left."""
+        """Waits `patience_s` for the processes that this one started, then kills those left."""
         # A second SIGTERM would cut off requests that they still serve.
         if not self._stopping.is_set():
             self.stop()
@@ -134,7 +134,7 @@ class Peers:
         self._tell_of_others(answers, "did not reload")
 
     async def adapters(self) -> list[dict[str, Any]]:
-        """The LoRA adapters that another process has loaded, as the bodies of requests to load them."""
+        """LoRA adapters that another process has loaded, as requests to load them."""
         answers = await self._ask_all("GET", "/adapters", timeout_s=READY_TIMEOUT_S)
         known: list[list[dict[str, Any]]] = [answer.json() for answer in answers.values()]
         return max(known, key=len, default=[])
@@ -183,7 +183,7 @@ class Peers:
         return self._folder / f"gateway-{index}.sock"
 
     async def _keep(self, index: int, port: int) -> None:
-        """Starts one process, and starts it again whenever it ends."""
+        """Starts one process, again whenever it has ended."""
         assert self._command is not None
         wait_s, most_s = BACKOFF_S
         while not self._stopping.is_set():

@@ -44,7 +44,7 @@ def plan_line(settings: Settings, models: ResolvedModels) -> str:
 
 
 def ready(url: str, settings: Settings, models: ResolvedModels) -> str:
-    """The lines that report the URL, with a command to paste into a shell."""
+    """The URL, with a command to paste into a shell."""
     base = url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
     name = (settings.gateway.served_model_name or [models.name])[0]
     body: dict[str, Any]
@@ -91,7 +91,7 @@ def snapshot_json(snapshot: FleetSnapshot) -> str:
 
 
 def table(snapshot: FleetSnapshot) -> str:
-    """The fleet as a text table: a row per member, then pins, operations and the coordinator's counters."""
+    """A text table with a row per member, then pins, operations and the coordinator's counters."""
     rows = [("MEMBER", "STATE", "PID", "NODE", "HEARD", "WORK", "DETAIL")]
     for view in snapshot.members:
         member = view.member

@@ -132,7 +132,7 @@ def prepare_vllm() -> None:
 
 
 def import_in_background(module: str) -> threading.Thread:
-    """Imports `module` in a thread.  An import error is only logged here; it is raised again where the module is used."""
+    """Imports `module` in a thread.  An import error is raised again where the module is used."""
 
     def work() -> None:
         try:

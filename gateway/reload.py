@@ -56,7 +56,7 @@ class Reloaded:
 
 
 async def reload_all(gateway: Gateway) -> Reloaded:
-    """Reloads in every gateway process on this port.  `gateway` must have a reloader.  Raises `ReloadError`."""
+    """Reloads in every process on this port.  `gateway` has a reloader.  Raises `ReloadError`."""
     assert gateway.reloader is not None
     done = await gateway.reloader.reload()
     if gateway.peers is not None:

@@ -25,8 +25,7 @@ from gateway.errors import BadRequest, PayloadTooLarge, UnsupportedMedia, from_p
 from gateway.fields import NO_EFFECT, REFUSED, Fits, without_nulls
 
 LARGE_BYTES = 1 << 18
-"""Bytes above which a body is decoded in a thread.  Each step of decoding holds the interpreter, but other threads run between
-the steps."""
+"""Larger bodies are decoded in a thread.  Each step of decoding holds the interpreter, but others run in between."""
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 ModelT = TypeVar("ModelT", bound=pydantic.BaseModel)
 
@@ -114,7 +113,7 @@ def fitted(model: type[ModelT], data: dict[str, Any], no_effect: Mapping[str, Fi
 
 
 def read_object(model: type[ModelT], value: Any, name: str) -> ModelT:
-    """`value`, the content of the request's field `name`, as a `model`.  Raises `ApiError` naming the outer and inner field."""
+    """The request's field `name` as a `model`.  Raises `ApiError`, which names it and the inner field."""
     try:
         return model.model_validate(value)
     except pydantic.ValidationError as error:

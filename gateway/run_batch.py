@@ -1,7 +1,6 @@
 """`outrider run-batch`: sends the requests of a file in OpenAI's batch format to a gateway, and writes the answers to a file.
 
-Answers are written as they come.  A further run with the same files goes on where the last one ended.  The command line's
-process.
+Answers are written as they come.  Run again with the same files, it goes on where it ended.  The command line's process.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class _Told(msgspec.Struct):
 
 
 def main(arguments: list[str], say: Say) -> int:
-    """Runs the command; returns how many requests failed.  Raises `ConfigError` or `CommandError`."""
+    """Returns how many requests failed.  Raises `ConfigError` or `CommandError`."""
     parser = Parser(
         prog="outrider run-batch", description="Carries out OpenAI batch requests; run again, it goes on.", allow_abbrev=False
     )
@@ -100,7 +99,7 @@ async def carry_out(gateway: Gateway, source: Path, target: Path, concurrency: i
 
 
 class _Work:
-    """The requests, answers and counts that several tasks share."""
+    """What several tasks share."""
 
     def __init__(self, http: httpx.AsyncClient, output: BinaryIO, requests: Iterator[Line], total: int, say: Say) -> None:
         self._http, self._output, self._requests, self._total, self._say = http, output, requests, total, say
@@ -108,7 +107,7 @@ class _Work:
         self.answered = self.failed = 0
 
     async def go_on(self) -> None:
-        """Carries out one request after the other until there are none left.  Several tasks call it."""
+        """Carries out one request after the other until none are left."""
         for line in self._requests:
             answer = await self._answer(line)
             self._output.write(answer.line() + b"\n")

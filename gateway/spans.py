@@ -15,8 +15,8 @@ from gateway.in_flight import Cut, InFlight, TrafficObserver
 class RequestSpans:
     """Outermost middleware: a server span per request, except for probes and scrapes.
 
-    The span continues the client's trace.  The header `traceparent` is replaced by the span's own, because vLLM's serving
-    classes take the context of an engine request from the headers.  So all later spans lie below this one.
+    The span continues the client's trace and replaces the header `traceparent` by its own.  So later spans lie below it: vLLM's
+    serving classes take the context of an engine request from the headers.
     """
 
     def __init__(self, app: ASGIApp, tracing: Tracing) -> None:
@@ -63,7 +63,7 @@ def _finish(span: Span, scope: Scope, status: int, request_id: str) -> None:
 
 
 class SequenceSpans:
-    """A `TrafficObserver` that makes a span for each sequence, from arrival to end, and passes all calls on to `inner`."""
+    """A `TrafficObserver` that makes a span per sequence, from arrival to end, and passes calls on to `inner`."""
 
     def __init__(self, tracing: Tracing, inner: TrafficObserver) -> None:
         self._tracing = tracing

@@ -101,7 +101,7 @@ class Events:
             self.wake()
 
     def end(self, error: Exception | None = None) -> None:
-        """Marks the end of the stream: complete, or failed with `error`.  A second call has no effect."""
+        """The stream is complete, or has failed with `error`.  Only the first call counts."""
         if self.ended:
             return
         self.ended = True
@@ -166,7 +166,7 @@ class Source(Protocol):
 
 
 class Generated:
-    """A source of events from the strings that vLLM's serving classes yield."""
+    """Events from strings that vLLM's serving classes yield."""
 
     def __init__(self, chunks: AsyncGenerator[str, None]) -> None:
         self._chunks = chunks
@@ -222,7 +222,7 @@ async def stream_response(request: Request, source: Source, dialect: Dialect, on
 
 
 class EventStream(Response):
-    """A streaming response.  All buffered events are written at once, in one piece."""
+    """Writes all buffered events at once, in one piece."""
 
     media_type = "text/event-stream"
 

@@ -37,7 +37,7 @@ COLUMNS = ("seconds", "steps", "sequences", "loss", "candidate_length", "present
 
 
 def main(arguments: Sequence[str], say: Say) -> None:
-    """Runs the command.  Raises `ConfigError` or `CommandError`."""
+    """Raises `ConfigError` or `CommandError`."""
     parser = Parser(
         prog="outrider train-drafter",
         description="Trains an EAGLE-3 head for --model on answers to prompts; run again, it goes on.",
@@ -102,7 +102,7 @@ async def train(given: argparse.Namespace, settings: dict[str, object], prompts:
 
 
 def newest_head(output: Path) -> Path | None:
-    """The directory of the latest published version; None: there is none."""
+    """The latest published version, if there is one."""
     versions = (path for path in output.glob("drafter-0/versions/*") if path.name.isdecimal())
     return max(versions, key=lambda path: int(path.name), default=None)
 

@@ -65,7 +65,7 @@ class AsyncFleet:
         weights_dir: str | Path | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> Self:
-        """A fleet that runs already, and goes on after the block.  `url` is the gateway's, with or without `/v1`."""
+        """A fleet that runs already, and goes on after the block.  `url` is its gateway's."""
         fleet = cls.__new__(cls)
         fleet._settings = None
         fleet._connection = Connection(url.rstrip("/").removesuffix("/v1"), api_key, concurrency, retries, transport)
@@ -171,8 +171,7 @@ class AsyncFleet:
         """Loads new weights of the target, from a directory that every verifier can read or a state dict of torch tensors.
 
         Running requests stand still meanwhile, and go on with the new weights.  Returns the version's name: `version`, or the
-        number of the update.  Tensors with other names or shapes are refused, and then nothing changes.  Raises
-        `OutriderError`.
+        update's number.  Tensors with other names or shapes are refused, and nothing changes.  Raises `OutriderError`.
         """
         if not isinstance(weights, Mapping):
             return await self._load(str(weights), version)

@@ -17,10 +17,7 @@ SHOWN_LINES = 40
 
 
 class FleetProcess:
-    """`outrider serve` on a free loopback port, in a session of its own.
-
-    The caller's process gets no signal handlers and does not import Ray.
-    """
+    """`outrider serve` on a free loopback port, in a session of its own.  The caller gets no signal handlers and no Ray."""
 
     def __init__(self, settings: dict[str, object]) -> None:
         flags = [f"--{name.replace('_', '-')}={_text(value)}" for name, value in settings.items() if value is not None]

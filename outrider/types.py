@@ -43,7 +43,7 @@ class Sample:
     finish_reason: str
     """`stop`, `length`, or `abort` if the request was ended at the server."""
     weight_versions: list[WeightSpan]
-    """The weights that drew the output; several spans if weights were updated meanwhile."""
+    """Several if weights were updated meanwhile."""
     cached_tokens: int
     """Prompt tokens that the verifier had in its prefix cache."""
     account: dict[str, Any] | None

@@ -21,11 +21,11 @@ BYTES_PER_TOKEN = 4
 _MANY = ("prompt", "input", "messages", "documents", "items", "text_2")
 """Fields that may hold more than one prompt."""
 WAIT_HEADER = "x-outrider-max-wait-s"
-"""Header with the seconds that a request may wait in the queue; `gateway.queue_wait_s` is the upper bound."""
+"""Header with the seconds that a request may wait for room, up to `gateway.queue_wait_s`."""
 SESSION_HEADER, LONGEST_SESSION = "x-session-id", 256
-"""Header that names a session (without it, the field `user` does), and how many characters of the name count."""
+"""Header that names a session (else the field `user` does), and how many characters of the name count."""
 LEARN_HEADER = "x-outrider-learn"
-"""Header; 0 means that drafters must not learn from the request."""
+"""0: drafters must not learn from the request."""
 
 
 def admit(gateway: Gateway, request: Request, asked: Any) -> Claim:

@@ -19,15 +19,13 @@ if TYPE_CHECKING:
 
 
 class Accounts(Protocol):
-    """Where a caller's tokens are charged; implemented by `gateway.keys.quotas.Quotas`."""
+    """Where tokens are charged; see `gateway.keys.quotas.Quotas`."""
 
     def correct(self, caller: Caller, tokens: int) -> None: ...
 
 
 @dataclass(eq=False, slots=True)
 class Claim:
-    """The claim of one request."""
-
     caller: Caller = ANYBODY
     priority: Priority = Priority.INTERACTIVE
     wait_s: float | None = field(default=-1.0)
@@ -38,14 +36,14 @@ class Claim:
     expected_tokens: int = 0
     """Estimated tokens of all its sequences, prompts and outputs."""
     charged_tokens: int = 0
-    """Tokens charged to the caller's quota so far."""
+    """Charged to the caller's quota so far."""
     accounts: Accounts | None = None
     session: str | None = None
     """The client's name for a session, for routing."""
     learn: bool = True
     """Whether drafters may learn from its sequences."""
     inquiry: Inquiry | None = None
-    """The request's options for speculation; None: it has none."""
+    """The request's options for speculation."""
     closed: bool = False
     """The HTTP request is over, or there was none.  Then tokens are charged as each sequence ends."""
     granted: bool = False
@@ -69,11 +67,11 @@ class Claim:
 
     @property
     def tokens(self) -> int:
-        """Tokens used so far, prompts included."""
+        """Used so far, prompts included."""
         return round(self.prompt_tokens) + self.output_tokens
 
     def settle(self) -> None:
-        """Charges used tokens that were not charged yet, or gives back charged tokens that were not used."""
+        """Charges used tokens that were not charged yet, or gives back unused ones."""
         if self.accounts is not None and self.tokens != self.charged_tokens:
             self.accounts.correct(self.caller, self.tokens - self.charged_tokens)
             self.charged_tokens = self.tokens
@@ -100,7 +98,7 @@ _claim: ContextVar[Claim | None] = ContextVar("claim", default=None)
 
 
 def enter_claim(claim: Claim) -> None:
-    """Makes `claim` the claim of all sequences that this task submits from now on."""
+    """Sequences that this task submits from now on belong to `claim`."""
     _claim.set(claim)
 
 

@@ -33,8 +33,6 @@ class _Waiting:
 
 @dataclass(frozen=True)
 class Queueing:
-    """The bounds of the queue of waiting requests."""
-
     max_sequences: int = 1024
     max_tokens: int = 1 << 20
     """Tokens of prompts and expected outputs together."""
@@ -66,11 +64,11 @@ class Gate:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the requests that wait, expected outputs included."""
+        """Tokens of waiting requests, expected outputs included."""
         return self._queue.tokens
 
     def limit(self, queueing: Queueing) -> None:
-        """Sets new bounds, which hold from the next request on."""
+        """Sets new bounds, from the next request on."""
         self._queue.max_sequences, self._queue.max_tokens = queueing.max_sequences, queueing.max_tokens
         self.wait_s = queueing.wait_s
 

@@ -41,7 +41,7 @@ class Item:
 @dataclass(slots=True)
 class _Flow:
     finish: float = 0.0
-    """Virtual time at which all its requests so far, served or waiting, are paid for."""
+    """Virtual time at which its requests so far, served or waiting, are paid for."""
     debt: float = 0.0
     """Virtual time for tokens used beyond the estimates; negative: below them.  Added to the next request's start time."""
     items: deque[Item] = field(default_factory=deque)
@@ -97,9 +97,9 @@ class FairQueue:
         self._forget_flows(of)
 
     def push(self, item: Item) -> list[Item]:
-        """Adds a waiting request.  Returns the requests that are turned away to keep the bounds, perhaps this one.
+        """Adds a waiting request.  Returns requests that are turned away to keep the bounds, perhaps this one.
 
-        Within the lowest priority, the flow with most waiting tokens for its weight loses its newest request.
+        In the lowest priority, the flow with most waiting tokens for its weight loses its newest request.
         """
         of = self._classes.setdefault(item.priority, _Class())
         flow = of.stamp(item)
@@ -156,7 +156,7 @@ class FairQueue:
             heapq.heapify(self._deadlines)
 
     def expire(self, now: float) -> list[Item]:
-        """Takes out and returns the requests whose deadline has passed."""
+        """Takes out requests whose deadline has passed."""
         late = []
         while self._deadlines and (self._deadlines[0][0] <= now or not self._deadlines[0][2].waiting):
             item = heapq.heappop(self._deadlines)[2]
@@ -166,13 +166,13 @@ class FairQueue:
         return late
 
     def next_deadline(self) -> float | None:
-        """The earliest deadline of a waiting request; None: there is none."""
+        """The earliest deadline of a waiting request."""
         while self._deadlines and not self._deadlines[0][2].waiting:
             heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else None
 
     def settle(self, flow: str, weight: float, priority: int, tokens: int) -> None:
-        """Charges a flow for `tokens` that a request used beyond its estimate; negative: gives them back."""
+        """Charges a flow for tokens used beyond an estimate; negative: gives tokens back."""
         of = self._classes.get(priority)
         if of is None:
             return

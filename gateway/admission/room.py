@@ -17,11 +17,11 @@ class _Reported:
     latest: int
     """As `others`, by the last report alone."""
     most: float
-    """Sequences that the verifier runs at most now.  Fewer than its slots when its KV cache is full, or while it prefills."""
+    """Most sequences that it runs now; fewer than its slots when its KV cache is full, or while it prefills."""
 
 
 class Rooms:
-    """`slots` is how many sequences a verifier runs at once; None: unlimited, so that none waits at the gateway."""
+    """`slots` is how many sequences a verifier runs at once; None: no limit, so that none waits here."""
 
     def __init__(self, slots: int | None) -> None:
         self._slots = float("inf") if slots is None else slots
@@ -29,7 +29,7 @@ class Rooms:
         self._reported: dict[str, _Reported] = {}
 
     def observe(self, stats: VerifierStats, own: int) -> None:
-        """Takes in a verifier's report; `own` sequences at that verifier belong to this gateway."""
+        """Takes in a verifier's report; `own` of its sequences are this gateway's."""
         before = self._reported.get(stats.verifier_id)
         latest = max(0, stats.running + stats.waiting - own)
         others = latest if before is None else min(latest, before.latest)

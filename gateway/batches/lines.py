@@ -13,7 +13,7 @@ from gateway.batches.objects import Line, LineError
 MAX_LINES = 50_000
 """Most lines of a file; OpenAI's limit."""
 MAX_ERRORS = 100
-"""Most errors shown for one file.  More errors probably have one common cause."""
+"""Most errors shown for one file.  More probably have one cause."""
 LONGEST_ID = 512
 """Most characters of a `custom_id`."""
 ENVELOPE_BYTES = 1 << 12
@@ -26,16 +26,14 @@ _line = msgspec.json.Decoder(Line)
 
 
 class Checked(NamedTuple):
-    """The result of checking an input file."""
-
     total: int
     model: str | None
-    """The model that all requests name; None: they name several."""
+    """The model that all requests name, if it is one."""
     errors: list[LineError]
 
 
 def read(path: Path, max_body_bytes: int) -> Iterator[tuple[int, bytes | None]]:
-    """The number (from 1) and text of each line that is not blank; the text is None for a line that is too long."""
+    """Number (from 1) and text of each line that is not blank; None for a line that is too long."""
     most = max_body_bytes + ENVELOPE_BYTES
     with path.open("rb") as file:
         number = 0

@@ -62,7 +62,7 @@ class Usage(msgspec.Struct, frozen=True):
     total_tokens: int = 0
 
     def plus(self, usage: Any) -> Usage:
-        """The sum of this and one answer's `usage` object, which may have the names of any of the APIs."""
+        """Adds one answer's `usage`, which may have the names of any of the APIs."""
         if not isinstance(usage, dict):
             return self
         taken = _number(usage, "input_tokens", "prompt_tokens")

@@ -94,7 +94,7 @@ class Runner:
             self._lock.close()
 
     def tell(self) -> None:
-        """Makes the runner look now, because a batch was created or cancelled."""
+        """Looks at once: a batch was created or cancelled."""
         self._news.set()
 
     async def _run(self) -> None:
@@ -157,7 +157,7 @@ class Runner:
             await asyncio.sleep(TROUBLE_S)
 
     async def _to_its_end(self, batch_id: str) -> None:
-        """Carries out a batch to its end, from whatever state it is in."""
+        """Carries out a batch from whatever state it is in."""
         kept = await self._store.batch(batch_id)
         if kept.batch.status == "validating":
             kept = await self._check(kept)
@@ -248,7 +248,7 @@ class Runner:
         await self._store.change(batch_id, None, change)
 
     async def _finish(self, batch_id: str) -> None:
-        """Stores an error for each line without an answer, writes the files, and sets the last status."""
+        """Stores errors for lines without an answer, writes the files, and sets the last status."""
         kept = await self._store.batch(batch_id)
         cancelled, expired = kept.batch.status == "cancelling", kept.batch.status == "in_progress"
         if expired or (cancelled and kept.batch.request_counts.total):

@@ -29,7 +29,7 @@ WINDOW_S = 86400
 MAX_OPEN = 100
 """Most unfinished batches of one owner."""
 ORPHAN_S = 3600.0
-"""Seconds before a file without a row is deleted.  A younger one may just be being written."""
+"""Seconds before a file without a row is deleted.  A younger one may be in the making."""
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS files (
@@ -157,7 +157,7 @@ class Store(Database):
 
     @exclusive
     def add_answers(self, db: sqlite3.Connection, batch_id: str, answers: Iterable[tuple[int, Answer]]) -> None:
-        """Stores and counts answers.  A line that has an answer already keeps its first one."""
+        """Stores and counts answers.  A line keeps its first answer."""
         batch = _batch(db, batch_id, None).batch
         counts, usage = batch.request_counts, batch.usage
         completed, failed = counts.completed, counts.failed
@@ -170,7 +170,7 @@ class Store(Database):
         _write(db, msgspec.structs.replace(batch, request_counts=counts, usage=usage))
 
     async def finish(self, batch_id: str, ended: Callable[[Batch], Batch]) -> None:
-        """Writes the answers into files, and stores the batch that `ended` makes of the present one."""
+        """Writes the answers into files, and replaces the batch by what `ended` makes of it."""
         kept = await self.batch(batch_id)
         made: dict[str, File] = {}
         for outcome, failed in (("output", False), ("error", True)):

@@ -26,7 +26,7 @@ class Bucket:
     used: float = 0.0
     at: float = 0.0
     since: float = 0.0
-    """What this gateway has used since the last exchange."""
+    """Used here since the last exchange."""
 
     def level(self, limit: int, now: float) -> float:
         """What is in the bucket now."""
@@ -40,12 +40,12 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A request was refused because it would exceed a limit."""
+    """A limit would be exceeded."""
 
     kind: Kind
     limit: int
     retry_after_s: float | None
-    """None: a retry never helps, because the request alone exceeds the limit."""
+    """None: a retry never helps, for the request alone is too large."""
 
 
 @dataclass(slots=True)
@@ -58,7 +58,7 @@ class Account:
     """Requests being served here."""
     open_elsewhere: int = 0
     synced_at: float = -math.inf
-    """When the last exchange with other gateways was; monotonic seconds."""
+    """Monotonic seconds of the last exchange with other gateways."""
     touched_at: float = -math.inf
 
 
@@ -91,7 +91,7 @@ class Ledger:
         self._limits: dict[str, Limits] = {}
 
     def account(self, name: str, limits: Limits, now: float) -> Account:
-        """The account of a key, made if necessary.  `limits` are the key's present ones."""
+        """The account of a key whose limits are now `limits`."""
         account = self._accounts.get(name)
         if account is None:
             account = self._accounts[name] = Account()
@@ -164,7 +164,7 @@ class Ledger:
         return result
 
     def give_back(self, uses: list[Use]) -> None:
-        """Undoes `take` after an exchange that failed: the use becomes part of the next one."""
+        """Undoes `take` after an exchange that failed."""
         for use in uses:
             account = self._accounts[use.name]
             account.requests.since += use.requests

@@ -1,4 +1,4 @@
-"""All keys: those of the keys file, which has their hashes, and the two single keys of the settings.  Also makes new keys.
+"""All keys: those of the keys file, which has only hashes, and the two single keys of the settings.  Makes new keys, too.
 
 A key has 256 random bits and cannot be guessed, so one round of SHA-256 hides it.  Keys are looked up by their hash, so the
 time of a look-up reveals nothing about other keys.
@@ -144,7 +144,7 @@ class KeyRing:
         return len({caller.owner for caller in self._callers.values()} - {""})
 
     def of_owner(self, owner: str) -> Caller | None:
-        """The caller whose stored objects have this owner; None: the key no longer exists."""
+        """The caller with this owner; None: the key no longer exists."""
         if not owner:
             return ANYBODY
         return next((caller for caller in self._callers.values() if caller.owner == owner), None)
@@ -159,7 +159,7 @@ class KeyRing:
         return ANYBODY if self.open else None
 
     def find_administrator(self, scope: Scope) -> Caller | None:
-        """The caller, if the request's key may administer the fleet; else None."""
+        """The caller, if the request's key may administer the fleet."""
         digest = _digest(_shown(scope))
         if self._admin_digest is not None and hmac.compare_digest(digest, self._admin_digest):
             return Caller("admin-key", admin=True, metrics=True)

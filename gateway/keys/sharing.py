@@ -143,10 +143,7 @@ class RedisStore:
 
 
 def open_store(url: str | None, folder: Path | None) -> Store | None:
-    """The store: Redis at `url`, else a file in `folder`, else None (this gateway counts for itself).
-
-    Raises `OSError` or `ValueError`.
-    """
+    """Redis at `url`, else a file in `folder`, else None: no sharing.  Raises `OSError` or `ValueError`."""
     if url is not None:
         return RedisStore(url)
     try:

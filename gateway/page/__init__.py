@@ -35,4 +35,4 @@ def _read() -> dict[str, PageFile]:
 
 
 FILES = _read()
-"""The files by URL path.  They are equal for all clients and contain nothing about the fleet, so they need no key."""
+"""By URL path.  They are equal for all clients and contain nothing about the fleet, so they need no key."""

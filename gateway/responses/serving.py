@@ -31,7 +31,7 @@ INTERRUPTED = {"code": "server_error", "message": "The server was stopped while 
 
 
 class Responses:
-    """The responses of one gateway process.  Without a `store` there are no earlier items and no background responses."""
+    """Without a `store` there are no earlier items and no background responses."""
 
     def __init__(self, store: Store | None) -> None:
         self._store = store
@@ -66,7 +66,7 @@ class Responses:
             await asyncio.to_thread(self._store.close)
 
     async def turn(self, data: dict[str, Any], owner: str) -> Turn:
-        """The request in the body `data`, with all earlier items of its conversation.  Raises `ApiError`."""
+        """The request in `data`, with all earlier items of its conversation.  Raises `ApiError`."""
         previous, conversation = _text(data, "previous_response_id"), _conversation_id(data)
         if previous and conversation:
             raise BadRequest("Give `previous_response_id` or `conversation`, not both.", param="conversation")
@@ -107,7 +107,7 @@ class Responses:
         return Turn(asked, echo, owner, own, stored, background, data.get("stream") is True, previous, conversation)
 
     async def answer(self, turn: Turn, made: Any) -> dict[str, Any]:
-        """Makes the response object from vLLM's whole answer, and stores it."""
+        """Makes and stores the response object, from vLLM's whole answer."""
         body = turn.shown(made.model_dump(mode="json", by_alias=True))
         await self._keep(turn, body)
         return body

@@ -88,7 +88,7 @@ class Store(Database):
 
     @transaction
     def unfinished(self, db: sqlite3.Connection, response_id: str) -> bool:
-        """Whether the response is queued or in progress, at any gateway."""
+        """Whether it is queued or in progress, at any gateway."""
         query = "SELECT 1 FROM responses WHERE id = ? AND json_extract(body, '$.status') IN ('queued', 'in_progress')"
         return db.execute(query, (response_id,)).fetchone() is not None
 
@@ -118,9 +118,9 @@ class Store(Database):
 
     @transaction
     def fail_interrupted(self, db: sqlite3.Connection, error: dict[str, Any]) -> int:
-        """Marks responses that a gateway was generating when it ended as `failed` with this error.  Returns how many.
+        """Marks responses that a gateway left unfinished when it ended as `failed` with this error.  Returns how many.
 
-        Call it while this process generates none, because it may have the pid of an earlier gateway.
+        Call it while this process generates none: it may have an earlier gateway's pid.
         """
         query = "SELECT id, body, maker FROM responses WHERE json_extract(body, '$.status') IN ('queued', 'in_progress')"
         dead = [(each, json.loads(body)) for each, body, maker in db.execute(query) if _is_over(maker)]
@@ -137,7 +137,7 @@ class Store(Database):
 
     @transaction
     def events(self, db: sqlite3.Connection, response_id: str, after: int) -> list[tuple[int, str]]:
-        """The events of a response with numbers greater than `after`, in order."""
+        """Events with numbers greater than `after`."""
         query = "SELECT number, event FROM events WHERE response = ? AND number > ? ORDER BY number"
         return db.execute(query, (response_id, after)).fetchall()
 

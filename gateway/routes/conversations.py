@@ -1,4 +1,4 @@
-"""OpenAI's /v1/conversations: stored items.  A response continues a conversation, and its items are added to it."""
+"""OpenAI's /v1/conversations: stored items, which responses continue and add to."""
 
 from __future__ import annotations
 

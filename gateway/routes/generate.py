@@ -66,7 +66,7 @@ async def completions(request: Request) -> Response:
 
 
 async def _read(gateway: Gateway, request: Request, model: type[ModelT]) -> tuple[ModelT, Inquiry | None]:
-    """The body as `model`, and its options for speculation (None: it has none)."""
+    """The body as `model`, and its options for speculation."""
     data = await read_json(request, gateway.max_body_bytes)
     check_bounds(data)
     inquiry = await inquire(gateway, request, data)
