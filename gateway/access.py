@@ -166,8 +166,8 @@ class Access:
     def _administrator(self, scope: Scope) -> Caller:
         """The caller, if it may administer the fleet.  Raises `Unauthorized` or `Forbidden`.
 
-        If any key has that right, one is required.  Otherwise the request must come from this machine, with the API key if
-        there is one, and with a loopback name as `Host`: a web page could send its visitor's browser here under its own name.
+        If any key has that right, such a key is required.  Otherwise the request must come from this machine, with the API key
+        if there is one, and with a loopback name as `Host`: a web page could send its visitor's browser here under another.
         """
         ring = self._doors.ring
         if ring.has_admin:

@@ -382,7 +382,7 @@ def _from_http(error: starlette.exceptions.HTTPException) -> ApiError:
 
 
 def from_pydantic(error: pydantic.ValidationError, within: str | None = None) -> ApiError:
-    """`within` is the field whose value was validated, and is named in the error; None: the whole body was."""
+    """The `ApiError` for a validation error.  `within` is the field whose value was validated; None: the whole body was."""
     first = most_telling(error.errors(include_url=False, include_input=False))
     inner = (first.get("ctx") or {}).get("error")
     if isinstance(inner, VLLMClientError):

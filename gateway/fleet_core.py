@@ -44,7 +44,8 @@ from gateway.weights_in_force import WeightsInForce
 logger = logging.getLogger(__name__)
 
 FRESH_S = 1.5
-"""Seconds after its last message in which a verifier counts as alive, whatever the directory reports.  Usual are 0.25."""
+"""Seconds after its last message in which a verifier counts as alive, whatever the directory reports.  Counters come four
+times a second."""
 HOLD_S = 10.0
 """Seconds that new requests wait after the last verifier was lost.  One that was only stopped or starved soon comes back."""
 

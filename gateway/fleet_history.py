@@ -56,7 +56,7 @@ class Observation:
 
 
 class _Window(Generic[R]):
-    """One member's reports within `WINDOW_S`, oldest first, all of the same incarnation."""
+    """One member's reports within `WINDOW_S`, oldest first, all of one incarnation."""
 
     def __init__(self) -> None:
         self._reports: deque[tuple[float, R]] = deque()

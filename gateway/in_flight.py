@@ -188,14 +188,14 @@ class Sequences:
 
 
 class TrafficObserver(Protocol):
-    """Told of every sequence's progress; `gateway.metrics` implements it."""
+    """Observes every sequence's progress; `gateway.metrics` implements it."""
 
     def on_tokens(self, sequence: InFlight, count: int, now: float) -> None:
         """`count` tokens arrived in one chunk; called before `sequence` takes them in."""
         ...
 
     def on_finished(self, sequence: InFlight, reason: str) -> None:
-        """The sequence ended: `stop`, `length`, ..., `aborted` by us, `lost` with its verifier, or `poisoned`."""
+        """The sequence ended: `stop`, `length`, ..., `aborted` here, `lost` with its verifier, or `poisoned`."""
         ...
 
     def on_moved(self, sequence: InFlight, cut: Cut) -> None:

@@ -1,6 +1,6 @@
 """`outrider run-batch`: sends the requests of a file in OpenAI's batch format to a gateway, and writes the answers to a file.
 
-Answers are written as they come.  Run again with the same files, it goes on where it ended.  The command line's process.
+Answers are written as they come; a further run with the same files goes on where the last ended.  The command line's process.
 """
 
 from __future__ import annotations

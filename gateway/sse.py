@@ -154,7 +154,7 @@ class Events:
 
 
 class Source(Protocol):
-    """Where events come from."""
+    """A maker of events."""
 
     async def start(self, events: Events) -> None:
         """Begins to put events; raises if it cannot."""

@@ -1,4 +1,4 @@
-"""What the routes share: one `Gateway` per application, found at `app.state.gateway`.  No globals."""
+"""What all routes share: one `Gateway` per application, at `app.state.gateway`.  No globals."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Gateway:
     """Bounds the texts that are tokenized, other than prompts, which use the same threads and would wait behind them."""
 
     def abort(self, request_ids: list[str] | None) -> dict[str, list[list[int]]]:
-        """Ends requests, by the ids in answers or in `X-Request-Id`, or all (None).  Returns the tokens of their sequences."""
+        """Ends requests by their ids in answers or in `X-Request-Id`; None: all.  Returns, by id, a token list per sequence."""
         tokens: dict[str, list[list[int]]] = {}
         ended = []
         for record in self.client.core.sequences:

@@ -235,6 +235,6 @@ class FairQueue:
         return max(flows, key=lambda flow: flow.tokens / flow.items[-1].weight).items[-1]
 
     def _forget_flows(self, of: _Class) -> None:
-        """Drops flows that the clock has overtaken: they do not differ from new ones."""
+        """Drops flows that the clock has overtaken, because they do not differ from new ones."""
         if len(of.flows) > 256:
             of.flows = {name: flow for name, flow in of.flows.items() if flow.items or flow.finish + flow.debt > of.clock}

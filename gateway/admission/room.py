@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from backend.fleet import VerifierStats
 
 SPARE = 8
-"""Per so many slots, one more sequence is sent to a verifier.  It waits there, to take a free slot in the next step."""
+"""For every so many slots, one sequence beyond the slots waits at the verifier, to take a free slot in the next step."""
 
 
 @dataclass(frozen=True, slots=True)

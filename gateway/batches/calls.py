@@ -31,7 +31,7 @@ RETRIED = frozenset({429, 503})
 
 
 def rights_of(owner: str, doors: Doors) -> dict[str, Any]:
-    """A line's request state: the present rights of the owner's key (none if it is gone), lowest priority, any wait."""
+    """A line's request state: the present rights of the owner's key (none if it is gone), lowest priority, no deadline."""
     caller = doors.ring.of_owner(owner) or Caller("", owner, models=frozenset())
     return {"caller": caller, "claim": Claim(caller, Priority.BATCH, wait_s=None, accounts=doors.quotas)}
 

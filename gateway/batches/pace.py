@@ -82,12 +82,12 @@ class Pace:
 
     @property
     def _taken(self) -> int:
-        """Lines that have their turn, or what they have at verifiers and held where that is more."""
+        """Lines that have their turn, or batches' sequences (at verifiers and held), whichever are more."""
         return max(self._lines, self._core.batched + self._core.held)
 
     @property
     def quiet(self) -> bool:
-        """Whether nobody waits, or did a moment ago."""
+        """Whether there were no interactive sequences for `QUIET_AFTER_S`."""
         return time.monotonic() - self._busy_at > QUIET_AFTER_S
 
     def _someone_comes(self) -> None:
