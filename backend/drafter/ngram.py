@@ -55,7 +55,7 @@ class NgramProposer:
             self._held -= len(lookup.tokens)
 
     def draft(self, batch: Sequence[Ask]) -> list[Drafted]:
-        """Looks each request up by itself; a look-up has no signs, so nothing ends it early."""
+        """A look-up for each request.  Look-ups have no signs, so no floor ends them early."""
         drafts: list[Drafted] = []
         for ask in batch:
             lookup = self._lookups.get(ask.key)
@@ -65,25 +65,25 @@ class NgramProposer:
         return drafts
 
     def imagine(self, batch: Sequence[Premise]) -> list[list[Outcome]]:
-        """The one outcome that a look-up speaks of: all is accepted, and the text goes on as it did before."""
+        """The one outcome that a look-up predicts: all is accepted, and the text goes on as after its earlier occurrence."""
         return [self._all_accepted(premise) for premise in batch]
 
     def length(self, key: Hashable) -> int | None:
-        """Tokens a request is known to have."""
+        """Tokens of an open request, as far as known here."""
         lookup = self._lookups.get(key)
         return None if lookup is None else len(lookup.tokens)
 
     def requests(self) -> list[Hashable]:
-        """Open requests."""
+        """Keys of the open requests."""
         return list(self._lookups)
 
     def close_idle(self, before: float) -> None:
-        """Ends requests unheard of since `before`."""
+        """Ends requests without a message since `before`."""
         for key in [key for key, lookup in self._lookups.items() if lookup.last_used < before]:
             self.close(key)
 
     def invalidate(self) -> None:
-        """Nothing here depends on the target's weights."""
+        """Does nothing: look-ups do not depend on the target's weights."""
 
     def usage(self) -> Usage:
         """Counters and load."""
