@@ -1,1 +1,4 @@
-"""Which verifier takes a request (`routers.py`, `affinity.py`), and which requests move to another (`balance.py`).  Pure."""
+"""Decides which verifier a request goes to (`routers.py`, `affinity.py`), and which running requests move (`balance.py`).
+
+Pure.
+"""
