@@ -1,7 +1,7 @@
 """The interface of assignment rules: a `Situation` in, changes of bindings out.  Pure.
 
-A binding says that a drafter serves a verifier.  Both may have several bindings: a verifier's requests are split evenly over
-its drafters (`backend/speculation/pairing.py`), and a drafter takes the rounds of all its verifiers in turn.  `Bindings` applies
+A binding says that a drafter serves a verifier.  Both may have several: a verifier's requests are split evenly over its
+drafters (`backend/speculation/pairing.py`), and a drafter takes the rounds of all its verifiers in turn.  `Bindings` applies
 pins and drops members that left, so a rule (`water_filling.py`) need not.
 """
 
