@@ -159,7 +159,7 @@ class CoordinatorHandle:
         return bool(self._call("drain", member_id, migrate_after_s))
 
     def resume(self, member_id: str) -> bool:
-        """Ends a drain, see `Coordinator.resume`.  For the launcher; administrators use `submit`."""
+        """Ends a drain.  For the launcher; administrators use `submit`."""
         return bool(self._call("resume", member_id))
 
     def submit(self, command: AnyCommand) -> Answer:

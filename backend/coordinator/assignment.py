@@ -121,12 +121,10 @@ class Bindings:
                         self.bind(verifier, drafter)
 
     def bind(self, verifier: str, drafter: str) -> None:
-        """Adds a pair."""
         self.of_verifier[verifier].add(drafter)
         self.of_drafter[drafter].add(verifier)
 
     def unbind(self, verifier: str, drafter: str) -> None:
-        """Takes a pair away."""
         self.of_verifier[verifier].discard(drafter)
         self.of_drafter[drafter].discard(verifier)
 

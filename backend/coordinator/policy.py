@@ -262,7 +262,7 @@ class Coordinator:
     # Details.
 
     def _changed(self) -> None:
-        """Membership has changed: raises the version, and has the next `tick` decide."""
+        """Membership has changed: the next `tick` decides."""
         self._version += 1
         self._is_dirty, self._fit = True, None
 

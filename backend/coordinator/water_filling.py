@@ -51,7 +51,7 @@ class WaterFilling:
     min_dwell_s: float = 5.0
 
     def decide(self, situation: Situation) -> list[Action]:
-        """Places free drafters, moves drafters, then has verifiers without one share."""
+        """Places free drafters, moves drafters, shares them."""
         fleet = _Fleet(situation)
         if situation.verifiers and situation.drafters:
             fleet.place()
@@ -131,10 +131,7 @@ class _Fleet:
         return [slowest, may] if len(may) > 1 else [may] if may else []
 
     def _gain(self, giver: str, taker: str, leaving: list[str]) -> tuple[float, float]:
-        """Tokens per second that a move gains both verifiers together, and their present ones.
-
-        A giver without drafters left will share with the taker, if that is faster than being alone.
-        """
+        """The gain of a move, and the present speed of both verifiers.  A giver of its last drafter will share the taker's."""
         giver_held, taker_held = self._held[giver], self._held[taker] + sum(self._capacity[each] for each in leaving)
         now = self._worth(giver, giver_held) + self._worth(taker, self._held[taker])
         less = giver_held - sum(self._part(giver, each) for each in leaving)

@@ -35,7 +35,6 @@ class ModelProposer(EagleProposer):
         return known
 
     def length(self, key: Hashable) -> int | None:
-        """Tokens of an open sequence, as far as known here."""
         length = super().length(key)
         return None if length is None else length - 1
 
@@ -67,7 +66,6 @@ class ModelProposer(EagleProposer):
         return drafts
 
     def imagine(self, batch: Sequence[Premise]) -> list[list[Outcome]]:
-        """Drafts for likely outcomes of verifications."""
         found = super().imagine([replace(premise, base_len=premise.base_len + 1) for premise in batch])
         for premise, outcomes in zip(batch, found, strict=True):
             if outcomes:

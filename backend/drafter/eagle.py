@@ -65,7 +65,6 @@ class EagleProposer:
         self._cache.open(key, tokens, len(tokens) - 1 - rows, now).sampling = sampling
 
     def commit(self, key: Hashable, base_len: int, tokens: list[int], rows: int, now: float) -> bool:
-        """Takes the newest tokens."""
         sequence = self._cache.get(key, now)
         if sequence is None:
             return False
@@ -81,16 +80,13 @@ class EagleProposer:
         self._cache.close(key)
 
     def length(self, key: Hashable) -> int | None:
-        """Tokens of an open sequence, as far as known here."""
         sequence = self._cache.peek(key)
         return None if sequence is None else len(sequence.tokens)
 
     def requests(self) -> list[Hashable]:
-        """Keys of the open sequences."""
         return self._cache.open_keys()
 
     def close_idle(self, before: float) -> None:
-        """Closes sequences without a message since `before`."""
         for key in self._cache.idle_since(before):
             self._cache.close(key)
 
@@ -99,7 +95,6 @@ class EagleProposer:
         self._cache.invalidate()
 
     def usage(self) -> Usage:
-        """Counters and load."""
         held = self._cache
         return Usage(len(held), held.usage, held.prefix_rows_reused, held.evictions)
 
@@ -142,9 +137,9 @@ class EagleProposer:
     def _reserve(
         self, batch: Sequence[Ask], limits: list[int], scratch: int
     ) -> tuple[dict[int, cache.Sequence], dict[int, cache.Sequence]]:
-        """Reserves cache rows for each ask, and counts its true rows as committed.
+        """Reserves cache rows, and counts true ones as committed.  Returns sequences to extend, and to draft for, by index.
 
-        Returns the sequences to extend and those to draft for, each by index in `batch`; asks without room are in neither.
+        Asks without room are in neither.
         """
         sequences = [self._cache.peek(ask.key) for ask in batch]
         pinned = {sequence for sequence in sequences if sequence is not None}

@@ -122,9 +122,6 @@ class Following:
         self._fetch = None
 
     def _differs(self, known: _Known) -> bool:
-        """Whether these weights differ from those we have.
-
-        The name alone does not decide: a verifier may give the same name to other weights, under a new number.
-        """
+        """Whether these weights are new here.  A verifier may reuse a name for other weights, with a new number."""
         have = self._have
         return known.target != have.target or (known.verifier_id == have.verifier_id and known.weights != have.weights)

@@ -263,10 +263,9 @@ class Head:
         return functional.rms_norm(values, weight.shape, weight, self.config.rms_norm_eps)
 
     def _input_tables(self, embedding: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """What each token's embedding adds to the first product, computed beforehand as far as it fits in memory.
+        """What each token's embedding adds to the first product, a row per token.
 
-        Returns the table (a row per token), the matrix its rows have yet to be multiplied with (None: none), and the matrix for
-        the feature (EAGLE-1; None otherwise).
+        Also returns the matrix that rows have yet to be multiplied with (None: done beforehand), and EAGLE-1's for features.
         """
         hidden = self.config.hidden_size
         if not self.takes_features:

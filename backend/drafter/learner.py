@@ -82,7 +82,6 @@ class Learner:
         self._thread = threading.Thread(target=self._run, name="learner", daemon=True)
 
     def start(self, device: str) -> None:
-        """Begins to train on `device`."""
         self._device = device
         self._thread.start()
 

@@ -87,7 +87,6 @@ class Nexts:
         self._move(key, base_len, now, known=False)
 
     def forget(self, key: Key) -> None:
-        """The request is over."""
         self._strangers.pop(key, None)
         self._drop([key])
 

@@ -27,7 +27,6 @@ class NgramProposer:
         self._evictions = 0
 
     def open(self, key: Hashable, tokens: list[int], rows: int, now: float, sampling: Sampling = GREEDY) -> None:
-        """Starts a request (again)."""
         self.close(key)
         self._lookups[key] = Lookup(tokens, *self._sizes)
         self._lookups[key].last_used = now
@@ -35,7 +34,6 @@ class NgramProposer:
         self._make_room(key)
 
     def commit(self, key: Hashable, base_len: int, tokens: list[int], rows: int, now: float) -> bool:
-        """Takes the newest tokens."""
         lookup = self._lookups.get(key)
         if lookup is None:
             return False
@@ -49,7 +47,6 @@ class NgramProposer:
         return True
 
     def close(self, key: Hashable) -> None:
-        """Ends a request."""
         lookup = self._lookups.pop(key, None)
         if lookup is not None:
             self._held -= len(lookup.tokens)
@@ -69,16 +66,13 @@ class NgramProposer:
         return [self._all_accepted(premise) for premise in batch]
 
     def length(self, key: Hashable) -> int | None:
-        """Tokens of an open request, as far as known here."""
         lookup = self._lookups.get(key)
         return None if lookup is None else len(lookup.tokens)
 
     def requests(self) -> list[Hashable]:
-        """Keys of the open requests."""
         return list(self._lookups)
 
     def close_idle(self, before: float) -> None:
-        """Ends requests without a message since `before`."""
         for key in [key for key, lookup in self._lookups.items() if lookup.last_used < before]:
             self.close(key)
 
@@ -86,7 +80,6 @@ class NgramProposer:
         """Does nothing: look-ups do not depend on the target's weights."""
 
     def usage(self) -> Usage:
-        """Counters and load."""
         return Usage(len(self._lookups), min(self._held / self._capacity, 1.0), 0, self._evictions)
 
     def _all_accepted(self, premise: Premise) -> list[Outcome]:

@@ -162,9 +162,9 @@ class Imagination:
     def _fates(
         self, premises: list[Premise], sequences: list[Sequence], draws: Draws, verified: Tensor, others: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Two logarithms, `[sequences, stops]`: of each verified token's chance, and of a factor for the other tokens.
+        """Logarithms of each verified token's chance, and of a factor: `[sequences, stops]` each.
 
-        The factor, times exp(value), is the chance that a verification which gets here ends with the token of that value.
+        The factor times exp(value) is the chance that a verification which gets here ends with the token of that value.
         """
         rest = others.logsumexp(-1).clamp(min=torch.finfo(torch.float32).min)
         is_sampled = (draws.scales > 0).view(verified.shape)

@@ -144,11 +144,9 @@ class DrafterProcess:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the drafting thread runs."""
         return self._thread.is_alive()
 
     def start(self) -> None:
-        """Begins to serve."""
         self._thread.start()
         if self._learner is not None:
             self._learner.start(_device(self._settings))
@@ -173,8 +171,8 @@ class DrafterProcess:
     def swap_head(self, head_dir: str) -> None:
         """Drafts with the head or draft model in `head_dir` from the next batch on.  Any thread but the drafting one.
 
-        Raises `CheckpointError`, and keeps the present model, if the new one does not fit the target or the features that
-        verifiers send.  Raises `TimeoutError` if the drafting thread is stuck.
+        Raises `CheckpointError`, and keeps the present model, if the new one does not fit the target or what verifiers send.
+        Raises `TimeoutError` if the drafting thread is stuck.
         """
         if self._learner is not None:
             raise CheckpointError("this drafter learns its heads itself")
@@ -217,7 +215,6 @@ class DrafterProcess:
             self._learner.follow(newer)
 
     def stats(self) -> DrafterStats:
-        """Counters and load."""
         stats = self._loop.stats()
         return stats if self._learner is None else msgspec.structs.replace(stats, learning=self._learner.stats())
 

@@ -45,8 +45,7 @@ GREEDY = Sampling(0, 0.0)
 class Until:
     """When a draft ends: after `k` tokens, or before the first whose survival falls below `floor`.
 
-    `judges`: the weights of `backend.speculation.chances` for greedy and for sampled requests, from which survivals follow.
-    Empty: drafts have `k` tokens.
+    `judges`: the weights (`chances.py`) for greedy and for sampled requests; empty: `floor` has no effect.
     """
 
     k: int
@@ -89,10 +88,7 @@ class Ask:
 
 @dataclass(frozen=True)
 class Premise:
-    """One request's share of an enumeration: draft for at most `outcomes` ways in which the verification may end.
-
-    `verifying` is the draft under verification, behind the request's first `base_len` tokens.
-    """
+    """One request's share of an enumeration: how the verification of `verifying`, behind `base_len` tokens, may end."""
 
     key: Hashable
     base_len: int

@@ -94,7 +94,6 @@ class DrafterService:
 
     @property
     def has_work(self) -> bool:
-        """Whether there is anything for `work` to do."""
         return bool(self._waiting) or self._nexts.is_due
 
     def handle(self, identity: bytes, frames: Sequence[bytes]) -> list[Reply]:
@@ -273,10 +272,7 @@ class DrafterService:
         return rounds
 
     def _join_fresh(self, asks: list[Ask]) -> list[tuple[Wanted, int | None]]:
-        """Adds the fresh drafts that are due to the batch `asks`.
-
-        Returns each with its index in `asks`; None: nothing can be drafted, the answer is empty.
-        """
+        """Adds the fresh drafts that are due to `asks`.  Returns each with its index there; None: its answer is empty."""
         places = {ask.key: index for index, ask in enumerate(asks)}
         fresh: list[tuple[Wanted, int | None]] = []
         for wanted in self._nexts.take_fresh():

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Session:
-    """One verifier in one epoch.  `features` and `drafts` are the identities of its two sockets."""
+    """One verifier in one epoch; `features` and `drafts` are its sockets' identities."""
 
     verifier_id: str
     epoch: int

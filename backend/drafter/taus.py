@@ -47,7 +47,7 @@ class Taus:
         return others[self._turn % len(others)]
 
     def learn(self, trial: Trial, token: int) -> None:
-        """Scores a trial, now that the text went on with `token`, and chooses the best tau anew."""
+        """Scores a trial: the text went on with `token`."""
         bucket = _bucket(trial.temperature)
         rates = self._rates.setdefault(bucket, [[0.0, 0.0] for _ in GRID])
         for place, drafted in trial.tokens.items():

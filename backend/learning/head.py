@@ -72,7 +72,6 @@ class Drafter(nn.Module):
         return block
 
     def cache(self, batch: int, capacity: int) -> LayerCache:
-        """An empty cache."""
         return LayerCache.empty(self.shape.layer, batch, capacity, self.fc.weight.detach())
 
     def logits(self, output: Tensor) -> Tensor:

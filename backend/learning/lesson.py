@@ -61,7 +61,7 @@ def collate(replays: Sequence[Replay], device: torch.device) -> Batch:
 
 
 def _cut(replay: Replay) -> tuple[Tensor, Tensor, int]:
-    """The last `LONGEST` rows: tokens, features, and where in the tokens the answer begins (negative: before them)."""
+    """The last `LONGEST` rows: tokens, features, and where in the tokens the answer begins."""
     start = max(len(replay.features) - LONGEST, 0)
     return replay.tokens[start:], replay.features[start:], replay.prompt - replay.first - start
 

@@ -6,8 +6,7 @@ import math
 from collections.abc import Hashable, Sequence
 
 LEAST_GAIN = 0.02
-"""A candidate must raise the acceptance length by at least this share.  A new head has a cost: all running requests lose their
-cache on the drafter."""
+"""Least relative gain in acceptance length of a new head, which costs all running requests their cache on the drafter."""
 FEWEST = 8
 """Fewest sequences for comparing two heads."""
 SURE = 1.64

@@ -109,7 +109,7 @@ class Examined:
     present: float
     candidate: float
     is_better: bool
-    """Whether the candidate is better with statistical confidence, and by enough (`rules.is_worth_publishing`)."""
+    """Whether the candidate should be published (`rules.is_worth_publishing`)."""
 
 
 class Trainer:
@@ -341,7 +341,6 @@ def _listen(orders: list[TakenBack | Followed]) -> None:
 
 
 def main() -> None:
-    """Runs the trainer's process."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     give_way()
     torch.set_num_threads(1)
@@ -351,7 +350,7 @@ def main() -> None:
 
 
 def give_way() -> None:
-    """Gives this process the lowest priority: it runs only when no other process needs the processor."""
+    """Gives this process the lowest priority, below all others."""
     os.nice(19)
     try:
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))

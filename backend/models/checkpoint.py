@@ -76,8 +76,7 @@ def load_drafter(head_dir: str, target_dir: str, raw: bool = False, newer: Mappi
     optional = {n for n in names if n.endswith(".bias")} | ({EMBEDDING, LM_HEAD} & names.keys())
     keep = required_tensors(config).keys() | optional
     if config.kind != "eagle":
-        # EAGLE-3's `fc` is not needed here: it is applied by the verifier, or read as `projection`.  EAGLE-1's is applied here,
-        # since it also reads the embedding.
+        # EAGLE-3's `fc` is applied by the verifier, or read as `projection` below.  EAGLE-1's also reads the embedding.
         keep = {n for n in keep if not n.startswith(("fc.", "fc_norm."))}
     stored = files.read_many([names[name] for name in sorted(keep)])
     tensors = {name: stored[names[name]] for name in keep}

@@ -35,10 +35,7 @@ KEPT = (
 
 
 def feature_layers(layers: int) -> tuple[int, int, int]:
-    """The target layers whose inputs are the features, for a target of so many layers.
-
-    The last number, `layers`, stands for the input of the target's final norm.
-    """
+    """The layers whose inputs are features, in a target of so many.  The last, `layers`, is the input of the final norm."""
     early = min(2, layers - 2)
     return early, max(layers // 2, early + 1), layers
 

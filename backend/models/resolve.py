@@ -224,7 +224,7 @@ def _learn(found: Sequence[OwnDrafter], target: Path, settings: Settings) -> str
 
 
 def _learning_dir(settings: Settings, target: Path) -> Path:
-    """The directory for learned heads: a separate one for each target and `--drafter`, unless a setting names it."""
+    """The directory for learned heads: as set, or one for each target and `--drafter`."""
     if settings.drafting.learning_dir is not None:
         return Path(settings.drafting.learning_dir)
     digest = hashlib.sha256(f"{target}\n{settings.drafter}".encode()).hexdigest()[:8]

@@ -33,8 +33,7 @@ class TensorFiles:
     def __init__(self, directory: str) -> None:
         self.directory = Path(directory)
         self.tensors: dict[str, TensorInfo] = {}
-        # The first pattern that matches counts: a directory may hold the weights a second time under another vendor's names, or
-        # pickles that are not weights.
+        # Only the first pattern that matches: there may be copies under another vendor's names, or pickles that are no weights.
         for pattern in ("model*.safetensors", "*.safetensors", "pytorch_model*.bin", "*.bin"):
             for path in sorted(self.directory.glob(pattern)):
                 read = self._read_safetensors_header if path.suffix == ".safetensors" else self._read_bin_shapes

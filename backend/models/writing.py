@@ -53,10 +53,7 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 def speculators_config(
     layer: Mapping[str, Any], features: Sequence[int], verifier: str, architectures: Sequence[str]
 ) -> dict[str, Any]:
-    """`config.json` of an EAGLE-3 head with the target's whole vocabulary, in speculators' layout.
-
-    `layer`: the configuration of its layer; `features`: the target layers whose inputs it reads; `verifier`: the target's name.
-    """
+    """`config.json` of an EAGLE-3 head with the whole vocabulary: its `layer`, the target layers it reads, and the target."""
     return {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",

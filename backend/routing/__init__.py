@@ -1,4 +1,1 @@
-"""Decides which verifier a request goes to (`routers.py`, `affinity.py`), and which running requests move (`balance.py`).
-
-Pure.
-"""
+"""Decides where requests go (`routers.py`, `affinity.py`), and which move to another verifier (`balance.py`).  Pure."""

@@ -78,7 +78,7 @@ class PrefixMap:
             self._blocks.put(key, verifier_id)
 
     def forget(self, verifier_id: str) -> None:
-        """The verifier's cache is empty: none of its blocks is found again."""
+        """The verifier has lost its cache."""
         self._blocks.forget(verifier_id)
 
 

@@ -167,10 +167,7 @@ def _widest_gap(loads: Sequence[Load], sources: set[str]) -> tuple[Load, Load] |
 
 
 def _still_apart(slow: Load, n: int, fast: Load, m: int, gap: float) -> bool:
-    """Whether the gap is wide enough for one more move, and the slow verifier does not become the faster one by it.
-
-    Otherwise the next decision would move requests back.
-    """
+    """Whether one more move leaves the slow verifier slower.  Otherwise the next decision would move requests back."""
     if n < 1:
         return False
     after = fast.seconds_per_token(m + 1)

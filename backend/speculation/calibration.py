@@ -18,16 +18,14 @@ from backend.fleet import CHANCE_BINS, Foretold
 from backend.speculation.chances import chances, clipped
 
 SIGN_WEIGHTS, OFFSET = (0.3, 0.5), 0.5
-"""a, b and e at the start: those of an average head, where a token without a lead is right six times in ten.  They are
-optimistic, so that a new drafter is tried."""
+"""a, b and e at the start.  A token without a lead is right six times in ten: optimistic, so that a new drafter is tried."""
 SIGN_DOUBT, OFFSET_DOUBT, POSITION_DOUBT = 0.1, 1.0, 0.1
 """Variances at the start.  Heads differ less in what their signs are worth than in how good they are."""
 DRIFT, OFFSET_DRIFT = 2e-5, 1e-4
 """Variance that a coefficient, or the common offset, gains per observation.  The common offset follows some two hundred
 positions, since text and heads change; what signs are worth follows thousands."""
 REQUEST_DOUBT, REQUEST_DRIFT = 0.5, 2e-4
-"""Variance of a request's own offset at the start, and its gain per observation.  Some texts are far easier to draft than
-others, and parts of one text differ, too."""
+"""Variance of a request's own offset, and its gain per observation: texts, and parts of one, differ much in difficulty."""
 
 
 class Calibration:
@@ -65,14 +63,13 @@ class Calibration:
         self._weights = self._flat()
 
     def forget(self, request_id: str) -> None:
-        """The request is over."""
         self._requests.pop(request_id, None)
 
     def _learn(self, position: int, value: float, lead: float, chance: float, right: bool, doubt: float) -> tuple[float, float]:
         """Takes one observation; `doubt` is that of the request's offset.
 
-        Returns two factors for the caller: the request's offset moves by the first times its doubt, and its doubt falls by the
-        second times its square.  Written without loops, since every draft token comes here.
+        Returns two factors: the request's offset moves by doubt times the first, and its doubt falls by doubt squared times the
+        second.  Written without loops, since every draft token comes here.
         """
         place, foretold, error = min(int(chance * CHANCE_BINS), CHANCE_BINS - 1), self.foretold, right - chance
         foretold.chances[place] += chance

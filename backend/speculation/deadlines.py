@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 BREAKER_MISSES = 3
 """Deadlines missed in a row that open a drafter's circuit breaker."""
 REMEMBERED = 8
-"""Overdue questions remembered per request.  A slow drafter answers for lengths that the text has passed; only a remembered
-question makes such an answer count and close the breaker."""
+"""Overdue questions remembered per request.  A slow drafter answers for lengths that the text has passed: such an answer closes
+the breaker only if its question is remembered."""
 FLOOR_S = 0.01
 """Shortest deadline: below this the operating system's own scheduling decides, not the drafter."""
 
@@ -27,7 +27,6 @@ class RoundTrip:
     deviation_s: float = 0.0
 
     def observe(self, sample_s: float) -> None:
-        """Takes one measured round trip."""
         if self.smoothed_s is None:
             self.smoothed_s, self.deviation_s = sample_s, sample_s / 2
             return
@@ -120,10 +119,7 @@ class Questions:
         self.pending.clear()
 
     def expire(self, now: float) -> list[Question]:
-        """Stops waiting for drafts past their deadline, and for all drafts of a drafter whose breaker opens by that.
-
-        Returns the questions given up.
-        """
+        """Gives up, and returns, questions past their deadline, and all questions to a drafter whose breaker opens by that."""
         late = {question.drafter_id for question in self.pending.values() if now >= question.deadline}
         for drafter_id, health in self._health.items():
             since = health.silent_since

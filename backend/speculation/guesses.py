@@ -47,7 +47,7 @@ class _Guess:
 
 
 class Guesses:
-    """The drafts of all requests of one verifier that are not fully compared."""
+    """One verifier's drafts that are not fully compared."""
 
     def __init__(self) -> None:
         self._open: dict[str, list[_Guess]] = {}

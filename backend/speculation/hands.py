@@ -98,7 +98,7 @@ class Hands:
         self.foresight = Foresight(outcomes)
         self._prior = survivals(chances(Calibration(longest).weights, [0.0] * (2 * longest)))
         self.drafted, self.alone = Outlook(longest, self._prior), Outlook(longest)
-        """What drafts are expected to add with drafters, and what look-ups alone are expected to add."""
+        """What drafts are expected to add: with drafters, and by look-ups alone."""
         self.steps = 0
         self.forced = 0
         """Requests whose client asks for drafts, whatever the verifier chooses for all."""
@@ -155,10 +155,9 @@ class Hands:
     # -- drafts that come ----------------------------------------------------------------------------------------------
 
     def take_fresh(self, drafter_id: str, draft: Draft, draft_s: float, floor: float) -> str:
-        """Takes a drafter's answer.  Returns a verdict.
+        """Takes a drafter's answer; `floor`: the survival below which the drafter was to stop.  Returns a verdict.
 
-        `ready`: usable, perhaps only its rest; `late`: the text has gone on, and the rest is of no use; `stale`: no such
-        request, or it is shorter; `invalid`: not a draft.  `floor`: the survival below which the drafter was to stop.
+        `ready`: it, or its rest, is of use; `late`: the text went on otherwise; `stale`: no request of that length; `invalid`.
         """
         request_id, request = draft.request_id, self.requests.get(draft.request_id)
         if request is None or draft.base_len > len(request.text):
@@ -182,10 +181,7 @@ class Hands:
                 request.block = drafter_id, block, draft_s
 
     def look_up(self, request_id: str, request: Request, began: int, *, counts: bool) -> None:
-        """Finds the outcome that came among those drafted ahead at length `began`; the draft for it becomes available.
-
-        `counts`: whether to count the hit or miss.
-        """
+        """Makes available the draft made ahead, at length `began`, for the outcome that came.  `counts`: count hits."""
         block, request.block = request.block, None
         told, hand = request.told, None
         if told is not None and told.source.drafter_id != LOOKUP:
@@ -266,10 +262,7 @@ class Hands:
             request.looked_up = hand
 
     def _go_on(self, request_id: str, request: Request, hand: Hand, said: list[int]) -> bool:
-        """Uses the rest of an older draft if its beginning equals `said`, the tokens generated since.
-
-        Returns False if they differ, nothing is left, or a better draft is available.
-        """
+        """Uses the rest of an older draft.  False: it does not begin with `said`, generated since, or a better one is there."""
         done = len(said)
         if len(hand.tokens) <= done or hand.tokens[:done] != said:
             return False
@@ -293,7 +286,7 @@ class Hands:
             self.drafted.note(max(drafted, looked_up.survivals if looked_up is not None else [], key=sum), self.steps)
 
     def _is_sampled(self) -> bool:
-        """Whether this call is among the sampled ones.  The turn is over requests + 1, so no batch meets a fixed pattern."""
+        """Whether this call is sampled, in turns of requests + 1 so that the same requests are not always sampled."""
         self._turn = (self._turn + SAMPLED) % max(len(self.requests) + 1, SAMPLED)
         return self._turn < SAMPLED
 

@@ -14,10 +14,7 @@ SHORTEST, LONGEST = 2, 4
 
 
 class Lookup:
-    """One request's tokens, and an index of them from position `first` on.
-
-    The index holds, for each n-gram, the position after its latest occurrence that has a token behind it.
-    """
+    """One request's tokens, and for each n-gram from `first` on, the position after its latest occurrence before the end."""
 
     def __init__(self, tokens: list[int], shortest: int, longest: int, first: int = 0) -> None:
         self.tokens = tokens

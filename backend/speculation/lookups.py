@@ -72,5 +72,4 @@ class Lookups:
             own.wrong = FORGET * own.wrong + seen - matched
 
     def forget(self, request_id: str) -> None:
-        """The request is over."""
         self._own.pop(request_id, None)

@@ -24,13 +24,13 @@ TRIED = 64
 TRY_ONE_IN = 16
 """After that, one in 16 requests of a kind goes to the head that has had the fewest."""
 KINDS = 256
-"""Most kinds remembered; the kind unused for longest is forgotten first."""
+"""Most kinds remembered, the latest."""
 BUCKETS, READ = 1024, 512
-"""A prompt is described by how many of its last 512 token ids fall into each remainder modulo 1024."""
+"""A prompt is described by counts of its last 512 token ids modulo 1024."""
 ALIKE = 0.6
 """Least cosine between a prompt and the centre of its cluster."""
 CLUSTERS = 16
-"""Most clusters; once there are so many, a prompt joins the nearest."""
+"""Most clusters."""
 
 
 class Clusters:
@@ -64,7 +64,6 @@ class Brought:
     tokens: float = 0.0
 
     def learn(self, tokens: int) -> None:
-        """One more verification."""
         kept = 1 - 1 / WINDOW
         self.verifications = self.verifications * kept + 1
         self.tokens = self.tokens * kept + tokens
@@ -131,7 +130,6 @@ class Preference:
             chosen[1].learn(tokens)
 
     def forget(self, request_id: str) -> None:
-        """The request is over."""
         self._chosen.pop(request_id, None)
 
     def _choose(self, kind: Kind) -> str:

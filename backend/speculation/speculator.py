@@ -118,9 +118,8 @@ class Speculator:
     def timed(self, rows: int, k: int, draft_s: float, queue_s: float, waited_s: float, now: float) -> None:
         """Notes how long a drafter took: drafts of at most `k` tokens for `rows` requests, read at `now`.
 
-        `draft_s` is the drafter's compute, `queue_s` its queue, `waited_s` the time since the question.  If a step began
-        meanwhile, the answer came at an unknown time during it.  The drafter must not look as slow as that step, or it would
-        never be waited for.
+        `draft_s`: the drafter's compute; `queue_s`: its queue; `waited_s`: since the question.  If a step began meanwhile, the
+        answer came at an unknown time during it: the drafter must not look as slow as the step, or it is never waited for.
         """
         if not self._is_telling:
             return

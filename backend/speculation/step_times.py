@@ -21,7 +21,7 @@ AGEING = 1e-6
 UNFITTED = 0.05**2
 """Variance of true points about the straight line through all.  A point in more doubt is unproven: it may be slow by chance."""
 HICCUP = 3.0
-"""A surprise of more than 3 standard deviations is cut to that: one hiccup of the machine must not move the curve far."""
+"""Surprises are cut to 3 standard deviations, so that one hiccup of the machine does not move the curve far."""
 SHARE = 0.25
 """Assumed share of a step's time that grows with its tokens, until steps of several sizes were measured."""
 
@@ -120,10 +120,7 @@ class StepTimes:
 
 
 class DraftTimes:
-    """Seconds from asking for drafts to having them: the drafter's passes plus the way (all other time: queue and transport).
-
-    A draft takes one pass over the new text, and one per draft token.
-    """
+    """Seconds from asking for drafts to having them: a pass over new text, a pass per draft token, and the way (all else)."""
 
     def __init__(self, passes: StepTimes | None = None) -> None:
         """`passes`: the pass times of another `DraftTimes` to share, where only the way differs."""
@@ -131,16 +128,13 @@ class DraftTimes:
         self._way_s: float | None = None
 
     def observe(self, rows: int, k: int, computed_s: float, waited_s: float) -> None:
-        """Takes one answer with drafts of at most `k` tokens for `rows` requests.
-
-        `computed_s`: the drafter's compute; `waited_s`: from the question to the answer.
-        """
+        """Takes the times of drafts of at most `k` tokens for `rows` requests: compute, and from question to answer."""
         way_s = max(waited_s - computed_s, 0.0)
         self._way_s = way_s if self._way_s is None else self._way_s + 0.1 * (min(way_s, 3 * self._way_s + 1e-3) - self._way_s)
         self.passes.observe(rows, computed_s / (k + 1))
 
     def at(self, rows: float, k: float) -> float:
-        """The predicted seconds for drafts of `k` tokens for `rows` requests; 0 for no rows."""
+        """The predicted seconds; 0 for no rows."""
         return (self._way_s or 0.0) + (k + 1) * self.passes.at(rows) if rows > 0 else 0.0
 
 

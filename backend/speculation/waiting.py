@@ -145,8 +145,8 @@ def waiting_pays(
 ) -> bool:
     """Whether a step should wait for `pending` drafts rather than begin with the available ones.
 
-    `survivals` are those of the available drafts, per request, and `at_hand` is the budget spent on them.  A request with a
-    pending draft may already have a look-up: only what the pending draft is expected to add to it counts.
+    `survivals`: those of the available drafts, per request; `at_hand`: the budget spent on them.  A pending draft counts by its
+    expected gain over the request's available draft.
     """
     more = more_tokens = 0.0
     for i in pending.missing:
