@@ -98,10 +98,7 @@ class AssignmentPolicy(Protocol):
 
 
 class Bindings:
-    """The assignment while a rule works on it.
-
-    It starts with the present pairs, without those that are not fit or contradict a pin, and with all pinned pairs.
-    """
+    """The assignment while a rule works on it: first the present pairs that are fit and contradict no pin, and pinned ones."""
 
     def __init__(self, situation: Situation) -> None:
         verifiers = {each.id for each in situation.verifiers}

@@ -84,7 +84,7 @@ class VerifierRates:
 
 
 def _overlap(stats: VerifierStats) -> float:
-    """Share of drafting done while the verifier computes: that of verifications whose outcome was drafted ahead."""
+    """Share of verifications whose outcome was drafted ahead."""
     if stats.plan_outcomes:
         hits = sum(each.ahead_hits for each in stats.drafters.values())
         asked = hits + sum(each.ahead_misses for each in stats.drafters.values())

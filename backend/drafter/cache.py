@@ -29,10 +29,7 @@ BLOCK = 16
 
 @dataclass(eq=False)
 class Sequence:
-    """One request's tokens and rows.
-
-    `spans`: runs of consecutive positions, `[first position, rows]`; `length`: rows in all of them.
-    """
+    """One request's tokens and rows: `length` rows in `spans`, runs of consecutive positions, `[first position, rows]`."""
 
     key: Hashable
     tokens: list[int]
@@ -273,7 +270,7 @@ class RowCache:
             if sequence.room and sequence is not keep and sequence not in pinned:
                 self.evictions += 1
                 if sequence.is_open:
-                    # The sequence goes on without context.  Its verifier need not know: it goes on sending new rows.
+                    # The sequence goes on without context; its verifier need not know.
                     self._drop_rows(sequence)
                 else:
                     self._forget(sequence)

@@ -27,7 +27,7 @@ class ModelProposer(EagleProposer):
         super().open(key, [START, *tokens], 1, now, sampling)
 
     def commit(self, key: Hashable, base_len: int, tokens: list[int], rows: int, now: float) -> bool:
-        """Takes the newest tokens, and commits the rows that drafting has already computed for them."""
+        """Takes the newest tokens, and commits rows already computed for them."""
         known = super().commit(key, base_len + 1, tokens, rows, now)
         sequence = self._cache.peek(key)
         if sequence is not None and tokens:
@@ -39,7 +39,7 @@ class ModelProposer(EagleProposer):
         return None if length is None else length - 1
 
     def invalidate(self) -> None:
-        """Does nothing: a draft model's rows do not depend on the target's weights."""
+        """Does nothing: rows do not depend on the target's weights."""
 
     def draft(self, batch: Sequence[Ask]) -> list[Drafted]:
         """Computes the rows that the sequences lack, then decodes together those that are to be drafted for."""

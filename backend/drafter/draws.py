@@ -66,10 +66,7 @@ class Ends:
         self._taken = 0
 
     def take(self, values: Tensor, leads: Tensor) -> bool:
-        """Takes the signs of every row's next token.  Returns whether any draft goes on.
-
-        Reads the tensors, which waits for a GPU, only if the signs may end a draft.
-        """
+        """Takes the signs of every row's next token; whether any draft goes on.  Waits for the device only if signs matter."""
         if self._survivals:
             both = torch.stack((values, leads), dim=1).tolist()
             for row, survival in list(self._survivals.items()):

@@ -137,10 +137,7 @@ class EagleProposer:
     def _reserve(
         self, batch: Sequence[Ask], limits: list[int], scratch: int
     ) -> tuple[dict[int, cache.Sequence], dict[int, cache.Sequence]]:
-        """Reserves cache rows, and counts true ones as committed.  Returns sequences to extend, and to draft for, by index.
-
-        Asks without room are in neither.
-        """
+        """Reserves cache rows, and commits true ones.  Returns sequences to extend, and to draft for, by index in `batch`."""
         sequences = [self._cache.peek(ask.key) for ask in batch]
         pinned = {sequence for sequence in sequences if sequence is not None}
         extended: dict[int, cache.Sequence] = {}
@@ -232,7 +229,7 @@ class EagleProposer:
                 sequence.trial = Trial(base_len, sequence.sampling.temperature, {tau: own, rival: other})
 
     def _learn(self, sequence: cache.Sequence, first: int, tokens: list[int]) -> None:
-        """Learns which tau was right, now that the text has `tokens` from position `first` on."""
+        """Learns which tau was right: the text has `tokens` from position `first` on."""
         trial = sequence.trial
         if trial is not None and first + len(tokens) > trial.base_len:
             sequence.trial = None

@@ -21,7 +21,7 @@ from backend.wire.drafting import Hello, Part, TargetTensor, Want
 logger = logging.getLogger(__name__)
 
 PATIENCE_S = 2.0
-"""After so long without an answer, the next verifier with these weights that sends a message is asked."""
+"""After so long without an answer, another verifier with these weights is asked."""
 ROWS, WIDTH = 1 << 22, 1 << 17
 """Larger matrices are refused: no target has them."""
 
@@ -54,10 +54,7 @@ class _Fetch:
 
 
 class Following:
-    """Fetches tensors for one drafter.
-
-    `names()`: the tensors that the present head shares with its target.  `take` gets all of them once they have come.
-    """
+    """Fetches `names()`, the tensors that the present head shares with its target, and then passes all of them to `take`."""
 
     def __init__(self, names: Callable[[], Collection[TargetTensor]], take: Callable[[dict[str, Tensor]], None]) -> None:
         self._names = names
@@ -66,7 +63,7 @@ class Following:
         self._fetch: _Fetch | None = None
 
     def greeted(self, session: Session, hello: Hello, now: float) -> Want | None:
-        """A verifier has greeted, with the name of its weights.  Returns what to ask it for, if anything."""
+        """A verifier has greeted, naming its weights.  Returns what to ask it for, if anything."""
         session.target = hello.target
         known = _Known(hello.target, hello.verifier_id, hello.weights)
         if not hello.weights or not self._differs(known):

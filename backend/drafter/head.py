@@ -19,9 +19,9 @@ from backend.models.checkpoint import HeadWeights
 from backend.models.head_config import DRAFT_MODEL
 
 TABLE_BYTES = 64 * 2**20
-"""Largest table of embeddings projected beforehand by layer 0; a larger vocabulary is projected when it is used."""
+"""Largest table of embeddings projected beforehand by layer 0; larger ones are projected when used."""
 TABLE_CHUNK = 8192
-"""Embeddings converted at a time, when the table is made; bounds memory."""
+"""Embeddings converted at a time; bounds memory."""
 QUERY_CHUNK = 512
 """Query rows per attention call of an inner layer; bounds the size of its mask."""
 
@@ -150,7 +150,7 @@ class Head:
         return (normed @ self.lm_head).float(), normed if self.config.norm_output else output
 
     def feature(self, output: Tensor) -> Tensor:
-        """From outputs `[n, hidden]`: the features `[n, hidden]` for the next step, without logits."""
+        """From outputs `[n, hidden]`: features `[n, hidden]` for the next step."""
         return self._normed(output) if self.config.norm_output else output
 
     def target_ids(self, ids: Tensor) -> Tensor:
@@ -215,10 +215,7 @@ class Head:
         return attended[0] if len(attended) == 1 else torch.cat(attended)
 
     def _attend_padded(self, index: int, queries: Tensor, rows: Rows) -> Tensor:
-        """Attention of all sequences in one call, over rows gathered and padded to the longest sequence.
-
-        Queries and result: `[sequences, kv_heads, group, head_dim]`.
-        """
+        """Attention in one call over rows padded to the longest.  In and out: `[sequences, kv_heads, group, head_dim]`."""
         starts, lengths = torch.tensor([rows.starts, rows.lengths], device=self.device).unsqueeze(-1)
         longest = torch.arange(max(rows.lengths), device=self.device)
         visible = longest < lengths

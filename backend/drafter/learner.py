@@ -68,7 +68,7 @@ class Learner:
         self._is_own_ring = settings.ring_dir is None
         self._device = "cpu"
         self._trains = settings.learning != "on" or self._version > 0
-        """A head that the user gave is trained only once its acceptance is low or has fallen, and from then on."""
+        """A head that the user gave is trained from when its acceptance is low or has fallen."""
         self._watch = Watch()
         self._writer = ReplayWriter(ReplayRing(self._ring_dir, RING_BYTES))
         self.lessons = Lessons(self._writer, self._watch)
@@ -252,6 +252,6 @@ def _lock(directory: Path) -> IO[str]:
 
 
 def _ring_in_memory(directory: Path) -> Path:
-    """A directory in shared memory that is found again after a crash, and private to this user."""
+    """A directory in shared memory, found again after a crash, and private to this user."""
     name = f"outrider-ring-{os.getuid()}-{hashlib.sha256(str(directory.resolve()).encode()).hexdigest()[:12]}"
     return SHARED_MEMORY / name if os.access(SHARED_MEMORY, os.W_OK) else directory / "ring"

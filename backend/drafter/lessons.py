@@ -134,7 +134,7 @@ class Lessons:
         if start < record.end:
             kept = torch.cat(record.parts)[: start - record.first]
             record.parts, record.rows = [kept], len(kept)
-        # The tensor is a view of the whole round's frame, which must not stay in memory for one request's rows.
+        # A copy: the view would keep the whole round's frame in memory.
         record.parts.append(features.clone())
         record.rows += rows
         surplus = min(record.prompt - CONTEXT - record.first, record.rows - 1)

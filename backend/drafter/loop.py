@@ -69,7 +69,7 @@ class DrafterLoop:
             raise TimeoutError("the drafting thread does not come round")
 
     def stats(self) -> DrafterStats:
-        """The counters, at most about `PUBLISH_EVERY_S` old while the loop is busy."""
+        """The counters as last published."""
         return self._published
 
     def _receive(self) -> list[Reply]:

@@ -97,7 +97,7 @@ class Nexts:
                 self.forget(key)
 
     def expire(self, before: float) -> None:
-        """Gives up items held since before `before`, and forgets unknown requests as old."""
+        """Gives up held items, and unknown requests, older than `before`."""
         self._drop([key for key, wanted in self._held.items() if wanted.since < before])
         for key in [key for key, (_, since) in self._strangers.items() if since < before]:
             del self._strangers[key]
@@ -109,7 +109,7 @@ class Nexts:
         return taken
 
     def drafted(self, wanted: Wanted, tokens: list[int], now: float) -> None:
-        """A fresh draft was made for an item; if outcomes are asked for, they are those of this draft."""
+        """A fresh draft was made: now its outcomes wait, if they are asked for."""
         if tokens and wanted.item.outcomes:
             item = msgspec.structs.replace(wanted.item, verifying=tokens)
             self._waiting[wanted.key] = replace(wanted, item=item, since=now)

@@ -84,10 +84,7 @@ class Imagination:
         self._draft_vocab = head.lm_head.shape[1]
 
     def outcomes(self, premises: list[Premise], sequences: list[Sequence], shape: Shape) -> list[list[Outcome]]:
-        """Outcomes with their drafts, per premise, the likeliest first.
-
-        Each sequence must have its premise's length, and `shape.scratch` spare rows behind its last.
-        """
+        """Outcomes with drafts, likeliest first.  Sequences need their premise's length, and `shape.scratch` spare rows."""
         outputs = self._force(premises, sequences, shape.depth)
         branches = self._choose(premises, sequences, outputs, shape)
         stops, tokens, scores = branches.stops.tolist(), branches.tokens.tolist(), branches.scores.tolist()
@@ -142,7 +139,7 @@ class Imagination:
         draws = self._draws(sequences, stops)
         first = [p.base_len - 1 + self._head.token_offset for p in premises]
         at = torch.tensor(first, device=device).unsqueeze(1) + torch.arange(stops, device=device)
-        # One token more per stop than can be chosen, since the verified token itself is no outcome there.
+        # One token more than can be chosen, since the verified token is no outcome.
         size = min(max(shape.width, 1) + 1, self._draft_vocab)
         drafted = torch.tensor([self._own_ids(p.verifying, stops) for p in premises], device=device)
         lengths = torch.tensor([len(p.verifying) for p in premises], device=device).unsqueeze(1)

@@ -197,7 +197,7 @@ class DrafterProcess:
         self._model, self._shared = model, shared
 
     def _follow(self, newer: dict[str, Tensor]) -> None:
-        """Adopts the target's new weights, on a thread of its own.  Called on the drafting thread, which goes on meanwhile."""
+        """Adopts the target's new weights on a new thread.  Called on the drafting thread, which goes on."""
         self._newest = newer
         threading.Thread(target=self._adopt, args=(newer,), name="following", daemon=True).start()
 

@@ -257,7 +257,7 @@ class DrafterService:
                 self._nexts.want(wanted, self._proposer.length(key))
 
     def _take_rounds(self, asks: list[Ask], now: float) -> list[Waiting]:
-        """Takes the rounds that waited longest, up to the first that repeats a request of an earlier round in the batch."""
+        """Takes the rounds that waited longest, up to the first that repeats a request of the batch."""
         rounds: list[Waiting] = []
         asked: set[Key] = set()
         while self._waiting and len(rounds) < MAX_BATCH_ROUNDS:
@@ -347,7 +347,7 @@ class DrafterService:
                     self._lessons.opened(key, item, features)
                 else:
                     self._lessons.committed(key, item, features)
-            # The length is not always the item's `base_len`: a round computed anew after a preemption takes no tokens back.
+            # Not always `item.base_len`: a round computed anew after a preemption takes no tokens back.
             self._nexts.reached(key, proposer.length(key) or 0, waiting.arrived)
             asks.append(Ask(key, item.base_len, item.rows, features))
 

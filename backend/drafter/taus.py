@@ -41,7 +41,7 @@ class Taus:
         return self._in_force.get(_bucket(temperature), START)
 
     def rival(self, temperature: float) -> int:
-        """Index in the grid of the tau to compare the one in force with, this time."""
+        """Index in the grid of the tau to try beside it, this time."""
         others = [place for place in range(len(GRID)) if place != self.in_force(temperature)]
         self._turn += 1
         return others[self._turn % len(others)]

@@ -28,8 +28,8 @@ def chance(weights: Sequence[float], place: int, value: float, lead: float) -> f
 def chances(weights: Sequence[float], signs: Sequence[float], offset: float = 0.0) -> list[float]:
     """The chance of each token of a draft, given that all before it are accepted.
 
-    `signs`: value and lead of the first token, of the second, and so on.  `offset` is added to every e.  Written without calls,
-    since verifiers compute it for every draft token between two steps.
+    `signs`: value and lead of the first token, of the second, and so on.  `offset` is added to every e.  Written out for
+    speed, since verifiers compute it for every draft token between two steps.
     """
     a, b, *offsets = weights
     offsets += offsets[-1:] * (len(signs) // 2 - len(offsets))

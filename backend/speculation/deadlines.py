@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 BREAKER_MISSES = 3
 """Deadlines missed in a row that open a drafter's circuit breaker."""
 REMEMBERED = 8
-"""Overdue questions remembered per request.  A slow drafter answers for lengths that the text has passed: such an answer closes
-the breaker only if its question is remembered."""
+"""Overdue questions remembered per request.  A late answer closes the breaker only if its question is remembered."""
 FLOOR_S = 0.01
 """Shortest deadline: below this the operating system's own scheduling decides, not the drafter."""
 

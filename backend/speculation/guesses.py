@@ -10,7 +10,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 KEPT = 4
-"""Drafts kept per request, the newest: enough for two sources, each with a draft not fully compared when the next one comes."""
+"""Drafts kept per request, the newest: enough for two sources with two drafts each."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Guesses:
         return _partly([waiting.pop(0)]) if len(waiting) > KEPT else []
 
     def advance(self, request_id: str, text: Sequence[int]) -> list[Resolved]:
-        """Compares drafts with `text`, the request's tokens, which only ever grow.  Returns those now fully compared."""
+        """Compares drafts with `text`, the request's tokens; returns those now fully compared."""
         waiting = self._open.get(request_id)
         if not waiting:
             return []

@@ -112,7 +112,7 @@ class Hands:
     # -- requests ------------------------------------------------------------------------------------------------------
 
     def present(self, request_ids: Iterable[str]) -> list[tuple[str, Request]]:
-        """The given requests with their ids, less those that have not been decoded before."""
+        """The given requests that have been decoded before."""
         requests = self.requests
         return [(request_id, requests[request_id]) for request_id in request_ids if request_id in requests]
 
@@ -286,7 +286,7 @@ class Hands:
             self.drafted.note(max(drafted, looked_up.survivals if looked_up is not None else [], key=sum), self.steps)
 
     def _is_sampled(self) -> bool:
-        """Whether this call is sampled, in turns of requests + 1 so that the same requests are not always sampled."""
+        """Whether this call is sampled.  Turns are over requests + 1, so that all requests come up."""
         self._turn = (self._turn + SAMPLED) % max(len(self.requests) + 1, SAMPLED)
         return self._turn < SAMPLED
 

@@ -3,9 +3,9 @@
 Scheduler's process and thread; `now` is in seconds of any monotonic clock.  A step goes through four verbs:
 
     attach    chooses the draft tokens to verify, by the budget (`budget.py`)
-    ask       looks up the outcome of each verification among those drafted ahead, and tells drafters what to draft next
-    hold      says until when the next step should wait for drafts that are still out (`waiting.py`, `deadlines.py`)
-    learn     compares every draft with the text, and updates chances, look-ups and expectations (while the device computes)
+    ask       looks for each verification's outcome among those drafted ahead; tells drafters what to draft next
+    hold      says until when the next step should wait for drafts (`waiting.py`, `deadlines.py`)
+    learn     compares drafts with the text; updates chances, look-ups and expectations (while the device computes)
 
 Every source of drafts competes in one ranking: fresh drafts, drafts made ahead, and the request's own text.
 """
@@ -309,7 +309,7 @@ class Speculator:
         self._step_s = seconds
 
     def learn(self, waited_s: float) -> None:
-        """Learns from the text that the last step generated.  `waited_s`: how long that step had waited for drafts."""
+        """Learns from the last step's text.  `waited_s`: how long that step had waited for drafts."""
         self.hands.begin_learning()
         if self._step_s is not None:
             self._request_s += len(self._unlearned) * (self._step_s + waited_s)

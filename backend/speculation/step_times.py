@@ -21,7 +21,7 @@ AGEING = 1e-6
 UNFITTED = 0.05**2
 """Variance of true points about the straight line through all.  A point in more doubt is unproven: it may be slow by chance."""
 HICCUP = 3.0
-"""Surprises are cut to 3 standard deviations, so that one hiccup of the machine does not move the curve far."""
+"""Surprises are cut to 3 standard deviations, so that one hiccup does not move the curve far."""
 SHARE = 0.25
 """Assumed share of a step's time that grows with its tokens, until steps of several sizes were measured."""
 
@@ -141,8 +141,7 @@ class DraftTimes:
 def _line(xs: list[float], ys: list[float], doubts: list[float]) -> tuple[float, float]:
     """Intercept and slope of the straight line through the points, fitted by relative distance; neither is negative.
 
-    Few points, or points close together, say little about the slope.  It is drawn to that of a step of which `SHARE` grows with
-    its tokens.
+    Few points, or close ones, say little about the slope: it is drawn to that of a step of which `SHARE` grows with its tokens.
     """
     weights = [1 / (y * y * (doubt + UNFITTED)) for y, doubt in zip(ys, doubts, strict=True)]
     total = sum(weights)

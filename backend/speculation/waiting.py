@@ -58,7 +58,7 @@ class Outlook:
     def note(self, survivals: Sequence[float], step: int) -> None:
         """Takes the survivals of a draft, in step number `step`; empty if there was no draft.
 
-        Tokens that the drafter left out as unlikely are filled in: survivals go on falling by the last ratio.
+        Tokens left out as unlikely are filled in: survivals go on falling by the last ratio.
         """
         row = list(survivals[: self._k])
         if row:
