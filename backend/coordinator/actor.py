@@ -1,9 +1,9 @@
 """The coordinator as a Ray actor, and the handle through which all other processes call it.
 
 `CoordinatorActor` runs in a process of its own, one call at a time, so the policy needs no lock.  It has no loop either: leases
-are checked at every call, and members call several times a second.  Ray restarts it when it dies.  Its constructor arguments
-bring the fleet's keys back, and members register again when an answer says that they are unknown; serving goes on meanwhile.
-`CoordinatorHandle` is used by members, gateways and tools, from any thread.
+are checked at every call, and members call several times a second.  Ray restarts it when it dies: constructor arguments bring
+the fleet's keys back, unknown members register again, and serving goes on meanwhile.  `CoordinatorHandle` is used by members,
+gateways and tools, from any thread.
 
 Calls carry MessagePack bytes, not pickles: both ends check the types of what they receive.
 """
@@ -34,7 +34,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class CoordinatorActor:
-    """The policy with a real clock.  Arguments and answers are MessagePack; `CoordinatorHandle` explains the methods."""
+    """The policy with a real clock; see `CoordinatorHandle` for the methods.  Arguments and answers are MessagePack."""
 
     def __init__(self, info: bytes) -> None:
         self._info = info
@@ -192,7 +192,7 @@ class CoordinatorHandle:
         except ray.exceptions.RayTaskError as error:
             raise CoordinatorUnavailable(f"the coordinator failed at {method}: {error.cause}") from error
         except ray.exceptions.ActorDiedError as error:
-            # This actor will not come back.  A later coordinator of this name is another actor, to be looked up again.
+            # It will not come back: a later coordinator of this name is another actor.
             self._actor = None
             raise CoordinatorUnavailable("the coordinator is gone") from error
         except ray.exceptions.GetTimeoutError as error:

@@ -46,8 +46,7 @@ LEASE_S = 2.0
 START_LEASE_S = 120.0
 """Lease of a member that is starting: loading a model may block its interpreter, and its reports, for long."""
 SPARE_SHARE_S = 5e-6
-"""Least time between two decisions, per member of the fleet.  Without it, deciding would take all the time while many members
-join at once."""
+"""Least time between two decisions, per member, so that deciding does not take all the time while many join at once."""
 
 UNKNOWN = Orders(known=False)
 

@@ -1,4 +1,4 @@
-"""Assigns each drafter to the verifier that gains the most tokens per second by it (water-filling).  Pure.
+"""Assigns each drafter where one more gains the most tokens per second (water-filling).  Pure.
 
 A verifier with n requests and a drafters sends each of them n / a requests per step.  From what members report, its speed is
 predicted as
@@ -28,17 +28,15 @@ from typing import NamedTuple
 from backend.coordinator.assignment import Action, Bindings, DrafterSpeed, Pair, Situation, VerifierLoad
 
 PLAIN_S, DRAFTED, LENGTH, FIXED_S, PER_REQUEST_S = 0.03, 1.2, 2.0, 5e-3, 5e-4
-"""Assumed before any measurement: seconds of a plain step, ratio of a drafted to a plain step, acceptance length, and seconds
-of a drafter's round (fixed, per request)."""
+"""Before any measurement: plain step, drafted step relative to it, acceptance length, a round's fixed time and per request."""
 IDLE, ACTIVE = 0.1, 0.5
-"""An idle verifier counts as having 0.1 requests; from 0.5 requests (on average) it counts as active."""
+"""An idle verifier counts as having 0.1 requests; from 0.5 on it counts as active."""
 CAPACITY = 0.1, 4.0
-"""Least and most that a drafter may count for, relative to a typical one."""
+"""Least and most that a drafter counts for, relative to a typical one."""
 TOGETHER = 1, 2, 4, 8, 16
-"""Numbers of further drafters whose gain is examined: one more may be worth nothing where several are worth much."""
+"""Numbers of further drafters that are tried: one more may be worth nothing where several are worth much."""
 UNSKIPPED = 0.01
-"""Share of the drafted speed that counts even if drafts do not pay yet.  Without it, all assignments that draft too slowly
-would look equal, and no move would be found."""
+"""Share of the drafted speed that counts even where drafts do not pay.  Without it, such assignments would all look equal."""
 MOVES = 8
 """Most moves in one decision."""
 
@@ -90,7 +88,7 @@ class _Fleet:
     # -- the steps -----------------------------------------------------------------------------------------------------
 
     def place(self) -> None:
-        """Binds the free drafters, fastest first, each where it gains the most."""
+        """Binds the free drafters, fastest first."""
         free = sorted(self.bindings.free(), key=lambda each: -self._capacity[each])
         needs = [(*self._need(verifier), verifier) for verifier in self._held]
         heapq.heapify(needs)
@@ -202,7 +200,7 @@ class _Fleet:
         return -gain, -self._loads[verifier].requests
 
     def _takers(self, count: int) -> list[str]:
-        """The verifiers that gain the most by `count` more typical drafters; enough that one is left after exclusions."""
+        """The verifiers that gain the most by `count` more drafters: as many as may be excluded, and one more."""
         worth, held = self._worth, self._held
         gains = {each: worth(each, held[each] + count) - worth(each, held[each]) for each in held}
         return heapq.nlargest(2 + len(self._down), gains, key=gains.__getitem__)
@@ -231,7 +229,7 @@ class _Fleet:
         return len(serves & self._active), len(serves)
 
     def _movable(self, verifier: str, bound_before: float) -> list[str]:
-        """The verifier's drafters that may be unbound.  Pairs bound in this very decision may: they are not in force yet."""
+        """The verifier's drafters that may be unbound; those bound in this decision may, since it is not in force yet."""
         found = []
         for drafter in sorted(self.bindings.of_verifier[verifier]):
             since = self.bindings.since(verifier, drafter)

@@ -25,14 +25,14 @@ from backend.learning.ring import Replay
 from backend.learning.trainable import LONGEST, Pupil
 
 STEP_WEIGHT = 0.9
-"""Weight of a draft's next token in the loss, relative to the one before it."""
+"""Weight of each draft token in the loss, relative to the one before."""
 LEAST = 1e-6
-"""Overlaps are kept above it, so that logarithms stay finite."""
+"""Least overlap, so that logarithms stay finite."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Replays, padded at their ends to equal length.
+    """Replays, padded at their ends.
 
     `tokens` `[batch, rows + 1]`; `features` `[batch, rows, width]`, those of the same positions; `answers` `[batch, rows + 1]`,
     whether the target generated that token; `temperatures` `[batch]`.
@@ -94,8 +94,7 @@ def loss_of(pupil: Pupil, batch: Batch, depth: int) -> tuple[Tensor, Tensor]:
 def acceptance_lengths(pupil: Pupil, batch: Batch, depth: int) -> list[float | None]:
     """For each replay, the mean tokens that a verification of a greedy draft of `depth` tokens would emit.
 
-    A draft counts up to its first token that differs from the text.  So its later steps may read the text's tokens instead of
-    its own.  None: the replay is too short.
+    A draft counts up to its first wrong token, so its later steps may read the text's tokens.  None: the replay is too short.
     """
     outputs, rows = _unroll(pupil, batch, depth)
     wanted = batch.answers[:, 2 : 2 + rows] & batch.answers[:, 1 + depth : 1 + depth + rows]

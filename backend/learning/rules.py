@@ -8,29 +8,26 @@ from collections.abc import Hashable, Sequence
 LEAST_GAIN = 0.02
 """Least relative gain in acceptance length of a new head, which costs all running requests their cache on the drafter."""
 FEWEST = 8
-"""Fewest sequences for comparing two heads."""
+"""Fewest sequences of a comparison."""
 SURE = 1.64
 """Standard errors of a one-sided 95 % bound."""
 
 COMPARED = 4
-"""Fewest compared drafts for a sequence to count: a share of fewer says little."""
+"""Fewest compared drafts of a sequence: a share of fewer says little."""
 KEPT = 64
-"""Sequences whose live acceptance is kept: the latest ones."""
+"""Sequences, the latest, whose live acceptance is kept."""
 FEWEST_SEQUENCES = 4
-"""Fewest sequences from which live acceptance is judged."""
+"""Fewest sequences for judging live acceptance."""
 TOLERATED = 0.95
-"""Live acceptance has fallen only if it is below this share of the earlier one."""
+"""Live acceptance has fallen if it is below this share of the earlier one."""
 VERY_SURE = 3.0
-"""Standard errors by which live acceptance must differ.  High, since traffic changes by itself and is tested all the time."""
+"""Standard errors by which it must differ: traffic changes by itself, and every token is one more test."""
 LOW = 0.6
-"""Live acceptance below which a head that the user gave begins to learn."""
+"""Live acceptance below which a given head begins to learn."""
 
 
 def bound_of_gain(present: Sequence[float], candidate: Sequence[float]) -> float | None:
-    """Lower 95 % bound of the candidate's relative gain, from both heads' acceptance lengths on the same sequences.
-
-    None: too few sequences.
-    """
+    """Lower bound of the relative gain, from acceptance lengths of both on the same sequences; None: too few of them."""
     count = len(present)
     if count < FEWEST:
         return None
@@ -47,9 +44,9 @@ def is_worth_publishing(present: Sequence[float], candidate: Sequence[float]) ->
 
 
 class Watch:
-    """Live acceptance of the present head and the one before it: the share of drafts whose first token equals the text.
+    """Live acceptance of the present head and the one before it: the share of drafts whose first token is right.
 
-    Each sequence is one observation, since drafts for the same text tend to be right or wrong together.
+    Each sequence is one observation: drafts for the same text are right or wrong together.
     """
 
     def __init__(self) -> None:
@@ -106,7 +103,7 @@ def _is_less(before: Sequence[float], after: Sequence[float]) -> bool:
     if len(before) < FEWEST_SEQUENCES or len(after) < FEWEST_SEQUENCES:
         return False
     (old, old_spread), (new, new_spread) = _moments(before), _moments(after)
-    # A few observations are often alike by chance, so the larger variance is used for both.
+    # Few observations are often alike by chance: take the larger variance.
     error = math.sqrt(max(old_spread, new_spread) * (1 / len(before) + 1 / len(after)))
     return new < TOLERATED * old and old - new > VERY_SURE * error
 

@@ -1,9 +1,8 @@
 """Trains a drafter's head from the replay ring, compares it with the present head, and publishes it if it is better.
 
 `python -m backend.learning.trainer JOB`, a child process of the drafter.  Its standard input has orders (`TakenBack`,
-`Followed`); when it closes, the drafter has ended, and the trainer ends, too.  Its standard output has `News`.  Both have one
-JSON object per line.  The trainer runs at idle priority, and sleeps while the ring has nothing new.  A checkpoint file lets it
-go on after a restart.
+`Followed`), its standard output `News`, one JSON object per line.  It ends when its input closes.  It runs at idle priority,
+and sleeps while the ring has nothing new.  A checkpoint lets it go on after a restart.
 """
 
 from __future__ import annotations
@@ -38,22 +37,22 @@ SCORES = 1 << 26
 DEPTH = 4
 """Tokens per draft that the head is trained for."""
 SHALLOW = (80, 240)
-"""Training steps after which drafts of two tokens, and then of `DEPTH`, are trained: later tokens build on the first."""
+"""Steps after which drafts of two tokens, and then of `DEPTH`, are trained: later tokens build on the first."""
 PASSES = 6
-"""How often each row is trained on, if it stays in the ring so long."""
+"""How often each row is trained on, if the ring keeps it so long."""
 WARM_UP = 10
-"""Steps over which the learning rates rise to their full values."""
+"""Steps over which the learning rates rise."""
 SLOWER_AFTER = 1000
-"""Steps after which the learning rates fall with the inverse square root of the steps."""
+"""Steps after which the learning rates fall, with the inverse square root."""
 MATRIX_RATE, OTHER_RATE = 0.015, 2e-3
 AVERAGED = 0.95
-"""Decay of the running mean of weights.  Candidates are this mean: it is steadier than the weights of one step."""
+"""Decay of the running mean of weights.  Candidates are this mean: it is steadier than one step's weights."""
 RECENT = 0.1
 """Weight of a step's loss in the reported mean."""
 EXAMINED_EVERY = 40
-"""Training steps between two comparisons."""
+"""Steps between two comparisons."""
 EXAMINED = 32
-"""Held-out sequences that a comparison uses: the latest ones."""
+"""Held-out sequences of a comparison, the latest."""
 CHECKPOINT_S = 60.0
 POLL_S = 1.0
 CHECKPOINT = "trainer.pt"
@@ -71,33 +70,33 @@ class Job(msgspec.Struct, frozen=True):
     ring_dir: str
     device: str = "cpu"
     newer: str = ""
-    """A file of target tensors that replace those in the target's directory; empty: none."""
+    """A file of target tensors that replace those in its directory; empty: none."""
 
 
 class News(msgspec.Struct, frozen=True):
-    """A trainer's progress.  `published`: directory of a head that the drafter should draft with from now on; else empty."""
+    """A trainer's progress.  `published`: directory of a new head that the drafter should draft with; else empty."""
 
     steps: int
     seconds: float
     owed: int = 0
-    """Rows yet to be trained on, each counted as often as it will be used."""
+    """Rows yet to be trained on, counted as often as each will be used."""
     loss: float | None = None
     """Mean over the latest steps."""
     present: float | None = None
     """Acceptance length of the present head on held-out sequences."""
     candidate: float | None = None
-    """Acceptance length of the candidate on the same sequences."""
+    """Acceptance length of the candidate."""
     published: str = ""
 
 
 class TakenBack(msgspec.Struct, frozen=True, tag="taken back"):
-    """Order: the drafter drafts with this earlier head again; train from it."""
+    """Order: the drafter drafts with this earlier head again."""
 
     head_dir: str
 
 
 class Followed(msgspec.Struct, frozen=True, tag="followed"):
-    """Order: the target's weights were exchanged; train against the tensors in this file."""
+    """Order: train against the target's new tensors, in this file."""
 
     newer: str
 
@@ -192,7 +191,7 @@ class Trainer:
         return True
 
     def examine(self) -> Examined | None:
-        """Compares the candidate with the present head on held-out sequences.  None: too few of them."""
+        """Compares the candidate with the present head; None: too few held-out sequences."""
         self._since = 0
         numbers = [number for number in sorted(self._sizes) if is_held_out(number)][-EXAMINED:]
         own = _copy(trained_tensors(self._pupil.drafter))
@@ -209,7 +208,7 @@ class Trainer:
         return Examined(sum(present) / len(pairs), sum(proposed) / len(pairs), is_worth_publishing(present, proposed))
 
     def publish(self) -> str:
-        """Writes the candidate, and takes it for the present head from now on.  Returns its directory.  Raises `OSError`."""
+        """Writes the candidate, from now on the present head.  Returns its directory.  Raises `OSError`."""
         versions = Path(self._job.directory) / VERSIONS
         directory = versions / f"{newest_version(versions)[0] + 1:06d}"
         save_pupil(self._pupil, self._mean, directory)
@@ -218,7 +217,7 @@ class Trainer:
         return str(directory)
 
     def checkpoint(self) -> None:
-        """Writes what is needed to go on after a restart.  Raises `OSError`."""
+        """Writes the trainer's state.  Raises `OSError`."""
         state = {
             "present": self._present_dir,
             "drafter": trained_tensors(self._pupil.drafter),
@@ -255,7 +254,7 @@ class Trainer:
             self._begin(self._present_dir)
 
     def _look(self) -> None:
-        """Notes which sequences have come into the ring and which have gone."""
+        """Notes which sequences have come and gone."""
         numbers = self._ring.numbers()
         for number in numbers:
             if number > self._newest:
@@ -266,7 +265,7 @@ class Trainer:
                 self._newest = number
         there = set(numbers)
         self._sizes = {number: rows for number, rows in self._sizes.items() if number in there}
-        # Training may fall behind: rows that have left the ring are not owed any more.
+        # Rows that have left the ring are not owed any more.
         self._credit = min(self._credit, PASSES * sum(self._sizes.values()))
 
     def _score(self, tensors: dict[str, Tensor], numbers: list[int]) -> dict[int, float | None]:
@@ -293,7 +292,7 @@ def newest_version(versions: Path) -> tuple[int, str | None]:
 
 
 def _narrow(device: torch.device) -> torch.autocast:
-    """Computes products in bfloat16 if the device has units for it.  With AMX on a CPU, a step takes two thirds of the time."""
+    """Products in bfloat16, if the device has units for it.  With a CPU's (AMX) a step takes two thirds of the time."""
     fast = device.type == "cuda" or bool(torch.cpu.get_capabilities().get("amx_bf16"))
     return torch.autocast(device.type, torch.bfloat16, enabled=fast)
 

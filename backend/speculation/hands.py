@@ -1,8 +1,8 @@
 """Keeps the available drafts of each request, from all sources, and learns from them once the text is known.  Pure.
 
 Scheduler's process and thread.  A `Hand` is one available draft.  Three kinds compete: fresh drafts, drafts made ahead for the
-outcome that came, and look-ups in the request's own text.  Each token's chance comes from its source's calibration
-(`calibration.py`).  All drafts, verified or not, are later compared with the text (`guesses.py`).
+outcome that came, and look-ups in the request's own text.  `calibration.py` gives each token's chance; `guesses.py` compares
+all drafts, verified or not, with the text later.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ASKS = {"off": Ask.PLAIN, "sync": Ask.DRAFT, "ahead": Ask.AHEAD, "auto": None}
 _NOTHING_ASKED = Asked(), 0
 
 SAMPLED = 8
-"""Drafts are learned from for about so many requests per step, in turn.  In larger batches, all would cost too much time."""
+"""Requests per step whose drafts are learned from, in turn: in larger batches, all would cost too much time."""
 
 
 class Source(NamedTuple):
@@ -70,7 +70,7 @@ class Request:
     longest: int
     """Its longest draft."""
     ask: Ask | None = None
-    """What the client wants its drafter asked for; None: what the verifier chooses for all requests."""
+    """What the client wants asked of its drafter; None: the verifier chooses."""
     prediction: Prediction | None = None
     hand: Hand | None = None
     """The best draft from a drafter."""
@@ -80,7 +80,7 @@ class Request:
     verified: Hand | None = None
     """The draft that the running step verifies, uncut."""
     block: tuple[str, Block, float] | None = None
-    """Outcomes drafted ahead: the drafter's id, the outcomes, and the drafter's compute in seconds."""
+    """Outcomes drafted ahead: drafter, outcomes, and its compute in seconds."""
     outcomes: int = 0
     """How many outcomes were asked for."""
     told: Hand | None = None
@@ -148,7 +148,7 @@ class Hands:
             self._lookups.forget(request_id)
 
     def renewed(self, drafter_id: str) -> None:
-        """The drafter has a new head: its drafts are judged as an average head's until more is known."""
+        """The drafter has a new head: forgets what was learned about its drafts."""
         self._calibrations = {s: known for s, known in self._calibrations.items() if s.drafter_id != drafter_id}
         self.drafted = Outlook(self._longest, self._prior)
 
@@ -224,7 +224,7 @@ class Hands:
         return self._calibration(Source(drafter_id, greedy)).weights
 
     def foretold(self) -> dict[str, Foretold]:
-        """How well the chances of draft tokens were predicted, by kind of source."""
+        """How well chances were predicted, by kind of source."""
         found: dict[str, Foretold] = {}
         for source, calibration in self._calibrations.items():
             found[source.kind] = found.get(source.kind, Foretold()).plus(calibration.foretold)
@@ -280,7 +280,7 @@ class Hands:
             request.hand = hand
 
     def _compare(self, request_id: str, request: Request, drafted: list[float]) -> None:
-        """Notes what drafters add, from the survivals `drafted` of an answer or those of the look-up, whichever is better."""
+        """Notes what a drafter's answer, with survivals `drafted`, adds; or the request's look-up, if that is better."""
         looked_up = self._look_up(request_id, request)
         if self._is_sampled():
             self.drafted.note(max(drafted, looked_up.survivals if looked_up is not None else [], key=sum), self.steps)

@@ -29,13 +29,13 @@ from backend.wire.drafting import Block, Draft, NextItem
 from backend.wire.engine import Asked
 
 RECONSIDER_EVERY = 16
-"""Steps between two choices of what to ask for.  A choice costs some hundred microseconds."""
+"""Steps between two choices of what to ask for; a choice costs some hundred microseconds."""
 ROOM = 0.5
-"""Drafters stop below this share of the lowest survival that paid in the last step.  At 1 the budget could never grow."""
+"""Drafters stop below this share of the survival that just paid in the last step.  At 1 the budget could not grow."""
 FEW = 4
-"""Outcomes to draft ahead per request while it is not known how many pay."""
+"""Outcomes drafted ahead until it is known how many pay."""
 CAUGHT_UP = 3
-"""The step of a probe at which drafters have caught up on the tokens of the time without asking; times count from there."""
+"""Step of a probe from which on times count: drafters have caught up on the tokens of the time without asking."""
 NOTHING = Choice(Ask.PLAIN, 0, 0.0)
 
 
@@ -55,10 +55,7 @@ class Speculator:
     """Decides about the drafts of one verifier."""
 
     def __init__(self, mode: str, longest: int, outcomes: int, lookups: bool, vocab_size: int, longest_wait_s: float) -> None:
-        """`mode`: sync, ahead or auto.  `longest`: K.  `outcomes`: the most that are drafted ahead per request.
-
-        `lookups`: whether requests' own text drafts too.  `longest_wait_s`: the longest deadline.
-        """
+        """`mode`: sync, ahead or auto; `longest`: K; `outcomes`: most drafted ahead per request; `lookups`: enabled or not."""
         self.step_times = StepTimes()
         self.questions = Questions(longest_wait_s)
         self.hands = Hands(longest, outcomes, lookups, vocab_size)
@@ -77,7 +74,7 @@ class Speculator:
         self._unlearned: dict[str, int] = {}
         self._ended: dict[str, int] = {}
         self._verifying: set[str] = set()
-        """Requests in the running step, if drafters were asked for drafts and have different heads (`preference.py`)."""
+        """Requests of the running step, if drafters were asked and have different heads (`preference.py`)."""
         self._drafter_ids: list[str] = []
         self._probing, self._probed, self._probes = False, 0, 0
         self._asked_ahead = False
@@ -107,9 +104,9 @@ class Speculator:
         self._reconsider_at = 0
 
     def arrived(self, drafter_id: str, draft: Draft, draft_s: float, now: float) -> tuple[str, float | None]:
-        """Takes a fresh draft.  Returns a verdict, and the seconds since the draft was asked for (None if it was not).
+        """Takes a fresh draft: `ready`, `late` (the text has gone on), `stale` (not asked for) or `invalid`.
 
-        Verdicts: `ready`; `late`: the text has gone on; `stale`: not asked for; `invalid`.
+        Also returns the seconds since it was asked for, if it was.
         """
         waited_s = self.questions.answered(drafter_id, draft.request_id, draft.base_len, now)
         verdict = self.hands.take_fresh(drafter_id, draft, draft_s, self._floor) if waited_s is not None else "stale"
@@ -140,7 +137,7 @@ class Speculator:
     # -- requests ------------------------------------------------------------------------------------------------------
 
     def asked(self, request_id: str, asked: Asked, prompt_len: int) -> None:
-        """Notes what a coming request asks about drafting, before its first token.  `prompt_len`: tokens of its prompt."""
+        """Notes what a coming request, with a prompt of so many tokens, asks about drafting."""
         self.hands.asked(request_id, asked, prompt_len)
 
     def ended(self, request_id: str, text: list[int], began: int, greedy: bool) -> None:
@@ -172,7 +169,7 @@ class Speculator:
 
     @property
     def _is_telling(self) -> bool:
-        """Whether measured times and hits are typical.  In a probe's first steps they are not, since the drafter catches up."""
+        """Whether times and hits are typical.  In a probe's first steps they are not: the drafter catches up."""
         return self.choice.ask != Ask.PLAIN or self._probed >= CAUGHT_UP
 
     @property
@@ -216,7 +213,7 @@ class Speculator:
         return attached
 
     def verified(self, request_id: str) -> Hand | None:
-        """The draft that the running step verifies for a request, uncut: the step may verify only its first tokens."""
+        """The draft that the running step verifies for a request, uncut."""
         request = self.hands.requests.get(request_id)
         return request.verified if request is not None else None
 
@@ -266,7 +263,7 @@ class Speculator:
             self.questions.asked(request_id, length, drafter_id, now)
 
     def _cut(self, asks: dict[str, list[NextItem]], k: int) -> None:
-        """Cuts each `verifying` to what the next step will verify, at most `k` tokens: each token costs the drafter a pass."""
+        """Cuts each `verifying` to what will be verified, at most `k` tokens: each token costs the drafter a pass."""
         present = self.hands.present(self._ended)
         spent = self._spend(present, max(len(present), 1))[1]
         cuts = {r: n for (r, _), n in zip(present, spent.lengths, strict=True)} if spent is not None else {}
@@ -304,7 +301,7 @@ class Speculator:
     # -- learning ------------------------------------------------------------------------------------------------------
 
     def stepped(self, tokens: int, seconds: float) -> None:
-        """Notes the time of a step over `tokens` tokens; only called for steps without prefill."""
+        """Notes the time of a step over `tokens` tokens, without prefill."""
         self.step_times.observe(tokens, seconds)
         self._step_s = seconds
 
@@ -332,7 +329,7 @@ class Speculator:
         return Load(n, n, hands.alone.prospect(n, n, at), hands.drafted.prospect(n, n, at), hands.foresight)
 
     def foretold(self) -> dict[str, Foretold]:
-        """How well the chances of draft tokens were predicted, by kind of source."""
+        """How well chances were predicted, by kind of source."""
         return self.hands.foretold()
 
     def _reconsider(self) -> None:

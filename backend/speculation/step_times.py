@@ -1,9 +1,8 @@
 """Learns how long a step takes by its tokens, and how long a draft takes.  Pure; scheduler's process and thread.
 
-The curve has a point for each size of step.  The logarithm of a step's time is the level of its point plus the machine's speed,
-which is common to all points.  A Kalman filter with two states splits each surprise between level and speed in proportion to
-their variances, here called doubts: the speed wanders and takes most of it, but a new point takes it all.  So points that were
-visited long ago keep their relation to the others.
+The curve has a point for each size of step.  The logarithm of a step's time is its point's level plus the machine's speed,
+which all points share.  A Kalman filter with two states splits each surprise between both by their variances, here called
+doubts: the speed wanders and takes most of it, but a new point takes all.  So old points keep their relation to the others.
 """
 
 from __future__ import annotations
@@ -98,10 +97,9 @@ class StepTimes:
         return found
 
     def _draw(self) -> None:
-        """Computes the curve from the points: doubtful points are drawn to a straight line through all, then no point may fall.
+        """Computes the curve from the points: doubtful ones are drawn to a straight line through all, then none may fall.
 
-        An unproven point above the line is put on it.  Otherwise the budget would avoid steps of that size and never learn
-        better.
+        An unproven point above the line is put on it, else the budget would avoid such steps and never learn better.
         """
         self._stale, self._factor = False, math.exp(self._speed)
         points = sorted(self._points.values(), key=lambda point: point.tokens)

@@ -1,4 +1,4 @@
-"""Decides whether to wait for drafts, and which drafts to ask for: whatever is expected to emit the most tokens per second.
+"""Decides whether to wait for drafts, and which to ask for: whatever is expected to emit the most tokens per second.
 
 Pure; scheduler's process and thread.  The gain of drafts is predicted from the survivals of recent drafts, put through the
 budget at the present load (`Outlook`).  No plan has to be tried out: drafts are scored whether or not they are verified, and
@@ -17,20 +17,18 @@ from typing import NamedTuple
 from backend.speculation.budget import Spent, spend
 
 GAIN = 1.02
-"""Factor by which asking drafters must beat plain steps, since drafters could serve another verifier.  A change of kind must
-beat the present kind by the same factor again, since it costs a step or two without drafts."""
+"""Factor by which asking drafters must beat plain steps, since they could serve another verifier; and a new kind the present
+one, since a change costs a step or two without drafts."""
 PROBE_EVERY, PROBE_STEPS = 128, 4
-"""A probe: while drafters are not asked to draft ahead, they are for 4 steps in 128.  No step waits for drafts of a probe; they
-are only scored."""
+"""A probe: drafters that are not asked ahead are for 4 steps in 128.  No step waits for a probe's drafts; they are scored."""
 ROWS, FEWEST, RECENT_STEPS = 64, 8, 512
 """An outlook is made from at most 64 drafts of the last 512 steps; the newest 8 count however old they are."""
 FORGET, PRIOR_HITS, PRIOR_LOOKS = 0.99, 6.0, 8.0
 """Weight of one look-up of an outcome after each newer one; hits and look-ups assumed at first, so that it is tried."""
 
 DOUBTFUL, TRUST, FADE = 256, 0.4, 0.99
-"""How fast `Promises` learns.  A window of 256 tokens weighs as much as all before it, and no window weighs more than 0.4, for
-the machine's speed wanders.  What is known of a kind fades by 1 % per window without it (half in some thousand steps), so that
-it is tried again."""
+"""How fast `Promises` learns.  A window of 256 tokens weighs as much as all before it, but no window more than 0.4, for the
+machine's speed wanders.  A kind's value fades by 1 % per window, to half in some thousand steps, so that it is tried again."""
 
 DraftSeconds = Callable[[float, int], float]
 """Seconds from asking for drafts to having them, by number of requests and tokens per draft (`step_times.DraftTimes.at`)."""
@@ -38,7 +36,7 @@ DraftSeconds = Callable[[float, int], float]
 
 @dataclass(frozen=True)
 class Prospect:
-    """What drafts are expected to add to a step, per request; entry j is for drafts cut after j tokens, 0 to K."""
+    """What drafts are expected to add to a step, per request; entry j: cut after j tokens, 0 to K."""
 
     tokens: tuple[float, ...]
     """Draft tokens verified."""
@@ -50,7 +48,7 @@ class Outlook:
     """Predicts what drafts would add to a step, from the survivals of recent drafts."""
 
     def __init__(self, k: int, prior: Sequence[float] = ()) -> None:
-        """Drafts have at most `k` tokens.  `prior`: the survivals assumed before the first draft; empty: no draft."""
+        """Drafts have at most `k` tokens.  `prior`: survivals assumed before the first draft."""
         self._k = k
         self._rows: deque[tuple[int, list[float]]] = deque(maxlen=ROWS)
         self._prior = list(prior[:k])
@@ -72,8 +70,8 @@ class Outlook:
     def prospect(self, requests: int, base: int, step_s: Callable[[int], float]) -> Prospect:
         """The prospect if all of `requests` requests had such drafts, in a step of `base` tokens.
 
-        The rows are dealt into steps of `requests` rows each, and every step spends its budget.  Costs about a microsecond per
-        token of the rows: call it while the device computes, and not for every step.
+        Rows are dealt into steps of `requests` rows, and every step spends its budget.  Costs about a microsecond per token of
+        the rows: not for every step, and only where nothing waits.
         """
         rows = [row for _, row in self._rows] or [self._prior]
         rows = [rows[i % len(rows)] for i in range(max(-(-len(rows) // requests), 1) * requests)]
@@ -92,11 +90,11 @@ class Outlook:
 
 
 class Foresight:
-    """Estimates how often the actual outcome is among those drafted ahead, by their number.  Old observations decay."""
+    """How often the actual outcome is among those drafted ahead, by their number; decayed."""
 
     def __init__(self, most: int) -> None:
         """At most `most` outcomes are drafted per request, likeliest first."""
-        # Assumed at first: each outcome is half as likely as the one before; together they cover most verifications.
+        # At first each outcome is taken to be half as likely as the one before, and all together to cover most verifications.
         self._hits: list[float] = [PRIOR_HITS / 2 ** (rank + 1) for rank in range(most)]
         self._looks = [PRIOR_LOOKS] * most
 
@@ -112,7 +110,7 @@ class Foresight:
             self._looks[i] = FORGET * self._looks[i] + 1
 
     def rate(self, outcomes: int) -> float:
-        """Expected share of verifications whose outcome is among the first `outcomes`."""
+        """Share of verifications whose outcome is among the first `outcomes`."""
         return min(1.0, sum(hits / looks for hits, looks in zip(self._hits[:outcomes], self._looks, strict=False)))
 
 
@@ -193,7 +191,7 @@ class Choice:
     k: int
     """Tokens per draft; 0 for `PLAIN`."""
     tokens_per_s: float
-    """Tokens expected to be emitted per second, over all requests."""
+    """Expected, over all requests."""
     outcomes: int = 0
     """Outcomes per request; 0 except for `AHEAD`."""
 
@@ -227,9 +225,9 @@ def goodputs(load: Load, times: Times) -> dict[Ask, Choice]:
         consider(Ask.DRAFT, k, emitted / (seconds + times.draft(n, k)))
         for outcomes in load.foresight.choices:
             h = load.foresight.rate(outcomes)
-            # Drafting ahead takes one pass per verified token, then one per token of the outcomes' drafts.
+            # One pass per verified token, then one per token of the outcomes' drafts.
             if times.enumerate(n * outcomes, 2 * k) > max(seconds - times.draft(n * (1 - h), k), 0.0):
-                # The drafter also drafts for misses.  If both take longer than a step, all outcomes come too late.
+                # With drafts for misses, this takes longer than a step: all outcomes come too late.
                 h = 0.0
             gain = plain_gain + h * (drafted.gains[k] - plain_gain)
             tokens = plain_tokens + h * (drafted.tokens[k] - plain_tokens)
@@ -250,8 +248,8 @@ class Plan(NamedTuple):
 class Promises:
     """Learns which part of its predicted tokens per second each kind of asking reaches.
 
-    Predictions combine step times, draft times and chances, each measured by itself.  Their effects on each other (a drafter
-    that is asked for more than it can make, cores that slow each other) show only in the tokens emitted.
+    Predictions combine steps, drafts and chances, each measured by itself.  Their effects on each other (a drafter asked for
+    more than it can make, cores that slow each other) show only in the tokens emitted.
     """
 
     def __init__(self) -> None:
@@ -262,7 +260,7 @@ class Promises:
         return math.exp(self._logs.get(ask, 0.0))
 
     def observe(self, ask: Ask, promised: float, brought: float, tokens: int) -> None:
-        """Takes one window in which `ask` was asked for: predicted rate, measured rate, and the tokens it was measured on."""
+        """Takes a window in which `ask` was asked for: its predicted and its measured rate, and its tokens."""
         before = self._logs.get(ask, 0.0)
         self._logs = {other: FADE * known for other, known in self._logs.items()}
         weight = min(tokens / (tokens + DOUBTFUL), TRUST)
