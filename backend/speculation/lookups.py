@@ -1,7 +1,7 @@
-"""Drafts without a drafter: prompt lookup on the verifier, in every request's own text.  Pure; scheduler's process and thread.
+"""Drafts without a drafter: prompt lookup in every request's own text, on the verifier.  Pure; scheduler's process and thread.
 
-A request's tokens are made findable as they come, a bounded number per step; that is not needed for the next launch and can be
-done while the device computes.  `propose` itself only looks up.
+`advance` indexes a request's new tokens, a bounded number per step.  The next step does not need the result, so it can
+run while the device computes.  `propose` only looks up.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from backend.speculation.calibration import log_odds
 from backend.speculation.lookup import LONGEST, SHORTEST, Lookup
 
 WINDOW = 4096
-"""Tokens of a prompt that can be found, the latest: bounds the memory of a request to about a megabyte."""
+"""Only the last 4096 tokens of a prompt are indexed: bounds the memory of a request to about a megabyte."""
 INDEXED_PER_STEP = 512
-"""Tokens made findable per step over all requests, so that a batch of long prompts does not stop the engine."""
+"""Tokens indexed per step over all requests, so that a batch of long prompts does not stop the engine."""
 FORGET = 0.9
-"""Weight of a look-up after one newer one: text turns from copying to not copying within sentences."""
+"""Weight of a look-up's score after each newer look-up: text may begin or cease to repeat itself within a sentence."""
 
 
 @dataclass
@@ -25,22 +25,22 @@ class _Own:
     lookup: Lookup
     right: float = 0.0
     wrong: float = 0.0
-    """Tokens of its look-ups that were right and wrong, decayed."""
+    """Decayed counts of tokens that its look-ups had right and wrong."""
 
 
 class Lookups:
-    """All requests of one verifier."""
+    """Prompt lookup for all requests of one verifier."""
 
     def __init__(self) -> None:
         self._own: dict[str, _Own] = {}
         self._budget = INDEXED_PER_STEP
 
     def begin_step(self) -> None:
-        """A step begins."""
+        """A step begins: renews the number of tokens that may be indexed."""
         self._budget = INDEXED_PER_STEP
 
     def advance(self, request_id: str, text: Sequence[int]) -> None:
-        """Makes the request's tokens findable; `text`: all of them, prompt included.  They only ever grow."""
+        """Indexes the request's new tokens.  `text`: all its tokens, prompt included; they only ever grow."""
         own = self._own.get(request_id)
         if own is None:
             known = list(text)
@@ -51,7 +51,7 @@ class Lookups:
             self._budget -= own.lookup.index(self._budget)
 
     def propose(self, request_id: str, text: Sequence[int], k: int) -> tuple[list[int], list[float]]:
-        """At most `k` tokens to follow `text`, all of the request's tokens, and their signs; nothing where none is found.
+        """A draft of at most `k` tokens to follow `text` (all the request's tokens), and its signs; empty if none is found.
 
         Signs per token: the log-odds of the request's recent look-ups, and how much longer than usual the suffix is.
         """
@@ -65,12 +65,11 @@ class Lookups:
         return tokens, [log_odds(own.right, own.wrong), lookup.found - 3.0] * len(tokens)
 
     def scored(self, request_id: str, matched: int, seen: int) -> None:
-        """A look-up of this request was compared with what followed (`guesses.Resolved`)."""
+        """Takes the result of comparing a look-up of this request with the text (`guesses.Resolved`)."""
         own = self._own.get(request_id)
         if own is not None:
             own.right = FORGET * own.right + matched
             own.wrong = FORGET * own.wrong + seen - matched
 
     def forget(self, request_id: str) -> None:
-        """The request is over."""
         self._own.pop(request_id, None)

@@ -1,7 +1,8 @@
-"""Drafts from what a client expects the answer to be (OpenAI's `prediction`).  Pure; scheduler's process and thread.
+"""Drafts from the answer that a client predicts (OpenAI's `prediction`).  Pure; scheduler's process and thread.
 
-The answer is read along the prediction.  Where it leaves it, its latest tokens are looked up there: the longest suffix of
-`SHORTEST..LONGEST` tokens, rather behind the place where it left than before, and the nearest of these.
+The answer is compared with the prediction token by token.  Where they part, the answer's latest tokens are looked up in the
+prediction: the longest matching suffix of `SHORTEST..LONGEST` tokens.  Among equally long matches, one behind the point of
+parting is preferred, then the nearest.
 """
 
 from __future__ import annotations
@@ -12,28 +13,28 @@ from backend.speculation.calibration import log_odds
 from backend.speculation.lookup import LONGEST, SHORTEST
 
 FORGET = 0.9
-"""Weight of a draft after one newer one."""
+"""Weight of a draft's score after each newer draft."""
 SURE = 8
-"""Tokens of agreement beyond which one more says nothing."""
+"""Agreeing tokens that count in a sign; more say nothing new."""
 
 
 class Prediction:
-    """One request's."""
+    """The predicted answer of one request."""
 
     def __init__(self, tokens: Sequence[int], began: int) -> None:
         """`began`: the length of the request's prompt."""
         self._tokens = tokens
         self._began = self._read = began
         self._at = 0
-        """The place that follows what has been read; what was left is looked for from there on."""
+        """Where in the prediction the answer goes on; after they parted, where they did."""
         self._agreed = 0
-        """Latest tokens that agree; 0: the answer is not on the prediction."""
+        """How many of the answer's latest tokens agree; 0: answer and prediction have parted."""
         self._places: dict[int, list[int]] | None = None
-        """Of each token.  Made when the answer first leaves the prediction."""
+        """Each token's places in the prediction.  Made when answer and prediction first part."""
         self._right = self._wrong = 0.0
 
     def propose(self, text: Sequence[int], k: int) -> tuple[list[int], list[float]]:
-        """At most `k` tokens to follow `text`, all of the request's tokens, and their signs; nothing where it is elsewhere.
+        """A draft of at most `k` tokens to follow `text` (all the request's tokens), and its signs; empty if they have parted.
 
         Signs per token: the log-odds of recent drafts, and how long the answer has agreed.
         """
@@ -42,7 +43,7 @@ class Prediction:
         return tokens, [log_odds(self._right, self._wrong), min(self._agreed, SURE) - 3.0] * len(tokens)
 
     def scored(self, matched: int, seen: int) -> None:
-        """A draft was compared with what followed (`guesses.Resolved`)."""
+        """Takes the result of comparing a draft with the text (`guesses.Resolved`)."""
         self._right = FORGET * self._right + matched
         self._wrong = FORGET * self._wrong + seen - matched
 
@@ -58,7 +59,7 @@ class Prediction:
             self._find(text[max(self._began, len(text) - LONGEST) :])
 
     def _find(self, ending: Sequence[int]) -> None:
-        """Where the prediction has the answer's `ending`, if anywhere."""
+        """Looks up the answer's `ending` in the prediction."""
         tokens = self._tokens
         if self._places is None:
             self._places = {}

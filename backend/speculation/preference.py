@@ -1,10 +1,10 @@
-"""Which of several different draft models drafts for a request: the one that brought requests of its kind the most tokens.
+"""Chooses which of several draft models drafts for a request: the one that gained such requests the most tokens.
 
 Pure; the scheduler's process and thread.  Drafters with the same head (`Member.head`) are one choice, and share its requests by
-`pairing.py`.  A request keeps its head for life, because another one would have to read all of its text first.  A kind is an
-adapter, a cluster of prompts that use the same words, and a tenant.  While little is known of a tenant's own kind, all tenants'
-decides: so a new tenant costs no trials.  What counts is tokens per verification while drafters are asked: a draft that is late
-or stays out counts as none.
+`pairing.py`.  A request keeps its head for life, because another head would have to read all of its text first.  A kind is an
+adapter, a cluster of prompts that use the same words, and a tenant.  A new tenant costs no trials: all tenants' requests decide
+until its own are enough.  Heads are compared by tokens per verification while drafters are asked; a late or missing draft counts
+as an empty one.
 """
 
 from __future__ import annotations
@@ -20,32 +20,33 @@ import numpy.typing as npt
 from backend.speculation.pairing import having
 
 WINDOW = 512
-"""Verifications that a mean remembers."""
+"""Verifications that a mean covers; older ones decay."""
 TRIED = 64
-"""Verifications of a kind that each head gets before it is judged."""
+"""Verifications that each head gets of a kind before heads are compared."""
 TRY_ONE_IN = 16
-"""After that, of so many requests of a kind one goes to the head that is known least."""
+"""After that, one in 16 requests of a kind goes to the head that has had the fewest."""
 KINDS, SESSIONS = 1024, 4096
-"""Remembered."""
+"""Most kinds and sessions remembered, the latest."""
 KEPT_FOR = 1.1
-"""A session keeps its head unless another brings more by this factor: the head has read the session's earlier text."""
+"""A session's earlier head counts as so much better, because it has read the session's earlier text."""
 BUCKETS, READ = 1024, 512
-"""A prompt's last tokens are counted by their remainders."""
+"""A prompt is described by counts of its last 512 token ids modulo 1024."""
 ALIKE = 0.6
-"""Cosine from which on a prompt belongs to a cluster."""
+"""Least cosine between a prompt and the centre of its cluster."""
 CLUSTERS = 16
+"""Most clusters."""
 
 
 class Clusters:
-    """Prompts by the tokens they use; new clusters begin until there are `CLUSTERS`."""
+    """Groups prompts by the tokens they use."""
 
     def __init__(self) -> None:
         self._centres: npt.NDArray[np.float64] = np.zeros((0, BUCKETS))
 
     def of(self, prompt: Sequence[int]) -> int:
-        """A prompt's cluster, which moves a little towards it."""
+        """The number of a prompt's cluster.  Its centre moves a little towards the prompt."""
         counts = np.bincount(np.asarray(prompt[-READ:], dtype=np.int64) % BUCKETS, minlength=BUCKETS)
-        # The root keeps line breaks and commas from deciding.
+        # Without the root, line breaks and commas would dominate.
         signature = np.sqrt(counts)
         signature /= max(float(np.linalg.norm(signature)), 1e-9)
         alike = self._centres @ signature
@@ -60,14 +61,13 @@ class Clusters:
 
 @dataclass
 class Brought:
-    """What a head has brought one kind of requests, in verifications of late."""
+    """What one head gained one kind of requests, in recent verifications."""
 
     requests: int = 0
     verifications: float = 0.0
     tokens: float = 0.0
 
     def learn(self, tokens: int) -> None:
-        """One more verification."""
         kept = 1 - 1 / WINDOW
         self.verifications = self.verifications * kept + 1
         self.tokens = self.tokens * kept + tokens
@@ -83,30 +83,33 @@ Kind = dict[str, Brought]
 
 
 class Preference:
-    """One verifier's."""
+    """Chooses a head for each request of one verifier."""
 
     def __init__(self) -> None:
         self._heads: dict[str, str] = {}
         self.has_choice = False
-        """Whether drafters differ."""
+        """Whether the drafters have different heads."""
         self._clusters = Clusters()
         self._kinds: OrderedDict[Hashable, Kind] = OrderedDict()
         self._sessions = OrderedDict[Hashable, str]()
         self._chosen: dict[str, tuple[str, list[Brought]]] = {}
-        # Trials by turns would always meet the same tenant where tenants take turns, too.
+        # With every sixteenth request, trials would always meet the same tenant where tenants take turns.
         self._dice = random.Random(0)
 
     def set_drafters(self, heads: dict[str, str]) -> None:
-        """The assignment changed: each drafter's head."""
+        """The assignment changed.  `heads`: drafter to the name of its head."""
         self._heads = dict(sorted(heads.items()))
         self.has_choice = len(set(heads.values())) > 1
 
     def begin(self, request_id: str, prompt: Sequence[int], adapter: str, tenant: str = "", session: str = "") -> str | None:
-        """Chooses for a new request; None where there is nothing to choose.  Empty: no such label is known."""
+        """Chooses and returns a new request's head; None if all drafters have the same one.
+
+        `tenant`, `session`: as in `Asked`.
+        """
         if not self.has_choice or request_id in self._chosen or not prompt:
             return self.of(request_id)
         cluster = self._clusters.of(prompt)
-        # All tenants' kind, then its own.
+        # The kind of all tenants' requests, then the tenant's own.
         kinds = [self._kind(adapter, cluster, each) for each in dict.fromkeys(("", tenant))]
         kind = kinds[-1] if _is_known(kinds[-1]) else kinds[0]
         if self._dice.random() < 1 / TRY_ONE_IN:
@@ -129,22 +132,21 @@ class Preference:
         return None if chosen is None else chosen[0]
 
     def among(self, request_id: str) -> list[str]:
-        """The drafters that it may have."""
+        """The drafters that may serve a request."""
         return having(self._heads, self.of(request_id))
 
     def learn(self, request_id: str, tokens: int) -> None:
-        """A verification, for which its drafter had been asked, brought so many tokens."""
+        """Takes one verification, for which the request's drafter had been asked: it emitted `tokens` tokens."""
         chosen = self._chosen.get(request_id)
         if chosen is not None:
             for brought in chosen[1]:
                 brought.learn(tokens)
 
     def forget(self, request_id: str) -> None:
-        """The request is over."""
         self._chosen.pop(request_id, None)
 
     def _kind(self, *key: Hashable) -> Kind:
-        """What is known of it, for the heads that there are."""
+        """What is known of a kind, for the present heads."""
         before = self._kinds.pop(key, {})
         self._kinds[key] = kind = {head: before.get(head) or Brought() for head in sorted(set(self._heads.values()))}
         if len(self._kinds) > KINDS:
@@ -161,7 +163,7 @@ def _least_known(kind: Kind) -> str:
 
 
 def _best(kind: Kind, earlier: str | None) -> str:
-    """The session's `earlier` head, unless another is better by far."""
+    """The best head; `earlier`, the session's head, is given up only for one that is better by far."""
     if not _is_known(kind):
         return earlier if earlier in kind else _least_known(kind)
     return max(kind, key=lambda head: kind[head].mean * (KEPT_FOR if head == earlier else 1))
