@@ -3,8 +3,8 @@
 Pure; the scheduler's process and thread.  Drafters with the same head (`Member.head`) are one choice, and share its requests by
 `pairing.py`.  A request keeps its head for life, because another head would have to read all of its text first.  A kind is an
 adapter, a cluster of prompts that use the same words, and a tenant.  A new tenant costs no trials: all tenants' requests decide
-until its own are enough.  Heads are compared by tokens per verification while drafters are asked; a late or missing draft counts
-as an empty one.
+until its own are enough.  Heads are compared by tokens per verification while drafters are asked; a late or missing draft
+counts as an empty one.
 """
 
 from __future__ import annotations
