@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from statistics import mean
 from typing import IO
 
 import msgspec
@@ -134,6 +135,8 @@ class Learner:
             present_length=latest.present,
             candidate_length=latest.candidate,
             live_acceptance=self._watch.acceptance,
+            previous_version=self._number(self._previous_dir),
+            previous_acceptance=mean(before) if (before := self._watch.before) else None,
             published=self._published,
             taken_back=self._taken_back,
         )
@@ -185,7 +188,7 @@ class Learner:
             self._previous_dir = self.head_dir
             _write_proven(self._directory, Proven(self._version, list(self._watch.before)))
         self.head_dir = head_dir
-        self._version = int(Path(head_dir).name)
+        self._version = self._number(head_dir)
         logger.info("drafting with version %d", self._version)
         return True
 
@@ -201,11 +204,14 @@ class Learner:
         # The next version is compared with the good one, too.
         self._watch.before = before
         self.head_dir = good
-        self._version = int(Path(good).name) if good != self._start_dir else 0
+        self._version = self._number(good)
         logger.warning("its drafts are accepted less: %s is taken back, version %d drafts again", bad, self._version)
         self._tell(TakenBack(good))
         shutil.rmtree(bad, ignore_errors=True)
         self._taken_back += 1
+
+    def _number(self, head_dir: str) -> int:
+        return int(Path(head_dir).name) if head_dir != self._start_dir else 0
 
     def _prune(self) -> None:
         kept = {self.head_dir, self._previous_dir}

@@ -385,6 +385,8 @@ def test_a_spoiled_head_is_taken_back_after_a_restart(start: str, tmp_path: Path
     own.stop()
     own = learner(start, tmp_path, lambda head: own.lessons.exchanged())
     assert own.stats().version == 2
+    assert own.stats().previous_version == 1
+    assert own.stats().previous_acceptance == pytest.approx(10 / 16, abs=0.02)
     live(own._watch, 10, FEWEST_SEQUENCES)
     assert not own._watch.has_fallen
     for _ in range(KEPT):
