@@ -377,7 +377,7 @@ def test_a_spoiled_head_is_taken_back_by_live_acceptance(start: str, tmp_path: P
 
 def test_a_spoiled_head_is_taken_back_after_a_restart(start: str, tmp_path: Path) -> None:
     versions = tmp_path / "drafter-0" / "versions"
-    own = learner(start, tmp_path, lambda head: own.lessons.exchanged())
+    own: Learner = learner(start, tmp_path, lambda head: own.lessons.exchanged())
     for version in ("000001", "000002"):
         live(own._watch, 10, 20)
         write_initial_head(str(TARGET_DIR), versions / version, "demo")
