@@ -153,7 +153,7 @@ class VerifierStats(msgspec.Struct):
     teacher_forced: DraftCounters = msgspec.field(default_factory=DraftCounters)
     """Verifications of fixed responses (rollouts): agreement with a trace, in no drafter's counters above."""
     foretold: dict[str, Foretold] = msgspec.field(default_factory=dict)
-    """By source of drafts: `fresh`, `ahead` or `lookup`."""
+    """By kind of source: `fresh`, `ahead`, `lookup`, `prediction`, `shared`."""
     drafters_down: list[str] = msgspec.field(default_factory=list)
     """Assigned drafters whose circuit breaker is open: drafts are not waited for."""
     plan_k: int = 0

@@ -10,7 +10,6 @@ small own one: far positions, which are seldom decided, learn from near ones.  E
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from backend.fleet import CHANCE_BINS, Foretold
@@ -94,8 +93,3 @@ class Calibration:
     def _flat(self) -> list[float]:
         a, b, common, *own = self._means
         return [a, b, *(common + offset for offset in own)]
-
-
-def log_odds(right: float, wrong: float) -> float:
-    """Of counts, with one of each added: 0 without any."""
-    return math.log((right + 1) / (wrong + 1))

@@ -1,14 +1,14 @@
 """Drafts at hand: what there is for the next step of each request, from whatever source, and what came of it.  Pure.
 
-Scheduler's process and thread.  Three kinds of drafts compete: fresh ones, those a drafter made ahead for the outcome that
-came, and what the request's own text goes on with.  Each token's chance is known from its source's calibration
+Scheduler's process and thread.  Fresh drafts, those that a drafter made ahead for the outcome that came, and what known texts
+go on with (`texts.py`) compete.  Each token's chance is known from its source's calibration
 (`calibration.py`); drafts, verified or not, are compared with the text later (`guesses.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from backend.fleet import LOOKUP, Foretold
@@ -16,8 +16,10 @@ from backend.speculation.budget import survivals
 from backend.speculation.calibration import Calibration
 from backend.speculation.chances import chances
 from backend.speculation.guesses import Guesses, Resolved
-from backend.speculation.lookups import Lookups
+from backend.speculation.own_text import OwnText
 from backend.speculation.prediction import Prediction
+from backend.speculation.shared import SharedTexts
+from backend.speculation.texts import TextSource
 from backend.speculation.waiting import Ask, Foresight, Outlook
 from backend.wire.drafting import Block, Draft
 from backend.wire.engine import Asked
@@ -27,23 +29,18 @@ _NOTHING_ASKED = Asked(), 0
 
 SAMPLED = 8
 """Requests per step whose drafts are learned from, by turns: in larger batches all of them would cost more than they tell."""
+INDEXED_PER_STEP = 512
+"""Tokens made findable per step over all requests, so that a batch of long prompts does not stop the engine."""
 
 
 class Source(NamedTuple):
     """Drafts that are learned from together."""
 
     drafter_id: str
+    """`LOOKUP` for those of a text."""
     greedy: bool
-    ahead: bool = False
-    predicted: bool = False
-    """Looked up in what the client predicted, and not in the request's own text."""
-
-    @property
-    def kind(self) -> str:
-        """`prediction`, `lookup`, `ahead` or `fresh`."""
-        if self.predicted:
-            return "prediction"
-        return LOOKUP if self.drafter_id == LOOKUP else "ahead" if self.ahead else "fresh"
+    kind: str = "fresh"
+    """`fresh` or `ahead` of a drafter; of a text its own."""
 
 
 class Hand(NamedTuple):
@@ -70,11 +67,12 @@ class Request:
     """Its longest draft."""
     ask: Ask | None = None
     """What its drafter is asked for, whatever is decided for all; None: that."""
-    prediction: Prediction | None = None
+    texts: list[TextSource] = field(default_factory=list)
+    """Where drafts are looked up."""
     hand: Hand | None = None
     """Of a drafter."""
     looked_up: Hand | None = None
-    """Of the text itself, looked up at the length `looked_up_at`."""
+    """Of a text, looked up at the length `looked_up_at`."""
     looked_up_at: int = 0
     verified: Hand | None = None
     """What the running step verifies; it may have been cut."""
@@ -103,7 +101,8 @@ class Hands:
         """Requests that ask for drafts whatever is decided for all."""
         self._asked: dict[str, tuple[Asked, int]] = {}
         self._longest, self._vocab_size = longest, vocab_size
-        self._lookups = Lookups() if lookups else None
+        self._shared = SharedTexts() if lookups else None
+        self._room = INDEXED_PER_STEP
         self._guesses = Guesses()
         self._calibrations: dict[Source, Calibration] = {}
         self._turn = 0
@@ -143,8 +142,6 @@ class Hands:
             self._learn_from(request_id, request, left)
         for calibration in self._calibrations.values():
             calibration.forget(request_id)
-        if self._lookups is not None:
-            self._lookups.forget(request_id)
 
     def renewed(self, drafter_id: str) -> None:
         """The drafter has another head: its drafts are taken for a fair one's again."""
@@ -193,7 +190,7 @@ class Hands:
             rank = rank_of(outcomes, said) if said and is_new else None
             if rank is not None:
                 found = outcomes.outcomes[rank]
-                source = Source(drafter_id, request.greedy, ahead=True)
+                source = Source(drafter_id, request.greedy, "ahead")
                 hand = self._checked(request_id, request, source, found.tokens, found.signs, draft_s)
             if counts and is_new:
                 self.foresight.observe(rank, request.outcomes)
@@ -201,7 +198,7 @@ class Hands:
             self._take(request_id, request, hand, len(request.text))
 
     def best(self, request_id: str, request: Request) -> Hand | None:
-        """The best draft there is for the present length: a drafter's, or the request's own text."""
+        """The best draft there is for the present length: a drafter's, or a text's."""
         hand, looked_up = request.hand, self._look_up(request_id, request)
         return looked_up if looked_up is not None and (hand is None or looked_up.worth > hand.worth) else hand
 
@@ -209,14 +206,14 @@ class Hands:
 
     def begin_learning(self) -> None:
         """Before a step's `learn`."""
-        if self._lookups is not None:
-            self._lookups.begin_step()
+        self._room = INDEXED_PER_STEP
 
     def learn(self, request_id: str, request: Request) -> None:
         """Compares the request's drafts with its text, and makes that findable."""
         self._learn_from(request_id, request, self._guesses.advance(request_id, request.text))
-        if self._lookups is not None:
-            self._lookups.advance(request_id, request.text)
+        for each in request.texts:
+            if self._room > 0:
+                self._room -= each.advance(request.text, self._room)
 
     def weights(self, drafter_id: str, *, greedy: bool) -> list[float]:
         """By which a drafter judges its fresh drafts' chances."""
@@ -234,31 +231,27 @@ class Hands:
     def _made(self, request_id: str, text: list[int], greedy: bool) -> Request:
         asked, prompt_len = self._asked.get(request_id, _NOTHING_ASKED)
         longest = self._longest if asked.longest is None else min(asked.longest, self._longest)
-        prediction = Prediction(asked.prediction, prompt_len) if asked.prediction else None
-        return Request(text, greedy, 0 if asked.mode == "off" else longest, _ASKS[asked.mode], prediction)
+        texts: list[TextSource] = [Prediction(asked.prediction, prompt_len)] if asked.prediction else []
+        if self._shared is not None:
+            texts.append(OwnText())
+            if asked.learn:
+                texts.append(self._shared.reader(asked.tenant, len(text)))
+        return Request(text, greedy, 0 if asked.mode == "off" else longest, _ASKS[asked.mode], texts)
 
     def _look_up(self, request_id: str, request: Request) -> Hand | None:
-        if request.looked_up_at == len(request.text) or (self._lookups is None and request.prediction is None):
+        if request.looked_up_at == len(request.text):
             return request.looked_up
         request.looked_up, request.looked_up_at = None, len(request.text)
-        if request.prediction is not None:
-            found = request.prediction.propose(request.text, request.longest)
-            self._found(request_id, request, Source(LOOKUP, request.greedy, predicted=True), *found)
-        if self._lookups is not None:
-            found = self._lookups.propose(request_id, request.text, request.longest)
-            self._found(request_id, request, Source(LOOKUP, request.greedy), *found)
-        if self._is_sampled():
+        for each in request.texts:
+            tokens, signs = each.propose(request.text, request.longest)
+            if tokens:
+                hand = self._hand(request_id, Source(LOOKUP, request.greedy, each.kind), tokens, signs, 0.0)
+                self._note(request_id, request, hand, request.looked_up_at)
+                if request.looked_up is None or hand.worth > request.looked_up.worth:
+                    request.looked_up = hand
+        if request.texts and self._is_sampled():
             self.alone.note(request.looked_up.survivals if request.looked_up is not None else [], self.steps)
         return request.looked_up
-
-    def _found(self, request_id: str, request: Request, source: Source, tokens: list[int], signs: list[float]) -> None:
-        """What was looked up for the request's present length; the better of two stays."""
-        if not tokens:
-            return
-        hand = self._hand(request_id, source, tokens, signs, 0.0)
-        self._note(request_id, request, hand, request.looked_up_at)
-        if request.looked_up is None or hand.worth > request.looked_up.worth:
-            request.looked_up = hand
 
     def _go_on(self, request_id: str, request: Request, hand: Hand, said: list[int]) -> bool:
         """The request has said this since the draft: if they agree, what is left is a draft, unless a better one is at hand."""
@@ -299,10 +292,9 @@ class Hands:
             source = draft.source
             assert isinstance(source, Source)
             self._calibration(source).observe(request_id, draft.signs, draft.matched, draft.seen)
-            if source.predicted and request.prediction is not None:
-                request.prediction.scored(draft.matched, draft.seen)
-            elif source.drafter_id == LOOKUP and self._lookups is not None:
-                self._lookups.scored(request_id, draft.matched, draft.seen)
+            for each in request.texts:
+                if each.kind == source.kind:
+                    each.scored(draft.matched, draft.seen)
 
     def _checked(
         self, request_id: str, request: Request, source: Source, tokens: list[int], signs: list[float], draft_s: float

@@ -8,20 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from backend.speculation.calibration import log_odds
 from backend.speculation.lookup import LONGEST, SHORTEST
+from backend.speculation.texts import TextSource
 
-FORGET = 0.9
-"""Weight of a draft after one newer one."""
 SURE = 8
 """Tokens of agreement beyond which one more says nothing."""
 
 
-class Prediction:
+class Prediction(TextSource):
     """One request's."""
+
+    kind = "prediction"
 
     def __init__(self, tokens: Sequence[int], began: int) -> None:
         """`began`: the length of the request's prompt."""
+        super().__init__()
         self._tokens = tokens
         self._began = self._read = began
         self._at = 0
@@ -30,21 +31,12 @@ class Prediction:
         """Latest tokens that agree; 0: the answer is not on the prediction."""
         self._places: dict[int, list[int]] | None = None
         """Of each token.  Made when the answer first leaves the prediction."""
-        self._right = self._wrong = 0.0
 
     def propose(self, text: Sequence[int], k: int) -> tuple[list[int], list[float]]:
-        """At most `k` tokens to follow `text`, all of the request's tokens, and their signs; nothing where it is elsewhere.
-
-        Signs per token: the log-odds of recent drafts, and how long the answer has agreed.
-        """
+        """As in `TextSource`."""
         self._follow(text)
         tokens = list(self._tokens[self._at : self._at + k]) if self._agreed else []
-        return tokens, [log_odds(self._right, self._wrong), min(self._agreed, SURE) - 3.0] * len(tokens)
-
-    def scored(self, matched: int, seen: int) -> None:
-        """A draft was compared with what followed (`guesses.Resolved`)."""
-        self._right = FORGET * self._right + matched
-        self._wrong = FORGET * self._wrong + seen - matched
+        return tokens, self._signs(min(self._agreed, SURE), len(tokens))
 
     def _follow(self, text: Sequence[int]) -> None:
         tokens, follows = self._tokens, self._agreed or self._read == self._began

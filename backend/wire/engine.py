@@ -72,14 +72,16 @@ class Asked(msgspec.Struct, frozen=True):
     logprobs_mode: Literal["raw", "processed"] | None = None
     """Log probabilities of the model, or of what was drawn from; None: as `engine_args.logprobs_mode` says."""
     learn: bool = True
-    """Whether drafters may learn from its text."""
+    """Whether drafters may learn from its text, and others of its tenant may look it up."""
+    tenant: str = ""
+    """Whose it is: only requests of one tenant look each other's outputs up."""
 
 
 class Tally(msgspec.Struct):
     """The drafts of one drafter and source that were verified for a request."""
 
     source: str
-    """`fresh`, `ahead`, `lookup`, `prediction`, or `native`."""
+    """`fresh`, `ahead`, `lookup`, `prediction`, `shared`, or `native`."""
     drafter: str
     drafts: int = 0
     drafted: int = 0
