@@ -1,6 +1,6 @@
 """Writes `grafana/dashboards/*.json` from the modules beside this one: `python -m dashboards.build [--check]`.
 
-The JSON is committed, so that Grafana needs nothing of this; `--check` (and a test) says whether it is up to date.
+The JSON is committed, so that Grafana can use it without this package; `--check` (and a test) tells whether it is up to date.
 """
 
 from __future__ import annotations
@@ -20,19 +20,18 @@ ALL = (OVERVIEW, SPECULATION, VERIFIERS, ASSIGNMENT, RELIABILITY)
 
 
 def text(dashboard: Dashboard) -> str:
-    """The file's content."""
     return json.dumps(to_json(dashboard), indent=2, ensure_ascii=False) + "\n"
 
 
 def outdated() -> list[str]:
-    """The names of files that are not what this module would write."""
+    """The names of files that are missing, superfluous, or differ from what this module would write."""
     wanted = {f"{each.uid}.json": text(each) for each in ALL}
     found = {path.name: path.read_text(encoding="utf-8") for path in FOLDER.glob("*.json")}
     return sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
 
 
 def main(arguments: list[str]) -> int:
-    """Exit status 1 when `--check` finds differences."""
+    """Returns the exit status: 1 when `--check` finds differences, 2 for wrong arguments."""
     if arguments == ["--check"]:
         wrong = outdated()
         for name in wrong:

@@ -1,11 +1,11 @@
-"""`make monitoring-check`: a real Prometheus watches a fleet under load, and has to know what the records know.
+"""`make monitoring-check`: runs a real Prometheus on a fleet under load, and compares its figures with the records.
 
     python -m dashboards.check [--scenario NAME] [--users N] [--seconds S] [--gateway URL] [-- SETTINGS FOR SERVE]
 
-Starts a fleet of its own that keeps records, a Prometheus with the committed configuration and rules, and a scenario of the
-load tests.  Then (a) every expression of panels, lists and rules has to return data, and (b) acceptance length, idle shares and
-TGS have to be the same, within 2 %, from Prometheus and from the records.  With --gateway, of a fleet that runs already, there
-is only (a).  Exit status 0 when all of it is so, 1 when not, 2 when it could not be tried.  All it started is ended.
+Starts a fleet that keeps records, a Prometheus with the committed configuration and rules, and a scenario of the load tests.
+Then it checks that (a) every expression of panels, lists and rules returns data, and (b) acceptance length, idle shares and TGS
+from Prometheus and from the records agree within 2 %.  With --gateway, for a running fleet, it checks only (a).  Exit status: 0
+all checks passed, 1 some failed, 2 they could not be made.  Everything that was started is ended.
 """
 
 from __future__ import annotations
@@ -33,13 +33,12 @@ ROOT = Path(__file__).resolve().parent.parent
 NOTHING = "returns nothing"
 QUIET_TIMEOUT_S = 60.0
 SCRAPES = 3
-"""As many in a row that tell the same are rest."""
+"""Scrapes in a row with the same number of steps, and no requests, after which the fleet counts as idle."""
 RECORDS = ("--records-rotate-s", "5")
-"""So that rows are written, and their counters grow, while the load runs."""
+"""Settings with which rows are written, and counters of rows grow, while the load runs."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Exit status."""
     ours, settings = split(arguments)
     given = _parser().parse_args(ours)
     if given.gateway and settings:
@@ -73,7 +72,7 @@ def _check(given: argparse.Namespace, settings: Sequence[str], folder: Path) -> 
             stack.callback(fleet.stop)
             gateway = fleet.wait_ready()
         prometheus = stack.enter_context(scraping.running(gateway))
-        # Counters exist from their first count on; what comes before the period is none of its business.
+        # A counter is exported only after its first count, so one request is completed before the period begins.
         _complete_one(gateway)
         since = _at_rest(prometheus)
         print(f"{given.scenario}: {given.users} users, {given.seconds:g} s", flush=True)
@@ -81,7 +80,7 @@ def _check(given: argparse.Namespace, settings: Sequence[str], folder: Path) -> 
         well &= _report_expressions(prometheus)
         until = _at_rest(prometheus)
         if fleet is not None:
-            # The step behind the period tells how long there was no work before it; records are whole when the fleet has ended.
+            # The first step after the period records how long there was no work before it.  Ending the fleet completes records.
             _complete_one(gateway)
             fleet.stop()
             well &= _report_comparison(prometheus, folder / "records", since, until)
@@ -133,7 +132,7 @@ def _report_comparison(prometheus: Prometheus, records: Path, since: float, unti
 
 
 def _at_rest(prometheus: Prometheus) -> float:
-    """Waits until some scrapes in a row tell of no step and no request; the moment of the last of them, in Unix seconds."""
+    """Waits until `SCRAPES` scrapes in a row show no new step and no request; returns the last one's time in Unix seconds."""
     deadline = time.monotonic() + QUIET_TIMEOUT_S
     seen: list[tuple[float, float]] = []
     while len(seen) < SCRAPES:

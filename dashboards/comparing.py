@@ -1,9 +1,9 @@
-"""Compares quantities of a Prometheus with those of the records, over one period.  Reads files and asks; starts nothing.
+"""Compares quantities from a Prometheus with those from the records, over one period.  Reads files, queries Prometheus.
 
-The period begins and ends where nothing runs, so that both see the same steps and requests.  Prometheus' side is made of
-differences of raw samples at its two ends: `increase` would extrapolate.  Both sides divide sums; where a figure is one of
-single requests (TGS) the gateway sees tokens a little later than the verifier emits them.  Counters of time go on at rest and
-reach a scrape up to a quarter of a second late, which is below 2 % of the rest on both sides.
+The period begins and ends while no request runs, so that both sources contain the same steps and requests.  Prometheus' figures
+are differences of raw samples at the two ends, because `increase` would extrapolate.  Figures from both sources are quotients
+of sums.  Differences below 2 % remain.  For figures of single requests (TGS), the gateway sees tokens a little later than the
+verifier emits them.  Counters of time grow while idle, and a scrape shows them up to a quarter of a second late.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dashboards.scraping import Prometheus
 
 TOLERANCE = 0.02
 SMALLEST_SHARE = 0.001
-"""Shares of time that differ by less than this part of all time agree, however small they are."""
+"""Shares of time that differ by no more than this agree, even if their relative difference is large."""
 
 _TOTALS = {
     "steps": "outrider_verifier_steps_total",
@@ -41,11 +41,11 @@ _HISTOGRAMS = {"TGS decode": "outrider_tgs_decode", "TGS e2e": "outrider_tgs_e2e
 Sums = dict[tuple[str, str], float]
 """By quantity and label; the label is empty for totals."""
 Buckets = list[tuple[float, float]]
-"""Upper bound and how many are not above it, ascending; the last bound is infinite."""
+"""Pairs of upper bound and cumulative count, ascending; the last bound is infinite."""
 
 
 class Quantity(NamedTuple):
-    """One line of the comparison; None: there is no such thing in this period."""
+    """One line of the comparison; None: the source has no such figure in this period."""
 
     name: str
     prometheus: float | None
@@ -54,7 +54,7 @@ class Quantity(NamedTuple):
 
     @property
     def difference(self) -> float | None:
-        """Of Prometheus' figure from the records', as a part of the records'."""
+        """Prometheus' figure minus the records', as a share of the records'."""
         if self.prometheus is None or self.records is None:
             return None
         if self.prometheus == self.records:
@@ -63,7 +63,7 @@ class Quantity(NamedTuple):
 
     @property
     def agrees(self) -> bool:
-        """Within 2 %, or as near as shares of time need to be."""
+        """Whether the figures differ by at most `TOLERANCE`, or for shares of time by at most `SMALLEST_SHARE`."""
         if self.prometheus is None or self.records is None or self.difference is None:
             return self.prometheus is self.records
         near = self.is_share and abs(self.prometheus - self.records) <= SMALLEST_SHARE
@@ -71,7 +71,7 @@ class Quantity(NamedTuple):
 
 
 def compare(prometheus: Prometheus, records: Path, since: float, until: float) -> list[Quantity]:
-    """Everything both know of the period, which lies between two scrapes' moments."""
+    """Compares all figures of the period; `since` and `until` are times of scrapes, in Unix seconds."""
     of_prometheus = _figures(_growth(prometheus, since, until))
     buckets = {name: _buckets(prometheus, metric, since, until) for name, metric in _HISTOGRAMS.items()}
     of_prometheus |= dict(_speeds_from_histograms(prometheus, buckets, since, until))
@@ -86,7 +86,6 @@ def compare(prometheus: Prometheus, records: Path, since: float, until: float) -
 
 
 def table(quantities: Sequence[Quantity]) -> list[str]:
-    """For a terminal."""
     lines = [f"{'quantity':<38}{'Prometheus':>14}{'records':>14}{'difference':>13}"]
     for each in quantities:
         difference = "-" if each.difference is None else f"{100 * each.difference:+.2f} %"
@@ -105,7 +104,7 @@ def _shown(value: float | None) -> str:
 
 
 def _figures(sums: Sums) -> dict[str, float | None]:
-    """Quantities as the dashboards and the summary of records define them."""
+    """Computes figures from sums, as the dashboards and the summary of records define them."""
 
     def length(drafts: float, accepted: float) -> float | None:
         return 1 + accepted / drafts if drafts else None
@@ -129,7 +128,7 @@ def _figures(sums: Sums) -> dict[str, float | None]:
 
 
 def _growth(prometheus: Prometheus, since: float, until: float) -> Sums:
-    """How much counters grew; members that several gateways tell of count once."""
+    """Growth of the counters; a member that several gateways export counts once."""
     grown: Sums = {}
     for name, metric in _TOTALS.items():
         for _, value in _differences(prometheus, f"max by (verifier, drafter) ({metric})", since, until):
@@ -196,13 +195,13 @@ def _speeds_from_requests(records: Records, buckets: dict[str, Buckets]) -> Iter
 
 
 def quantile(q: float, buckets: Buckets) -> float | None:
-    """As Prometheus' `histogram_quantile`: linear within the bucket that holds it; None of nothing."""
+    """The quantile as Prometheus' `histogram_quantile` computes it, linear within its bucket; None without observations."""
     if not buckets or not buckets[-1][1]:
         return None
     rank, below, least = q * buckets[-1][1], 0.0, 0.0
     for bound, count in buckets:
         if count >= rank:
-            # Nothing is known of how far the last bucket goes.
+            # The last bucket has no upper bound to interpolate to.
             return least if math.isinf(bound) else least + (bound - least) * (rank - below) / (count - below)
         below, least = count, bound
     raise AssertionError("the last bucket holds everything")

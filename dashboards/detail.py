@@ -1,4 +1,4 @@
-"""The dashboards for a closer look at verifiers and at the assignment of drafters.  Pure data."""
+"""The dashboards of verifiers and of the assignment of drafters.  Pure data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every PromQL expression of the committed dashboards and rules, for the tests and for `check.py`.  Reads files only."""
+"""Collects every PromQL expression of the committed dashboards and rules, for tests and `check.py`.  Only reads files."""
 
 from __future__ import annotations
 
@@ -22,26 +22,24 @@ MAY_BE_EMPTY = (
     (r"", r'drafter="lookup"', "no verifier drafted by prompt lookup"),
     (r"", r"outrider_handover_rows", "no running request was handed to another drafter"),
 )
-"""Pattern of the place, pattern of the expression, and why it may return nothing though a fleet is under load and well."""
+"""Pattern of `where`, pattern of the expression, and why it may return nothing for a healthy fleet under load."""
 _PICKED = re.compile(r"\$(?:job|model|verifier|drafter)\b")
 
 
 class Expression(NamedTuple):
-    """Where it stands, and what it says with every variable at `All`."""
+    """An expression with every Grafana variable set to `All`, and where it is used."""
 
     where: str
     promql: str
 
 
 def concrete(promql: str) -> str:
-    """With Grafana's variables filled in."""
     for name, value in _VARIABLES.items():
         promql = promql.replace(name, value)
     return _PICKED.sub(".*", promql)
 
 
 def of_panels() -> Iterator[Expression]:
-    """Of all panels of all dashboards."""
     for path in sorted(DASHBOARDS.glob("*.json")):
         dashboard = json.loads(path.read_text(encoding="utf-8"))
         for panel in dashboard["panels"]:
@@ -51,7 +49,7 @@ def of_panels() -> Iterator[Expression]:
 
 
 def of_variables() -> Iterator[Expression]:
-    """Of the drop-down lists and annotations: what is inside `label_values`, without the label."""
+    """The expressions of drop-down lists (the metric inside `label_values`) and of annotations."""
     for path in sorted(DASHBOARDS.glob("*.json")):
         dashboard = json.loads(path.read_text(encoding="utf-8"))
         for variable in dashboard["templating"]["list"]:
@@ -63,7 +61,7 @@ def of_variables() -> Iterator[Expression]:
 
 
 def of_rules() -> Iterator[Expression]:
-    """Of recording and alert rules; `where` is the record or the alert."""
+    """The expressions of recording and alert rules; `where` is the name of the record or alert."""
     for path in sorted(RULES.glob("*.yml")):
         for group in yaml.safe_load(path.read_text(encoding="utf-8"))["groups"]:
             for rule in group["rules"]:
@@ -71,14 +69,14 @@ def of_rules() -> Iterator[Expression]:
 
 
 def of_recordings() -> Iterator[Expression]:
-    """What recording rules have recorded: there where Prometheus has loaded and evaluated them."""
+    """The recorded series of recording rules: they exist if Prometheus has loaded and evaluated the rules."""
     for each in of_rules():
         if ":" in each.where:
             yield Expression(f"recorded {each.where}", each.where)
 
 
 def may_be_empty(expression: Expression) -> str:
-    """Why it may return nothing; empty where it may not."""
+    """Why the expression may return nothing; "" if it must return data."""
     for where, promql, reason in MAY_BE_EMPTY:
         if re.search(where, expression.where) and re.search(promql, expression.promql):
             return reason

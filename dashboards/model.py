@@ -1,6 +1,6 @@
-"""What a dashboard is made of here, and how it becomes Grafana's JSON.  Pure; a command-line tool's process.
+"""The types that dashboards are made of, and their conversion to Grafana's JSON.  Pure; a command-line tool's process.
 
-Only what all our panels need is said: one data source chosen on the page, a grid of 24 columns filled from the left, units,
+They cover only what our panels need: one data source chosen on the page, a grid of 24 columns filled from the left, units,
 legends, thresholds, and a description on every panel.
 """
 
@@ -17,9 +17,9 @@ COLUMNS = 24
 
 @dataclass(frozen=True)
 class Panel:
-    """`queries` are expressions by legend (Grafana's `{{label}}` form), `thresholds` (from this value on, colour).
+    """One panel.  `queries` are expressions by legend, in Grafana's `{{label}}` form.
 
-    `empty` is what a panel without data says.
+    `thresholds` are pairs of a value and the colour from this value on.  `empty` is the text of a panel without data.
     """
 
     title: str
@@ -28,7 +28,7 @@ class Panel:
     unit: str = "short"
     kind: Kind = "timeseries"
     width: int | None = None
-    """None: alone or two in a row share its width, more of them have a third each."""
+    """Columns; None: the row's panels share its width if there are one or two, else each has a third."""
     height: int = 7
     thresholds: Sequence[tuple[float, str]] = ()
     empty: str = "no data yet"
@@ -47,7 +47,7 @@ class Row:
 
 
 class Dashboard:
-    """`uid` is part of its address and never changes."""
+    """One dashboard.  `uid` is part of its URL and must never change."""
 
     def __init__(self, uid: str, title: str, about: str, *rows: Row) -> None:
         self.uid = uid
@@ -57,7 +57,6 @@ class Dashboard:
 
 
 def to_json(dashboard: Dashboard) -> dict[str, Any]:
-    """The dashboard in Grafana's own model."""
     return {
         "uid": dashboard.uid,
         "title": dashboard.title,
@@ -81,7 +80,7 @@ def to_json(dashboard: Dashboard) -> dict[str, Any]:
 
 
 def _variables() -> list[dict[str, Any]]:
-    """Each narrows those after it down."""
+    """The drop-down lists; the choice in each restricts the lists after it."""
     return [
         {"name": "datasource", "label": "Data source", "type": "datasource", "query": "prometheus", "current": {}, "hide": 0},
         _variable("job", "Job", "label_values(outrider_verifiers_connected, job)"),

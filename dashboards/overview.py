@@ -1,4 +1,4 @@
-"""The dashboard people look at first, and what the others share with it.  Pure data."""
+"""The overview dashboard, to be looked at first, and expressions that other dashboards use too.  Pure data."""
 
 from __future__ import annotations
 

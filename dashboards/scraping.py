@@ -1,4 +1,4 @@
-"""A Prometheus of one's own: started on a free port in a temporary directory, asked, ended.  A command-line tool's process."""
+"""Starts, queries and ends a private Prometheus, on a free port and in a temporary directory.  A command's process."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ Series = list[tuple[dict[str, str], float]]
 
 
 class PrometheusError(RuntimeError):
-    """It does not start, or refuses an expression; the message is for a person."""
+    """Prometheus does not start, or refuses an expression."""
 
 
 def find_program() -> str:
-    """The file that `$PROMETHEUS` names, else `prometheus` on the PATH.  Raises `PrometheusError`."""
+    """The program that `$PROMETHEUS` names, else `prometheus` on the PATH.  Raises `PrometheusError`."""
     named = os.environ.get(PROGRAM_VARIABLE, "prometheus")
     found = shutil.which(named)
     if found is None:
@@ -42,13 +42,13 @@ def find_program() -> str:
 
 
 class Prometheus:
-    """Questions to a running one."""
+    """Queries to a running Prometheus."""
 
     def __init__(self, url: str) -> None:
         self.url = url
 
     def query(self, promql: str, at: float | None = None) -> Series:
-        """An instant query, as of now or `at` a moment in Unix seconds.  Raises `PrometheusError`."""
+        """The result of an instant query, as of now or of `at` in Unix seconds.  Raises `PrometheusError`."""
         asked = {"query": promql} | ({} if at is None else {"time": f"{at:.3f}"})
         answer = httpx.get(f"{self.url}/api/v1/query", params=asked, timeout=HTTP_TIMEOUT_S, trust_env=False)
         found: Any = answer.json()
@@ -59,7 +59,7 @@ class Prometheus:
 
 @contextlib.contextmanager
 def running(gateway: str) -> Iterator[Prometheus]:
-    """One with the committed configuration and rules, pointed at the URL `gateway`.  Raises `PrometheusError`."""
+    """Runs a Prometheus with the committed configuration and rules on the URL `gateway`.  Raises `PrometheusError`."""
     program = find_program()
     with tempfile.TemporaryDirectory(prefix="outrider-prometheus-") as folder:
         address = f"127.0.0.1:{_free_port()}"

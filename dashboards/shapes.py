@@ -1,4 +1,4 @@
-"""The panels that recur: most have one expression.  `options` are the fields of `Panel`.  Pure data."""
+"""Makes the common kinds of panel, each with one expression.  `options` are further fields of `Panel`.  Pure data."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NO_TRAFFIC = "no traffic"
 
 
 def plot(title: str, about: str, expr: str, legend: str = "{{verifier}}", **options: Any) -> Panel:
-    """One expression over time; one line per verifier, unless the legend says otherwise."""
+    """One expression over time; one line per verifier, unless `legend` names other labels."""
     return Panel(title, about, {legend: expr}, **options)
 
 
@@ -27,12 +27,11 @@ def length(title: str, about: str, expr: str, legend: str, **options: Any) -> Pa
 
 
 def count(title: str, about: str, expr: str, legend: str = "{{verifier}}", **options: Any) -> Panel:
-    """A whole number."""
     return plot(title, about, expr, legend, decimals=0, **options)
 
 
 def stacked(title: str, about: str, expr: str, *labels: str, unit: str = "ops", **options: Any) -> Panel:
-    """What happens, by these labels, one on top of the other; 0 where nothing has happened yet."""
+    """Rates of events by these labels, stacked; 0 before the first event."""
     legend = " ".join(f"{{{{{label}}}}}" for label in labels)
     return plot(title, about, or_zero(expr), legend, unit=unit, stacked=True, **options)
 

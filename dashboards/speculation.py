@@ -34,12 +34,12 @@ NO_LEARNING = "no drafter learns"
 
 
 def _learning(gauge: str, *by: str) -> str:
-    """A learning drafter's gauge, once per drafter."""
+    """A gauge of learning drafters, one series per drafter."""
     return once(f"{gauge}{{{_LEARNER}}}", "drafter", *by)
 
 
 def _by_version(whole: str) -> str:
-    """Accepted tokens over another counter; a verifier's own look-ups do not age."""
+    """Accepted tokens / another counter, by version of the weights; look-ups are left out, as they do not depend on weights."""
     kept, counted = (
         total(pair_rate(name, "version", labels=f'{PAIR}, drafter!="lookup"'), "version")
         for name in ("outrider_accepted_tokens_by_version_total", whole)

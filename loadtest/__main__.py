@@ -1,4 +1,4 @@
-"""`python -m loadtest`.  Exit status: 0 all objectives kept, 1 some missed or the run failed, 2 wrong arguments, 130 Ctrl-C."""
+"""`python -m loadtest`.  Exit status: 0 all objectives met, 1 some missed or the run failed, 2 wrong arguments, 130 Ctrl-C."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from loadtest.served import FleetError
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs one scenario and returns the exit status."""
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         options = parse(arguments, os.environ.get("OPENAI_API_KEY"), time.strftime("%Y%m%d-%H%M%S", time.gmtime()))
@@ -35,7 +34,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def without_key(arguments: Sequence[str]) -> list[str]:
-    """The arguments as they may be written down."""
+    """The arguments without the values of API keys, for reports."""
     shown: list[str] = []
     for argument in arguments:
         if shown and shown[-1].endswith("-api-key"):

@@ -1,7 +1,7 @@
 """Makes one request and times it.  Blocking; under Locust the sockets are gevent's.
 
-The body is read with `read1`, which returns what one read of the socket gave: reading in blocks (`iter_content` with a size,
-geventhttpclient's iterator) waits until a block is full and dates early chunks late.  A client's connections are its own.
+The body is read with `read1`, which returns what one read of the socket gave.  Reading in blocks (`iter_content` with a size,
+geventhttpclient's iterator) waits until a block is full, so early chunks would get late times.  Clients share no connections.
 """
 
 from __future__ import annotations
@@ -30,17 +30,16 @@ class Client:
         self._timeout_s = timeout_s
         self._clock = clock
         self._session = requests.Session()
-        # Neither proxies nor keys of the person's environment: this goes to the gateway as it is.
+        # Ignores proxies and credentials in the environment: requests go straight to the gateway.
         self._session.trust_env = False
         if api_key:
             self._session.headers["authorization"] = f"Bearer {api_key}"
 
     def close(self) -> None:
-        """Closes the connections."""
         self._session.close()
 
     def ask(self, ask: Ask, user: int, number: int) -> Answer:
-        """Makes one request; never raises for what a server may do."""
+        """Makes one request.  Faults of the server or the connection are in the answer and raise nothing."""
         answer = Answer(ask.label, user, number, self._clock())
         body = ask.raw if ask.raw is not None else json.dumps(ask.body).encode()
         headers = {"content-type": ask.content_type}
@@ -68,7 +67,7 @@ class Client:
                 reader.answer.size += len(received)
                 reader.take(parser.feed(received), now)
                 if ask.abort_after is not None and len(reader.answer.chunks) >= ask.abort_after and not reader.done:
-                    # Closed and not drained: the server must see us leave.
+                    # Closed without reading the rest, so that the server sees the client disconnect.
                     response.close()
                     return reader.abort(self._clock())
         except (urllib3.exceptions.HTTPError, OSError, UnicodeDecodeError) as error:
@@ -76,7 +75,7 @@ class Client:
         return reader.end(self._clock(), "an unfinished event" if parser.unfinished else "")
 
     def _refused(self, ask: Ask, answer: Answer, response: requests.Response) -> Answer:
-        """An error, wanted or not."""
+        """Judges an error response, expected or not."""
         content, status = response.content, response.status_code
         answer.ended, answer.size = self._clock(), len(content)
         try:

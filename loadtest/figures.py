@@ -1,4 +1,4 @@
-"""From answers to figures: percentiles, rates, drift over time, and two runs of the same requests compared.  Pure."""
+"""Computes figures from answers: percentiles, rates, drift over time, and the comparison of two runs.  Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Figures = dict[str, float | None]
 
 
 def percentile(values: Sequence[float], percent: float) -> float | None:
-    """The smallest value that `percent` of all are not above; None of nothing."""
+    """The smallest value such that at least `percent` % of all values are not above it; None without values."""
     if not values:
         return None
     ordered = sorted(values)
@@ -22,7 +22,7 @@ def percentile(values: Sequence[float], percent: float) -> float | None:
 
 
 def samples(answers: Iterable[Answer]) -> dict[str, list[float]]:
-    """By figure, in its unit: every sample of the answers that were complete."""
+    """The samples of every figure, in its unit, from the complete answers."""
     found: dict[str, list[float]] = {name: [] for name in DISTRIBUTIONS}
     for answer in answers:
         if answer.outcome != "ok":
@@ -42,7 +42,7 @@ def samples(answers: Iterable[Answer]) -> dict[str, list[float]]:
 
 
 def summarize(answers: Sequence[Answer]) -> Figures:
-    """Every figure that answers alone can give.  Rates are over the time from the first start to the last end."""
+    """Every figure that follows from answers alone.  Rates are over the time from the first start to the last end."""
     outcomes = Counter(answer.outcome for answer in answers)
     whole = [answer for answer in answers if answer.outcome == "ok"]
     wall_s = max((a.ended for a in answers), default=0.0) - min((a.started for a in answers), default=0.0)
@@ -67,7 +67,7 @@ def summarize(answers: Sequence[Answer]) -> Figures:
 
 
 def reasons(answers: Iterable[Answer]) -> dict[str, int]:
-    """How often each kind of failure came, most frequent first."""
+    """Number of failures by reason, most frequent first."""
     return dict(Counter(answer.reason for answer in answers if answer.outcome == "failed").most_common())
 
 
@@ -78,7 +78,7 @@ def by_label(answers: Sequence[Answer]) -> dict[str, Figures]:
 
 
 def drift(answers: Sequence[Answer]) -> float | None:
-    """Median TGS of the last third of the time over that of the first: below 1, it became slower as it went on."""
+    """Median TGS in the last third of the time / median TGS in the first third; below 1, the server became slower."""
     timed = [(answer.started, answer.tgs) for answer in answers if answer.outcome == "ok" and answer.tgs]
     if len(timed) < 6:
         return None
@@ -90,10 +90,10 @@ def drift(answers: Sequence[Answer]) -> float | None:
 
 
 def compare(base: Sequence[Answer], other: Sequence[Answer]) -> Figures:
-    """`other` against `base`, request by request: the same user's same request in both runs.
+    """Compares `other` with `base` by pairs: answers to the same request of the same user in both runs.
 
-    `speedup` is the ratio of decode TGS within a pair, `speedup_e2e` that of times to the end.  `identical` is the share of
-    pairs with the same text: greedy answers do not depend on drafting.  Raises `ValueError` when there is no pair.
+    `speedup` is the median ratio of decode TGS within a pair, `speedup_e2e` the median ratio of whole times.  `identical` is
+    the share of pairs with the same text: greedy answers do not depend on drafting.  Raises `ValueError` when there is no pair.
     """
     paired = [(one, two) for one, two in pairs(base, other) if one.tgs and two.tgs]
     if not paired:
@@ -109,7 +109,7 @@ def compare(base: Sequence[Answer], other: Sequence[Answer]) -> Figures:
 
 
 def pairs(base: Iterable[Answer], other: Iterable[Answer]) -> list[tuple[Answer, Answer]]:
-    """The complete answers of both runs that belong together."""
+    """Pairs of complete answers to the same request of the same user."""
     known: Mapping[tuple[int, int], Answer] = {(a.user, a.number): a for a in base if a.outcome == "ok"}
     found = []
     for answer in other:

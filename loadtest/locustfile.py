@@ -1,4 +1,4 @@
-"""Locust's side: users, the shape of the load, and the requests for its report.  A process of its own, under gevent.
+"""Locust's part: users, the shape of the load, and the requests for its report.  A process of its own, under gevent.
 
 `locust -f loadtest/locustfile.py --headless --load-plan PLAN` is how `python -m loadtest` starts it.
 """
@@ -29,11 +29,11 @@ UNANSWERED = "unanswered when the load ended"
 
 
 class Failed(Exception):
-    """For Locust's table of failures."""
+    """A failed request, in Locust's table of failures."""
 
 
 class Load:
-    """What the users of one run share."""
+    """State that all users of one run share."""
 
     def __init__(self, environment: Any, plan: Plan) -> None:
         self.plan = plan
@@ -51,7 +51,7 @@ class Load:
         self._watching = gevent.spawn(self._watch_lag)
 
     def end(self) -> None:
-        """Writes everything down."""
+        """Writes the answers, and how well the load generator kept up."""
         self._watching.kill()
         directory = Path(self.plan.directory)
         write_answers(directory / ANSWERS, self.answers)
@@ -59,8 +59,8 @@ class Load:
         (directory / HEALTH).write_text(json.dumps(health) + "\n", encoding="utf-8")
 
     def book(self, answer: Answer) -> None:
-        """An answer, however it ended."""
-        # What was generated is nobody's business; whether two runs generated the same is.
+        """Records an answer, complete or not."""
+        # Only a hash of the text is kept: enough to compare two runs, and no generated text is stored.
         answer.text = hashlib.sha256(answer.text.encode()).hexdigest()[:16] if answer.text else ""
         self.answers.append(answer)
         self._environment.events.request.fire(
@@ -73,7 +73,7 @@ class Load:
         )
 
     def _watch_lag(self) -> None:
-        """How late this process runs what is due: the answers' times are as trustworthy as this is small."""
+        """Samples how late this process runs what is due; the answers' times are off by up to this lag."""
         while True:
             due = time.monotonic() + LAG_INTERVAL_S
             gevent.sleep(LAG_INTERVAL_S)
@@ -98,7 +98,7 @@ def _begin(environment: Any, **_: Any) -> None:
 @events.quitting.add_listener
 def _end(environment: Any, **_: Any) -> None:
     environment.load.end()
-    # The parent judges the run; Locust's own opinion on failures is not asked.
+    # The parent process judges the run, so Locust's exit status for failures is not used.
     environment.process_exit_code = 0
 
 
@@ -112,7 +112,7 @@ class Shape(LoadTestShape):
 
 
 class Asker(User):
-    """Asks what its workload wants next, waits for the whole answer, asks again."""
+    """A user that sends its workload's next request, waits for the whole answer, and repeats."""
 
     def on_start(self) -> None:
         self.load: Load = self.environment.load
@@ -120,7 +120,7 @@ class Asker(User):
         self.index = next(self.load.indices)
         self.number = 0
         self.connection = Client(plan.host, os.environ.get("OPENAI_API_KEY"), plan.timeout_s)
-        # A string seeds alike in every process; its hash would not.
+        # A string as seed gives the same numbers in every process; `hash` of a string does not.
         chance = random.Random(f"{plan.knobs.seed}/{self.index}")
         self.workload = self.load.scenario.make(plan.knobs, chance, lambda: time.monotonic() - self.load.began)
         self.next = next(self.workload)
@@ -131,7 +131,8 @@ class Asker(User):
         try:
             answer = self.connection.ask(self.next, self.index, self.number)
         except gevent.GreenletExit:
-            # Locust's patience is over.  A server that hangs must not look as if it had not been asked.
+            # Locust stops users after the load and its drain time.  A request that is still open counts as failed: without
+            # this record, a server that hangs would look as if it had not been asked.
             ended = time.monotonic()
             self.load.book(Answer(self.next.label, self.index, self.number, began, "failed", UNANSWERED, ended=ended))
             raise

@@ -1,4 +1,4 @@
-"""The command line of `python -m loadtest`: `Options` from arguments, or one line on what is wrong with them."""
+"""The command line of `python -m loadtest`: makes `Options` of arguments, or raises an error of one line."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from loadtest.workloads import Knobs
 
 
 class OptionsError(ValueError):
-    """The arguments cannot be used; one line for a person."""
+    """The arguments cannot be used; the message is one line."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """Everything one call can be told."""
+    """The options of one call."""
 
     scenario: str
     users: int
     knobs: Knobs
-    """Without a model's name: the first that is served."""
+    """If the model's name is empty, the first model that is served."""
     host: str | None
     api_key: str | None
     timeout_s: float
@@ -48,7 +48,6 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options with their defaults."""
     names = "\n".join(f"  {name:<14}{each.summary}" for name, each in SCENARIOS.items())
     figures = textwrap.fill(", ".join(slo.names()), 96, initial_indent="  ", subsequent_indent="  ")
     result = _Parser(
@@ -79,7 +78,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def parse(arguments: Sequence[str], environment_key: str | None, stamp: str) -> Options:
-    """`stamp` names the default results directory.  Raises `OptionsError`."""
+    """Parses the command line; `stamp` is part of the default results directory's name.  Raises `OptionsError`."""
     ours, serve = split(arguments)
     given = parser().parse_args(ours)
     kind = SCENARIOS[given.scenario]
@@ -92,7 +91,7 @@ def parse(arguments: Sequence[str], environment_key: str | None, stamp: str) -> 
         raise OptionsError(f"{given.scenario} works on fleets that it starts itself: leave out --host")
     limits = {} if given.no_default_slo else {**slo.DEFAULT, **kind.slo}
     if host:
-        # What that gateway still has in the end may be other people's.
+        # Requests that are left in that gateway at the end may belong to other clients.
         limits.pop("leftover", None)
     return Options(
         scenario=given.scenario,
@@ -111,7 +110,7 @@ def parse(arguments: Sequence[str], environment_key: str | None, stamp: str) -> 
 
 
 def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Ours, and what is behind `--`."""
+    """Splits arguments into those before `--` and those after it."""
     given = list(arguments)
     at = given.index("--") if "--" in given else len(given)
     return given[:at], given[at + 1 :]

@@ -1,4 +1,4 @@
-"""What one run is to do, as the file that the parent writes and Locust's process reads.  Pure but for the files."""
+"""The files that the parent and Locust's process exchange: the plan of one run, and its answers.  Pure but for the files."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from loadtest.timing import Answer
 from loadtest.workloads import Knobs
 
 ANSWERS, HEALTH = "answers.jsonl", "health.json"
-"""What came of every request; how well the load generator itself kept up."""
+"""File names: the answers to all requests, and how well the load generator itself kept up."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One scenario against one gateway.  The key is not in it: it travels in the environment."""
+    """One scenario against one gateway.  The API key is passed in the environment instead."""
 
     scenario: str
     host: str
@@ -25,7 +25,7 @@ class Plan:
     timeout_s: float
     knobs: Knobs
     directory: str
-    """Where to write `ANSWERS`, `HEALTH` and Locust's tables."""
+    """The directory for `ANSWERS`, `HEALTH` and Locust's tables."""
 
     def write(self, file: Path) -> None:
         file.write_bytes(msgspec.json.encode(self))
@@ -36,10 +36,8 @@ class Plan:
 
 
 def write_answers(file: Path, answers: Iterable[Answer]) -> None:
-    """One JSON object per line."""
     file.write_bytes(msgspec.json.Encoder().encode_lines(answers))
 
 
 def read_answers(file: Path) -> list[Answer]:
-    """What `write_answers` wrote."""
     return msgspec.json.Decoder(Answer).decode_lines(file.read_bytes())

@@ -1,7 +1,7 @@
-"""Text to send, from the Python standard library's source, which every machine with Python has.  Reads files, nothing else.
+"""Makes prompts from the source of Python's standard library, which every machine with Python has.  Only reads files.
 
-Two domains: `code` as it stands, and `prose`, its docstrings.  The built-in demo model knows the first well and the second
-less, and so does its drafter.
+There are two domains: `code` is source as it stands, `prose` its docstrings.  The built-in demo model and its drafter know code
+well, and prose less well.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Literal
 
 Domain = Literal["code", "prose"]
 CHARACTERS_PER_TOKEN = 3.0
-"""Roughly; the server's count of prompt tokens is in the report."""
+"""An estimate; the report has the server's count of prompt tokens."""
 
 _MODULES = ("argparse", "ast", "calendar", "configparser", "csv", "datetime", "decimal", "difflib", "fractions", "heapq")
 _MORE = ("inspect", "locale", "mailbox", "optparse", "pickle", "random", "shutil", "statistics", "tarfile", "textwrap")
@@ -24,14 +24,13 @@ _MORE = ("inspect", "locale", "mailbox", "optparse", "pickle", "random", "shutil
 
 @cache
 def sources() -> tuple[str, ...]:
-    """The modules' text."""
     library = Path(sysconfig.get_path("stdlib"))
     return tuple((library / f"{name}.py").read_text(encoding="utf-8") for name in (*_MODULES, *_MORE))
 
 
 @cache
 def docstrings() -> tuple[str, ...]:
-    """Docstrings of some length."""
+    """All docstrings of more than 120 characters."""
     found = []
     for text in sources():
         for node in ast.walk(ast.parse(text)):
@@ -43,20 +42,20 @@ def docstrings() -> tuple[str, ...]:
 
 
 def prompt(domain: Domain, tokens: int, chance: random.Random) -> str:
-    """About `tokens` tokens of a domain."""
+    """A text of about `tokens` tokens of a domain."""
     length = max(8, round(tokens * CHARACTERS_PER_TOKEN))
     return _window(sources(), length, chance) if domain == "code" else _joined(docstrings(), length, chance)
 
 
 def _window(texts: Sequence[str], length: int, chance: random.Random) -> str:
-    """A stretch of one text, from the beginning of a line."""
+    """A random part of one text, from the beginning of a line on."""
     text = chance.choice(texts)
     at = text.find("\n", chance.randrange(max(1, len(text) - 2 * length))) + 1
     return text[at : at + length]
 
 
 def _joined(texts: Sequence[str], length: int, chance: random.Random) -> str:
-    """As many texts as it takes, the first from its beginning."""
+    """Random texts joined and cut to `length` characters."""
     joined = ""
     while len(joined) < length:
         joined += chance.choice(texts) + "\n"

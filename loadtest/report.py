@@ -1,4 +1,4 @@
-"""What a run leaves behind beside Locust's `report.html`: `requests.csv`, `summary.json`, `summary.md`."""
+"""Writes a run's reports: `requests.csv`, `summary.json` and `summary.md`, beside Locust's `report.html`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from loadtest.timing import Answer
 
 @dataclass
 class Result:
-    """One scenario's outcome."""
+    """The result of one scenario."""
 
     scenario: str
     command: str
@@ -30,12 +30,11 @@ class Result:
 
 
 def evaluate(scenario: str, command: str, answers: Sequence[Answer], server: Figures, health: Mapping[str, float]) -> Result:
-    """The figures of a run: what clients saw, and what the server told of itself."""
+    """The result of a run, from the clients' answers and the server's own figures."""
     return Result(scenario, command, {**summarize(answers), **server}, by_label(answers), reasons(answers), health)
 
 
 def write(result: Result, answers: Sequence[Answer], directory: Path) -> None:
-    """All our files of one run."""
     write_requests(directory / "requests.csv", answers)
     document = {
         "scenario": result.scenario,
@@ -54,7 +53,7 @@ def write(result: Result, answers: Sequence[Answer], directory: Path) -> None:
 
 
 def write_requests(file: Path, answers: Sequence[Answer]) -> None:
-    """One row per request, times in ms, the first of them from the first request's start."""
+    """Writes one row per request.  Times are in ms; `start_ms` counts from the first request's start."""
     columns = ["label", "user", "number", "outcome", "reason", "status", "start_ms", "ttft_ms", "e2e_ms", "tpot_ms", "tgs"]
     columns += ["tgs_e2e", "chunks", "prompt_tokens", "tokens", "finish_reason"]
     zero = min((answer.started for answer in answers), default=0.0)
@@ -72,7 +71,7 @@ def write_requests(file: Path, answers: Sequence[Answer]) -> None:
 
 
 def text(result: Result) -> str:
-    """The summary, for a terminal and as Markdown."""
+    """The summary as Markdown, also shown on the terminal."""
     figures = result.figures
     lines = [f"## {result.scenario}: {'passed' if not result.missed else 'MISSED'}", "", f"`{result.command}`", ""]
     counts = ("requests", "failures", "aborted", "rejected", "leftover", "tokens", "requests_per_s", "tokens_per_s")
@@ -92,7 +91,7 @@ def text(result: Result) -> str:
 
 
 def _table(result: Result) -> list[str]:
-    """Percentiles of every figure, for all requests and for each kind where there are several."""
+    """Percentiles of every figure, for all requests and, if there are several kinds, for each kind."""
     rows = {"all": result.figures} | (result.labels if len(result.labels) > 1 else {})
     lines = [
         "| requests | figure | " + " | ".join(f"p{p}" for p in PERCENTILES) + " |",

@@ -1,4 +1,4 @@
-"""One run: a fleet, the load, the figures.  The parent process; Locust has one of its own."""
+"""Runs one scenario: starts a fleet, loads it, and computes the figures.  The parent process; Locust has one of its own."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from loadtest.watch import Watch, figures
 Say = Callable[[str], None]
 SETTLE_S = 15.0
 GRACE_S = 30.0
-"""On top of duration and drain, before a Locust that does not end is ended."""
+"""Seconds beyond duration and drain after which a Locust that does not end is killed."""
 
 
 class LoadError(RuntimeError):
-    """The load could not be made; the message is for a person."""
+    """Locust did not do its work."""
 
 
 def run(options: Options, command: str, say: Say) -> report.Result:
-    """Everything, reports included.  Raises `FleetError` or `LoadError`; what was started has ended then, too."""
+    """Runs a scenario and writes its reports.  Raises `FleetError` or `LoadError`; everything started is ended in any case."""
     options.results.mkdir(parents=True, exist_ok=True)
     if options.kind.compares:
         result, answers = _compare(options, command, say)
@@ -46,7 +46,7 @@ def run(options: Options, command: str, say: Say) -> report.Result:
 
 
 def _compare(options: Options, command: str, say: Say) -> tuple[report.Result, list[Answer]]:
-    """Mode off first, then as asked."""
+    """Runs the scenario in mode off, then with the given settings, and compares both."""
     base, before = _once(options, command, options.results / "off", (*options.serve, "--mode", "off"), say)
     report.write(base, before, options.results / "off")
     result, answers = _once(options, command, options.results, options.serve, say)
@@ -62,7 +62,7 @@ def _compare(options: Options, command: str, say: Say) -> tuple[report.Result, l
 
 
 def add_trouble(result: report.Result, base: report.Result) -> None:
-    """What went wrong in the first of two runs counts as well."""
+    """Adds the failures of the first of two runs to the result, so that they count too."""
     for name in slo.COUNTS:
         result.figures[name] = (result.figures.get(name) or 0) + (base.figures.get(name) or 0)
     for reason, count in base.reasons.items():
@@ -110,7 +110,7 @@ def _once(
 
 @contextmanager
 def _target(options: Options, directory: Path, serve: tuple[str, ...], say: Say) -> Iterator[tuple[Gateway, OwnFleet | None]]:
-    """The gateway to load, and the fleet behind it when it is ours."""
+    """The gateway to load, and its fleet if it is started here."""
     if options.host is not None:
         yield Gateway(options.host, options.api_key), None
         return
@@ -124,7 +124,7 @@ def _target(options: Options, directory: Path, serve: tuple[str, ...], say: Say)
 
 
 def _locust(options: Options, host: str, directory: Path) -> None:
-    """Runs Locust on the plan in `directory`.  Raises `LoadError` when it does not do its work."""
+    """Runs Locust on the plan in `directory`.  Raises `LoadError` when Locust fails or does not end."""
     command = [sys.executable, "-m", "locust", "-f", str(ROOT / "loadtest" / "locustfile.py"), "--headless", "--only-summary"]
     command += ["--host", host, "--load-plan", str(directory / "plan.json"), "--stop-timeout", f"{options.drain_s:g}"]
     command += ["--loglevel", "WARNING", "--html", str(directory / "report.html")]
@@ -146,7 +146,7 @@ def _locust(options: Options, host: str, directory: Path) -> None:
 
 
 def _fault(after_s: float, gateway: Gateway, fleet: OwnFleet, over: threading.Event, tell: Say) -> None:
-    """Kills a drafter of the fleet, and sees another take its place.  Raises `FleetError` where that is not possible."""
+    """Kills a drafter, and waits until another is ready in its place.  Raises `FleetError` if there is none to kill."""
     if over.wait(after_s):
         return
     before = set(gateway.drafters())

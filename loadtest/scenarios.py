@@ -1,4 +1,4 @@
-"""The scenarios by name: which workload, how many users when, and what is special about each.  Pure."""
+"""The scenarios by name: the workload, the number of users over time, and special objectives of each.  Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from loadtest import workloads
 
 
 class Stage(NamedTuple):
-    """A stretch of the load."""
+    """A period of the load with a constant number of users."""
 
     until_s: float
     users: int
@@ -26,19 +26,19 @@ def constant(users: int, duration_s: float) -> list[Stage]:
 
 
 def burst(users: int, duration_s: float) -> list[Stage]:
-    """One user, then all of them for a sixth of the time, thrice."""
+    """Three times one user, then all users, each for a sixth of the time."""
     sixth = duration_s / 6
     return [Stage(sixth * (step + 1), 1 if step % 2 == 0 else users) for step in range(6)]
 
 
 def ramp(users: int, duration_s: float) -> list[Stage]:
-    """One more step of users after every stretch of equal length: up to all of them in eight steps at most."""
+    """More users step by step, up to all of them, in at most eight steps of equal length."""
     steps = min(users, 8)
     return [Stage(duration_s * (step + 1) / steps, max(1, round(users * (step + 1) / steps))) for step in range(steps)]
 
 
 def users_at(stages: list[Stage], elapsed_s: float) -> int | None:
-    """How many users there should be; None: the load is over."""
+    """Number of users at this time; None: the load is over."""
     return next((stage.users for stage in stages if elapsed_s < stage.until_s), None)
 
 
@@ -53,9 +53,9 @@ class Scenario:
     stages: Stages = constant
     kills_drafter: bool = False
     compares: bool = False
-    """Run twice, on a fleet without speculation first, and compared pair by pair."""
+    """Whether the scenario runs twice, first on a fleet without speculation, and is compared by pairs of requests."""
     slo: Mapping[str, float] = field(default_factory=dict)
-    """On top of the common ones."""
+    """Objectives in addition to `slo.DEFAULT`."""
 
 
 SCENARIOS: dict[str, Scenario] = {

@@ -1,6 +1,6 @@
-"""A fleet of our own under test: `outrider serve` as a child, and what may be done to it.  The parent process.
+"""Starts the fleet under test, `outrider serve` as a child process; queries it, kills a drafter, ends it.  The parent process.
 
-Only what this started is ever killed: a drafter's process id, as the fleet tells it, must also be a descendant of the child.
+Only processes started here are ever killed: a drafter is killed only if its reported process id is a descendant of the child.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ HTTP_TIMEOUT_S = 10.0
 
 
 class FleetError(RuntimeError):
-    """The fleet does not start or does not answer; the message is for a person."""
+    """The fleet does not start or does not answer."""
 
 
 class Gateway:
-    """Read-only questions to a running gateway."""
+    """Read-only requests to a running gateway."""
 
     def __init__(self, url: str, api_key: str | None) -> None:
         self.url = url.rstrip("/")
@@ -40,7 +40,7 @@ class Gateway:
             self._session.headers["authorization"] = f"Bearer {api_key}"
 
     def get(self, path: str) -> requests.Response:
-        """Raises `FleetError` when it does not answer 200."""
+        """The response to a GET.  Raises `FleetError` unless its status is 200."""
         try:
             answer = self._session.get(self.url + path, timeout=HTTP_TIMEOUT_S)
         except requests.RequestException as error:
@@ -57,13 +57,13 @@ class Gateway:
             raise FleetError(f"{self.url}/v1/models lists no model") from error
 
     def drafters(self) -> dict[int, str]:
-        """Drafters that live: id by process id."""
+        """The ready drafters: id by process id."""
         listed: list[dict[str, Any]] = self.get("/fleet").json()["drafters"]
         return {int(each["pid"]): str(each["id"]) for each in listed if each["state"] == "ready"}
 
 
 class OwnFleet:
-    """Starts with the constructor, ends with `stop`."""
+    """A fleet that the constructor starts and `stop` ends."""
 
     def __init__(self, settings: Sequence[str], log: Path) -> None:
         self._log = log
@@ -78,7 +78,7 @@ class OwnFleet:
         self._reader.start()
 
     def wait_ready(self) -> str:
-        """The gateway's URL.  Raises `FleetError` with the fleet's last words."""
+        """Waits until the fleet serves; returns the gateway's URL.  Raises `FleetError` with the fleet's last lines."""
         self._told.wait(START_TIMEOUT_S)
         if not self.url:
             self.stop()
@@ -87,7 +87,7 @@ class OwnFleet:
         return self.url
 
     def kill_a_drafter(self, gateway: Gateway) -> str:
-        """SIGKILL to one drafter of ours; its id.  Raises `FleetError` when there is none."""
+        """Kills one drafter of this fleet with SIGKILL; returns its name.  Raises `FleetError` when there is none."""
         ours = descendants(self.process.pid)
         for pid, name in gateway.drafters().items():
             if pid in ours:
@@ -96,7 +96,7 @@ class OwnFleet:
         raise FleetError("no drafter of this fleet is there to be killed (does its mode use any?)")
 
     def stop(self) -> None:
-        """Ctrl-C, and the hard way when that does not do it.  May be called twice."""
+        """Ends the fleet as with Ctrl-C, and kills it if it does not end in time.  May be called twice."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGINT)
         try:
@@ -122,7 +122,6 @@ class OwnFleet:
 
 
 def descendants(pid: int) -> set[int]:
-    """Process ids below `pid`."""
     try:
         return {child.pid for child in psutil.Process(pid).children(recursive=True)}
     except psutil.NoSuchProcess:

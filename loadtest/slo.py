@@ -1,7 +1,7 @@
-"""Service level objectives: which figures there are, how limits on them are written, and which ones a run misses.  Pure.
+"""Service level objectives: names of the figures, parsing of limits, and the limits that a run misses.  Pure.
 
-`ttft_p95_ms=2000,failures=0,tgs_p50=20`: latencies, failures and leftovers are upper limits, rates are lower ones.  A limit on
-a figure that the run did not produce is missed: no answer is no success.
+Example: `ttft_p95_ms=2000,failures=0,tgs_p50=20`.  Limits on latencies and counts are upper limits, limits on rates lower ones.
+A limit on a figure that the run did not produce counts as missed.
 """
 
 from __future__ import annotations
@@ -12,27 +12,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 DISTRIBUTIONS = {"ttft": "ms", "inter_chunk": "ms", "tpot": "ms", "e2e": "ms", "tgs": "", "tgs_e2e": ""}
-"""Figures that have percentiles, and their unit where it is part of the name."""
+"""Figures that have percentiles, and their unit if it is part of the name."""
 
 PERCENTILES = (50, 90, 95, 99)
 
 COUNTS = ("failures", "rejected", "leftover")
-"""Upper limits on counts."""
+"""Counts, which have upper limits."""
 
 RATES = ("requests", "tokens_per_s", "requests_per_s", "tgs_drift", "acceptance_length", "identical", "speedup_p50")
-"""Lower limits on single figures."""
+"""Single figures with lower limits."""
 
 DEFAULT: dict[str, float] = {"failures": 0, "rejected": 0, "leftover": 0, "requests": 1, "ttft_p95_ms": 5000, "tgs_p50": 5}
-"""Loose enough for two busy cores; what they catch is a server that hangs, loses or crawls."""
+"""Default limits.  Two busy cores meet them; a server that hangs, loses requests or is far too slow does not."""
 
 
 class SloError(ValueError):
-    """The limits are not written as they should be; one line for a person."""
+    """The limits are malformed; the message is one line."""
 
 
 @dataclass(frozen=True)
 class Miss:
-    """A limit that was not kept."""
+    """A limit that was missed."""
 
     name: str
     limit: float
@@ -45,18 +45,18 @@ class Miss:
 
 
 def names() -> list[str]:
-    """Every figure a limit can be put on."""
+    """Every figure that can have a limit."""
     suffixed = [f"{name}_p{p}{'_' + unit if unit else ''}" for name, unit in DISTRIBUTIONS.items() for p in PERCENTILES]
     return [*suffixed, *COUNTS, *RATES]
 
 
 def is_floor(name: str) -> bool:
-    """Whether more is better."""
+    """Whether the figure's limit is a lower one."""
     return name in RATES or re.match(r"tgs(_e2e)?_p", name) is not None
 
 
 def parse(text: str) -> dict[str, float]:
-    """`name=limit,name=limit`.  Raises `SloError`."""
+    """Parses `name=limit,name=limit`.  Raises `SloError`."""
     given: dict[str, float | str] = {}
     for part in filter(None, (each.strip() for each in text.split(","))):
         name, equals, value = part.partition("=")
@@ -67,7 +67,7 @@ def parse(text: str) -> dict[str, float]:
 
 
 def check(given: Mapping[str, object]) -> dict[str, float]:
-    """Limits as read from a file.  Raises `SloError` naming what is wrong, and the nearest name there is."""
+    """Checks names and values of limits.  Raises `SloError`, for an unknown name with the nearest known one."""
     known = names()
     limits: dict[str, float] = {}
     for name, value in given.items():
@@ -83,7 +83,6 @@ def check(given: Mapping[str, object]) -> dict[str, float]:
 
 
 def misses(limits: Mapping[str, float], figures: Mapping[str, float | None]) -> list[Miss]:
-    """The limits that these figures do not keep."""
     missed = []
     for name, limit in limits.items():
         found = figures.get(name)

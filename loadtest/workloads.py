@@ -1,8 +1,8 @@
-"""What one user of each scenario asks, in which order.  Pure but for the prompts' source.
+"""The requests of one user in each scenario, in order.  Pure but for the prompts' source.
 
-A workload is a generator: it yields an `Ask`, is sent the `Answer`, and yields the next.  It never ends by itself.
-Everything it decides comes from its own `random.Random`: the same seed asks the same, whatever the server answers, except where
-the answer is part of the next question (`multiturn`).
+A workload is a generator: it yields an `Ask`, is sent the `Answer`, and yields the next `Ask`.  It never ends by itself.  All
+its choices come from its own `random.Random`.  So the same seed gives the same requests, whatever the server answers, unless an
+answer is part of the next request (`multiturn`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 @dataclass(frozen=True)
 class Knobs:
-    """What a person may change about a workload."""
+    """The options of a workload."""
 
     model: str
     prompt_tokens: int = 128
@@ -40,11 +40,11 @@ class Ask:
     path: str
     body: dict[str, Any] = field(default_factory=dict)
     abort_after: int | None = None
-    """Leave the stream after so many chunks with tokens."""
+    """Number of chunks with tokens after which the client leaves the stream; None: it reads all."""
     expect_status: int = 200
-    """Another one: the answer must be a clean error with this status."""
+    """The status to expect; if it is not 200, the answer must be an OpenAI error."""
     raw: bytes | None = None
-    """Sent in place of `body`."""
+    """Bytes to send instead of `body`."""
     content_type: str = "application/json"
 
 
@@ -66,7 +66,7 @@ def completion(knobs: Knobs, chance: random.Random, elapsed: Callable[[], float]
 
 
 def mixed(knobs: Knobs, chance: random.Random, elapsed: Callable[[], float]) -> Workload:
-    """Both endpoints; prompts of a sixteenth to four times the length, answers of an eighth to twice, log-uniform."""
+    """Both endpoints; prompts of 1/16 to 4 times the given length, answers of 1/8 to 2 times, log-uniform."""
     while True:
         length = log_uniform(knobs.prompt_tokens / 16, knobs.prompt_tokens * 4, chance)
         limit = log_uniform(knobs.max_tokens / 8, knobs.max_tokens * 2, chance)
@@ -79,7 +79,7 @@ def mixed(knobs: Knobs, chance: random.Random, elapsed: Callable[[], float]) -> 
 
 
 def multiturn(knobs: Knobs, chance: random.Random, elapsed: Callable[[], float]) -> Workload:
-    """Conversations of four turns behind one long system prompt that all users share."""
+    """Conversations of four turns after one long system prompt that all users share."""
     shared = {"role": "system", "content": prompts.prompt("prose", knobs.prompt_tokens * 2, random.Random(knobs.seed))}
     while True:
         messages = [shared]
@@ -97,7 +97,7 @@ def domain_shift(knobs: Knobs, chance: random.Random, elapsed: Callable[[], floa
 
 
 def aborts(knobs: Knobs, chance: random.Random, elapsed: Callable[[], float]) -> Workload:
-    """Every other stream is left after a few chunks; the rest must be whole."""
+    """The client leaves about half of the streams after a few chunks; the others must be complete."""
     while True:
         text = prompts.prompt("code", knobs.prompt_tokens, chance)
         if chance.random() < 0.5:
@@ -108,7 +108,7 @@ def aborts(knobs: Knobs, chance: random.Random, elapsed: Callable[[], float]) ->
 
 
 def bad_input(knobs: Knobs, chance: random.Random, elapsed: Callable[[], float]) -> Workload:
-    """Two of three requests are wrong in some way; the third is right and must be served as if nothing were."""
+    """Two of three requests are invalid; the third is valid and must be served normally."""
     wrong = wrong_asks(knobs)
     while True:
         yield chance.choice(wrong)
@@ -117,7 +117,7 @@ def bad_input(knobs: Knobs, chance: random.Random, elapsed: Callable[[], float])
 
 
 def wrong_asks(knobs: Knobs) -> list[Ask]:
-    """One request for every way to be wrong."""
+    """One request for every kind of invalid input."""
     good = _completion(knobs, "", "x = 1\n").body
 
     def but(path: str = COMPLETIONS, status: int = 400, **changes: Any) -> Ask:

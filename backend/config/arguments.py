@@ -1,4 +1,4 @@
-"""What commands with options of their own check in the same way.  Pure."""
+"""Argument checks that several commands with options of their own share.  Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """A reader of whole numbers that refuses smaller ones by name; for `argparse`."""
+    """An `argparse` type: whole numbers of `least` or more; the error for a smaller one names the limit."""
 
     def read(text: str) -> int:
         try:

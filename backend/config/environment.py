@@ -11,7 +11,7 @@ PREFIX = "OUTRIDER_"
 
 
 def outrider_variables() -> dict[str, str]:
-    """The variables that are addressed to us."""
+    """The environment variables with the prefix `OUTRIDER_`."""
     return {name: value for name, value in os.environ.items() if name.startswith(PREFIX)}
 
 
@@ -22,7 +22,6 @@ def python_path_with(directory: Path) -> str:
 
 
 def huggingface_offline() -> bool:
-    """Whether the user forbade downloads from the Hugging Face hub."""
     return os.environ.get("HF_HUB_OFFLINE", "").lower() in {"1", "true", "yes", "on"}
 
 
@@ -35,22 +34,21 @@ def runtime_home() -> Path:
 
 
 def state_dir() -> Path:
-    """Where this user's programs keep what outlives them (XDG's base directories)."""
+    """Where this user's programs keep files that outlive them (XDG base directories)."""
     return Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "outrider"
 
 
 def export(variables: Mapping[str, str], *, override: bool = True) -> None:
-    """Sets variables for this process and those it starts; without `override` only where the user set none."""
+    """Sets variables for this process and its children; without `override`, variables that are already set stay."""
     for name, value in variables.items():
         if override or name not in os.environ:
             os.environ[name] = value
 
 
 def forget(name: str) -> None:
-    """Removes a variable from this process's environment."""
     os.environ.pop(name, None)
 
 
 def users_choice(defaults: Mapping[str, str]) -> dict[str, str]:
-    """`defaults`, each replaced by what the user's environment says where it says something."""
+    """`defaults`, each replaced by the user's environment variable of that name if it is set."""
     return {name: os.environ.get(name, value) for name, value in defaults.items()}

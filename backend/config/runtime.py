@@ -19,7 +19,7 @@ class StateError(CommandError):
 
 
 def home() -> Path:
-    """This user's private runtime directory, made when missing.  Raises `StateError` when it is not ours alone."""
+    """This user's private runtime directory, created when missing.  Raises `StateError` when others may enter it."""
     directory = environment.runtime_home()
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -32,9 +32,9 @@ def home() -> Path:
 
 
 def member_socket() -> str:
-    """The ipc address at which a member of a joined cluster serves processes of its own node.
+    """A new ipc address at which a member of a joined cluster serves processes of its own node.
 
-    Sockets that nobody listens at any more, left by members that were killed, are removed.
+    Also removes sockets that no process listens on any more: members that were killed left them.
     """
     for socket_file in home().glob("m-*.sock"):
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:

@@ -16,9 +16,9 @@ Routing = Literal["least-loaded", "power-of-two", "predicted-tgs"]
 Affinity = Literal["none", "session", "prefix", "both"]
 Mode = Literal["off", "native", "sync", "ahead", "auto"]
 REMOTE_MODES: frozenset[Mode] = frozenset({"sync", "ahead", "auto"})
-"""Modes that draft on drafters of their own."""
+"""Modes that draft in drafter processes."""
 MAX_NUM_BATCHED_TOKENS = 2048
-"""Tokens in one step at most, unless `verifier.engine_args` says otherwise."""
+"""Largest number of tokens in one step, unless `verifier.engine_args` sets another."""
 
 
 class Section(BaseModel):
@@ -28,7 +28,7 @@ class Section(BaseModel):
 
 
 def check_resources(resources: dict[str, float]) -> dict[str, float]:
-    """Ray's custom resources: positive, and none that has a setting of its own."""
+    """Refuses amounts that are not positive, and resources that have a setting of their own."""
     for name, amount in resources.items():
         if name in ("CPU", "GPU", "memory", "object_store_memory"):
             raise ValueError(f"{name} is no resource of one's own (there are the settings `cores` and `gpus`)")
@@ -39,11 +39,11 @@ def check_resources(resources: dict[str, float]) -> dict[str, float]:
 
 Resources = Annotated[dict[str, float], AfterValidator(check_resources)]
 Folder = Annotated[str | None, AfterValidator(lambda value: str(Path(value).expanduser().absolute()) if value else None)]
-"""Absolute, because verifiers and drafters run in directories of their own."""
+"""A path, made absolute because verifiers and drafters run in directories of their own."""
 
 
 class GatewaySettings(Section):
-    """The HTTP side, and which verifier takes a request."""
+    """The HTTP server, and how it chooses a verifier for each request."""
 
     host: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 takes a free one")
@@ -127,7 +127,7 @@ class GatewaySettings(Section):
     @field_validator("cors_origins", "served_model_name", mode="before")
     @classmethod
     def _listed(cls, value: Any) -> Any:
-        """Flags and variables have them in one text, with commas or as JSON."""
+        """Flags and variables hold the list as one text, separated by commas or as JSON."""
         if not isinstance(value, str):
             return value
         return json.loads(value) if value.startswith("[") else [each.strip() for each in value.split(",") if each.strip()]
@@ -234,7 +234,7 @@ class TransportSettings(Section):
     @field_validator("host")
     @classmethod
     def _one_address(cls, value: str | None) -> str | None:
-        """Peers are told this address, and the data plane is no affair of every network the machine is on."""
+        """Refuses wildcards: peers connect to this address, and the data plane must not be open to every network."""
         if value in ("0.0.0.0", "::", "[::]", "*"):
             raise ValueError("expected one address or interface, not all of them")
         return value
@@ -251,7 +251,7 @@ class TransportSettings(Section):
 
 
 class RecordsSettings(Section):
-    """What verifiers write down while they serve."""
+    """Records that verifiers write while they serve."""
 
     dir: Folder = Field(
         None, description="directory for records of steps, verifications, requests and decisions (parquet); default: none"
@@ -268,7 +268,7 @@ class TracingSettings(Section):
     @field_validator("endpoint")
     @classmethod
     def _traces_url(cls, value: str | None) -> str | None:
-        """A collector's address alone stands for its path for traces."""
+        """Appends `/v1/traces` to a URL without a path."""
         if value is None:
             return None
         scheme, separator, rest = value.partition("://")
@@ -278,7 +278,7 @@ class TracingSettings(Section):
 
 
 class RaySettings(Section):
-    """The control plane."""
+    """Ray, the control plane."""
 
     address: str | None = Field(None, description="a running Ray cluster; default: a local one, started and stopped with us")
     namespace: str = Field("outrider", description="Ray namespace: two fleets on one cluster need two")
@@ -291,7 +291,7 @@ class RaySettings(Section):
 
 
 class Settings(Section):
-    """Everything `outrider serve` can be told."""
+    """All settings of `outrider serve`."""
 
     model: str = Field("demo", description="target model: Hugging Face id, directory, or the built-in `demo`")
     drafter: str = Field(

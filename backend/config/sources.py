@@ -1,9 +1,9 @@
 """Where settings come from: command line > environment > YAML file > defaults, in that order and key by key.
 
-Pure but for `load`, which reads the file and the environment; runs in the command-line process.  A source is read into
-`{path: Given}`, every entry with the name its writer used (`--gateway-port`, `OUTRIDER_GATEWAY__PORT`, `fleet.yaml:
-gateway.port`), so that an error can name exactly what to correct and `check-config` can say where each value came from.
-(pydantic-settings merges sources too, but keeps no trace of who said what.)
+Pure but for `load`, which reads the file and the environment; runs in the command-line process.  Each source is read into
+`{path: Given}`.  Every entry carries the name that the user wrote (`--gateway-port`, `OUTRIDER_GATEWAY__PORT`, `fleet.yaml:
+gateway.port`).  So an error can name exactly what to correct, and `check-config` can say where each value came from.
+(pydantic-settings merges sources too, but does not keep where a value came from.)
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ DEFAULT = "default"
 
 
 class ConfigError(Exception):
-    """A setting is wrong.  The message is one line that names the key as its writer wrote it."""
+    """A setting is wrong.  The message is one line that names the key as the user wrote it."""
 
 
 class CommandError(Exception):
@@ -48,7 +48,7 @@ class CommandError(Exception):
 
 @dataclass(frozen=True)
 class Given:
-    """One value and who gave it."""
+    """One value, and the flag, variable or key that it came from."""
 
     value: Any
     origin: str
@@ -93,7 +93,7 @@ def load(arguments: Sequence[str], program: str = "outrider serve", description:
 
 
 def merge(sources: Sequence[Mapping[KeyPath, Given]]) -> Loaded:
-    """Settings from sources, the strongest first."""
+    """Settings from sources, the one with the highest precedence first.  Raises `ConfigError`."""
     chosen: dict[KeyPath, Given] = {}
     for source in reversed(sources):
         chosen.update(source)
@@ -114,10 +114,10 @@ def merge(sources: Sequence[Mapping[KeyPath, Given]]) -> Loaded:
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, by `ConfigError`."""
+    """A parser that raises `ConfigError` instead of printing its usage and exiting."""
 
     def error(self, message: str) -> NoReturn:
-        """As said."""
+        """Raises `ConfigError`."""
         raise ConfigError(message)
 
 
@@ -235,7 +235,7 @@ def _from_text(text: str, info: FieldInfo, origin: str) -> Any:
 
 
 def _shown(text: str, path: KeyPath, origin: str) -> str:
-    """`text`, or for a secret what the file holds that `@FILE` names: everyone on the machine can read flags."""
+    """`text`; for a secret given as `@FILE`, that file's content: everyone on the machine can read flags."""
     if path not in SECRETS or not text.startswith("@"):
         return text
     try:

@@ -1,1 +1,1 @@
-"""What measures and makes, and never serves: benchmarks, the simulator, the training of the demo pair."""
+"""The laboratory: benchmarks, the fleet simulator, and the training of the demo pair.  Nothing that serves imports it."""

@@ -1,7 +1,7 @@
 """The laboratory's commands, found by entry point (`outrider.commands` in `pyproject.toml`).  The command line's process.
 
-Each takes its own arguments and `say`, which prints a line with the time.  It raises `ConfigError` for what is wrong with the
-input and `CommandError` for what goes wrong later.
+Each command takes its arguments and `say`, which prints a line with the time.  It raises `ConfigError` for faults in the input
+and `CommandError` for later failures.
 """
 
 from __future__ import annotations

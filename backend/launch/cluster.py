@@ -1,7 +1,7 @@
 """The Ray cluster under a fleet: a local one of our own, or a running one we join.  The launcher's process, main thread.
 
-A local cluster listens on 127.0.0.1 at ports the system chose, admits only who has this user's token, keeps its files in a
-private directory that goes away with it, and reports nothing to anyone; so several fleets live side by side on one host.
+A local cluster listens on 127.0.0.1 at ports that the system chose, and admits only processes with this user's token.  Its
+files are in a private directory that is removed with it.  It sends no usage statistics.  So several fleets can run on one host.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from backend.config import environment
 from backend.config.sources import CommandError
 
 OBJECT_STORE_BYTES = 80 * 1024 * 1024
-"""No token or feature goes through Ray, so its smallest store does."""
+"""Ray's smallest object store is enough, because no token or feature goes through Ray."""
 LOCALHOST = "127.0.0.1"
 CONNECT_TIMEOUT_S = 5.0
 
@@ -37,21 +37,21 @@ class ClusterError(CommandError):
 
 @dataclass
 class RayCluster:
-    """A connection to Ray, and the cluster itself when it is ours."""
+    """A connection to a Ray cluster, and the cluster itself if we started it."""
 
     address: str
     namespace: str
     temp_dir: Path | None
-    """Set when the cluster is ours."""
+    """The cluster's private directory; None when we joined a cluster of others."""
 
     @classmethod
     @contextlib.contextmanager
     def start(
         cls, address: str | None, namespace: str, env: Mapping[str, str], token: str | None = None
     ) -> Iterator[RayCluster]:
-        """A cluster for the block: joined at `address`, or started here and ended with the block.
+        """A cluster for the duration of a `with` block: joined at `address`, or started here and ended with the block.
 
-        `env` is what every actor finds in its environment; `token` as for `open`.  Raises `ClusterError`.
+        `env` goes to the environment of every actor; `token` as for `open`.  Raises `ClusterError`.
         """
         cluster = cls.open(address, namespace, env, token)
         try:
@@ -61,9 +61,9 @@ class RayCluster:
 
     @classmethod
     def open(cls, address: str | None, namespace: str, env: Mapping[str, str], token: str | None = None) -> RayCluster:
-        """Joins or starts a cluster without a block: call `close`.
+        """Joins the cluster at `address`, or starts one; the caller must call `close`.  Raises `ClusterError`.
 
-        `token` admits to a cluster that we started: it is required to start one, and to join one of ours.
+        `token` is the secret of clusters that we start.  It is required to start one, and to join one that we started.
         """
         environment.export({"RAY_USAGE_STATS_ENABLED": "0"})
         environment.export({"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_raylet_start_wait_time_s": "120"}, override=False)
@@ -85,7 +85,7 @@ class RayCluster:
         _loopback_only()
         # Ray starts its workers at niceness 15: whatever else runs on the machine would starve verifiers.
         environment.export({"RAY_worker_niceness": "0"}, override=False)
-        # Ray opens its directory to everyone; the one around it stays ours.
+        # Ray makes its own directory readable for everyone; the directory around it stays private.
         temp_dir = Path(tempfile.mkdtemp(prefix="or-ray-"))
         try:
             found = _init(
@@ -103,31 +103,28 @@ class RayCluster:
 
     @property
     def ours(self) -> bool:
-        """Whether the cluster ends with us."""
+        """Whether we started the cluster, and so end it."""
         return self.temp_dir is not None
 
     @property
     def gpus(self) -> float:
-        """GPUs of the whole cluster."""
         return float(ray.cluster_resources().get("GPU", 0))
 
     @property
     def cpus(self) -> float:
-        """CPUs of the whole cluster."""
         return float(ray.cluster_resources().get("CPU", 0))
 
     def has_room(self, cpus: float, gpus: float) -> bool:
-        """Whether one more process of that size fits beside those that run."""
+        """Whether the cluster has enough free CPUs and GPUs for one more process."""
         free = ray.available_resources()
         return bool(cpus <= free.get("CPU", 0) and gpus <= free.get("GPU", 0))
 
     @property
     def node_id(self) -> str:
-        """This node's name in the cluster."""
         return str(ray.get_runtime_context().get_node_id())
 
     def close(self) -> None:
-        """Leaves the cluster; ends it and removes its files when it is ours."""
+        """Leaves the cluster; if we started it, ends it and removes its files."""
         with contextlib.suppress(ray.exceptions.RayError):
             ray.shutdown()
         if self.temp_dir is not None:
@@ -135,7 +132,10 @@ class RayCluster:
 
 
 def _present(token: str) -> None:
-    """Makes this process and its children show `token` to Ray, which read its configuration when it was imported."""
+    """Makes this process and its children authenticate to Ray with `token`.
+
+    Ray read its configuration when it was imported, so the loaded configuration is refreshed too.
+    """
     environment.export({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token})
     raylet: Any = importlib.import_module("ray._raylet")
     with contextlib.suppress(AttributeError):  # older Rays have no tokens
@@ -146,18 +146,19 @@ def _present(token: str) -> None:
 def _loopback_only() -> None:
     """Makes Ray listen on 127.0.0.1 alone.
 
-    On Linux it replaces a loopback address by the host's own and then listens on every interface, unless it is told that this
-    platform has no clusters, as it assumes on a laptop.  Ray reads the variable when imported, its children when they start.
+    On Linux, Ray replaces a loopback address by the host's own and then listens on every interface.  It does not where it
+    assumes that clusters are not supported, as on macOS.  Ray reads the variable when it is imported, hence the assignment;
+    its child processes read the variable when they start.
     """
     environment.export({"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"})
     ray._private.ray_constants.ENABLE_RAY_CLUSTER = False
 
 
 def _check_reachable(address: str) -> None:
-    """Says at once what Ray would find out in minutes."""
+    """Raises `ClusterError` in seconds if no cluster answers; Ray would take minutes."""
     host, _, port = address.rpartition(":")
     if not (host and port.isdigit()) or "//" in address:
-        return  # "auto" and the like: Ray's own to understand
+        return  # "auto" and other forms that only Ray understands
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
     except OSError as error:
@@ -166,7 +167,7 @@ def _check_reachable(address: str) -> None:
 
 @contextlib.contextmanager
 def _own_signal_handlers() -> Iterator[None]:
-    """Ray puts its own handler for SIGTERM in place; ours stays."""
+    """Restores our SIGTERM handler after the block, because `ray.init` installs one of its own."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

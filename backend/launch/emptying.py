@@ -1,4 +1,4 @@
-"""When a draining member has nothing left to do.  Pure; the operator asks it with every snapshot."""
+"""Decides when a draining member has nothing left to do.  Pure; the operator asks it with every snapshot."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from backend.fleet import FleetSnapshot, MemberView, VerifierStats
 
 
 class Emptying:
-    """Follows one member that was told, by fleet version `version`, to take no new work.
+    """Follows one member that takes no new work from fleet version `version` on.
 
-    A gateway that has acted upon that version sends nothing there any more; what it sent before is with the verifier by then.
-    The verifier's counters are as old as its last pause between two steps.  So it is empty when, after the gateways' word,
-    newer counters have come in twice, and show no requests: the second ones were taken after the first had been seen.
+    A gateway that has seen that version sends the member nothing more; whatever the gateway sent earlier has arrived by then.
+    But the verifier's counters may be older: it takes them between two steps.  So a verifier counts as empty when, after all
+    gateways have seen the version, its counters have changed twice and show no requests.  The second change was surely
+    counted after the first had been seen.
     """
 
     def __init__(self, member_id: str, version: int) -> None:
@@ -21,7 +22,7 @@ class Emptying:
         self._renewals = 0
 
     def is_over(self, snapshot: FleetSnapshot, now: float) -> bool:
-        """Whether the member may be ended without loss; one that is gone may."""
+        """Whether the member may be ended without losing work; True for a member that is already gone."""
         views = {view.member.id: view for view in snapshot.members}
         view = views.get(self._member_id)
         if view is None or view.member.state == "lost":
@@ -34,7 +35,7 @@ class Emptying:
         return self._is_idle(view.verifier)
 
     def requests(self, snapshot: FleetSnapshot) -> int:
-        """Requests it still has, for people."""
+        """Requests that the member still has, for progress messages."""
         stats = next((each.verifier for each in snapshot.members if each.member.id == self._member_id), None)
         return stats.running + stats.waiting if stats is not None else 0
 
@@ -50,7 +51,7 @@ class Emptying:
         return self._renewals >= 2 and not stats.running and not stats.waiting
 
     def _is_unassigned(self, snapshot: FleetSnapshot, now: float) -> bool:
-        """No verifier has it, and all of them have reported, and so been told, since."""
+        """Whether no verifier uses the drafter, and each verifier has reported since then, and so received its new orders."""
         if any(each.drafter_id == self._member_id for each in snapshot.assignments):
             self._told_at = None
             return False

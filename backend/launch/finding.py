@@ -1,4 +1,4 @@
-"""How a command finds a fleet that runs already.  The command's process, main thread."""
+"""Finds a running fleet and connects a command to it.  The command's process, main thread."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ TIMEOUT_S = 10.0
 
 @contextmanager
 def found_fleet(loaded: Loaded, name: str | None) -> Iterator[tuple[CoordinatorHandle, RayCluster]]:
-    """A running fleet for the block: that at `--ray-address`, or the one on this host; `name` is its namespace or process id.
+    """Connects to a running fleet for a `with` block: the fleet at `--ray-address`, or else the one on this host.
 
-    Raises `ClusterError`, `CoordinatorUnavailable`, `StateError`.
+    `name` is the fleet's namespace or process id.  Raises `ClusterError`, `CoordinatorUnavailable`, `StateError`.
     """
     address, namespace = loaded.settings.ray.address, name or loaded.settings.ray.namespace
     own = any(fleet.owns_cluster for fleet in state.running() if fleet.ray_address == address)

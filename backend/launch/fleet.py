@@ -1,7 +1,7 @@
-"""A fleet: coordinator, verifiers and drafters as Ray actors, from the first to the last moment.  The launcher's process.
+"""Starts, watches and stops a fleet: coordinator, verifiers and drafters as Ray actors.  The launcher's process.
 
-`Fleet.launch` starts them all at once, `wait_ready` watches until every one of them serves, `stop` leaves nothing behind.  Ray
-restarts an actor that dies; an actor whose constructor raises is not restarted, and then `wait_ready` says why in one line.
+`Fleet.launch` starts all actors at once, `wait_ready` waits until every one of them serves, `stop` ends everything.  Ray
+restarts an actor that dies.  It does not restart an actor whose constructor raises; then `wait_ready` says why in one line.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Say = Callable[[str], None]
 
 
 def member_environment(offline: bool) -> dict[str, str]:
-    """What every process of a fleet finds in its environment."""
+    """Environment variables for every process of a fleet."""
     return {
         "PYTHONPATH": environment.python_path_with(Path(__file__).resolve().parents[2]),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -64,19 +64,19 @@ class Fleet:
     models: ResolvedModels
     runtime_dir: Path
     members: dict[str, Started] = field(default_factory=dict)
-    """By id; the operator's thread changes it once the fleet serves."""
+    """By member id; the operator's thread changes it once the fleet serves."""
     rooms: Rooms | None = None
-    """None where the cluster is ours, and with it all of its room."""
+    """Reserved room; None in a cluster of our own, where all room is the fleet's."""
     _file: Path | None = None
     _operator: Operator | None = None
 
     @classmethod
     def launch(cls, settings: Settings, models: ResolvedModels, say: Say) -> Fleet:
-        """Starts Ray, the coordinator and every member, and returns while they load.  Raises `LaunchError`.
+        """Starts Ray, the coordinator and every member, and returns while the members load.
 
-        Also `ClusterError` and `StateError`, all with one line; nothing is left running then.
+        Raises `LaunchError`, `ClusterError` or `StateError`, with a message of one line; then nothing is left running.
         """
-        state.running()  # removes what dead fleets left
+        state.running()  # removes the files of dead fleets
         runtime_dir = state.new_runtime_directory()
         cluster: RayCluster | None = None
         try:
@@ -111,7 +111,7 @@ class Fleet:
         return self.plan.settings
 
     def reserve(self) -> None:
-        """In a cluster that others may use too: room for all members.  Raises `LaunchError`."""
+        """Reserves room for all members in a joined cluster, which others may use too.  Raises `LaunchError`."""
         if not self.cluster.ours:
             self.rooms = Rooms()
             patience_s = max(RESERVE_TIMEOUT_S, self.settings.ray.wait_s)
@@ -131,9 +131,9 @@ class Fleet:
         members: Sequence[Started] | None = None,
         unless: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Returns when these members (by default all) serve, or when `unless` holds.
+        """Returns when these members (by default all) serve, or when `unless()` is true.
 
-        Raises `LaunchError` with the cause when one cannot.
+        Raises `LaunchError` with the cause when a member cannot start.
         """
         waited_for = list(self.members.values() if members is None else members)
         deadline = time.monotonic() + START_TIMEOUT_S
@@ -145,7 +145,7 @@ class Fleet:
             time.sleep(POLL_S)
 
     def operate(self, say: Say) -> None:
-        """From now on administrators' operations are carried out, until `stop`."""
+        """Starts the thread that carries out administrators' operations, until `stop`."""
         self._operator = Operator(self, say)
         self._operator.start()
 
@@ -158,20 +158,20 @@ class Fleet:
         return self.start(member)
 
     def start(self, member: MemberPlan, models: ResolvedModels | None = None) -> Started:
-        """Starts a member in its room; it replaces the one of that name if there was one."""
+        """Starts a member in its reserved room, and forgets an earlier member of that name."""
         place = None if self.rooms is None else self.rooms.place(member)
         started = start(member, self.settings, models or self.models, self.cluster.namespace, place)
         self.members[member.member_id] = started
         return started
 
     def end(self, member_id: str, keep_room: bool = False) -> None:
-        """Ends a member for good, or with `keep_room` to start it again."""
+        """Ends a member; with `keep_room` its room stays reserved, so that it can be started again."""
         stop([self.members.pop(member_id)])
         if self.rooms is not None and not keep_room:
             self.rooms.vacate(member_id)
 
     def stop(self) -> None:
-        """Ends every actor, Ray (when it is ours) and the runtime directory.  Never raises; may be called twice."""
+        """Ends every actor and our own Ray cluster, and removes the runtime directory.  May be called twice."""
         if self._operator is not None:
             self._operator.stop()
         stop(list(self.members.values()))
@@ -222,14 +222,14 @@ def gateway_member(model: str) -> Member:
 
 
 def _token(ray_address: str | None) -> str | None:
-    """Our token for a cluster of our own; a cluster that others run has its own ways."""
+    """The token of a cluster that we start; None for one to join, which has its own authentication."""
     return state.ray_token() if ray_address is None else None
 
 
 def _plan_when_there_is_room(
     settings: Settings, models: ResolvedModels, cluster: RayCluster, runtime_dir: Path, say: Say
 ) -> FleetPlan:
-    """The plan; a cluster that others are still joining gets `ray.wait_s` to become large enough for it."""
+    """The plan.  A cluster that nodes are still joining gets `ray.wait_s` seconds to become large enough."""
     deadline = time.monotonic() + (0.0 if cluster.ours else settings.ray.wait_s)
     waiting = False
     while True:

@@ -1,8 +1,8 @@
 """Carries out administrators' operations: members added, removed, restarted; heads swapped.
 
-A thread of the launcher's process.  It asks the coordinator for the oldest operation, works on it, tells how it goes, and asks
-for the next: one change at a time.  A member is ended only when every gateway knows that it takes no new work and the member
-itself has reported that it has none left, so no request is lost in between.
+A thread of the launcher's process.  It fetches the oldest operation from the coordinator, carries it out while reporting its
+progress, then fetches the next: one change at a time.  It ends a member only when every gateway knows of the drain and the
+member's own counters show no work left, so no request is lost.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ POLL_S = 0.25
 JOIN_S = 5.0
 SWAP_TIMEOUT_S = 300.0
 AWAY_LIMIT_S = 30.0
-"""The coordinator may be away for so long in the middle of an operation."""
+"""Seconds that the coordinator may be unreachable in the middle of an operation before the operation fails."""
 
 
 class _Stopped(Exception):
@@ -43,7 +43,7 @@ class _Stopped(Exception):
 
 
 class Operator:
-    """Works for one fleet until it is stopped."""
+    """Carries out one fleet's operations until `stop`."""
 
     def __init__(self, fleet: Fleet, say: Callable[[str], None]) -> None:
         self._fleet = fleet
@@ -54,11 +54,10 @@ class Operator:
         self._thread = threading.Thread(target=self._run, name="operator", daemon=True)
 
     def start(self) -> None:
-        """Begins to ask."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends what is being done where it stands."""
+        """Stops the thread, if need be in the middle of an operation; waits up to `JOIN_S`."""
         self._stopping.set()
         self._thread.join(JOIN_S)
 
@@ -82,13 +81,13 @@ class Operator:
         except LaunchError as error:
             self._end(operation, False, str(error))
         except (ray.exceptions.RayError, ValueError, KeyError) as error:
-            # The operator must outlive whatever one operation runs into.
+            # One failed operation must not end the operator.
             logger.exception("operation %d (%s) failed", operation.id, operation.kind)
             self._end(operation, False, cause(error))
         else:
             self._end(operation, True, note)
 
-    # The operations; each returns what is said at its end.
+    # The operations; each returns the note that is printed at its end.
 
     def _add(self, operation: Operation) -> str:
         assert operation.add is not None
@@ -132,10 +131,10 @@ class Operator:
             raise LaunchError(f"{member_id} keeps its head: {refusal}")
         return f"{member_id} drafts with another head"
 
-    # What they have in common.
+    # Steps that the operations share.
 
     def _empty(self, operation: Operation, member_id: str) -> None:
-        """Drains a member and returns when it has nothing left to do, or with `force` when the time is over."""
+        """Drains a member; returns when it has nothing left to do, or with `force` at the operation's deadline."""
         if member_id not in self._fleet.members:
             raise LaunchError(f"{member_id} is not one of this launcher's members")
         self._tell(operation, f"draining {member_id}")
@@ -155,7 +154,7 @@ class Operator:
         self._patiently(lambda: self._coordinator.resume(member_id))
 
     def _patiently(self, call: Callable[[], T]) -> T:
-        """`call`, again and again while the coordinator is away: Ray restarts it."""
+        """Result of `call`, which is repeated while the coordinator is unreachable: Ray restarts it."""
         deadline = time.monotonic() + AWAY_LIMIT_S
         while True:
             try:
@@ -167,7 +166,7 @@ class Operator:
                 raise _Stopped
 
     def _remind(self) -> FleetSnapshot:
-        """Asks a coordinator that was restarted for what its predecessor had been asked for; returns what it shows."""
+        """Repeats drains and pins to a coordinator that was restarted and has lost them; returns its snapshot."""
         snapshot = self._coordinator.snapshot()
         for command in self._standing.repeat(snapshot):
             logger.info("the coordinator was restarted; asking again: %s", command)

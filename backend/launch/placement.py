@@ -1,8 +1,8 @@
-"""Which members of a fleet share one of Ray's placement groups, and what each needs.  Pure; for clusters that we join.
+"""Arranges a fleet's members in Ray placement groups, for clusters that we join.  Pure.
 
-A bundle of a group lies on one node, and a member, all its tensor-parallel ranks included, is one bundle.  Ray reserves a
-group's bundles all at once or not at all, and keeps them while members are restarted, so a cluster that others use too does not
-take a member's room while it is away.
+Each member is one bundle, all its tensor-parallel ranks included, and a bundle lies on one node.  Ray reserves a group's
+bundles all at once or not at all.  It keeps them while members are restarted, so other users of the cluster cannot take a
+restarting member's room.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Placement = Literal["spread", "near", "free"]
 Strategy = Literal["PACK", "SPREAD", "STRICT_PACK"]
 
 NEXT_TO_NOTHING = {"CPU": 0.01}
-"""A bundle must hold something."""
+"""Bundle of a member that needs no resources: Ray refuses empty bundles."""
 
 
 @dataclass(frozen=True)
@@ -32,26 +32,26 @@ class Group:
 
 
 def needs(member: MemberPlan) -> dict[str, float]:
-    """What a member takes of its node, as Ray names it."""
+    """The resources that a member takes of its node, by Ray's names; never empty."""
     wanted = {"CPU": float(member.num_cpus), "GPU": float(member.num_gpus), **member.resources}
     return {name: amount for name, amount in wanted.items() if amount} or dict(NEXT_TO_NOTHING)
 
 
 def text(resources: dict[str, float]) -> str:
-    """`2 CPU, 1 GPU`."""
+    """Resources for messages, such as `2 CPU, 1 GPU`."""
     return ", ".join(f"{amount:g} {name}" for name, amount in resources.items())
 
 
 def fits(member: MemberPlan, bundle: dict[str, float]) -> bool:
-    """Whether a member can run in the room that was another one's."""
+    """Whether a member can run in `bundle`, the room of a member that was removed."""
     return all(amount <= bundle.get(name, 0.0) for name, amount in needs(member).items() if amount > NEXT_TO_NOTHING["CPU"])
 
 
 def arrange(members: Sequence[MemberPlan], placement: Placement) -> list[Group]:
-    """Every member is in exactly one group.
+    """Groups that hold every member exactly once.
 
-    `spread`: one group over as many nodes as possible.  `near`: a group per verifier, on one node, with its share of the
-    drafters, dealt out in turn.  `free`: each by itself.
+    `spread`: one group over as many nodes as possible.  `near`: one group per verifier, on one node, with its share of the
+    drafters; drafters are dealt to the verifiers in turn.  `free`: one group per member.
     """
     if not members:
         return []

@@ -1,8 +1,7 @@
-"""Who runs where: members, their cores, GPUs, addresses and environment.  Pure; the launcher calls it at the start and for each
-member that is added later.
+"""Plans the members of a fleet: cores, GPUs, addresses and environment of each.
 
-A GPU counts as one even where processes share it: with fewer GPUs than processes each gets an equal part, and vLLM is told to
-take no more memory than its part.
+Pure; the launcher calls it at the start, and for each member that is added later.  With fewer GPUs than processes, each process
+gets an equal part of a GPU, and vLLM takes no more than that part of its memory.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from backend.models.resolve import ResolvedModels
 
 GPU_MEMORY_USABLE = 0.9
 LONGEST_IPC_PATH = 100
-"""Linux allows 107 bytes in a socket's path; members may append a few."""
+"""Bytes.  Linux allows 107 in a socket's path, and members may append a few."""
 
 
 class LaunchError(CommandError):
@@ -37,7 +36,7 @@ class Hardware:
     """CPU cores this process may use; members are bound to them when the cluster is only this host."""
     gpus: float
     local: bool
-    """True: the cluster is this host and ours alone; to one that is not, other nodes may come at any time."""
+    """True: the cluster is this host, and ours alone.  False: a joined cluster, whose nodes may come and go."""
 
 
 @dataclass(frozen=True)
@@ -47,15 +46,15 @@ class MemberPlan:
     member_id: str
     kind: MemberKind
     cores: list[int]
-    """Empty: not bound to cores."""
+    """CPU cores to bind to; empty: not bound."""
     num_cpus: float
     num_gpus: float
     address: str
     env: dict[str, str] = field(default_factory=dict)
     resources: dict[str, float] = field(default_factory=dict)
-    """Further ones of Ray's."""
+    """Further Ray resources, by name."""
     local: bool = False
-    """True: processes of its own node reach it over ipc too."""
+    """True: the member also listens on ipc, for processes of its own node."""
 
 
 @dataclass(frozen=True)
@@ -64,12 +63,12 @@ class FleetPlan:
 
     settings: Settings
     hardware: Hardware
-    """What it was planned for; members that are added later are, too."""
+    """The hardware the fleet was planned for; members added later are planned for it too."""
     members: list[MemberPlan]
     encrypted: bool
     """True: members listen on tcp and need keys."""
     notes: list[str]
-    """What people should know of these decisions."""
+    """Lines about these decisions, printed at the start."""
 
 
 def plan(settings: Settings, models: ResolvedModels, hardware: Hardware, runtime_dir: Path) -> FleetPlan:
@@ -90,7 +89,7 @@ def plan(settings: Settings, models: ResolvedModels, hardware: Hardware, runtime
 
 
 def counted(settings: Settings, models: ResolvedModels, hardware: Hardware) -> Settings:
-    """Settings with the numbers of verifiers and drafters decided, from GPUs, or where there are none, from CPU cores."""
+    """Settings with `auto` replaced by numbers of verifiers and drafters: as many as the GPUs, or else the CPU cores, hold."""
     if "auto" not in (settings.verifiers, settings.drafters):
         return settings
     if hardware.gpus:
@@ -113,7 +112,7 @@ def counted(settings: Settings, models: ResolvedModels, hardware: Hardware) -> S
 
 
 def _counts(settings: Settings) -> tuple[int, int]:
-    """Verifiers and drafters of counted settings; modes without remote drafting have none of these."""
+    """Numbers of verifiers and drafters, from settings without `auto`; modes without remote drafting have no drafters."""
     verifiers, drafters = settings.verifiers, settings.drafters
     assert isinstance(verifiers, int)
     assert isinstance(drafters, int)
@@ -123,7 +122,7 @@ def _counts(settings: Settings) -> tuple[int, int]:
 def plan_further(
     decided: FleetPlan, models: ResolvedModels, runtime_dir: Path, kind: MemberKind, others: Sequence[MemberPlan]
 ) -> MemberPlan:
-    """One more member beside `others`: the first free name, and the cores that the fewest of them have."""
+    """Plans one more member beside `others`: with the first free name, on the cores that the fewest others use."""
     taken = {other.member_id for other in others}
     member_id = next(name for i in count() if (name := f"{kind}-{i}") not in taken)
     hardware = decided.hardware
@@ -135,7 +134,7 @@ def plan_further(
 
 @dataclass(frozen=True)
 class _Surroundings:
-    """Where members are put."""
+    """What every member's plan depends on."""
 
     settings: Settings
     models: ResolvedModels
@@ -144,12 +143,12 @@ class _Surroundings:
 
 
 def _verifier_gpus(settings: Settings, hardware: Hardware) -> int:
-    """One per rank where there are GPUs at all."""
+    """GPUs of one verifier: one per tensor-parallel rank, or 0 without GPUs."""
     return settings.verifier.tensor_parallel if hardware.gpus else 0
 
 
 def _cores_wanted(settings: Settings, models: ResolvedModels, hardware: Hardware, kind: MemberKind) -> int:
-    """CPU cores for the computing of one such member; 0: it computes elsewhere, or next to nothing."""
+    """CPU cores that one member of this kind computes on; 0: it computes on a GPU, or next to nothing."""
     if kind == "verifier":
         return 0 if hardware.gpus else max(settings.verifier.cores, settings.verifier.tensor_parallel)
     return 0 if settings.drafting.gpus or models.drafter_kind == "ngram" else settings.drafting.cores
@@ -174,7 +173,7 @@ def _member(around: _Surroundings, member_id: str, kind: MemberKind, cores: list
 
 
 def share_cores(available: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
-    """`counts[i]` cores for each process in turn, disjoint while they last, then from the start again.
+    """`counts[i]` cores for process i: different cores until all are in use, then from the first core again.
 
     >>> share_cores([0, 1, 2], [1, 1, 2])
     [[0], [1], [0, 2]]
@@ -189,7 +188,7 @@ def share_cores(available: Sequence[int], counts: Sequence[int]) -> list[list[in
 
 
 def _gpu_share(settings: Settings, hardware: Hardware) -> float:
-    """GPUs Ray sets aside for one verifier: a part of one where GPUs are shared."""
+    """GPUs that Ray reserves for one verifier; less than 1 where processes share GPUs."""
     per_verifier = _verifier_gpus(settings, hardware)
     verifiers, drafters = _counts(settings)
     need = per_verifier * verifiers + (settings.drafting.gpus or 0) * drafters
@@ -200,7 +199,7 @@ def _gpu_share(settings: Settings, hardware: Hardware) -> float:
 
 
 def _fill_gpus(settings: Settings, hardware: Hardware, notes: list[str]) -> Settings:
-    """Settings with `drafting.gpus` decided, and with it the memory that verifiers take of GPUs that are shared."""
+    """Settings with `drafting.gpus` filled in and, where GPUs are shared, vLLM's `gpu_memory_utilization`."""
     verifiers, drafters = _counts(settings)
     verifier = _verifier_gpus(settings, hardware)
     drafter = (1 if hardware.gpus else 0) if settings.drafting.gpus is None else settings.drafting.gpus

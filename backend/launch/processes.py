@@ -1,6 +1,6 @@
-"""One member's process as the launcher handles it: started, watched until it serves, stopped.  The launcher's process.
+"""Starts one member's process, watches it until it serves, and stops it.  The launcher's process.
 
-Ray restarts an actor that dies; one whose constructor raises is not restarted, and `failure` says why in one line.
+Ray restarts an actor that dies.  It does not restart an actor whose constructor raises; then `failure` says why in one line.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from backend.launch.plan import MemberPlan
 from backend.models.resolve import ResolvedModels
 
 STARTS_ALLOWED = 3
-"""A member that dies more often than this while it starts will not get further."""
+"""Start attempts of one member; after so many deaths while starting, the launch fails."""
 STOP_TIMEOUT_S = 10.0
 NAME_TIMEOUT_S = 10.0
-"""Ray frees an ended actor's name a moment later."""
+"""Seconds to wait for an actor's name: Ray frees the name of an ended actor only a moment later."""
 LONGEST_CAUSE = 500
 EXCEPTION_LINE = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit|Failure): ")
 
 
 @dataclass
 class Started:
-    """One actor, from its start on."""
+    """A member's actor that has been started; it may still load."""
 
     plan: MemberPlan
     actor: Any
@@ -44,7 +44,7 @@ class Started:
         return self.plan.member_id
 
     def failure(self) -> str | None:
-        """Why its constructor raised; None: it did not, or not yet."""
+        """Why the actor's constructor raised; None if it has not raised so far."""
         done, _ = ray.wait([self.ready_ref], timeout=0)
         if not done:
             return None
@@ -57,7 +57,7 @@ class Started:
         return None
 
     def progress(self, snapshot: FleetSnapshot) -> str | None:
-        """A line about what is new since the last call; sets `ready`."""
+        """A line about the actor's progress since the last call, if there is any; sets `ready`."""
         view = next((view.member for view in snapshot.members if view.member.id == self.member_id), None)
         if view is None or view.state == "lost" or self.ready:
             return None
@@ -73,12 +73,12 @@ class Started:
 
     @property
     def gave_up(self) -> bool:
-        """It died too often while it started."""
+        """Whether the member died too often while it started."""
         return len(self.incarnations) > STARTS_ALLOWED
 
 
 def start(member: MemberPlan, settings: Settings, models: ResolvedModels, namespace: str, place: Any = None) -> Started:
-    """Starts a member's actor; waits for its name to be free.  `place` is the scheduling strategy that puts it somewhere."""
+    """Starts a member's actor; waits until its name is free.  `place` is a Ray scheduling strategy, None for Ray's default."""
     remote = ray.remote(_actor_class(member.kind)).options(
         name=member.member_id,
         namespace=namespace,
@@ -112,7 +112,7 @@ def start(member: MemberPlan, settings: Settings, models: ResolvedModels, namesp
 
 
 def stop(members: list[Started]) -> None:
-    """Ends these for good: those that serve may say goodbye first.  Never raises."""
+    """Ends members permanently.  Members that serve first get `STOP_TIMEOUT_S` to leave the fleet."""
     with contextlib.suppress(ray.exceptions.RayError):
         goodbyes = [member.actor.stop.remote() for member in members if member.ready]
         if goodbyes:
@@ -123,7 +123,7 @@ def stop(members: list[Started]) -> None:
 
 
 def _actor_class(kind: MemberKind) -> type[Any]:
-    # Imported here: a tool that only looks at fleets needs neither.
+    # Imported here, because commands that only look at a fleet must not load torch and vLLM.
     from backend.drafter.actor import DrafterActor
     from backend.verifier.actor import VerifierActor
 
@@ -131,11 +131,11 @@ def _actor_class(kind: MemberKind) -> type[Any]:
 
 
 def cause(error: BaseException) -> str:
-    """The part of a Ray error that tells a person what happened, on one line."""
+    """The part of a Ray error that says what happened, on one line of at most `LONGEST_CAUSE` characters."""
     if isinstance(error, ray.exceptions.RayTaskError) and error.cause is not None:
         return _one_line(f"{type(error.cause).__name__}: {error.cause}")
     lines = str(error).splitlines()
-    # A constructor's error is in the text: its traceback, then the exception, which may go over several lines.
+    # A constructor's error is in the text: first the traceback, then the exception, which may have several lines.
     starts = [number for number, line in enumerate(lines) if EXCEPTION_LINE.match(line)]
     return _one_line(" ".join(lines[starts[-1] :] if starts else lines[-1:])) or type(error).__name__
 

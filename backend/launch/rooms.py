@@ -1,6 +1,6 @@
-"""The room a fleet has reserved in a cluster it joined: Ray's placement groups and who is in them.  The launcher's process.
+"""Ray placement groups that a fleet has reserved in a cluster it joined, and which member is in which bundle.
 
-The operator's thread uses it once the fleet serves, the main thread before and after.
+The launcher's process: the main thread until the fleet serves, then the operator's thread, at the end the main thread again.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from backend.launch.placement import Group, fits, needs, text
 from backend.launch.plan import LaunchError, MemberPlan
 
 RESERVE_TIMEOUT_S = 20.0
-"""Ray places a group that fits in well under a second; what it cannot place it tries for ever."""
+"""Seconds.  Ray places a group that fits in well under one second, and tries for ever to place one that does not."""
 
 
 @dataclass
 class _Reserved:
-    """One placement group; `occupants[i]` is in bundle i, None where its member was removed."""
+    """One placement group.  `occupants[i]` is the member in bundle i, None after it was removed."""
 
     group: Any
     bundles: list[dict[str, float]]
@@ -32,13 +32,13 @@ class _Reserved:
 
 
 class Rooms:
-    """Every member of a joined cluster has a bundle of its own."""
+    """The reserved bundles of a joined cluster, one per member."""
 
     def __init__(self) -> None:
         self._reserved: list[_Reserved] = []
 
     def reserve(self, groups: Sequence[Group], timeout_s: float = RESERVE_TIMEOUT_S) -> None:
-        """Reserves all these groups, or none and raises `LaunchError`."""
+        """Reserves all these groups; raises `LaunchError`, and reserves none, when one does not fit."""
         made: list[_Reserved] = []
         try:
             for group in groups:
@@ -55,9 +55,9 @@ class Rooms:
         self._reserved += made
 
     def place(self, member: MemberPlan) -> Any:
-        """The scheduling strategy that starts a member in its room.
+        """The scheduling strategy that starts a member in its bundle.
 
-        A member without one takes the first vacant room that is large enough, or gets a new one; raises `LaunchError`.
+        A member without a bundle takes the first vacant one that is large enough, or a new one.  Raises `LaunchError`.
         """
         if (found := self._room_of(member)) is None:
             self.reserve([Group("PACK", (member,))])
@@ -69,7 +69,7 @@ class Rooms:
         )
 
     def vacate(self, member_id: str) -> None:
-        """A member has gone for good.  A group without any members is given back to the cluster."""
+        """Frees the bundle of a removed member.  A group without members is given back to the cluster."""
         for reserved in self._reserved:
             reserved.occupants = [None if occupant == member_id else occupant for occupant in reserved.occupants]
         for empty in [each for each in self._reserved if not any(each.occupants)]:
@@ -77,7 +77,6 @@ class Rooms:
             _remove(empty)
 
     def close(self) -> None:
-        """Gives everything back."""
         for reserved in self._reserved:
             _remove(reserved)
         self._reserved.clear()
@@ -99,7 +98,7 @@ def _remove(reserved: _Reserved) -> None:
 
 
 def _no_room(group: Group) -> str:
-    """Why Ray could not place a group, as far as can be seen."""
+    """Why Ray could not place a group: what it needs, and what each node has free."""
     free = ray._private.state.available_resources_per_node()
     nodes = []
     for node in ray.nodes():
@@ -111,5 +110,5 @@ def _no_room(group: Group) -> str:
 
 
 def _counts(name: str) -> bool:
-    """Not Ray's own memory, node and group bookkeeping."""
+    """Whether a resource is worth showing: Ray's memory, node and placement-group entries are not."""
     return not name.startswith(("node:", "memory", "object_store_memory")) and "_group_" not in name

@@ -1,7 +1,7 @@
-"""What administrators asked for and still holds, kept for a coordinator that has forgotten it.  Pure; the operator's.
+"""Remembers the drains and pins in force, and repeats them to a coordinator that was restarted.  Pure; used by the operator.
 
-Drains and pins live in the coordinator's memory.  When Ray has restarted it, its snapshots carry another name: then everything
-remembered is asked for again, as soon as the members it is about have registered.
+Drains and pins live in the coordinator's memory.  After Ray has restarted the coordinator, its snapshots carry another name.
+Then each remembered command is sent again, as soon as the members that it names have registered.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from backend.fleet import FleetSnapshot
 
 
 class Standing:
-    """Shown every snapshot, in order."""
+    """Must be given every snapshot, in order."""
 
     def __init__(self) -> None:
         self._coordinator = ""
         self._held: dict[str, Drain | Assign] = {}
-        """By member: a verifier or drafter may be drained, a drafter may be pinned too, which goes under `pin of ...`."""
+        """Commands in force.  A drain is under its member's id, a drafter's pin under `pin of <drafter>`."""
         self._owed: dict[str, Drain | Assign] = {}
 
     def repeat(self, snapshot: FleetSnapshot) -> list[Drain | Assign]:
-        """What is to be asked of the coordinator again; mostly nothing."""
+        """The commands to submit to the coordinator again; empty unless it was restarted."""
         if snapshot.coordinator != self._coordinator:
             self._owed = dict(self._held)
             self._coordinator = snapshot.coordinator

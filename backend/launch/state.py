@@ -1,7 +1,7 @@
-"""The files of running fleets: where sockets live, and how another command finds a fleet.  The launcher's process, and tools.
+"""The files of running fleets: directories for sockets, and a file by which commands find a fleet.  Launcher and commands.
 
-Everything is below one directory that only this user may enter.  A fleet whose process is gone left its files behind; whoever
-looks next removes them.
+Everything is below one directory that only this user may enter.  If a fleet's process was killed, its files stay; the next call
+of `running` removes them.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class FleetFile(msgspec.Struct, frozen=True):
     url: str
     """The gateway's base URL; empty until it serves."""
     directories: list[str]
-    """What to remove when the process is gone."""
+    """Directories to remove when the process is gone."""
     owns_cluster: bool = True
-    """False: it joined a Ray cluster of others, which our token does not admit to."""
+    """False: the fleet joined a Ray cluster that others started, and our token is not valid there."""
 
 
 def ray_token() -> str:
-    """The secret that admits to this user's own Ray clusters; made at first use."""
+    """The authentication token of this user's own Ray clusters; created at first use."""
     file = home() / "ray-token"
     with contextlib.suppress(FileExistsError):
         handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -55,7 +55,7 @@ def new_runtime_directory() -> Path:
 
 
 def write(fleet: FleetFile) -> Path:
-    """Announces a fleet; a second call by the same process replaces the first."""
+    """Writes the file of a fleet, for other commands; a second call by the same process replaces it."""
     file = home() / f"fleet-{re.sub(r'[^A-Za-z0-9_.-]', '_', fleet.namespace)}-{fleet.pid}.json"
     partial = file.with_suffix(".tmp")
     partial.write_bytes(msgspec.json.encode(fleet))
@@ -65,7 +65,7 @@ def write(fleet: FleetFile) -> Path:
 
 
 def running() -> list[FleetFile]:
-    """The fleets of this user on this host; the files of dead ones are removed."""
+    """The running fleets of this user on this host.  Removes the files of dead ones."""
     found = []
     for file in sorted(home().glob("fleet-*.json")):
         try:
@@ -81,7 +81,7 @@ def running() -> list[FleetFile]:
 
 
 def find(name: str | None) -> FleetFile:
-    """The fleet of that namespace or pid; without a name the only one there is.  Raises `StateError`."""
+    """The running fleet with that namespace or pid; without a name, the only one.  Raises `StateError`."""
     fleets = running()
     matching = [f for f in fleets if name is None or name in (f.namespace, str(f.pid))]
     if len(matching) == 1:
@@ -105,7 +105,7 @@ def _alive(pid: int) -> bool:
 
 
 def _bury(fleet: FleetFile) -> None:
-    """Removes what a dead fleet left, but nothing that does not look like ours."""
+    """Removes a dead fleet's directories, except those that do not look like ours."""
     for directory in map(Path, fleet.directories):
         with contextlib.suppress(OSError):
             if directory.name.startswith(("f-", "or-ray-")) and directory.lstat().st_uid == os.getuid():

@@ -1,1 +1,1 @@
-"""What a verifier did, row by row: per step, per verification, per request and per decision of mode `auto`."""
+"""Records of what a verifier did: one row per step, per verification, per request and per decision of mode `auto`."""

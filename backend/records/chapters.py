@@ -1,8 +1,8 @@
-"""What a report shows, gathered from records or from a rollout's tables: one chapter per period or round.
+"""Gathers the data of a report from records or from a rollout's tables: one chapter per period or round.
 
-The command-line process.  Both sources are brought to the same tables first, so that all that follows is written once: steps
-`at` (s), `wall_ms`, `tokens`, `requests`; verifications `request_id`, `step` and the fields of `summary.Outcome`; requests
-`tokens`, `verifications`.
+The command-line process.  Both sources are converted to the same tables first.  Columns of steps: `at` (s), `wall_ms`,
+`tokens`, `requests`; of verifications: `request_id`, `step` and the fields of `summary.Outcome`; of requests: `tokens`,
+`verifications`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from backend.records.reading import IDLE_COLUMNS, Incarnation, Records, RecordsE
 from backend.records.summary import Outcomes, count_outcomes, step_wall_ms, total
 
 Transitions = Counter[tuple[int, int]]
-"""How often a verification that kept so many draft tokens was followed by one that kept so many."""
+"""`[i, j]`: how often a verification that kept i draft tokens was followed, in the same request, by one that kept j."""
 
 
 @dataclass
@@ -36,10 +36,10 @@ class Worker:
     requests: pa.Table
     busy_s: float
     idle_s: dict[str, float]
-    """By cause; `any cause` where the source does not tell them apart."""
+    """By cause; all under `any cause` if the source does not distinguish causes."""
     began_s: float
     ended_s: float
-    """When it emitted its last token."""
+    """When the verifier emitted its last token."""
 
 
 @dataclass
@@ -52,20 +52,19 @@ class Chapter:
 
     @property
     def is_teacher_forced(self) -> bool:
-        """Whether responses were fixed: acceptance is then agreement with a trace."""
+        """Whether responses were fixed: then acceptance measures agreement with a trace."""
         return any(note is TEACHER_FORCED for note in self.notes)
 
     @property
     def outcomes(self) -> Outcomes:
-        """Of all verifications."""
         return sum((count_outcomes(worker.verifications) for worker in self.workers), Counter())
 
     def transitions(self) -> Transitions:
-        """Of all workers."""
+        """Counts over all workers."""
         return sum((transitions(worker.verifications) for worker in self.workers), Counter())
 
     def alone_s(self) -> dict[str, float]:
-        """How long each worker ran after all others had ended; only the last one did."""
+        """Seconds that each worker ran after all others had ended; 0 for every worker but the last."""
         ends = sorted((worker.ended_s for worker in self.workers), reverse=True)
         before = ends[1] if len(ends) > 1 else None
         return {
@@ -99,7 +98,10 @@ def transitions(verifications: pa.Table) -> Transitions:
 
 
 def recorded(records: Records) -> list[Chapter]:
-    """One chapter: all incarnations on a common clock.  Live verifications only, unless all were teacher-forced."""
+    """One chapter: all incarnations on a common clock.
+
+    Teacher-forced verifications are left out if there are live ones.  Raises `RecordsError` when there are no steps.
+    """
     gathered = [(each, records.table(each, "step")) for each in records.incarnations]
     gathered = [(each, steps) for each, steps in gathered if steps.num_rows]
     if not gathered:
@@ -152,7 +154,7 @@ def _incarnation(
 
 
 def rounds(directory: Path) -> list[Path]:
-    """The directories of rounds in, at or under `directory`, in order."""
+    """The directories of rounds, in order: `directory` itself or directories up to two levels below it."""
     found = {file.parent for pattern in ("", "*/", "*/*/") for file in directory.glob(f"{pattern}worker_*_perf.csv")}
     return sorted(found, key=lambda each: _numbers(f"{each.parent.name}/{each.name}"))
 
@@ -162,7 +164,7 @@ def _numbers(name: str) -> list[int]:
 
 
 def rolled_out(directory: Path) -> list[Chapter]:
-    """A chapter per round.  Raises `RecordsError` where the tables are not what a rollout writes."""
+    """One chapter per round of a rollout.  Raises `RecordsError` when a table is missing or malformed."""
     return [_round(each) for each in rounds(directory)]
 
 
@@ -213,7 +215,10 @@ def _worker(perf: Path, told: dict[str, Any]) -> Worker | None:
 
 
 def _outcomes(markov: pa.Table, requests: pa.Table) -> pa.Table:
-    """A rollout's verifications; a token emitted more than the draft tokens kept, but where the response was cut."""
+    """A rollout's verifications, with the fields of `summary.Outcome`.
+
+    A verification emits one token more than the draft tokens it keeps, except where the response ended within it.
+    """
     drafted = pc.greater(markov["draft_token_num"], 0)
     kept = pc.max_element_wise(pc.subtract(markov["acc_token_num"], 1), 0)
     return pa.table(
@@ -229,7 +234,10 @@ def _outcomes(markov: pa.Table, requests: pa.Table) -> pa.Table:
 
 
 def _with_what_was_cut(accepted: list[int], markov: pa.Table, requests: pa.Table) -> pa.Array:
-    """The end of a response can cut its last verification: what that kept is what the others leave of the request's total."""
+    """Corrects each request's last verification, which the end of the response may have truncated.
+
+    Its kept draft tokens are the request's total minus those of the request's other verifications.
+    """
     last: dict[int, int] = {}
     missing = dict(zip(requests["req_id"].to_pylist(), requests["spec_matched_total"].to_pylist(), strict=True))
     steps, drafted = markov["cur_step"].to_pylist(), markov["draft_token_num"].to_pylist()
@@ -254,7 +262,7 @@ def _csv(file: Path, columns: Mapping[str, pa.DataType]) -> pa.Table:
 
 
 def _told(file: Path) -> dict[str, Any]:
-    """What the rollout itself says of the round, where it does."""
+    """The round's report, `{}` if there is none."""
     try:
         told = json.loads(file.read_bytes())
     except FileNotFoundError:

@@ -1,6 +1,6 @@
-"""Records as files for other programs: one kind as it is, or verifications joined with their steps and requests.
+"""Writes records as files for other programs: the rows of one kind, or verifications joined with their steps and requests.
 
-The command-line process.  A join is made per incarnation: step numbers and request ids mean nothing across two of them.
+The command-line process.  A join is made per incarnation, because step numbers and request ids are unique only within one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FORMATS: tuple[Format, ...] = ("csv", "jsonl", "parquet")
 
 
 def rows(records: Records, kind: str) -> Iterator[pa.Table]:
-    """Every selected row of a kind, with the verifier it belongs to."""
+    """Every selected row of one kind, with columns for its verifier and incarnation."""
     for incarnation in records.incarnations:
         for table in records.tables(incarnation, kind):
             yield _owned(table, incarnation)
@@ -31,8 +31,8 @@ def rows(records: Records, kind: str) -> Iterator[pa.Table]:
 def joined(records: Records) -> Iterator[pa.Table]:
     """Verifications with the columns of their step (`step_*`) and of their request (`request_*`), a table per incarnation.
 
-    What is not recorded (a request still running, a step dropped) is null.  Of several requests under one id the one that
-    ended last is taken.
+    Columns of an unrecorded step or request (dropped, or still running) are null.  If several requests have one id, the one
+    that ended last is taken.
     """
     for incarnation in records.incarnations:
         verifications = records.table(incarnation, "verification")
@@ -64,22 +64,21 @@ def _last_of_each(requests: pa.Table) -> pa.Table:
 
 
 class _Lines:
-    """JSON, one object per row."""
+    """Writes JSON lines, one object per row; has the methods of Arrow's writers."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
 
     def write_table(self, table: pa.Table) -> None:
-        """All of its rows."""
         for batch in table.to_batches(max_chunksize=10_000):
             self._file.writelines(json.dumps(row).encode() + b"\n" for row in batch.to_pylist())
 
     def close(self) -> None:
-        """The file belongs to the caller."""
+        """Does nothing: the caller closes the file."""
 
 
 def write(tables: Iterator[pa.Table], file: IO[bytes], kind: Format) -> int:
-    """Writes tables of one schema; returns how many rows.  Nothing is written where there are none."""
+    """Writes tables of one schema; returns the number of rows.  Without tables nothing is written."""
     count = 0
     sink: Any = None
     for table in tables:
@@ -101,7 +100,10 @@ def _sink(schema: pa.Schema, file: IO[bytes], kind: Format) -> Any:
 
 
 def write_file(tables: Iterator[pa.Table], path: Path, kind: Format) -> int:
-    """Writes the tables to a path, which appears when it is whole; no file where there are no rows."""
+    """Writes tables to `path` and returns the number of rows.
+
+    The file appears when it is complete; without rows there is none.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:

@@ -1,6 +1,6 @@
-"""Rows kept in memory until a client takes them: how a rollout gets the rows of its verifiers.  Engine process, engine thread.
+"""Keeps rows in memory until a client takes them; a rollout gets its verifiers' rows so.  Engine process, engine thread.
 
-Bounded: what does not fit is counted and lost.
+The number of rows is bounded; further rows are lost and counted.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from backend.records.rows import DecisionRow, RequestRow, Row, StepRow, Verifica
 
 
 class RowBatch(msgspec.Struct):
-    """Rows in the order they happened, and how many were lost since the batch before."""
+    """Rows in the order they were made, and how many were lost since the previous batch."""
 
     steps: list[StepRow] = msgspec.field(default_factory=list)
     verifications: list[VerificationRow] = msgspec.field(default_factory=list)
@@ -32,7 +32,7 @@ class RowBatch(msgspec.Struct):
 
 
 class KeptRows:
-    """Keeps `most` rows, and hands every row on to `beside`."""
+    """Keeps up to `most` rows, and passes every row to `beside`."""
 
     def __init__(self, most: int, beside: Callable[[Row], None] | None = None) -> None:
         self._most = most
@@ -40,12 +40,11 @@ class KeptRows:
         self._kept = RowBatch()
 
     def take(self) -> RowBatch:
-        """What was kept since the last call."""
         taken, self._kept = self._kept, RowBatch()
         return taken
 
     def put(self, row: Row) -> None:
-        """Keeps it where there is room; no decisions: a rollout asks what was done, not why."""
+        """Keeps a row if there is room.  Decisions are not kept, because rollouts do not use them."""
         if self._beside is not None:
             self._beside(row)
         if isinstance(row, DecisionRow):

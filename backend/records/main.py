@@ -1,4 +1,4 @@
-"""`outrider records DIR summary | join | export`: what verifiers wrote down, summed up or as files for other programs."""
+"""`outrider records DIR summary | join | export`: summarises records, or converts them to files for other programs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Print = Callable[[str], None]
 
 
 def main(arguments: Sequence[str], say: Print, note: Print) -> None:
-    """Runs one command; `say` gets its result, `note` what is worth knowing besides.  Raises `RecordsError`, `ConfigError`."""
+    """Runs one command; `say` gets its result, `note` gets remarks.  Raises `RecordsError`, `ConfigError`."""
     given = _parser().parse_args(list(arguments))
     records = Records(given.directory, selection_of(given))
     try:
@@ -94,7 +94,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def add_selection(parser: argparse.ArgumentParser) -> None:
-    """The options that choose among records."""
     say = parser.add_argument
     say("--verifier", action="append", default=[], metavar="ID", help="only this verifier (may be given several times)")
     say("--since", type=_moment, metavar="TIME", help="only from then on: 2026-01-31T12:00:00 (UTC) or Unix seconds")
@@ -102,7 +101,7 @@ def add_selection(parser: argparse.ArgumentParser) -> None:
 
 
 def selection_of(given: argparse.Namespace) -> Selection:
-    """What those options say."""
+    """The selection that the options of `add_selection` make.  Raises `RecordsError` for an empty period."""
     if given.since is not None and given.until is not None and given.since >= given.until:
         raise RecordsError("--since must be before --until")
     return Selection(frozenset(given.verifier), given.since, given.until)

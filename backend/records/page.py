@@ -1,4 +1,4 @@
-"""A report as one HTML page that needs nothing else: figures as numbers, plots inside.  Pure."""
+"""Renders a report as one self-contained HTML page: figures as text and tables, plots embedded.  Pure."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ img { max-width: 100%; height: auto; margin: .4em 0 }
 
 @dataclass(frozen=True)
 class Picture:
-    """One plot with its words."""
+    """One plot with its title and caption."""
 
     title: str
     text: str
@@ -40,7 +40,6 @@ class Picture:
 
 
 def page(title: str, about: str, chapters: Sequence[tuple[Chapter, Sequence[Picture]]]) -> str:
-    """The whole page."""
     parts = [
         "<!doctype html>",
         f'<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'

@@ -1,6 +1,6 @@
-"""The pictures of a report.  Needs matplotlib, which is optional; the command-line process.
+"""Draws the plots of a report.  Needs matplotlib, which is optional; the command-line process.
 
-Every function draws one figure of a chapter, or returns None where there is nothing to see.
+Every public function draws one matplotlib figure of a chapter, or returns None when there is no data for it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LABEL, TICK = 9, 8
 WIDTH = 8.0
 BINS = 120
 NAMED = 8
-"""More workers than that are drawn in grey, without a legend."""
+"""With more workers than this, all are drawn in one colour, without a legend."""
 
 
 def load(chapter: Chapter) -> Any | None:
@@ -83,7 +83,7 @@ def acceptance(chapter: Chapter) -> Any | None:
 
 
 def markov(chapter: Chapter) -> Any | None:
-    """How many draft tokens are kept, given how many were kept the last time."""
+    """Probability of keeping j draft tokens when the request's previous verification kept i, as a matrix."""
     counts = chapter.transitions()
     if not counts:
         return None
@@ -114,7 +114,7 @@ def markov(chapter: Chapter) -> Any | None:
 
 
 def idle(chapter: Chapter) -> Any | None:
-    """Where each worker's time went."""
+    """Shares of each worker's wall time: busy, and idle by cause."""
     workers = chapter.workers
     figure, (axes,) = _figure(WIDTH, 1.5 + 0.34 * len(workers))
     causes = [cause for cause in IDLE_COLOURS if any(worker.idle_s.get(cause) for worker in workers)]
@@ -136,7 +136,7 @@ def idle(chapter: Chapter) -> Any | None:
 
 
 def responses(chapter: Chapter) -> Any | None:
-    """Lengths of responses, and how many verifications they took."""
+    """Lengths of responses, and the number of verifications for each."""
     lengths = [n for worker in chapter.workers for n in worker.requests["tokens"].to_pylist()]
     taken = [n for worker in chapter.workers for n in worker.requests["verifications"].to_pylist()]
     longest = max(lengths, default=0)
@@ -159,7 +159,7 @@ def responses(chapter: Chapter) -> Any | None:
 
 
 def stragglers(chapter: Chapter) -> Any | None:
-    """When each worker worked, on how much, when it ended, and how long the last one ran alone."""
+    """Each worker's batch sizes over time, when it ended, and how long the last worker ran alone."""
     workers, alone = chapter.workers, chapter.alone_s()
     begin, end = _span(workers)
     width = (end - begin) / BINS
@@ -204,7 +204,7 @@ PLOTS: dict[str, tuple[str, str, Callable[[Chapter], Any | None]]] = {
 }
 
 
-# What the figures share.
+# Helpers that the figures share.
 
 
 def _figure(width: float, height: float, rows: int = 1, columns: int = 1, **options: Any) -> tuple[Any, Sequence[Any]]:
@@ -245,7 +245,7 @@ def _span(workers: Sequence[Worker]) -> tuple[float, float]:
 
 
 def _stretches(steps: pa.Table, begin: float, end: float) -> Iterator[tuple[float, float, float]]:
-    """Per stretch of time its middle, mean batch size and TGS; not a number where no step emitted tokens."""
+    """Middle, mean batch size and TGS of each of `BINS` stretches of time; NaN in stretches where no step emitted tokens."""
     width = (end - begin) / BINS
     steps = steps.filter(pc.greater(steps["requests"], 0))
     places = pc.cast(pc.floor(pc.divide(pc.subtract(steps["at"], begin), width)), pa.int64())

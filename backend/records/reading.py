@@ -1,6 +1,6 @@
-"""Reads directories of records back: which incarnations there are, and their rows of one kind within a period.
+"""Reads directories of records: finds verifier incarnations, and gives their rows of one kind within a period.
 
-The command-line process.  Files are read one at a time: records may be larger than memory.
+The command-line process.  Files are read one at a time, because records may be larger than memory.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ IDLE_COLUMNS = {cause: f"idle_{cause}_ms" for cause in IDLE_CAUSES}
 
 
 class RecordsError(CommandError):
-    """The records cannot be read as asked; the message is one line for a person."""
+    """Records cannot be read, or not as requested; the message is one line."""
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Which rows: of these verifiers (none: of all), since and until a moment in Unix seconds.
+    """Selects rows by verifier (empty: all verifiers) and by time, from `since` to before `until`, in Unix seconds.
 
-    Steps and decisions count by when they began, verifications by their step, requests by when they ended.
+    A step or decision is selected by its beginning, a verification by its step, a request by its end.
     """
 
     verifiers: frozenset[str] = frozenset()
@@ -41,7 +41,6 @@ class Selection:
 
     @property
     def is_timed(self) -> bool:
-        """Whether any time is excluded."""
         return self.since is not None or self.until is not None
 
 
@@ -58,21 +57,20 @@ class Incarnation:
 
     @property
     def verifier_id(self) -> str:
-        """Which verifier it was."""
         return self.books.about.verifier_id
 
     def files(self, kind: str) -> list[Path]:
-        """In the order they were written."""
+        """Files of one kind, in the order they were written."""
         return sorted(file for file in self.directory.glob(f"{kind}-*.parquet") if FILE.fullmatch(file.name))
 
 
 class Records:
-    """All incarnations under a directory.  Raises `RecordsError` where there are none."""
+    """All incarnations under a directory.  Raises `RecordsError` when there are none, or not the selected verifiers."""
 
     def __init__(self, directory: Path, selection: Selection = EVERYTHING) -> None:
         self.selection = selection
         self.unreadable: list[Path] = []
-        """Files that were skipped."""
+        """Files that were skipped because they cannot be read."""
         found = _find(directory)
         known = sorted({each.verifier_id for each in found})
         missing = selection.verifiers - set(known)
@@ -81,7 +79,7 @@ class Records:
         self.incarnations = [each for each in found if not selection.verifiers or each.verifier_id in selection.verifiers]
 
     def tables(self, incarnation: Incarnation, kind: str) -> Iterator[pa.Table]:
-        """The selected rows of one kind, a table per file; times idle as columns `idle_<cause>_ms`."""
+        """The selected rows of one kind, one table per file; idle times are columns `idle_<cause>_ms`."""
         steps = self._steps(incarnation) if kind == "verification" and self.selection.is_timed else None
         for table in self._files(incarnation, kind):
             if steps is not None:
@@ -92,15 +90,15 @@ class Records:
                 yield _flat(table)
 
     def table(self, incarnation: Incarnation, kind: str) -> pa.Table:
-        """All of them at once."""
+        """The selected rows of one kind in a single table."""
         tables = list(self.tables(incarnation, kind))
         return pa.concat_tables(tables) if tables else _flat(SCHEMAS[kind].empty_table())
 
     def without_work_s(self, incarnation: Incarnation) -> float:
-        """Seconds of the selected period in which there was no work, as far as a later step tells of them.
+        """Seconds of the selected period without work, as far as a later step has recorded them.
 
-        A step's row accounts for all the time since the step before: where a period begins or ends between two steps, the row
-        says more, or belongs to the step behind its end.
+        A step's row accounts for all the time since the previous step.  So idle time at the borders of the period is cut to
+        it, and the step after its end is read too.
         """
         total = 0.0
         for steps in map(_flat, self._files(incarnation, "step")):
@@ -140,7 +138,7 @@ class Records:
 
 
 def waited_ms(steps: pa.Table) -> Any:
-    """Idle time of each step while there was work.  It comes last, right before the step."""
+    """Idle milliseconds before each step while there was work.  They directly precede the step, after any time without work."""
     waited = pc.multiply(steps["busy_ms"], 0.0)
     for cause, column in IDLE_COLUMNS.items():
         if cause != "no_work":
@@ -149,12 +147,11 @@ def waited_ms(steps: pa.Table) -> Any:
 
 
 def has_records(directory: Path) -> bool:
-    """Whether there is anything to read under `directory`."""
     return any(_candidates(directory))
 
 
 def _candidates(directory: Path) -> Iterator[Path]:
-    """`DIR/<verifier>/<incarnation>`, or any directory nearer to it."""
+    """The `about.json` files; `directory` may hold verifiers, incarnations, or be an incarnation itself."""
     for pattern in (ABOUT, f"*/{ABOUT}", f"*/*/{ABOUT}"):
         yield from directory.glob(pattern)
 
@@ -183,6 +180,6 @@ def _books(file: Path) -> Books:
 
 
 def _flat(table: pa.Table) -> pa.Table:
-    """One column per cause in place of a structure: joins and CSV take no structures."""
+    """Replaces the struct of idle times by one column per cause: Arrow's joins and CSV do not support structs."""
     table = table.flatten()
     return table.rename_columns([re.sub(r"^idle_ms\.(.+)", r"idle_\1_ms", name) for name in table.column_names])

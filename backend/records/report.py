@@ -1,4 +1,4 @@
-"""`outrider report DIR`: a recorded period or a rollout, drawn and put on one HTML page.  The command-line process."""
+"""`outrider report DIR`: draws a recorded period or a rollout as one HTML page.  The command-line process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DPI = 130
 
 
 def main(arguments: Sequence[str], say: Say) -> None:
-    """Reads, draws, writes; `say` gets lines of progress.  Raises `RecordsError`, `ConfigError`."""
+    """Reads the data, draws the plots, writes the page; `say` gets messages.  Raises `RecordsError`, `ConfigError`."""
     given = _parser().parse_args(list(arguments))
     directory: Path = given.directory
     _check_matplotlib()

@@ -1,8 +1,8 @@
-"""The rows that records, rollouts and reports share.  Pure data, in any process.
+"""The types of rows that records, rollouts and reports share.  Pure data, in any process.
 
-The engine thread makes them, a writer keeps them (parquet while serving, CSV for rollouts), reports read them back.  Times in
-`*_ms` are milliseconds, `*_at` Unix seconds.  `step` is the verifier's own count of steps since it started: the key that joins
-steps, verifications and decisions of one verifier incarnation.
+The engine thread makes rows, a writer stores them (parquet while serving, CSV for rollouts), reports read them.  Fields `*_ms`
+are milliseconds, fields `*_at` Unix seconds.  `step` is the verifier's count of steps since it started; it joins steps,
+verifications and decisions of one verifier incarnation.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import msgspec
 
 REQUEST_ID_KEY = "outrider_request_id"
-"""In `SamplingParams.extra_args`: the name a client gives its request, under which its rows are kept.  vLLM's front half adds a
-random suffix to request ids; this one arrives as it was sent.  Without it rows carry the id the engine knows."""
+"""Key in `SamplingParams.extra_args` for the request id that a client wants in the rows.  It is needed because vLLM's front
+half adds a random suffix to request ids.  Without this key, rows carry the engine's id, suffix included."""
 
 LONGEST_REQUEST_ID = 200
 
@@ -22,60 +22,60 @@ class StepRow(msgspec.Struct, frozen=True):
     step: int
     began_at: float
     interval_ms: float
-    """Since the step before began; 0 for the first."""
+    """Time since the previous step began; 0 for the first step."""
     requests: int
-    """Requests that emitted tokens in it (the batch size)."""
+    """Requests that emitted tokens in the step (the batch size)."""
     prefill_tokens: int
-    """Prompt tokens computed in it, and tokens computed once more after a preemption."""
+    """Prompt tokens computed in the step, and tokens recomputed after a preemption."""
     tokens: int
-    """Tokens emitted: accepted draft tokens and the one after them, after stop truncation."""
+    """Tokens emitted: accepted draft tokens and the target's own token after them; tokens after a stop are not counted."""
     drafted: int
     """Verifications that had at least one draft token."""
     drafted_tokens: int
-    """Tokens emitted by those: `drafted_tokens / drafted` is the step's acceptance length."""
+    """Tokens emitted by verifications with a draft: `drafted_tokens / drafted` is the step's acceptance length."""
     plan_k: int
-    """Draft tokens asked of drafters per request at most; 0: they were not asked."""
+    """Longest draft requested from drafters, in tokens per request; 0: no drafts were requested."""
     plan_outcomes: int
-    """Outcomes drafted ahead of time per request."""
+    """Outcomes per request for which drafts were requested ahead."""
     draft_ms: float
-    """Drafter compute of the longest round whose drafts this step verified; 0 for drafts that vLLM makes itself."""
+    """Longest drafter compute time of the rounds whose drafts the step verified; 0 in mode `native`."""
     verify_ms: float
-    """Target forward and sampling."""
+    """The target's forward pass and sampling."""
     busy_ms: float
-    """All of the step, scheduling and sending included, and the messages handled since the step before.
+    """The whole step, scheduling and sending included, and handling of messages since the previous step.
 
-    Busy and idle time of all rows add up to the wall time from the verifier's start to the end of the last step.
+    Busy and idle times of all rows add up to the wall time from the verifier's start to the end of the last step.
     """
     idle_ms: dict[str, float]
-    """Idle time since the step before, by cause."""
+    """Idle milliseconds since the previous step, by cause."""
     waiting: int = 0
-    """Requests that waited to enter the batch at its end."""
+    """Requests that waited to enter the batch when the step ended."""
     kv_usage: float = 0.0
-    """Share of the KV cache in use at its end."""
+    """Share of the KV cache in use when the step ended, 0 to 1."""
 
 
 class VerificationRow(msgspec.Struct, frozen=True, gc=False):
-    """One request's outcome in one step; the first token of a request, sampled by its prefill, is one without a draft."""
+    """One request's outcome in one step.  A request's first token, sampled by its prefill, has a row too, without a draft."""
 
     step: int
     request_id: str
     base_len: int
-    """Tokens the request had before, prompt included."""
+    """Tokens of the request before this step, prompt included."""
     draft_tokens: int
     accepted: int
-    """Draft tokens that equal the verifier's own, before stop truncation; in mode `native`, those that vLLM kept."""
+    """Accepted draft tokens, before truncation at a stop; in mode `native`, those that vLLM accepted."""
     tokens: int
-    """Tokens emitted, after stop truncation."""
+    """Tokens emitted, after truncation at a stop."""
     drafter: str
-    """Who drafted; empty without a draft."""
+    """Id of the drafter; empty without a draft."""
     ahead: bool
-    """Drafted ahead of time."""
+    """Whether the draft was made ahead, during the previous verification."""
     teacher_forced: bool
-    """The response was fixed: acceptance measures agreement with a trace, not with the target."""
+    """Whether the response was fixed: then acceptance measures agreement with a trace, not with the target."""
 
 
 class RequestRow(msgspec.Struct, frozen=True, gc=False):
-    """One sequence at one verifier, written when it ends there: one that moves to another verifier has a row at each."""
+    """One sequence at one verifier, written when it ends there.  A sequence that moves to another verifier has two rows."""
 
     request_id: str
     arrived_at: float
@@ -89,13 +89,13 @@ class RequestRow(msgspec.Struct, frozen=True, gc=False):
     finish_reason: str
     teacher_forced: bool
     brought_tokens: int = 0
-    """Response tokens it came with from another verifier; `tokens` are those emitted here."""
+    """Response tokens emitted at other verifiers before the sequence came here; `tokens` counts those emitted here."""
 
 
 class DecisionRow(msgspec.Struct, frozen=True, gc=False):
-    """One change of mode `auto` between plain steps, drafting, and drafting ahead, with what it was made from.
+    """One change of mode `auto` between plain steps, drafting, and drafting ahead, with the estimates behind it.
 
-    What is expected is per request and step, of the new plan.
+    Estimates are for the new plan, per request and step unless a field says otherwise.
     """
 
     step: int
@@ -104,21 +104,21 @@ class DecisionRow(msgspec.Struct, frozen=True, gc=False):
     plan_k: int
     plan_outcomes: int
     tokens_per_s: float
-    """Expected, of all requests."""
+    """Expected tokens per second of all requests together."""
     verify_s: float
-    """A plain step."""
+    """Expected seconds of a plain step."""
     drafted_tokens: float
-    """Draft tokens expected to be verified; in a step's row, `drafted_tokens` is what was emitted."""
+    """Draft tokens expected to be verified (unlike `StepRow.drafted_tokens`, which counts emitted tokens)."""
     acceptance_length: float
     """Tokens expected per verification."""
     hit_rate: float
-    """Share of verifications whose outcome is expected to have been drafted ahead, in time."""
+    """Expected share of verifications for whose outcome a draft made ahead arrives in time."""
 
 
 Row = StepRow | VerificationRow | RequestRow | DecisionRow
 
 
 def name_for_records(request_id: str, extra_args: dict[str, object] | None) -> str:
-    """The id a request's rows carry: its client's own where one was sent, else the engine's."""
+    """The id in a request's rows: the one its client sent under `REQUEST_ID_KEY`, else the engine's."""
     own = extra_args.get(REQUEST_ID_KEY) if extra_args else None
     return own[:LONGEST_REQUEST_ID] if isinstance(own, str) and own else request_id

@@ -1,7 +1,7 @@
-"""Rows as Arrow tables, and what a directory of records says of itself.  Pure data, in any process.
+"""Arrow schemas of the rows, and the metadata of files and directories of records.  Pure data, in any process.
 
-A schema follows from its row's fields; `SCHEMA_VERSION` grows with every change of a field's name or meaning.  Every file
-carries the version and its verifier in its metadata, every incarnation's directory has an `about.json`.
+Schemas follow from the fields of the row types.  `SCHEMA_VERSION` grows with every change of a field's name or meaning.  Each
+file's metadata holds the version and the verifier; each incarnation's directory has an `about.json`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class About(msgspec.Struct, frozen=True):
 
 
 class Books(msgspec.Struct):
-    """`about.json`: whose records these are, and how many rows were written and dropped so far."""
+    """Content of `about.json`: the verifier, and how many rows were written and dropped so far, by kind."""
 
     version: int
     about: About
@@ -59,7 +59,7 @@ class Books(msgspec.Struct):
     """Rows whose files were deleted to stay within `records.max_mib`."""
     updated_at: float
     ended: bool
-    """The verifier stopped in good order: nothing is missing but what is counted here."""
+    """Whether the verifier stopped in good order: then no rows are missing but those counted here."""
 
 
 SCHEMAS: dict[str, pa.Schema] = {
@@ -68,7 +68,6 @@ SCHEMAS: dict[str, pa.Schema] = {
 
 
 def to_table(kind: str, rows: Sequence[Row]) -> pa.Table:
-    """Rows of one kind, column by column."""
     schema = SCHEMAS[kind]
     columns = list(zip(*map(msgspec.structs.astuple, rows), strict=True)) or [() for _ in schema]
     return pa.Table.from_arrays(
@@ -83,5 +82,4 @@ def _column(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
 
 
 def metadata(about: About) -> dict[bytes, bytes]:
-    """What a file says of itself."""
     return {VERSION_KEY: str(SCHEMA_VERSION).encode(), ABOUT_KEY: msgspec.json.encode(about)}

@@ -1,9 +1,9 @@
-"""One verifier incarnation's directory of parquet files: written, rotated, kept within a size.  The writer's thread.
+"""Writes and rotates one verifier incarnation's parquet files, and keeps them within a size.  The writer's thread.
 
     DIR/<verifier>/<start>-<incarnation>/about.json, step-000001.parquet, verification-000001.parquet, ...
 
-A file is written under a name that readers skip and renamed when it is whole.  What the disk refuses is dropped and counted;
-nothing here raises for it.
+A file is written under a name that readers skip, and renamed when it is complete.  Rows that cannot be written are dropped and
+counted; disk errors raise nothing.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from backend.records.schema import ABOUT, KINDS, SCHEMA_VERSION, About, Books, m
 logger = logging.getLogger(__name__)
 
 FILE = re.compile(rf"\.?({'|'.join(KINDS)})-\d{{6,}}\.parquet(\.part)?")
-"""Names of our own, half-written ones included: nothing else is ever deleted."""
+"""Names of files that we write, incomplete ones included; no other file is ever deleted."""
 
 
 ROTATE_ROWS, ROTATE_BYTES = 200_000, 16 * 2**20
-"""A file is written once there are so many rows for it, or so many bytes before compression."""
+"""A file is written when so many rows wait for it, or so many bytes before compression."""
 
 
 class _Pending:
@@ -44,7 +44,7 @@ class _Pending:
 
 
 class Store:
-    """`now` is a monotonic clock's.  `overflow` counts the rows that were dropped before they came here, by kind."""
+    """One incarnation's files.  `overflow` counts, by kind, rows dropped before `add`; `now` is always monotonic seconds."""
 
     def __init__(self, about: About, settings: RecordsSettings, overflow: dict[str, int]) -> None:
         if settings.dir is None:
@@ -63,7 +63,7 @@ class Store:
         self._refused = ""
 
     def dropped(self) -> dict[str, int]:
-        """Rows that will be in no file, by kind."""
+        """Number of rows that are in no file and never will be, by kind."""
         return {kind: n + self._overflow[kind] for kind, n in self._lost.items()}
 
     def drop(self, kind: str, rows: int) -> None:
@@ -89,7 +89,7 @@ class Store:
             self._write(due, ended=False)
 
     def close(self) -> None:
-        """Writes all there is."""
+        """Writes all pending rows."""
         self._write(list(self._pending), ended=True)
 
     def _write(self, kinds: list[str], *, ended: bool) -> None:
@@ -134,7 +134,7 @@ class Store:
             raise
 
     def _remove_oldest(self) -> None:
-        """Keeps this verifier's records, former incarnations included, within their size."""
+        """Deletes this verifier's oldest files, former incarnations included, until all fit in `records.max_mib`."""
         files = [(each, each.stat().st_size) for each in self._verifier.glob("*/*") if FILE.fullmatch(each.name)]
         files.sort(key=lambda file: (file[0].parent.name, file[0].name.partition("-")[2]))
         over = sum(size for _, size in files) - self._settings.max_mib * 2**20

@@ -1,7 +1,7 @@
-"""What records come to: lengths, speeds and idle time over a period.  The command-line process.
+"""Summarises records: lengths, speeds and idle time over a period.  The command-line process.
 
 Sums are gathered file by file and divided at the end, so that a summary needs little memory and never averages ratios.
-Verifications of fixed responses (teacher-forced) are kept apart from live ones.
+Verifications of fixed responses (teacher-forced) are counted apart from live ones.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import pyarrow.compute as pc
 from backend.records.reading import IDLE_COLUMNS, Records, waited_ms
 
 NOT_SERVED = pa.array(["abort", "error"])
-"""Finish reasons of requests that have no speed."""
+"""Finish reasons of requests that are left out of the speeds."""
 
 
 class Outcome(NamedTuple):
-    """How a verification went; what verifications are counted by."""
+    """The fields of a verification by which verifications are grouped and counted."""
 
     drafter: str
     ahead: bool
@@ -34,7 +34,7 @@ Outcomes = Counter[Outcome]
 
 
 class Drafting(msgspec.Struct, frozen=True):
-    """Drafted verifications, summed."""
+    """Sums over verifications with a draft.  `*_by_position[i]` counts drafts that reached, or were accepted at, token i."""
 
     drafts: int
     draft_tokens: int
@@ -46,7 +46,7 @@ class Drafting(msgspec.Struct, frozen=True):
 
 
 class Spread(msgspec.Struct, frozen=True):
-    """A distribution; None where there is nothing to see."""
+    """Quantiles of a distribution; None without values."""
 
     count: int
     p10: float | None
@@ -55,7 +55,7 @@ class Spread(msgspec.Struct, frozen=True):
 
 
 class Summary(msgspec.Struct, frozen=True):
-    """Times in seconds, speeds in tokens per second."""
+    """Summary of the selected records.  Times in seconds, speeds in tokens per second."""
 
     verifiers: list[str]
     incarnations: int
@@ -78,7 +78,7 @@ class Summary(msgspec.Struct, frozen=True):
     live: Drafting
     by_drafter: dict[str, Drafting]
     ahead: Drafting
-    """Of the live ones, those drafted ahead of time."""
+    """Live verifications whose draft was made ahead."""
     teacher_forced: Drafting
     decisions: int
     written: dict[str, int]
@@ -88,7 +88,7 @@ class Summary(msgspec.Struct, frozen=True):
 
 
 def drafting(outcomes: Outcomes) -> Drafting:
-    """Sums over drafted verifications."""
+    """Sums over the verifications that had a draft."""
     drafted = {outcome: n for outcome, n in outcomes.items() if outcome.draft_tokens}
     drafts = sum(drafted.values())
     tokens = sum(outcome.draft_tokens * n for outcome, n in drafted.items())
@@ -106,20 +106,19 @@ def drafting(outcomes: Outcomes) -> Drafting:
 
 
 def count_outcomes(table: pa.Table) -> Outcomes:
-    """Verifications by outcome."""
     counted = table.group_by(list(Outcome._fields)).aggregate([([], "count_all")]).to_pydict()
     keys = zip(*(counted[name] for name in Outcome._fields), strict=True)
     return Counter({Outcome(*key): n for key, n in zip(keys, counted["count_all"], strict=True)})
 
 
 def by_drafter(outcomes: Outcomes) -> dict[str, Drafting]:
-    """Drafted verifications of each drafter."""
+    """Sums over verifications with a draft, by drafter."""
     names = sorted({outcome.drafter for outcome in outcomes if outcome.draft_tokens})
     return {name: drafting(Counter({each: n for each, n in outcomes.items() if each.drafter == name})) for name in names}
 
 
 def spread(values: pa.Array | pa.ChunkedArray) -> Spread:
-    """Of the values that are finite numbers."""
+    """Quantiles of the finite values."""
     values = values.filter(pc.is_finite(values))
     if not len(values):
         return Spread(0, None, None, None)
@@ -127,7 +126,7 @@ def spread(values: pa.Array | pa.ChunkedArray) -> Spread:
 
 
 def step_wall_ms(steps: pa.Table) -> pa.ChunkedArray:
-    """A step's wall time: its work and what it waited for.  Time without any work belongs to no step."""
+    """A step's wall time: busy time, and idle time before it while there was work.  Time without work belongs to no step."""
     return pc.add(steps["busy_ms"], waited_ms(steps))
 
 
@@ -139,10 +138,10 @@ def step_speeds(steps: pa.Table) -> pa.ChunkedArray:
 
 
 def request_speeds(requests: pa.Table) -> tuple[pa.ChunkedArray, pa.ChunkedArray]:
-    """Tokens per second of each request that was served to its end.
+    """Decode and end-to-end speed, in tokens per second, of each request that was served to its end.
 
-    Decoding: (n - 1) / (last token - first token), of what was emitted here; end to end: n / (last token - arrival), tokens
-    brought along from another verifier included.
+    Decode: (n - 1) / (last token - first token), over tokens emitted at this verifier.  End to end: n / (last token - arrival),
+    tokens from earlier verifiers included.
     """
     served = pc.and_(
         pc.invert(pc.is_in(requests["finish_reason"], value_set=NOT_SERVED)),
@@ -166,7 +165,7 @@ def _later(requests: pa.Table, column: str) -> pa.ChunkedArray:
 
 
 class _Sums:
-    """Everything that is gathered on the way."""
+    """Running sums while files are read."""
 
     def __init__(self) -> None:
         self.numbers: Counter[str] = Counter()
@@ -212,9 +211,10 @@ class _Sums:
 
 
 def summarise(records: Records) -> Summary:
-    """Reads all selected rows.
+    """Reads all selected rows and sums them up.
 
-    Time without work counts by when it was, everything else by its step: between two steps there may be hours.
+    Every time is assigned to the period by its step, except time without work: hours of it may lie between two steps, so
+    only its part within the period is counted.
     """
     sums = _Sums()
     for incarnation in records.incarnations:
@@ -265,7 +265,7 @@ def summarise(records: Records) -> Summary:
 
 
 def total(column: Any) -> Any:
-    """The sum of a column, 0 of nothing."""
+    """The sum of a column; 0 for an empty one."""
     return pc.sum(column).as_py() or 0
 
 
@@ -277,7 +277,6 @@ def _together(counts: Iterable[dict[str, int]]) -> dict[str, int]:
 
 
 def lines(summary: Summary) -> list[str]:
-    """For a person."""
     wall = summary.busy_s + sum(summary.idle_s.values())
     verifiers = ", ".join(summary.verifiers)
     result = [f"verifiers       {verifiers} ({summary.incarnations} incarnation{'s' if summary.incarnations != 1 else ''})"]

@@ -1,7 +1,7 @@
-"""Records while serving: a bounded queue between the engine thread and a thread that writes parquet files.
+"""Writes records while serving: a bounded queue between the engine thread and a thread that writes parquet files.
 
-The engine thread appends to the queue (a few hundred nanoseconds; it never waits, wakes nobody and takes no lock); the writer
-empties it twice a second.  What does not fit is dropped and counted.
+The engine thread appends to the queue in a few hundred nanoseconds, without waiting, waking a thread or taking a lock.  The
+writer empties the queue twice a second.  Rows that do not fit are dropped and counted.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ logger = logging.getLogger(__name__)
 
 DRAIN_EVERY_S = 0.5
 CHUNK_ROWS = 4096
-"""Rows made into columns at a time: the interpreter is shared with the engine thread."""
+"""Rows converted to columns at a time.  More would hold the interpreter, which the engine thread needs too, for longer."""
 CLOSE_TIMEOUT_S = 5.0
 QUEUE_ROWS = 200_000
-"""Rows that wait for the writer at most."""
+"""Largest number of rows that wait for the writer; further rows are dropped."""
 
 
 class FileRecorder:
-    """`put` belongs to one thread, `start` and `close` to any."""
+    """Records one verifier's rows.  Only the engine thread may call `put`; any thread may call `start` and `close`."""
 
     def __init__(self, about: About, settings: RecordsSettings) -> None:
         self._overflow = dict.fromkeys(KINDS, 0)
@@ -37,25 +37,24 @@ class FileRecorder:
         self._thread = threading.Thread(target=self._run, name="records", daemon=True)
 
     def start(self) -> None:
-        """Begins to write."""
         logger.info("records go to %s", self._store.directory)
         self._thread.start()
 
     def close(self) -> None:
-        """Writes what is queued and ends; gives up on a disk that does not answer."""
+        """Writes the queued rows and ends the thread; gives up after `CLOSE_TIMEOUT_S` if the disk does not answer."""
         self._closing.set()
         self._thread.join(CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
             logger.warning("records: the last ones were not written within %g s", CLOSE_TIMEOUT_S)
 
     def counts(self) -> tuple[dict[str, int], dict[str, int]]:
-        """Rows written and rows dropped so far, by kind; the engine thread asks."""
+        """Rows written and rows dropped so far, by kind; called by the engine thread."""
         return dict(self._store.written), self._store.dropped()
 
     # -- the engine thread ---------------------------------------------------------------------------------------------
 
     def put(self, row: Row) -> None:
-        """Puts a row aside for the writer."""
+        """Queues a row for the writer, or drops and counts it if the queue is full."""
         if len(self._queue) < QUEUE_ROWS:
             self._queue.append(row)
         else:
@@ -86,6 +85,6 @@ class FileRecorder:
             try:
                 self._store.add(kind, rows, time.monotonic())
             except Exception:
-                # Records may be lost; the thread that keeps the queue short may not.
+                # Losing rows is acceptable; losing this thread is not, for nothing else empties the queue.
                 logger.exception("records: %d rows are of no use", len(rows))
                 self._store.drop(kind, len(rows))

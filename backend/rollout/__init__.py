@@ -1,5 +1,5 @@
-"""Rollouts from traces: a batch of prompts over all verifiers, with a row of every step for analysis.
+"""Rollouts from traces: runs a batch of prompts over all verifiers, and writes a row of every step for analysis.
 
-`trace.py` reads what to run, `dispatch.py` decides who runs it, `run.py` runs it, `tables.py` and `report.py`
-say what came of it.
+`trace.py` reads the prompts, `dispatch.py` decides which verifier runs each request, `run.py` runs them, `tables.py` and
+`report.py` write the results.
 """

@@ -1,4 +1,4 @@
-"""The progress of a round on stderr: a bar that redraws itself on a terminal, a line now and then elsewhere.  Main thread."""
+"""Shows a round's progress on stderr: a bar that is redrawn on a terminal, elsewhere a line every 15 s.  Main thread."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CLEAR_TO_END = "\x1b[K"
 
 
 class Bar:
-    """`total` requests; call `show` as often as you like."""
+    """Progress of `total` requests.  `show` may be called often: it draws only when a drawing is due."""
 
     def __init__(self, stream: TextIO, title: str, total: int) -> None:
         self._stream = stream
@@ -29,13 +29,13 @@ class Bar:
         return time.monotonic() >= self._next
 
     def show(self, done: int, tokens: int) -> None:
-        """`done` requests are complete, `tokens` have come."""
+        """Draws, if due, that `done` requests are complete and `tokens` tokens have arrived."""
         if self.is_due:
             self._next = time.monotonic() + (REDRAW_S if self._redraws else LINE_S)
             self._draw(done, tokens, "" if self._redraws else "\n")
 
     def end(self, done: int, tokens: int) -> None:
-        """Draws once more, and leaves it there."""
+        """Draws the final state, and ends the line."""
         self._draw(done, tokens, "\n")
 
     def _draw(self, done: int, tokens: int, after: str) -> None:
@@ -47,7 +47,7 @@ class Bar:
             f"{tokens} tokens, {tokens / max(seconds, 1e-9):.0f} tok/s, {clock}"
         )
         if self._redraws:
-            # A line that wraps could not be drawn over.
+            # A line that wraps could not be overwritten.
             line = "\r" + line[: shutil.get_terminal_size().columns - 1] + CLEAR_TO_END
         self._stream.write(line + after)
         self._stream.flush()

@@ -1,8 +1,7 @@
 """The demo corpus: the Python source of the running interpreter's standard library, cut into two disjoint splits.
 
-Owns which files count, how data tables are kept from dominating, and the validation split.  Everything is a
-pure function of the files on disk: two runs over the same interpreter give the same documents in the same
-order.
+Decides which files are used, shortens files that are mostly data, and assigns each file to the training or validation split.
+The result depends only on the files on disk: two runs with the same interpreter give the same documents in the same order.
 """
 
 import hashlib
@@ -35,7 +34,6 @@ class Corpus:
 
 
 def standard_library() -> Path:
-    """Directory of the running Python's standard library."""
     return Path(sysconfig.get_path("stdlib"))
 
 
@@ -46,7 +44,7 @@ def is_validation(name: str) -> bool:
 
 
 def is_table(text: str) -> bool:
-    """Whether a file is mostly data: digits and escapes make up a large part of what is not white space."""
+    """Whether a file is mostly data: more than `TABLE_DENSITY` of its non-space characters are digits and backslashes."""
     dense = "".join(text.split())
     if not dense:
         return True
@@ -56,8 +54,7 @@ def is_table(text: str) -> bool:
 def load_corpus(root: Path | None = None) -> Corpus:
     """Read `root` (default: the standard library) into a training and a validation split.
 
-    A file whose exact text was already seen is dropped, so that a copy cannot leak from one split into the
-    other.
+    A file with exactly the text of an earlier one is dropped, so that no text is in both splits.
     """
     train: list[Document] = []
     validation: list[Document] = []
@@ -86,7 +83,7 @@ def _documents(root: Path) -> Iterator[Document]:
 
 
 def _cut(text: str, limit: int) -> str:
-    """`text`, or its first whole lines of at most `limit` characters."""
+    """`text` if it has at most `limit` characters, else as many whole lines as fit in them."""
     if len(text) <= limit:
         return text
     return text[: text.rfind("\n", 0, limit) + 1]

@@ -1,7 +1,8 @@
-"""Who runs which request.  Pure: the round tells what happened and asks what to send where.
+"""Decides which worker runs which request.  Pure: the round reports events and asks what to send where.
 
-Longest first, to the worker with the least left to do, at most `window` requests on a worker at a time: what is left for the
-end is short.  Where lengths are not known they are all the same, and the least loaded worker is that with the fewest requests.
+The longest waiting request goes to the worker with the fewest expected tokens, at most `window` requests on a worker at a time.
+So the requests left for the end of the round are short.  If lengths are not known, all are expected to be equal, and the least
+loaded worker is the one with the fewest requests.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from collections.abc import Sequence
 
 
 class Dispatcher:
-    """The requests of one round, by their place in `expected` (response tokens each is expected to take).
+    """Assigns the requests of one round, which are named by their index in `expected` (expected response tokens of each).
 
-    A request waits, runs on one worker, has ended there (and is no load any more), or is done.  Until it is done it belongs to
-    its worker: it waits again when that worker leaves, with as much to do as `expect` said last.
+    A request is waiting, running on one worker, ended there (its tokens no longer count as load), or done.  When a worker
+    leaves, its running and ended requests wait again, with the expected tokens that `expect` set last.
     """
 
     def __init__(self, expected: Sequence[int], window: int) -> None:
@@ -25,22 +26,22 @@ class Dispatcher:
         self._running: dict[str, set[int]] = {}
         self._ended: dict[str, set[int]] = {}
         self.unfinished = len(self._expected)
-        """Requests that are not done."""
+        """Number of requests that are not done."""
 
     def join(self, worker: str) -> None:
-        """A worker takes requests from now on."""
+        """Adds a worker, which gets requests from now on."""
         self._running[worker] = set()
         self._ended[worker] = set()
 
     def leave(self, worker: str) -> list[int]:
-        """A worker is gone; what belonged to it waits again, and is returned."""
+        """Removes a worker that is gone.  Its requests wait again, and are returned."""
         lost = sorted(self._running.pop(worker) | self._ended.pop(worker))
         for request in lost:
             self._wait(request)
         return lost
 
     def assign(self) -> list[tuple[int, str]]:
-        """What to send where, now."""
+        """Pairs of request and worker to send now."""
         sent = []
         loads = {worker: self.load(worker) for worker in self._running}
         while self._waiting:
@@ -55,26 +56,25 @@ class Dispatcher:
         return sent
 
     def expect(self, request: int, tokens: int) -> None:
-        """So many tokens of a response are left."""
+        """Sets how many tokens of a response are still expected."""
         self._expected[request] = tokens
 
     def move(self, request: int, source: str, target: str) -> None:
-        """A running request goes on at another worker."""
         self._running[source].remove(request)
         self._running[target].add(request)
 
     def ended(self, request: int, worker: str) -> None:
-        """The last token of a request has come; its worker has room for another."""
+        """Notes that a request's last token has arrived: its worker has room for another request."""
         self._running[worker].remove(request)
         self._ended[worker].add(request)
 
     def done(self, request: int, worker: str) -> None:
-        """Everything there is to know of an ended request is here."""
+        """Notes that an ended request's row has arrived too: the request is complete."""
         self._ended[worker].remove(request)
         self.unfinished -= 1
 
     def again(self, request: int, worker: str) -> None:
-        """A worker gave a request up; it waits again."""
+        """Puts a request that its worker has aborted back among the waiting ones."""
         self._running[worker].remove(request)
         self._wait(request)
 

@@ -1,4 +1,4 @@
-"""Figures of each round for TensorBoard or Weights & Biases, where their packages are installed.  The command's process."""
+"""Logs figures of each round to TensorBoard or Weights & Biases, if the package is installed.  The command's process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PACKAGES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}
 
 
 class RoundLog:
-    """`tensorboard:DIR` or `wandb:PROJECT`.  Raises `ConfigError` for anything else, and where the package is missing."""
+    """Logs to `tensorboard:DIR` or `wandb:PROJECT`.  Raises `ConfigError` for anything else, or without the package."""
 
     def __init__(self, wanted: str) -> None:
         self._kind, _, self._place = wanted.partition(":")
@@ -25,7 +25,7 @@ class RoundLog:
         self._writer: Any = None
 
     def write(self, step: int, report: Mapping[str, Any]) -> None:
-        """One round's; nothing is written, or sent, before the first."""
+        """Logs one round's figures.  The first call opens the log, so a rollout that fails before leaves none."""
         scalars = figures(report)
         if self._kind == "wandb":
             self._writer = self._writer or self._package.init(project=self._place)
@@ -37,13 +37,12 @@ class RoundLog:
         self._writer.flush()
 
     def close(self) -> None:
-        """The last have been written."""
         if self._writer is not None:
             (self._writer.finish if self._kind == "wandb" else self._writer.close)()
 
 
 def figures(report: Mapping[str, Any]) -> dict[str, float]:
-    """What is worth a curve, of a round's `report.json`."""
+    """The scalars to log, by name, from a round's `report.json`."""
     busy = sum(worker["busy_s"] for worker in report["workers"])
     idle = sum(sum(worker["idle_s"].values()) for worker in report["workers"])
     length = report[f"{report['acceptance_is']}_acceptance_length"]

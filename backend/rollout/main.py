@@ -1,4 +1,4 @@
-"""`outrider rollout` and `outrider trace`: options in, results out; the fleet is the rollout's own, or a running one.
+"""`outrider rollout` and `outrider trace`: checks the options, starts or joins a fleet, runs the rounds, writes the results.
 
 The command's process, main thread.
 """
@@ -28,7 +28,7 @@ from backend.rollout.requests import Request, Tokenizer, context_length, make_re
 from backend.rollout.trace import Case, match, read_prompts, read_trace, trace_file, write_cases
 from backend.rollout.weights import WeightsError, check_weights, newest
 
-# vLLM and Ray are imported where they are needed: help and what is wrong with the input come at once.
+# vLLM and Ray are imported where they are used, so that help and errors in the input are shown at once.
 if TYPE_CHECKING:
     from backend.coordinator.actor import CoordinatorHandle
     from backend.rollout.run import Sampling
@@ -38,7 +38,7 @@ Say = Callable[[str], None]
 
 
 class _Work(NamedTuple):
-    """What a rollout is to do, checked."""
+    """A rollout's work, after all checks."""
 
     step: int
     rounds: list[list[Request]]
@@ -48,7 +48,7 @@ class _Work(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """The fleet that does it."""
+    """The fleet that runs the rollout."""
 
     coordinator: CoordinatorHandle
     settings: Settings
@@ -57,7 +57,7 @@ class _Place(NamedTuple):
 
 
 def rollout(arguments: Sequence[str], say: Say) -> None:
-    """Runs one rollout.  Raises `ConfigError` for what is wrong with the input, `CommandError` for what goes wrong later."""
+    """Runs one rollout.  Raises `ConfigError` for faults in the input, `CommandError` for later failures."""
     options, rest = rollout_options(arguments)
     loaded = sources.load(rest, "outrider rollout")
     seed = loaded.settings.seed if ("seed",) in loaded.origins else None
@@ -75,7 +75,7 @@ def rollout(arguments: Sequence[str], say: Say) -> None:
 def _prepare(
     options: RolloutOptions, settings: Settings, models: Callable[[], ResolvedModels], seed: int | None, say: Say
 ) -> _Work:
-    """Every check that can be made before anything runs; `models` are asked for when the cheap ones have passed."""
+    """Makes every check that is possible before anything runs; calls `models` after the cheap checks, since it may download."""
     try:
         file, step = trace_file(options.trace, options.step)
         cases = _cases(options, file)
@@ -113,7 +113,7 @@ def _cases(options: RolloutOptions, file: Path) -> list[Case]:
 
 
 def _check_out(out: Path) -> None:
-    """Finds out now, and not after hours, that nothing can be written there."""
+    """Raises `ConfigError` now, rather than after hours, if nothing can be written to `out`."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         probe = out / ".outrider-probe"
@@ -131,14 +131,14 @@ def _models(settings: Settings, options: RolloutOptions, say: Say) -> ResolvedMo
 
 
 def _method(models: ResolvedModels) -> str:
-    """How drafts are made: of an EAGLE head, which kind it is."""
+    """How drafts are made: the drafter's kind, or the kind of EAGLE head."""
     if models.drafter_kind == "eagle" and models.drafter_dir is not None:
         return load_config(models.drafter_dir, models.target_dir).kind
     return models.drafter_kind
 
 
 def _prepare_process() -> None:
-    """This process talks vLLM's protocol and has no engine: what vLLM would log about one is noise."""
+    """Sets environment variables for this process.  It has no engine, so vLLM's log lines about one are suppressed."""
     from backend.launch.fleet import member_environment
 
     environment.export({"VLLM_LOGGING_LEVEL": "ERROR"}, override=False)
@@ -224,7 +224,6 @@ def _rounds(options: RolloutOptions, place: _Place, work: _Work, say: Say) -> No
 
 
 def _write_round(directory: Path, finished: Round, report: dict[str, Any]) -> None:
-    """The three tables of every worker, and the report."""
     directory.mkdir(parents=True, exist_ok=True)
     for stale in directory.glob("worker_*_*.csv"):
         # An earlier rollout to the same place may have had more workers.
@@ -238,7 +237,7 @@ def _write_round(directory: Path, finished: Round, report: dict[str, Any]) -> No
 
 
 def _renew(directory: Path, workers: Workers, say: Say) -> str:
-    """The newest weights, unless they are loaded already; returns why they could not be."""
+    """Loads the newest weights, unless they are loaded already; returns why loading failed, or ""."""
     try:
         found = newest(directory)
         if found is None or str(found) == workers.weights.path:
@@ -254,12 +253,12 @@ def _log(log: RoundLog, step: int, report: dict[str, Any], say: Say) -> None:
     try:
         log.write(step, report)
     except Exception as error:
-        # Whatever a curve fails by, the rollout is worth more.
+        # Failures of a logging package are of any type, and must not end the rollout.
         say(f"the round is not in the log: {error}")
 
 
 def _about(options: RolloutOptions, place: _Place, step: int) -> dict[str, Any]:
-    """What every round of this rollout has in common."""
+    """The fields of the report that all rounds of this rollout share."""
     _, settings, models, _ = place
     remote = settings.mode in REMOTE_MODES
     return {

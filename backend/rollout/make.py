@@ -1,4 +1,4 @@
-"""Makes traces: from text cut into prompt and response by tokens, from pairs, from cases.  The command's process."""
+"""Makes traces from text files, JSON Lines of prompts and responses, or existing traces.  The command's process."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ PAIRS = (("prompt", "gen"), ("prompt", "response"), ("prompt", "completion"))
 JSON_LINES = (".jsonl", ".ndjson")
 TEXTS = (".txt", ".md", ".rst", ".py", ".c", ".h", ".cpp", ".go", ".rs", ".java", ".js", ".ts", ".sh")
 LONGEST_TEXT = 200_000
-"""Characters of one file; tokenizing more of it would buy nothing."""
+"""Characters of one file that are used at most; tokenizing longer files whole would only cost time."""
 
 
 def make_trace(options: TraceOptions) -> str:
-    """Writes the trace and returns what it holds, in one line.  Raises `TraceError`, `ModelError`."""
+    """Writes the trace and returns a line that describes it.  Raises `TraceError`, `ModelError`."""
 
     target = find("--model", options.model, TARGET_DIR, lambda line: None)
     check_target(target)
@@ -60,16 +60,16 @@ def _pairs(options: TraceOptions, tokenizer: Tokenizer, chance: random.Random) -
             documents = list(load_corpus().train)
             chance.shuffle(documents)
             for document in documents:
-                # One of each file, from anywhere in its first half.
+                # One pair of each file, starting anywhere in its first half.
                 begin = chance.randrange(1 + len(document.text) // 2)
                 yield from islice(cut(document.text[begin:LONGEST_TEXT], tokenizer, options, chance), 1)
 
 
 def cut(text: str, tokenizer: Tokenizer, options: TraceOptions, chance: random.Random) -> Iterator[tuple[str, str]]:
-    """Pairs from a text, one behind the other.
+    """Cuts a text into consecutive pairs of prompt and response.
 
-    Lengths are drawn evenly on a logarithmic scale: few long responses among many short ones.  The text is cut between tokens;
-    whoever runs a pair tokenizes both parts again, and one whose response would then be too long or too short is left out.
+    Lengths are drawn uniformly on a logarithmic scale: few long responses among many short ones.  The text is cut between
+    tokens, but a rollout tokenizes both parts again.  So a pair whose response would then be too long or short is left out.
     """
     tokens = tokenizer.response(text)
     begin = 0

@@ -1,4 +1,4 @@
-"""What `outrider rollout` and `outrider trace make` can be told, and the settings a rollout's fleet gets.  Pure."""
+"""The options of `outrider rollout` and `outrider trace make`, and the settings of a rollout's fleet.  Pure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Method = Literal["eagle3", "eagle", "ngram"]
 
 KEPT_ROWS = 1_000_000
 NEVER_S = 24 * 3600.0
-"""This process is the fleet's only gateway, and its end is the fleet's."""
+"""Seconds of the gateway lease, in effect for ever: the rollout is the fleet's only client, and the fleet ends with it."""
 
 SAMPLING = frozenset(
     (
@@ -38,7 +38,7 @@ SAMPLING = frozenset(
         "top_p",
     )
 )
-"""What vLLM's sampler does by itself; stop strings and grammars need a gateway."""
+"""Sampling parameters that vLLM's sampler handles alone; others, such as stop strings and grammars, need a gateway."""
 
 ALIASES = {
     "--k": "--num-speculative-tokens",
@@ -47,18 +47,18 @@ ALIASES = {
     "--target-model": "--model",
     "--draft-model": "--drafter",
 }
-"""Names people know from elsewhere, and the settings they stand for."""
+"""Flag names from other programs, and the flags they stand for."""
 
 
 @dataclass(frozen=True)
 class RolloutOptions:
-    """One `outrider rollout`, its settings apart."""
+    """The options of one `outrider rollout` that are not settings."""
 
     trace: str
     prompts: Path | None
     out: Path
     join: str | None
-    """Namespace or process id of a running fleet, empty for the only one; None: a fleet of its own."""
+    """Namespace or process id of the running fleet to join, "" for the only one; None: start a fleet."""
     impl: Implementation | None
     method: Method | None
     fixed: bool
@@ -72,16 +72,16 @@ class RolloutOptions:
     max_tokens: int | None
     temperature: float
     weights_dir: Path | None
-    """Where a trainer leaves weights for the rounds after the first."""
+    """Directory where a trainer leaves weights for the rounds after the first."""
     log: list[str]
-    """`tensorboard:DIR`, `wandb:PROJECT`."""
+    """Each `tensorboard:DIR` or `wandb:PROJECT`."""
     sampling: dict[str, Any]
     """Further sampling parameters, by vLLM's names."""
 
 
 @dataclass(frozen=True)
 class TraceOptions:
-    """One `outrider trace make`."""
+    """The options of one `outrider trace make`; lengths in tokens."""
 
     sources: tuple[Path, ...]
     out: Path
@@ -121,7 +121,7 @@ def rollout_options(arguments: Sequence[str]) -> tuple[RolloutOptions, list[str]
 
 
 def slices(options: RolloutOptions, rows: int) -> list[range]:
-    """Which rows each part of the rollout takes.  Raises `ConfigError` where the trace has too few."""
+    """The rows of each part of the rollout.  Raises `ConfigError` when the trace has too few."""
     if options.offset >= rows:
         raise ConfigError(f"--offset {options.offset}: there are {rows} rows")
     batch = options.batch or rows - options.offset
@@ -132,7 +132,7 @@ def slices(options: RolloutOptions, rows: int) -> list[range]:
 
 
 def trace_options(arguments: Sequence[str]) -> TraceOptions:
-    """Raises `ConfigError`; `--help` ends the program."""
+    """Parses the arguments of `outrider trace make`.  Raises `ConfigError`; `--help` ends the program."""
     values = vars(_trace_parser().parse_args(list(arguments)))
     for what in ("prompt", "gen"):
         if values[f"min_{what}"] > values[f"max_{what}"]:
@@ -141,7 +141,7 @@ def trace_options(arguments: Sequence[str]) -> TraceOptions:
 
 
 def fleet_settings(options: RolloutOptions, loaded: Loaded) -> Settings:
-    """The settings of the rollout's fleet: `--impl` and `--method` put into them.  Raises `ConfigError`."""
+    """The settings of the rollout's own fleet, with `--impl` and `--method` applied.  Raises `ConfigError`."""
     settings = loaded.settings
     mode = _mode(options, settings.mode, ("mode",) in loaded.origins)
     drafter = settings.drafter
@@ -162,12 +162,12 @@ def fleet_settings(options: RolloutOptions, loaded: Loaded) -> Settings:
 
 
 def _staying(settings: Settings) -> GatewaySettings:
-    """Those of a fleet in which no request moves: a rollout gives long ones out first, which leaves little to balance."""
+    """Gateway settings that keep requests from moving: a rollout sends long requests first, which leaves little to balance."""
     return settings.gateway.model_copy(update={"balance_interval_s": 0.0})
 
 
 def joined_settings(options: RolloutOptions, loaded: Loaded, theirs: Settings) -> Settings:
-    """The settings of the fleet that a rollout joins.  Raises `ConfigError` where it cannot."""
+    """The settings of the fleet that a rollout joins.  Raises `ConfigError` if the fleet or the options do not allow it."""
     for path, origin in loaded.origins.items():
         if path[0] not in ("ray", "seed"):
             raise ConfigError(f"--join takes a fleet as it is: {origin} says otherwise")

@@ -1,4 +1,4 @@
-"""What came out of a round, before it becomes tables and a report.  Pure data."""
+"""The results of a round, before they become tables and a report.  Pure data."""
 
 from __future__ import annotations
 
@@ -17,42 +17,42 @@ class Death:
     at_s: float
     """Seconds into the round."""
     resumed: int
-    """Requests that went on elsewhere."""
+    """Number of its requests that other workers took over."""
 
 
 @dataclass(eq=False)
 class Part:
-    """What one worker had of a round; a verifier that died and came back is one worker."""
+    """One worker's share of a round.  A verifier that died and was started again counts as one worker."""
 
     number: int
     rows: RowBatch = field(default_factory=RowBatch)
     numbers: dict[str, int] = field(default_factory=dict)
-    """The requests it had, in whole or in part: their id in the rows, and their number."""
+    """Request number by id in the rows, for each request that ran here, wholly or in part."""
     completed: set[str] = field(default_factory=set)
-    """Those of these ids that ended here."""
+    """Ids of the requests that ended here."""
     finished_s: float = 0.0
-    """When its last token came, in seconds into the round."""
+    """When the worker's last token arrived, in seconds into the round."""
 
 
 @dataclass
 class Round:
-    """What came out of one round."""
+    """The results of one round."""
 
     number: int
     wall_s: float = 0.0
-    """From the first request's start to the last token."""
+    """Seconds from the start of the round to the last token."""
     parts: list[Part] = field(default_factory=list)
-    """By number."""
+    """In order of worker numbers."""
     responses: dict[int, list[int]] = field(default_factory=dict)
-    """By request number: its tokens."""
+    """Response tokens, by request number."""
     deaths: list[Death] = field(default_factory=list)
     began: dict[int, float] = field(default_factory=dict)
-    """By request number: when it was first sent, in Unix seconds."""
+    """When each request was first sent, in Unix seconds, by request number."""
     moves: int = 0
-    """Requests taken from one worker to another that had less to do."""
+    """How many times a request was moved to a faster worker."""
 
     def verifications(self) -> dict[int, list[VerificationRow]]:
-        """By request number, wherever they were."""
+        """The rows of verifications, over all workers, by request number."""
         found: dict[int, list[VerificationRow]] = {}
         for part in self.parts:
             for row in part.rows.verifications:

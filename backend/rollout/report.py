@@ -1,7 +1,7 @@
-"""The report of a round: what each worker did, who held the others up, and what acceptance means here.  Pure.
+"""The report of a round: what each worker did, which worker was last, and how well drafts were accepted.  Pure.
 
-Sums of counters, never averages of ratios.  Acceptance with fixed responses is agreement with a trace; it is called
-*teacher-forced* and stands in fields of its own name, so that nobody takes it for a live figure.
+Figures are sums of counters, never averages of ratios.  With fixed responses, acceptance is agreement with a trace.  It is
+called *teacher-forced* and has fields of its own, so that it is not taken for a live figure.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from backend.rollout.tables import ratio, whole_requests
 
 WORST = 10
 ENOUGH = 16
-"""Draft tokens below which a share of them says nothing."""
+"""Draft tokens that a request must have to be listed among the worst drafted; shares of fewer are mostly chance."""
 LIVE, FORCED = "live", "teacher_forced"
 
 
 def round_report(finished: Round, about: dict[str, Any], weights: str = "0", fault: str = "") -> dict[str, Any]:
-    """Everything about one round, for `report.json`: `weights` is their version, `fault` why they are not the newest."""
+    """The content of `report.json`.  `weights` is the version of the weights, `fault` why newer ones could not be loaded."""
     workers = [_worker(part) for part in finished.parts]
     whole = {number: row for requests in whole_requests(finished).values() for number, row in requests.items()}
     tokens = sum(len(response) for response in finished.responses.values())
@@ -56,7 +56,6 @@ def round_report(finished: Round, about: dict[str, Any], weights: str = "0", fau
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """The report as a page for people."""
     kind = report["acceptance_is"]
     length = report[f"{kind}_acceptance_length"]
     straggler = report["straggler"]
@@ -120,7 +119,7 @@ def markdown(report: dict[str, Any]) -> str:
 
 
 def _summary(requests: Sequence[RequestRow], steps: Sequence[StepRow]) -> dict[str, dict[str, float]]:
-    """Mean, least, most and sum, by request and by step."""
+    """Mean, minimum, maximum and sum of figures per request and per step."""
     values: dict[str, list[float]] = {
         "response tokens": [row.tokens for row in requests],
         "seconds of a request": [row.ended_at - row.arrived_at for row in requests],
@@ -144,7 +143,7 @@ def _summary(requests: Sequence[RequestRow], steps: Sequence[StepRow]) -> dict[s
 
 
 def _worst_drafted(requests: Mapping[int, RequestRow]) -> list[dict[str, int]]:
-    """The requests whose drafts were accepted least, of those with enough drafts to tell."""
+    """The `WORST` requests with the lowest share of accepted draft tokens, of those with at least `ENOUGH` draft tokens."""
     drafted = [(row.accepted / row.draft_tokens, number) for number, row in requests.items() if row.draft_tokens >= ENOUGH]
     rows = [(number, requests[number]) for _, number in sorted(drafted)[:WORST]]
     return [

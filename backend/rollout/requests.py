@@ -1,4 +1,4 @@
-"""From cases to requests: tokens, lengths, and every check that can be made before anything runs.  The command's process."""
+"""Makes requests of cases: tokenizes them, and checks everything that can be checked before a run.  The command's process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from backend.models.head_config import read_config, text_config
 from backend.rollout.trace import Case, TraceError, shown
 
 DEFAULT_TOKENS = 1024
-"""Longest free response, unless told otherwise."""
+"""Longest free response in tokens, unless `--max-tokens` sets another."""
 
 
 @dataclass(frozen=True)
@@ -20,21 +20,21 @@ class Request:
     """One response to a prompt."""
 
     number: int
-    """Its `req_id`: the row in the trace, times the responses per prompt, plus which of these it is."""
+    """Its `req_id`: the row in the trace times the responses per prompt, plus the response's index for that prompt."""
     case: Case
     prompt: list[int]
     fixed: list[int] | None
-    """The tokens it must emit; None: it is free."""
+    """The tokens that must be emitted; None for a free response."""
     max_tokens: int
     expected: int
-    """Response tokens it is expected to take, for balancing."""
+    """Expected number of response tokens, for distribution over workers."""
 
 
 class Tokenizer:
     """The target's tokenizer, and the tokens that end its responses."""
 
     def __init__(self, target_dir: str) -> None:
-        # Imported here: seconds, and a wrong trace is found before.
+        # Imported here, because it takes seconds, and errors in the trace should be shown before.
         from transformers import AutoTokenizer
 
         self.hugging_face: Any = AutoTokenizer.from_pretrained(target_dir)
@@ -47,11 +47,11 @@ class Tokenizer:
         return list(self.hugging_face(text, verbose=False)["input_ids"])
 
     def response(self, text: str) -> list[int]:
-        """A response's tokens: what follows a prompt has no beginning of its own."""
+        """A response's tokens, without a token for the beginning of a text, since a prompt precedes them."""
         return list(self.hugging_face(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def text(self, tokens: list[int]) -> str:
-        """The text of a response, without its end mark."""
+        """The text of a response, without end-of-text and other special tokens."""
         return str(self.hugging_face.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
@@ -64,10 +64,10 @@ def make_requests(
     max_tokens: int | None,
     room: int,
 ) -> list[Request]:
-    """Requests for a context of `room` tokens.  Raises `TraceError` naming the first row that does not fit.
+    """Requests for a context of `room` tokens.  Raises `TraceError`, which names the first row that does not fit.
 
-    There are `samples` requests of a prompt.  A free one takes `max_tokens` (else `DEFAULT_TOKENS`, both as far as the context
-    goes); a fixed one takes its response, which `max_tokens` may not cut.
+    Free responses: `samples` requests per prompt, of at most `max_tokens` (default: `DEFAULT_TOKENS`) or the context's rest.
+    Fixed responses: one request per prompt; a response longer than `max_tokens` or the context is an error.
     """
     requests = []
     for case in cases:
@@ -94,7 +94,7 @@ def make_requests(
 
 
 def context_length(target_dir: str, asked: int | None) -> int:
-    """The context a verifier will offer at most, as far as configuration files tell."""
+    """The longest context that a verifier can offer: the smaller of `asked` and the limit in the model's configuration."""
     own = text_config(read_config(target_dir)).get("max_position_embeddings")
     limits = [limit for limit in (asked, own) if isinstance(limit, int)]
     return min(limits) if limits else 2**31
@@ -110,5 +110,5 @@ def _generation_config(target_dir: str) -> dict[str, Any]:
     try:
         content = json.loads((Path(target_dir) / "generation_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return {}  # most models have one, none needs one
+        return {}  # the file is optional
     return content if isinstance(content, dict) else {}

@@ -1,8 +1,9 @@
-"""One round of a rollout: sends the batch to the fleet and gathers answers and rows.  The command's process, its main thread.
+"""Runs one round of a rollout: sends the batch to the fleet and gathers answers and rows.  The command's process, main thread.
 
-A request is complete when its last token and its row have both come, so that tables and answers agree whatever dies meanwhile.
-What a lost worker leaves incomplete goes on at the others, behind the tokens that have come; a row that it had not sent is made
-of what is known here.  Where it is asked for, requests move from slow workers to fast ones (`backend.routing.balance`).
+A request is complete when both its last token and its row have arrived, so that tables and answers agree even if workers die.
+When a worker is lost, its unfinished requests go on at other workers, after the tokens that have arrived.  A finished request
+whose row the worker had not sent gets a row made here.  With a balance interval, requests also move from slow workers to fast
+ones (`backend.routing.balance`).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ POLL_S = 0.05
 LOOK_S = 0.5
 TEND_S = 1.0
 NOBODY_S = 600.0
-"""So long a round waits for a verifier when none is left; Ray is starting another."""
+"""Seconds that a round waits when no verifier is left, for Ray to start another."""
 
 
 class RolloutError(CommandError):
@@ -35,28 +36,28 @@ class RolloutError(CommandError):
 
 @dataclass(frozen=True)
 class Sampling:
-    """What all requests have in common."""
+    """Sampling that all requests share."""
 
     temperature: float
     free: FreeSampling | None
-    """What free responses are drawn by; None where all are fixed."""
+    """Makes the sampling parameters of free responses; None if responses are fixed."""
     seed: int | None
-    """None: free responses at a temperature are not reproducible."""
+    """None: free responses at a temperature above 0 are not reproducible."""
 
 
 @dataclass(frozen=True)
 class _Sent:
     place: int
-    """Of the request in the batch."""
+    """Index of the request in the batch."""
     worker: Worker
     emitted: list[int] = field(default_factory=list)
-    """Tokens of the response that came from other workers."""
+    """Response tokens that earlier workers emitted."""
     at: float = 0.0
-    """When, in `time.monotonic()` seconds."""
+    """When the request was sent, in `time.monotonic()` seconds."""
 
 
 class RoundRunner:
-    """Runs one round; made anew for each."""
+    """Runs one round; each round needs a new one."""
 
     def __init__(
         self,
@@ -68,7 +69,7 @@ class RoundRunner:
         bar: Bar,
         balance_interval_s: float = 0.0,
     ) -> None:
-        """`window` requests run on a worker at a time; with an interval of 0 none of them moves."""
+        """At most `window` requests run on a worker at a time; with a balance interval of 0, no request moves."""
         self.say: Callable[[str], None] = lambda line: None
         self._round = Round(number)
         self._requests = requests
@@ -79,11 +80,11 @@ class RoundRunner:
         self._slots = window
         self._attempts = [0] * len(requests)
         self._emitted: list[list[int]] = [[] for _ in requests]
-        """What has come of requests that wait to go on."""
+        """By index of the request: response tokens that earlier workers emitted."""
         self._running: dict[str, _Sent] = {}
         self._ended: dict[str, _Sent] = {}
         self._parts: dict[int, Part] = {}
-        """By the worker's number."""
+        """By worker number."""
         self._tokens = 0
         self._balance_interval_s = balance_interval_s
         self._began = self._next_look = self._next_tend = self._next_balance = 0.0
@@ -149,7 +150,7 @@ class RoundRunner:
                     self._complete(row.request_id)
 
     def _end(self, request_id: str, sent: _Sent) -> None:
-        """The last token has come, or the verifier has given the request up."""
+        """Handles a request's finish reason: its last token has arrived, or the verifier has aborted it."""
         del self._running[request_id]
         answer = sent.worker.client.answers[request_id]
         request, where = self._requests[sent.place], sent.worker.name
@@ -165,7 +166,7 @@ class RoundRunner:
         self._dispatcher.ended(sent.place, where)
 
     def _complete(self, request_id: str) -> None:
-        """Its row has come too."""
+        """Completes an ended request whose row has arrived too."""
         sent = self._ended.pop(request_id)
         answer = sent.worker.client.answers.pop(request_id)
         number, part = self._requests[sent.place].number, self._parts[sent.worker.number]
@@ -176,13 +177,16 @@ class RoundRunner:
         self._dispatcher.done(sent.place, sent.worker.name)
 
     def _keep(self, request_id: str, sent: _Sent) -> None:
-        """What has come of a request is what it goes on from."""
+        """Keeps the tokens that have arrived, so that the request can go on after them at another worker."""
         self._emitted[sent.place] = sent.emitted + sent.worker.client.answers.pop(request_id).tokens
         left = self._requests[sent.place].expected - len(self._emitted[sent.place])
         self._dispatcher.expect(sent.place, max(1, left))
 
     def _row(self, request_id: str) -> RequestRow:
-        """Of an ended request whose verifier did not send one; what verifications it took, their own rows say."""
+        """Makes the row of an ended request whose verifier was lost before it sent one.
+
+        Its counts are 0: `tables.whole_requests` replaces them by sums over the rows of verifications.
+        """
         sent = self._ended[request_id]
         answer, request = sent.worker.client.answers[request_id], self._requests[sent.place]
         since, fixed = time.time() - time.monotonic(), request.fixed is not None
@@ -190,7 +194,7 @@ class RoundRunner:
         return RequestRow(request_id, *times, len(request.prompt), 0, 0, 0, 0, str(answer.finish_reason), fixed)
 
     def _balance(self, now: float) -> None:
-        """Moves requests to workers where they, and those they leave behind, are faster."""
+        """Moves requests from slow workers to faster ones where `plan_moves` expects a gain."""
         reported = [
             Reported(name, client.stats, client.welcome.num_kv_blocks * client.welcome.block_size)
             for name, client in ((name, worker.client) for name, worker in self._workers.present.items())
@@ -220,7 +224,7 @@ class RoundRunner:
             self._next_tend = now + TEND_S
             self._workers.tend()
         elif self._ended and not self._running:
-            # Nothing is left but rows.
+            # All tokens have arrived and only rows are missing, so they are fetched without waiting for the next `tend`.
             self._workers.ask_rows()
         if now >= self._next_look:
             self._next_look = now + LOOK_S

@@ -1,7 +1,7 @@
-"""The three tables of a worker: rows of its steps, requests and verifications as CSV.  Pure.
+"""Makes the three CSV tables of a worker: its steps, its requests and its verifications.  Pure.
 
-Names, columns, order, sorting and units are a contract with analysis scripts: times in milliseconds with three decimals
-(`step_ts` in seconds), ids as numbers.
+Analysis scripts depend on names, columns, order, sorting and units.  Times are in milliseconds with three decimals, except
+`step_ts`, which is in seconds; ids are numbers.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ Table = list[tuple[Any, ...]]
 def perf_table(steps: Sequence[StepRow]) -> Table:
     """One row per step, in order.
 
-    TGS of a step = tokens / batch size / wall time, where a step's wall time is the interval since the step before began; the
-    first has no interval, and its own duration takes that place.  (That of a verifier started again has one: its predecessor's
-    last step came before it.)  `cur_acc_len` is 0 in a step that verified no draft.
+    TGS of a step = tokens / batch size / wall time.  A step's wall time is the interval since the previous step began; for the
+    first step it is the step's duration.  (A restarted verifier's first step has an interval too, counted from the last step of
+    its predecessor.)  `cur_acc_len` is 0 in a step that verified no draft.
     """
     rows: Table = []
     for place, step in enumerate(steps):
@@ -55,7 +55,7 @@ def perf_table(steps: Sequence[StepRow]) -> Table:
         if place:
             interval_ms = step.interval_ms or 1e3 * (step.began_at - steps[place - 1].began_at)
         wall_ms = interval_ms or step.busy_ms
-        # Before the first step of a round there was nothing to do.
+        # Idle time before a round's first step does not belong to the round.
         idle_ms = sum(step.idle_ms.values()) if place else 0.0
         rows.append(
             (
@@ -75,9 +75,9 @@ def perf_table(steps: Sequence[StepRow]) -> Table:
 
 
 def whole_requests(finished: Round) -> dict[int, dict[int, RequestRow]]:
-    """By worker and number: what each request that ended there took, there and wherever it was before.
+    """By worker and request number: one row per request that ended at the worker, with its counts summed over all workers.
 
-    What a verifier had not told before it died is missing.
+    Rows that a verifier had not sent before it died are missing from the sums.
     """
     verified = finished.verifications()
     whole: dict[int, dict[int, RequestRow]] = {part.number: {} for part in finished.parts}
@@ -101,7 +101,7 @@ def whole_requests(finished: Round) -> dict[int, dict[int, RequestRow]]:
 
 
 def request_table(requests: Mapping[int, RequestRow]) -> Table:
-    """One row per request, by length, then number."""
+    """One row per request, sorted by response length, then number."""
     rows: Table = [
         (
             number,
@@ -120,7 +120,7 @@ def request_table(requests: Mapping[int, RequestRow]) -> Table:
 
 
 def markov_table(verifications: Iterable[VerificationRow], numbers: Mapping[str, int]) -> Table:
-    """One row per verification of the requests in `numbers`, by number, then step."""
+    """One row per verification of the requests in `numbers`, sorted by request number, then step."""
     rows: Table = [
         (row.tokens, row.draft_tokens, row.draft_tokens + 1, row.step, numbers[row.request_id])
         for row in verifications
@@ -130,7 +130,7 @@ def markov_table(verifications: Iterable[VerificationRow], numbers: Mapping[str,
 
 
 def of_worker(part: Part, requests: Mapping[int, RequestRow]) -> dict[str, str]:
-    """The tables by name, as CSV; `requests` are those that ended there."""
+    """A worker's tables as CSV, by name; `requests` are the requests that ended there."""
     return {
         "perf": csv_text(PERF_COLUMNS, perf_table(part.rows.steps)),
         "request": csv_text(REQUEST_COLUMNS, request_table(requests)),
@@ -139,12 +139,12 @@ def of_worker(part: Part, requests: Mapping[int, RequestRow]) -> dict[str, str]:
 
 
 def csv_text(columns: Sequence[str], rows: Table) -> str:
-    """A table as CSV; nothing in it needs quoting."""
+    """A table as CSV; no value needs quoting."""
     return "".join(",".join(map(str, row)) + "\n" for row in (columns, *rows))
 
 
 def ratio(part: float, whole: float) -> float:
-    """`part / whole`, 0 of nothing."""
+    """`part / whole`, or 0 if `whole` is 0."""
     return part / whole if whole else 0.0
 
 

@@ -1,7 +1,7 @@
-"""Traces: parquet files of prompts and responses, and their kin.  The command's process.
+"""Reads and writes traces: parquet files of prompts and responses.  Also reads files of prompts alone.  The command's process.
 
-A trace is `train.{S}.parquet` with string columns `prompt` and `gen`; S is the training step it comes from.  Generated cases
-are written in the same form with an `id` in front, so that they can be replayed.
+A trace is `train.{S}.parquet` with string columns `prompt` and `gen`; S is the training step that it comes from.  A rollout
+writes its generated cases in this form too, with a column `id` in front, so that they can be replayed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Case:
 
 
 def trace_file(given: str, step: int | None) -> tuple[Path, int]:
-    """The file that `--trace` means, and its step: from its name unless given.  `{S}` in the name stands for the step."""
+    """The file that `--trace` names, with `{S}` replaced by the step; and the step: `step`, else from the name, else 0."""
     if STEP_FIELD in given:
         if step is None:
             raise TraceError(f"--trace {given}: {STEP_FIELD} stands for a step: give --step")
@@ -103,9 +103,9 @@ def read_text(file: Path) -> str:
 
 
 def match(prompts: Sequence[str], cases: Sequence[Case], prompts_file: Path, trace: Path) -> list[Case]:
-    """The case of every prompt, numbered by the prompts; the same prompt twice takes the trace's rows in turn.
+    """The case of every prompt, numbered by the prompts.  If a prompt is repeated, it takes the trace's rows for it in turn.
 
-    Raises `TraceError` for a prompt the trace does not have.
+    Raises `TraceError` for a prompt that is not in the trace.
     """
     by_prompt: dict[str, list[Case]] = {}
     for case in cases:
@@ -123,7 +123,7 @@ def match(prompts: Sequence[str], cases: Sequence[Case], prompts_file: Path, tra
 
 
 def write_cases(file: Path, cases: Sequence[Case], with_ids: bool = True) -> None:
-    """Writes cases as parquet, all of it or nothing."""
+    """Writes cases as parquet; the file appears only when it is complete."""
     columns: dict[str, pa.Array] = {"id": pa.array([case.number for case in cases], pa.int64())} if with_ids else {}
     columns |= {name: pa.array([getattr(case, name) for case in cases], pa.string()) for name in COLUMNS}
     file.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Which weights of the target a trainer has left for the next round of a rollout.  The command's process."""
+"""Finds and checks the target's weights that a trainer has left for a rollout's next round.  The command's process."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ _STEP = re.compile(r"step[-_]?(\d+)")
 
 
 class WeightsError(Exception):
-    """There is no checkpoint where there should be one; the message is one line."""
+    """A checkpoint is missing or cannot be used; the message is one line."""
 
 
 def newest(directory: Path) -> Path | None:
-    """The checkpoint that the file `latest` names, else that of the highest N among `step-N`; None while there is neither.
+    """The checkpoint that the file `latest` names, else the `step-N` with the highest N; None if there is neither.
 
     Raises `WeightsError`.
     """
-    directory = directory.absolute()  # Verifiers stand elsewhere.
+    directory = directory.absolute()  # verifiers have other working directories
     try:
         named = directory / LATEST
         if named.is_file():
@@ -36,8 +36,8 @@ def newest(directory: Path) -> Path | None:
 
 
 def check_weights(directory: Path, target_dir: str) -> None:
-    """Raises `WeightsError` unless the newest checkpoint, where there is one already, has the target's tensors."""
-    # Imported here: vLLM takes seconds.
+    """Raises `WeightsError` if the newest checkpoint, when there is one already, does not have the target's tensors."""
+    # Imported here, because importing vLLM takes seconds.
     from backend.engine.weights import check_same_shapes
 
     found = newest(directory)

@@ -1,7 +1,7 @@
-"""The verifiers of a rollout as its one client sees them: found through the coordinator, talked to over the engine wire.
+"""Finds a rollout's verifiers through the coordinator, and talks to them over the engine wire.
 
-The command's process, its main thread.  A worker is one incarnation of a verifier; when that is gone the worker is, and its
-rows stay.  A verifier that Ray starts again is another worker under the same number.
+The command's process, its main thread.  A worker is one incarnation of a verifier.  When the incarnation ends, its worker is
+removed and its rows are kept.  A verifier that Ray starts again becomes another worker with the same number.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ from backend.transport import Hub, ServerKeys, Wire
 logger = logging.getLogger(__name__)
 
 SILENCE_LIMIT_S = 60.0
-"""A verifier publishes counters four times a second: one silent for so long hangs."""
+"""Seconds without any message after which a verifier counts as hung; it publishes counters four times a second."""
 
 STARVED_S = 10.0
-"""A verifier whose lease has run out may only be starved: it stays while it has spoken to this client within that time."""
+"""Seconds.  A verifier whose lease has expired may merely be starved of CPU time, so it is kept while its last message to this
+client is not older."""
 
 ANSWER_S = 5.0
 LOAD_S = 600.0
-"""So long a verifier that was started anew may load the weights of the others."""
+"""Seconds that a restarted verifier may take to load the weights that the others have."""
 
 
 @dataclass(eq=False)
@@ -41,21 +42,21 @@ class Worker:
     """One incarnation of one verifier."""
 
     number: int
-    """3 for `verifier-3`."""
+    """The number in the verifier's name: 3 for `verifier-3`."""
     member: Member
     client: EngineClient
     rows: RowBatch = field(default_factory=RowBatch)
-    """Of the present round."""
+    """Rows of the current round."""
     first_step: int = 0
-    """What the steps of this incarnation are counted from: steps of one number never go back."""
+    """Added to this incarnation's step numbers, so that they go on after those of the incarnation before."""
 
     @property
     def name(self) -> str:
-        """`verifier-3`, as the fleet calls it."""
+        """The verifier's member id, such as `verifier-3`."""
         return self.member.id
 
     def take_rows(self) -> RowBatch:
-        """Adds what has come to `rows`, and returns it."""
+        """Adds the rows that have arrived to `rows`, and returns them."""
         batch, self.client.rows = self.client.rows, RowBatch()
         if self.first_step:
             batch.steps = [replace(row, step=row.step + self.first_step) for row in batch.steps]
@@ -65,25 +66,24 @@ class Worker:
 
 
 class Workers:
-    """All verifiers that can be used now."""
+    """All verifiers that can currently be used."""
 
     def __init__(
         self, coordinator: CoordinatorHandle, fleet_keys: ServerKeys | None, node_id: str = "", target_dir: str = ""
     ) -> None:
         self.weights = Weights(path=target_dir)
-        """What all of them were given."""
+        """The weights that all verifiers should have."""
         self.hub = Hub(Wire(fleet_keys, node_id=node_id))
         self.present: dict[str, Worker] = {}
         self._coordinator = coordinator
         self._next_step: dict[str, int] = {}
 
     def close(self) -> None:
-        """Closes every socket."""
         self.present.clear()
         self.hub.close()
 
     def look(self) -> tuple[list[Worker], list[tuple[Worker, str]]]:
-        """Asks the coordinator who is there.  Returns who has come, and who has gone and why."""
+        """Updates `present` from the coordinator.  Returns the new workers, and the lost ones with the reason."""
         try:
             seen = [view.member for view in self._coordinator.snapshot().members]
         except CoordinatorUnavailable:
@@ -100,24 +100,24 @@ class Workers:
 
     @property
     def version(self) -> str:
-        """Of the weights that they run, as they say themselves."""
+        """Version of the weights that the verifiers run, as they report it; several versions if they differ."""
         return ", ".join(sorted({each.client.weights.version for each in self.present.values()}))
 
     def load(self, path: Path) -> str:
-        """All verifiers get the weights in a directory; returns why they have kept the earlier ones, if so."""
+        """Makes all verifiers load the weights in a directory; returns why they keep the earlier ones, or ""."""
         wanted = Weights(self.weights.update + 1, path.name, str(path))
         faults = self._renew(wanted)
         if not faults:
             self.weights = wanted
             return ""
         if len(faults) < len(self.present):
-            # No two of them in one round.
+            # Only some have loaded them.  A round must not mix weights, so all go back to the earlier ones.
             self.weights = replace(self.weights, update=wanted.update + 1)
             faults |= self._renew(self.weights)
         return "; ".join(f"{name}: {fault}" for name, fault in sorted(faults.items()))
 
     def _renew(self, wanted: Weights) -> dict[str, str]:
-        """Returns when all who are there have answered: who has failed to load these weights, and why."""
+        """Asks all verifiers to load these weights; returns, when all have answered, the failures by verifier name."""
         asked: dict[Worker, int] = {}
         while True:
             for worker in self.present.values():
@@ -133,34 +133,34 @@ class Workers:
         return {name: fault for name, fault in results.items() if fault is not None}
 
     def tend(self) -> None:
-        """Once a second: tells every worker that this client lives, and asks for rows."""
+        """Sends every worker a ping and asks for its rows; to be called once a second."""
         for worker in self.present.values():
             worker.client.ping()
         self.ask_rows()
 
     def forget_rows(self) -> None:
-        """What verifiers did before now belongs to no round; one that does not answer will be found to be gone."""
+        """Drops the rows that verifiers have kept so far, before a round.  `look` handles a verifier that does not answer."""
         for worker in self.present.values():
             with contextlib.suppress(TimeoutError):
                 worker.client.fetch_rows(ANSWER_S)
             worker.client.rows = RowBatch()
 
     def last_rows(self) -> None:
-        """Everything that verifiers have done up to now; one that does not answer will be found to be gone."""
+        """Fetches all rows that verifiers have kept so far.  A verifier that does not answer is skipped."""
         for worker in self.present.values():
             with contextlib.suppress(TimeoutError):
                 worker.client.rows = worker.client.fetch_rows(ANSWER_S)
             worker.take_rows()
 
     def ask_rows(self) -> None:
-        """Asks those who have answered the last time."""
+        """Asks for rows, except from verifiers that have not answered the last request for rows yet."""
         for worker in self.present.values():
             if not worker.client.rows_awaited:
                 worker.client.ask_rows()
 
     def _silent(self) -> list[tuple[Worker, str]]:
         late = time.monotonic() - SILENCE_LIMIT_S
-        # One that loads weights has said so, and says nothing meanwhile.
+        # A verifier that loads weights has reported that it is paused, and sends nothing meanwhile.
         speaking = [each for each in self.present.values() if each.client.stats is None or not each.client.stats.paused]
         return [(each, f"was silent for {SILENCE_LIMIT_S:g} s") for each in speaking if each.client.heard_at < late]
 
@@ -185,7 +185,7 @@ class Workers:
         return worker
 
     def _catch_up(self, client: EngineClient) -> None:
-        """A verifier that was started anew loads what the others have.  Raises `EngineRefused`, `TimeoutError`."""
+        """Makes a restarted verifier load the weights that the others have.  Raises `EngineRefused`, `TimeoutError`."""
         assert client.welcome is not None
         if client.welcome.weights.update >= self.weights.update:
             return
@@ -197,7 +197,7 @@ class Workers:
 
 
 def _is_there(worker: Worker, member: Member | None) -> bool:
-    """Whether what the coordinator says of a worker's name, None for nothing, leaves the worker alive."""
+    """Whether a worker is alive, given the coordinator's entry for its name (None: no entry)."""
     if member is None or member.incarnation != worker.member.incarnation:
         return False
     return member.state == "ready" or (member.state == "lost" and time.monotonic() - worker.client.heard_at < STARVED_S)

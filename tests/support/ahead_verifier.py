@@ -1,4 +1,4 @@
-"""A verifier as the drafter sees it: rounds on one socket, wishes on the other.  Tests only."""
+"""A verifier as a `DrafterService` sees it: `Round`s on its features socket, `Next`s on its drafts socket.  Tests only."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TOKENS = [1, 2, 3, 4, 5, 6]
 
 
 class Clock:
-    """A clock a test sets."""
+    """A clock that a test sets."""
 
     now = 100.0
 
@@ -38,7 +38,7 @@ class Clock:
 
 
 class AheadVerifier:
-    """Rounds ask for nothing, wishes go to the other socket."""
+    """Sends `Round`s and `Next`s to a service, and decodes its answers."""
 
     def __init__(self, service: DrafterService, name: str = "v", epoch: int = 1) -> None:
         self.service, self.epoch = service, epoch

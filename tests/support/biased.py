@@ -1,4 +1,4 @@
-"""A verifier with a fault put in on purpose, which tests of exactness must find, and a custom logits processor.  Tests only."""
+"""A verifier with a deliberate fault that tests of exactness must find, and a custom logits processor.  Tests only."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from backend.engine.worker import OutriderCpuWorker
 from backend.noise import Choice
 
 TOO_LITTLE = 0.9
-"""Of the noise that is due: likely tokens then come too often."""
+"""Factor on the noise: with less than the correct noise, likely tokens are drawn too often."""
 
 
 class BiasedWorker(OutriderCpuWorker):
-    """vLLM's CPU worker whose requests get too little noise."""
+    """The CPU worker, with too little noise for every request."""
 
     def init_device(self) -> None:
         super().init_device()
@@ -31,14 +31,14 @@ class BiasedWorker(OutriderCpuWorker):
 
 
 class NoRepeat(AdapterLogitsProcessor):
-    """A request with `no_repeat` in its extra arguments never says the last token twice in a row; depends on its output."""
+    """Forbids repeating the last token for requests with `no_repeat` in `extra_args`; it depends on the request's output."""
 
     def is_argmax_invariant(self) -> bool:
         return False
 
     @classmethod
     def validate_params(cls, params: SamplingParams) -> None:
-        """Anything goes."""
+        """Accepts any parameters."""
 
     def new_req_logits_processor(self, params: SamplingParams) -> Any:
         if not (params.extra_args or {}).get("no_repeat"):

@@ -1,4 +1,4 @@
-"""A headless Chromium driven through its DevTools pipe; no package needed, only the browser."""
+"""Drives a headless Chromium through its DevTools pipe; needs only the browser, no package."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"
 
 
 def find_browser() -> str | None:
-    """The program, or None where there is none."""
+    """The browser's program, or None if none is installed."""
     return next((found for name in NAMES if (found := shutil.which(name))), None)
 
 
 class Browser:
-    """One page.  Calls block; what the page logged or was refused is in `problems`."""
+    """A browser with one page.  Calls block.  `problems` collects exceptions, logged errors and failed requests of the page."""
 
     def __init__(self, program: str) -> None:
         self._profile = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
@@ -31,7 +31,7 @@ class Browser:
         self._read, to_write = os.pipe()
         flags = "--headless=new --no-sandbox --disable-gpu --disable-dev-shm-usage --no-first-run --remote-debugging-pipe"
         flags += f" --hide-scrollbars --user-data-dir={shlex.quote(self._profile.name)} about:blank"
-        # It reads commands from descriptor 3 and answers on 4.
+        # The browser reads commands from descriptor 3 and answers on 4.
         command = f"exec {shlex.quote(program)} {flags} 3<&{to_read} 4>&{to_write}"
         self._process = subprocess.Popen(
             ["bash", "-c", command], pass_fds=(to_read, to_write), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
@@ -63,7 +63,7 @@ class Browser:
         self._profile.cleanup()
 
     def open(self, url: str, *, dark: bool = False, width: int = 1280, height: int = 900) -> None:
-        """Goes to `url` in a window of that size and waits until it is loaded."""
+        """Opens `url` in a window of that size and waits until it is loaded."""
         self._call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self._call("Emulation.setEmulatedMedia", features=[scheme])
@@ -89,7 +89,6 @@ class Browser:
         return value
 
     def screenshot(self, path: Path, *, whole: bool = True) -> None:
-        """The page as a PNG."""
         answer = self._call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
         path.write_bytes(base64.b64decode(answer["data"]))
 

@@ -1,4 +1,4 @@
-"""Requests whose answers are one of a few by grammar, whatever the model would like to say."""
+"""Requests whose answers a grammar restricts to a few, whatever the model would generate."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import BaseModel
 COLOURS = ("red", "green", "blue")
 QUESTION: Any = [{"role": "user", "content": "Which colour?"}]
 CHOICE = {"structured_outputs": {"choice": list(COLOURS)}}
-"""`extra_body` of a plain text that is one of the colours."""
+"""`extra_body` that restricts a plain text to one of the colours."""
 
 
 class Paint(BaseModel):
@@ -43,5 +43,4 @@ FLAT_NAMED: Any = {"type": "function", "name": "paint"}
 
 
 def paint_of(text: str | None) -> Paint:
-    """What was answered, checked."""
     return Paint.model_validate(json.loads(text or ""))

@@ -23,7 +23,7 @@ class Received(NamedTuple):
 
 
 class Collector:
-    """Listens from construction to `close`."""
+    """A collector that listens from its construction to `close`."""
 
     def __init__(self) -> None:
         self.spans: list[Received] = []
@@ -48,7 +48,6 @@ class Collector:
         threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
 
     def named(self, name: str) -> list[Received]:
-        """The spans of a name so far."""
         return [span for span in list(self.spans) if span.name == name]
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Readers of `docker/` for tests: the Dockerfile's instructions by stage, .dockerignore's answer, compose files merged."""
+"""Reads `docker/` for tests: the Dockerfile's instructions by stage, .dockerignore's patterns, and merged compose files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DOCKER = ROOT / "docker"
 
 @dataclass
 class Stage:
-    """One FROM and what follows it."""
+    """One stage of a Dockerfile: a FROM and the instructions after it."""
 
     name: str
     base: str
@@ -33,7 +33,7 @@ class Stage:
 
 
 def stages(file: Path) -> dict[str, Stage]:
-    """The stages by name, with `ARG` defaults from before the first put into `FROM`."""
+    """The stages by name; defaults of `ARG`s before the first `FROM` are filled in."""
     text = re.sub(r"^\s*#.*\n", "", file.read_text(), flags=re.MULTILINE)
     lines = re.sub(r"\\\n", " ", text).splitlines()
     defaults: dict[str, str] = {}
@@ -55,7 +55,7 @@ def stages(file: Path) -> dict[str, Stage]:
 
 
 def inherited(all_stages: dict[str, Stage], name: str, instruction: str) -> str | None:
-    """The last of an instruction in a stage or the nearest stage it builds on."""
+    """The last instruction of this name in a stage, or in the nearest stage that it builds on."""
     while name in all_stages:
         found = all_stages[name].last(instruction)
         if found is not None:
@@ -80,7 +80,7 @@ def copied(text: str) -> tuple[str | None, list[str], str]:
 
 
 def reaches_builder(path: str) -> bool:
-    """What .dockerignore says of a path: the last pattern that matches it, or a directory above it, decides."""
+    """Whether .dockerignore lets a path through: the last pattern that matches the path or a parent directory decides."""
     kept = True
     parents = [str(Path(*Path(path).parts[:n])) for n in range(1, len(Path(path).parts) + 1)]
     for line in (ROOT / ".dockerignore").read_text().splitlines():
@@ -95,7 +95,7 @@ def reaches_builder(path: str) -> bool:
 
 
 def compose(*names: str) -> dict[str, Any]:
-    """Compose files, later ones over earlier ones, as far as ours need it: mappings merge, all else is replaced."""
+    """Merges compose files, later ones over earlier ones: mappings are merged, all other values replaced."""
     merged: dict[str, Any] = {}
     for name in names:
         merged = _over(merged, yaml.safe_load((DOCKER / name).read_text()))
@@ -103,7 +103,7 @@ def compose(*names: str) -> dict[str, Any]:
 
 
 def filled(value: Any, environment: dict[str, str]) -> Any:
-    """`${NAME:-default}` and `${NAME:?message}` replaced."""
+    """Replaces `${NAME:-default}` and `${NAME:?message}`; raises `KeyError` for a missing required variable."""
     if isinstance(value, dict):
         return {key: filled(each, environment) for key, each in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""The demo's models read back into the modules that are trained.  Tests only."""
+"""Reads the demo's drafter back into the module that is trained.  Tests only."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from backend.models.writing import WEIGHTS
 
 
 def load_drafter(directory: Path, embeddings: Tensor) -> Drafter:
-    """What `save_drafter` wrote; `embeddings` `[vocab, hidden]` are its target's."""
+    """The drafter that `save_drafter` wrote; `embeddings` `[vocab, hidden]` are its target's."""
     config = _config(directory)
     shape = DrafterShape(_shape(config["transformer_layer_config"]), tuple(config["eagle_aux_hidden_state_layer_ids"]))
     drafter = Drafter(shape, embeddings)

@@ -1,4 +1,4 @@
-"""What an EAGLE drafter has to say, worked out by the book: one sequence, float64, noise from its definition.  Tests only."""
+"""Reference drafts of an EAGLE head, computed from the equations: one sequence, float64, noise by definition.  Tests only."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from tests.support.true_noise import true_gumbel
 
 
 class Book(Reference):
-    """The equations, made to draft given tokens first; it keeps the values it saw: log-probabilities, with noise if any."""
+    """A `Reference` that drafts after assumed tokens, with shared noise; it keeps the scores of all tokens."""
 
     def __init__(self, head: TinyHead, seed: int = 0, temperature: float = 0.0, tau: float = 1.0) -> None:
         super().__init__(head)
         self.seed, self.temperature, self.tau = seed, temperature, tau
         self.values: list[dict[int, float]] = []
-        """By place, of every token of the draft vocabulary."""
+        """By draft position: log-probability, plus noise at a temperature, of every token of the draft vocabulary."""
 
     def follow(self, tokens: list[int], features: dict[int, Tensor], assumed: list[int], k: int) -> list[int]:
-        """`k` tokens after `tokens + assumed`, with the head's own features from `tokens` on."""
+        """`k` draft tokens after `tokens + assumed`; after `tokens`, features are the head's own outputs."""
         self.margin = float("inf")
         self.values = []
         rows = [(p, tokens[p + 1], features[p].double()) for p in sorted(features) if p + 1 < len(tokens)]
@@ -54,7 +54,7 @@ def tokens_of(seed: int, count: int) -> list[int]:
 
 
 class Request:
-    """A request opened on a proposer with features of its own."""
+    """A request with random tokens and features, opened on a proposer."""
 
     def __init__(self, proposer: EagleProposer, head: TinyHead, key: object, length: int, sampling: Sampling = GREEDY) -> None:
         seed = int(str(key))

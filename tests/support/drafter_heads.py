@@ -1,4 +1,4 @@
-"""Tiny random EAGLE heads in both layouts, and what they draft by the book: dense, one sequence, float64.  Tests only."""
+"""Tiny random heads in all layouts, and reference drafts of them: dense attention, one sequence, float64.  Tests only."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class TinyHead:
     seed: int = 0
 
     def weights(self) -> Tensors:
-        """Canonical names, float32; logits are spread so that rounding seldom decides."""
+        """Weights by canonical name, in float32; logits are spread widely, so that rounding seldom changes a choice."""
         generator = torch.Generator().manual_seed(self.seed)
 
         def draw(*shape: int, scale: float = 1.0) -> Tensor:
@@ -112,7 +112,7 @@ class TinyHead:
 
 
 def write_target(directory: Path, head: TinyHead, tied: bool = False) -> str:
-    """A target's directory: its configuration, embedding and, unless tied, output matrix."""
+    """Writes a target's directory: configuration, embedding and, unless tied, output matrix; returns its path."""
     directory.mkdir(parents=True, exist_ok=True)
     weights = head.weights()
     config = head.layer_config() | {"num_hidden_layers": head.target_layers, "tie_word_embeddings": tied}
@@ -125,7 +125,7 @@ def write_target(directory: Path, head: TinyHead, tied: bool = False) -> str:
 
 
 def write_head(directory: Path, head: TinyHead, layout: str = "eagle", suffix: str = "safetensors") -> str:
-    """A head's directory in the given layout and file format."""
+    """Writes a head's directory in the given layout and file format; returns its path."""
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {name: t for name, t in head.weights().items() if not name.startswith("target.")}
     extras: dict[str, Any] = {
@@ -163,7 +163,7 @@ def write_head(directory: Path, head: TinyHead, layout: str = "eagle", suffix: s
 
 
 def mtp_tensors(tensors: Tensors) -> Tensors:
-    """An MTP layer as checkpoints of MiMo name it; its projection joins feature and embedding, in that order."""
+    """The tensors of an MTP layer, named as in MiMo's checkpoints, whose projection takes the feature before the embedding."""
     swapped = torch.cat(tensors["fc.weight"].chunk(2, dim=1)[::-1], dim=1)
     names = {"token_norm": "token_layernorm", "feature_norm": "hidden_layernorm", "fc": "input_proj", "norm": "final_layernorm"}
     found = {name.removeprefix("layers.0."): tensor for name, tensor in (tensors | {"fc.weight": swapped}).items()}
@@ -180,7 +180,7 @@ def make_proposer(
     dtype: torch.dtype = torch.float32,
     gather: bool = False,
 ) -> EagleProposer:
-    """A proposer over a head written to `directory`; `dtype`, `gather`: as on a GPU."""
+    """A proposer over a head written to `directory`; `dtype` and `gather` can be set as on a GPU."""
     target = write_target(directory / "target", head)
     weights = load_drafter(write_head(directory / "head", head, layout, suffix), target)
     with mock.patch("backend.drafter.eagle.compute_dtype", return_value=dtype):
@@ -190,7 +190,7 @@ def make_proposer(
 
 
 class Reference:
-    """The documented equations of EAGLE and EAGLE-3, dense and in float64."""
+    """The documented equations of EAGLE, EAGLE-3 and MTP heads, dense and in float64."""
 
     def __init__(self, head: TinyHead) -> None:
         self.head = head
@@ -199,7 +199,7 @@ class Reference:
         """Smallest gap between best and second logit of the last draft."""
 
     def draft(self, tokens: list[int], features: dict[int, Tensor], k: int) -> list[int]:
-        """`k` greedy tokens after `tokens`, from the features (by position) that are known."""
+        """`k` greedy draft tokens after `tokens`, from the known features, by position."""
         self.margin = float("inf")
         rows = [(p, tokens[p + 1], features[p].double()) for p in sorted(features) if p + 1 < len(tokens)]
         drafts: list[int] = []

@@ -1,4 +1,4 @@
-"""A speculator driven step by step: texts known beforehand, a drafter of given skill, made-up times.  Tests only."""
+"""Drives a speculator step by step, with texts known beforehand, a drafter of given skill and simulated times.  Tests only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ STEP_S, TOKEN_S, LONGEST_WAIT_S = 5e-3, 2e-5, 0.1
 
 
 def speculator(mode: str = "auto", lookups: bool = False) -> Speculator:
-    """With one drafter, `d0`."""
+    """A speculator with one drafter, `d0`."""
     made = Speculator(mode, K, OUTCOMES, lookups, VOCAB, LONGEST_WAIT_S)
     made.set_drafters({"d0": ""})
     return made
@@ -21,7 +21,7 @@ def speculator(mode: str = "auto", lookups: bool = False) -> Speculator:
 
 @dataclass
 class Drafter:
-    """Each of its tokens is right with this chance, independently; so is each outcome it enumerates."""
+    """Each draft token is right with chance `right`, independently; so is the set of outcomes it drafts ahead for."""
 
     right: float
     draft_s: float = 1e-3
@@ -30,11 +30,11 @@ class Drafter:
 
 @dataclass
 class Turn:
-    """One step and what led to it."""
+    """One step: the drafts attached to it, the wait before it, and its results."""
 
     attached: Attached
     asks: list[NextItem]
-    """After the step."""
+    """What the drafter is asked after the step."""
     waited_s: float
     accepted: int
 
@@ -47,7 +47,7 @@ class Driven:
     drafter: Drafter
     requests: int = 4
     period: int = 0
-    """Tokens after which texts repeat themselves; 0: random ones."""
+    """Number of tokens after which texts repeat; 0: random texts."""
     now: float = 100.0
     dice: random.Random = field(default_factory=lambda: random.Random(1))
 
@@ -67,11 +67,10 @@ class Driven:
         return (once * (length // self.period + 1))[:length]
 
     def run(self, steps: int) -> list[Turn]:
-        """So many steps."""
         return [self.step() for _ in range(steps)]
 
     def step(self) -> Turn:
-        """Waits as told, verifies, asks, learns."""
+        """Waits as the speculator says, verifies, asks for drafts, learns."""
         began = self.now
         self._receive()
         while (until := self.speculator.hold(list(self.texts), 0, self.now)) is not None and until > self.now:
@@ -117,13 +116,13 @@ class Driven:
         return self.speculator.arrived("d0", draft, self.drafter.draft_s, self.now)[1]
 
     def _tokens(self, name: str, at: int, k: int) -> tuple[list[int], list[float]]:
-        """A draft for the text at length `at`."""
+        """Draft tokens and signs for the text at length `at`."""
         dice, true = self.dice, self.truth[name][at : at + k]
         tokens = [token if dice.random() < self.drafter.right else (token + 1) % VOCAB for token in true]
         return tokens, [0.0] * (2 * k)
 
     def _block(self, item: NextItem) -> Block:
-        """With the outcome that will be, if the dice say so."""
+        """A block of outcomes drafted ahead; with chance `right` it contains the true outcome."""
         name, n, verifying = item.request_id, item.base_len, item.verifying
         true = self.truth[name][n : n + len(verifying) + 1]
         kept = next((i for i, token in enumerate(verifying) if token != true[i]), len(verifying))

@@ -1,4 +1,4 @@
-"""A gateway in the test's own event loop in front of real verifiers and drafters, each a process of its own, without Ray."""
+"""A gateway in the test's event loop, in front of real verifiers and drafters in processes of their own, without Ray."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.static_directory import StaticDirectory
 
 @dataclass
 class EngineFleet:
-    """What a test gets hold of."""
+    """The parts of the fleet that tests use."""
 
     server: GatewayServer
     directory: StaticDirectory
@@ -39,13 +39,12 @@ class EngineFleet:
         return self.server.gateway.client.core
 
     def set_state(self, verifier: Verifier, state: str) -> None:
-        """What the directory says of a verifier."""
         member = self.members[verifier.name]
         self.members[verifier.name] = msgspec.structs.replace(member, state=state)
         self.directory.set_members(list(self.members.values()))
 
     async def quiet(self, timeout_s: float = 20.0) -> None:
-        """Every verifier that is connected has nothing left to do."""
+        """Waits until no request is in flight at the gateway or at any connected verifier."""
 
         def empty() -> bool:
             stats = self.core.stats()
@@ -54,7 +53,6 @@ class EngineFleet:
         await eventually(lambda: self.core.in_flight == 0 and empty(), timeout_s)
 
     async def metric(self, name: str) -> float:
-        """The sum of a metric's samples."""
         lines = (await self.http.get("/metrics")).text.splitlines()
         return sum(float(line.split()[-1]) for line in lines if line.startswith((f"{name} ", f"{name}{{")))
 
@@ -63,12 +61,12 @@ class EngineFleet:
 async def engine_fleet(
     verifiers: int = 2, drafters: int = 2, mode: str = "sync", verifier: dict[str, Any] | None = None, **gateway: Any
 ) -> AsyncIterator[EngineFleet]:
-    """Verifier i is served by drafter i modulo their number; none where `mode` drafts without any."""
+    """Starts a fleet.  Drafter i mod `drafters` serves verifier i; modes without remote drafting have no drafters."""
     sections = {"mode": mode, "verifier": {"draft_deadline_ms": 2000, "gateway_lease_s": 10.0} | (verifier or {})}
     remote = mode not in ("off", "native")
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        # They start side by side.
+        # Verifiers and drafters start at the same time.
         start_v = asyncio.gather(*(asyncio.to_thread(Verifier, folder, sections) for _ in range(verifiers)))
         start_d = asyncio.gather(*(asyncio.to_thread(Drafter, folder) for _ in range(drafters if remote else 0)))
         real, helpers = await start_v, await start_d

@@ -1,4 +1,4 @@
-"""A verifier without an engine: an asyncio ROUTER that speaks `backend.wire.engine` and emits what a test tells it to."""
+"""A verifier without an engine: an asyncio ROUTER that speaks `backend.wire.engine` and emits what a test decides."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Behaviour = Callable[["FakeVerifier", "Sequence"], Awaitable[None]]
 
 
 class Sequence:
-    """One request as the fake sees it."""
+    """One request at a fake verifier."""
 
     def __init__(self, verifier: FakeVerifier, client: bytes, request: EngineCoreRequest, addition: wire.Addition) -> None:
         self.request = request
@@ -54,18 +54,18 @@ class Sequence:
 
 
 async def count_up(verifier: FakeVerifier, sequence: Sequence) -> None:
-    """The default behaviour: `max_tokens` tokens from 300 upwards, two at a time; goes on after what was emitted."""
+    """The default behaviour: emits the tokens 300, 301, ... up to `max_tokens`, two at a time, after those emitted before."""
     for start in range(len(sequence.emitted), sequence.max_tokens, 2):
         tokens = [300 + index for index in range(start, min(start + 2, sequence.max_tokens))]
         last = start + 2 >= sequence.max_tokens
-        # It shares the gateway's event loop: hundreds of sequences at once would hold that up.
+        # This code shares the gateway's event loop, which hundreds of sequences at once would block for too long.
         async with verifier.turn:
             sequence.emit(tokens, FinishReason.LENGTH if last else None)
             await asyncio.sleep(0)
 
 
 def gated(gate: asyncio.Event) -> Behaviour:
-    """A token at once, and the last one when `gate` is set."""
+    """Emits a token at once, and the last one when `gate` is set."""
 
     async def behaviour(verifier: FakeVerifier, sequence: Sequence) -> None:
         sequence.emit([300])
@@ -76,7 +76,7 @@ def gated(gate: asyncio.Event) -> Behaviour:
 
 
 class FakeVerifier:
-    """Start it in a running loop.  `behaviour` decides what each request emits; `sequences` keeps them all."""
+    """Must be started in a running loop.  `behaviour` decides what each request emits; `sequences` keeps all requests."""
 
     def __init__(self, directory: Path, name: str = "verifier-0", max_model_len: int = 256) -> None:
         self.name = name
@@ -86,12 +86,12 @@ class FakeVerifier:
         self.turn = asyncio.Semaphore(8)
         self.added = asyncio.Event()
         self.takes = True
-        """Says that its engine has what it was sent."""
+        """Whether it confirms each request with `TAKEN`, as if its engine had it."""
         self.hung = False
-        """Connected, and answers nothing."""
+        """Whether it stays connected but answers nothing."""
         self.utilities: list[tuple[str, list[Any]]] = []
         self.failure: str | None = None
-        """What every utility call is answered with, if set."""
+        """If set, every utility call fails with this message."""
         self.weights = Weights()
         self.clients: set[bytes] = set()
         self.rows = RowBatch()
@@ -112,7 +112,7 @@ class FakeVerifier:
         return Member(self.name, "verifier", self.incarnation, self.address, "", "node-a", os.getpid(), "fake", state="ready")
 
     def kill(self) -> None:
-        """Goes away as a killed process does."""
+        """Ends at once, as a killed process does."""
         for task in list(self._tasks):
             task.cancel()
         self._socket.close(linger=0)
@@ -125,7 +125,6 @@ class FakeVerifier:
         self._socket.send_multipart([client, *frames])
 
     def refuse(self, reason: Any) -> None:
-        """Tells every gateway why it does not do something."""
         for client in self.clients:
             self.send(client, wire.REFUSED, msgspec.msgpack.encode(wire.Refusal(reason, "test")))
 
@@ -157,7 +156,6 @@ class FakeVerifier:
         self.publish(stats)
 
     def publish(self, stats: VerifierStats) -> None:
-        """These counters to every gateway."""
         for client in self.clients:
             self.send(client, wire.STATS, msgspec.msgpack.encode(stats))
 
@@ -219,7 +217,7 @@ class FakeVerifier:
 
 
 async def eventually(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
-    """Waits for a condition; fails loudly when it does not come true."""
+    """Waits until a condition is true; raises `AssertionError` if it is not in time."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:

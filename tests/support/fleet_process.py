@@ -17,11 +17,11 @@ import httpx
 
 ROOT = Path(__file__).resolve().parents[2]
 FLEETS: set[ServedFleet] = set()
-"""Those that run: a test that fails shows what they said."""
+"""Running fleets; their output is shown with a failing test."""
 
 
 class ServedFleet:
-    """Starts with the constructor, ends with `stop`."""
+    """A fleet that the constructor starts and `stop` ends."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class ServedFleet:
         prefix: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
     ) -> None:
-        """`prefix` is a command that runs ours somewhere else (`Machine.enter`)."""
+        """`prefix` is put before the command, to run it in another machine (`Machine.enter`)."""
         self.output: list[str] = []
         self._url = threading.Event()
         self.url = ""
@@ -85,7 +85,7 @@ class ServedFleet:
         return answer.json()
 
     def interrupt(self) -> None:
-        """SIGINT to the fleet, also where another command stands before it."""
+        """Sends SIGINT to the fleet itself, even if it was started through `prefix`."""
         pids = [self.process.pid]
         while children := Path(f"/proc/{pids[-1]}/task/{pids[-1]}/children").read_text().split():
             if "nsenter" not in Path(f"/proc/{pids[-1]}/cmdline").read_text().split("\0")[0]:
@@ -94,7 +94,7 @@ class ServedFleet:
         os.kill(pids[-1], signal.SIGINT)
 
     def stop(self, timeout_s: float = 60.0) -> int:
-        """Ctrl-C; the exit status."""
+        """Ends the fleet as with Ctrl-C; returns the exit status."""
         if self.process.poll() is None:
             self.interrupt()
         try:

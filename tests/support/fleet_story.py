@@ -1,6 +1,6 @@
-"""A fleet that exists only as reports: as much of `FleetCore` as the feed reads, moved on by hand.
+"""A fleet that exists only as reports, which tests advance by hand; it has the part of `FleetCore` that the feed reads.
 
-Verifiers decode and draft at steady rates; drafter i serves verifier i modulo their number.  `page_app` is the fleet page of
+Verifiers decode at steady rates.  Drafter i serves verifier i mod the number of verifiers.  `page_app` serves the fleet page of
 such a fleet, without an engine.
 """
 
@@ -30,7 +30,7 @@ from gateway.middleware import Envelope
 from gateway.routes import page
 
 STEP_S = 0.02
-"""Of every verifier: 50 steps a second, 70 % busy, 20 % waiting for drafts, the rest without work."""
+"""Seconds of a verifier's step.  Each verifier with load is 70 % busy, waits for drafts for 20 %, and has no work for 10 %."""
 
 
 def member(name: str, kind: MemberKind, state: MemberState = "ready", incarnation: str = "first") -> Member:
@@ -38,14 +38,14 @@ def member(name: str, kind: MemberKind, state: MemberState = "ready", incarnatio
 
 
 class Story:
-    """Change its attributes, then `advance`."""
+    """The fleet.  A test changes its attributes, then calls `advance`."""
 
     def __init__(self, verifiers: int = 2, drafters: int = 3) -> None:
         self.members = {f"verifier-{i}": member(f"verifier-{i}", "verifier") for i in range(verifiers)}
         self.members |= {f"drafter-{i}": member(f"drafter-{i}", "drafter") for i in range(drafters)}
         self.bound = {f"drafter-{i}": f"verifier-{i % verifiers}" for i in range(drafters)} if verifiers else {}
         self.load = {f"verifier-{i}": 3 + 5 * i % 17 for i in range(verifiers)}
-        """Running sequences; 0 is no work."""
+        """Running sequences by verifier; 0: no work."""
         self.silent_s: dict[str, float] = {}
         self.counters = {"registrations": verifiers + drafters, "restarts": 0}
         self.verifiers = {name: VerifierStats(name, 1000.0, "auto", 8, plan_k=4, plan_outcomes=8) for name in self.load}
@@ -55,7 +55,7 @@ class Story:
         self.snapshot: FleetSnapshot | None = None
 
     def advance(self, seconds: float) -> None:
-        """The fleet works for so long, then everyone reports."""
+        """Lets the fleet work for `seconds`, then report."""
         for name, stats in self.verifiers.items():
             self.verifiers[name] = self._worked(stats, seconds)
         for name, each in self.drafters.items():
@@ -72,7 +72,7 @@ class Story:
         self.tell()
 
     def tell(self) -> None:
-        """The directory's next answer."""
+        """Makes the directory's next snapshot."""
         self.version += 1
         views = [
             MemberView(each, self.silent_s.get(name, 0.1), self.verifiers.get(name), self.drafters.get(name))
@@ -121,7 +121,7 @@ class Story:
             dropped=old.dropped,
         )
 
-    # What the feed reads
+    # The part of `FleetCore` that the feed reads.
 
     def stats(self) -> list[VerifierStats]:
         return [stats for name, stats in self.verifiers.items() if self._answers(name)]
@@ -135,13 +135,13 @@ class Story:
 
 
 def feed_of(story: Story, model: str = "demo") -> FleetFeed:
-    """A feed that watches the story; `look()` it by hand or `start()` it."""
+    """A feed of the story; call `look()` by hand, or `start()`."""
     about = {"model": model, "mode": "auto", "num_speculative_tokens": 8}
     return FleetFeed(story, about, story.metrics)  # type: ignore[arg-type]
 
 
 def page_app(feed: FleetFeed, api_key: str | None = None) -> FastAPI:
-    """The page, its files and its events behind the gateway's own middleware."""
+    """The page, its files and its events, behind the gateway's own middleware."""
     app = FastAPI(docs_url=None)
     app.state.gateway = SimpleNamespace(feed=feed)
     app.include_router(page.router)

@@ -1,8 +1,8 @@
-"""A drafter that joins the running fleet of the process given and answers every question with nonsense.  Tests only.
+"""A drafter that joins a running fleet and answers every request for drafts with nonsense.  Tests only.
 
     python -m tests.support.garbage_drafter FLEET_PID
 
-Undecodable bytes, tokens out of any vocabulary and random tokens take turns; it ends with its standard input.
+It answers in turn with undecodable bytes, tokens outside the vocabulary, and random tokens.  It ends when its stdin closes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ turns = itertools.count()
 
 
 def nonsense(message: Next) -> list[bytes]:
-    """What comes back in place of an answer."""
+    """The frames to send instead of an answer."""
     turn = next(turns) % 3
     if turn == 0:
         return [b"\xc1 not a message"]

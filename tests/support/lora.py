@@ -12,7 +12,7 @@ from backend.models.demo import TARGET_DIR
 
 
 def write_adapter(directory: Path, rank: int = 4, seed: int = 3) -> Path:
-    """Strong enough to change greedy text."""
+    """Writes an adapter that is strong enough to change greedy text; returns its directory."""
     config = json.loads((TARGET_DIR / "config.json").read_text())
     hidden, generator = config["hidden_size"], torch.Generator().manual_seed(seed)
     tensors = {}

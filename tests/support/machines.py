@@ -1,7 +1,7 @@
-"""Several machines on this one: network, PID and mount namespaces of their own behind a bridge.  Tests only; needs root.
+"""Simulates several machines on one, by network, PID and mount namespaces behind a bridge.  Tests only; needs root.
 
-A machine has its own address, its own /tmp and /dev/shm, and sees only its own processes; the test itself is one more machine
-of the network.  A machine ends with its first process, which ends with the test: nothing is left, whatever happens.
+A machine has its own address, its own /tmp and /dev/shm, and sees only its own processes.  The test itself is one more machine
+of the network.  A machine ends with its first process, which ends with the test, so nothing is left in any case.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ print("up", flush=True)
 sys.stdin.read()
 """
 ETH_P_ALL = 3
-"""Both directions; asked for one protocol, Linux shows what comes in alone."""
+"""All protocols: with a single protocol, Linux shows a packet socket only incoming packets."""
 IPV4 = b"\x08\x00"
 UNSHARE = ("unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
 
 
 def missing() -> str | None:
-    """Why there can be no such machines here."""
+    """Why machines cannot be simulated here; None if they can."""
     for command in ("ip", "unshare", "nsenter"):
         if shutil.which(command) is None:
             return f"no {command} here"
@@ -52,12 +52,12 @@ def _ip(*arguments: str) -> None:
 
 
 class Machine:
-    """One of them."""
+    """One simulated machine."""
 
     def __init__(self, network: Network, number: int, log: IO[str]) -> None:
         self.address = f"{network.prefix}.{number}"
         self.port = f"{network.name}p{number}"
-        """The network's end of its cable."""
+        """The interface at the bridge's end of the machine's virtual cable."""
         self._log = log
         self._children: list[subprocess.Popen[str]] = []
         self._first = subprocess.Popen(
@@ -72,7 +72,7 @@ class Machine:
             raise RuntimeError("no namespaces here")
         pid = self._first.pid
         self.pid = int(Path(f"/proc/{pid}/task/{pid}/children").read_text())
-        """Of its first process, as seen from here."""
+        """Process id of its first process, in the test's own PID namespace."""
         _ip("link", "add", self.port, "type", "veth", "peer", "name", "eth0", "netns", str(self.pid))
         _ip("link", "set", self.port, "master", network.name, "up")
         self.run("ip", "addr", "add", f"{self.address}/24", "dev", "eth0")
@@ -80,29 +80,29 @@ class Machine:
 
     @property
     def enter(self) -> list[str]:
-        """What stands before a command that is to run there."""
+        """Prefix of a command that is to run in the machine."""
         return ["nsenter", "-t", str(self.pid), "--net", "--mount", "--pid", "env", "-C", str(ROOT)]
 
     def run(self, *command: str) -> str:
-        """Runs a command there; returns what it says."""
+        """Runs a command in the machine; returns its standard output."""
         done = self.attempt(*command)
         assert done.returncode == 0, f"{command}: {done.stderr}"
         return done.stdout
 
     def attempt(self, *command: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-        """Runs a command there that may fail."""
+        """Runs a command in the machine; the command may fail."""
         environment = os.environ | (env or {})
         return subprocess.run([*self.enter, *command], env=environment, capture_output=True, text=True, check=False)
 
     def start(self, *command: str, env: Mapping[str, str] | None = None) -> None:
-        """Starts a command there, which ends with the machine at the latest."""
+        """Starts a command in the machine; it ends with the machine at the latest."""
         started = subprocess.Popen(
             [*self.enter, *command], env=os.environ | (env or {}), stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log
         )
         self._children.append(started)  # type: ignore[arg-type]
 
     def plug(self, there: bool) -> None:
-        """Pulls its network cable out, or puts it back."""
+        """Connects the machine's network cable, or disconnects it."""
         _ip("link", "set", self.port, "up" if there else "down")
 
     def connections(self, port: int) -> set[str]:
@@ -115,7 +115,6 @@ class Machine:
         return found
 
     def power_off(self) -> None:
-        """Everything on it ends at once."""
         assert self._first.stdin is not None
         self._first.stdin.close()
         self._first.wait(30)
@@ -124,10 +123,10 @@ class Machine:
 
 
 class Network:
-    """A bridge; the test's own address on it is number 254."""
+    """A bridge between machines; the test's own address on it ends in 254."""
 
     def __init__(self, log: IO[str]) -> None:
-        # Names of interfaces are short, and two tests may run at once.
+        # Interface names must be short, and unique because two tests may run at once.
         self.name = f"or{secrets.token_hex(3)}"
         self.prefix = f"10.{200 + secrets.randbelow(50)}.{secrets.randbelow(250)}"
         self.address = f"{self.prefix}.254"
@@ -138,7 +137,6 @@ class Network:
         _ip("link", "set", self.name, "up")
 
     def machine(self) -> Machine:
-        """One more."""
         self.machines.append(Machine(self, len(self.machines) + 1, self._log))
         return self.machines[-1]
 
@@ -150,7 +148,6 @@ class Network:
 
 @contextmanager
 def network(log: IO[str]) -> Iterator[Network]:
-    """A network for the block."""
     made = Network(log)
     with ExitStack() as stack:
         stack.callback(made.close)
@@ -158,7 +155,7 @@ def network(log: IO[str]) -> Iterator[Network]:
 
 
 class Tap:
-    """Listens in on a machine's cable: what goes to and from one of its tcp ports."""
+    """Captures the traffic to and from one of a machine's tcp ports."""
 
     def __init__(self, machine: Machine, port: int) -> None:
         self._number = port
@@ -195,7 +192,7 @@ class Tap:
 
 
 class RayMachines:
-    """A Ray cluster of two machines: number one is the head and lends `verifying`, number two lends `drafting`."""
+    """A Ray cluster of two machines: the head, with the resource `verifying`, and a worker, with the resource `drafting`."""
 
     def __init__(self, made: Network) -> None:
         self.network = made
@@ -212,7 +209,6 @@ class RayMachines:
         self.worker = self.join("drafting")
 
     def join(self, resource: str) -> Machine:
-        """One more machine, which lends this resource."""
         machine = self.network.machine()
         self._ray(machine, f"--address={self.ray_address}", f'--resources={{"{resource}": 1}}')
         return machine

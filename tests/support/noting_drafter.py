@@ -1,4 +1,4 @@
-"""A real EAGLE drafter in a thread of the test that keeps what it was sent and what it drafted.  Tests only."""
+"""A real EAGLE drafter, in a thread of the test, that keeps the features it received and the drafts it sent.  Tests only."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from backend.wire.drafting import Close, Drafts, Open, Round, decode_to_drafter,
 
 
 def eagle(paths: ResolvedModels) -> EagleProposer:
-    """A proposer with the head of `paths` and room for everything; it never learns to add more of the noise, or less."""
+    """A proposer with the head of `paths` and a large cache, whose weight of the noise never changes."""
     proposer = build_proposer(DrafterModel(paths.target_dir, paths.drafter_dir), DraftingSettings(cache_tokens=65536))
     assert isinstance(proposer, EagleProposer)
     proposer._taus.learn = lambda trial, token: None  # type: ignore[method-assign]
@@ -28,7 +28,7 @@ def eagle(paths: ResolvedModels) -> EagleProposer:
 
 
 class NotingDrafter:
-    """By request: `sampling`, `features` by position, and `drafts` by base length (those made from true features)."""
+    """Keeps, by request: `sampling`, `features` by position, and fresh `drafts` by base length."""
 
     def __init__(self, address: str, paths: ResolvedModels) -> None:
         self.ref = DrafterRef("drafter-0", "noting", address, "", 1)

@@ -1,13 +1,13 @@
 # ruff: noqa: E402, F401, I001
-"""What an engine imports, loaded once in the process that all test engines are forked from.  Tests only.
+"""Imports the modules that engines need, once, in the process that all test engines are forked from.  Tests only.
 
-A module of vLLM's that is gone under another version is loaded when it is needed, as if it did not stand here.
+If another version of vLLM lacks one of them, the fork server ignores the error, and engines import what they need themselves.
 """
 
 import atexit
 import gc
 
-# Nothing of what is imported is garbage, neither here nor in what is forked from here.
+# Imported objects are never garbage, here or in forked processes, so the collector must not scan them.
 gc.disable()
 
 import vllm  # must be the first of vLLM's modules
@@ -27,5 +27,5 @@ import vllm.v1.worker.cpu_worker
 
 gc.enable()
 gc.freeze()
-# Libraries complain at the end of the process about what is never collected.
+# Some libraries report objects that are not collected by the end of the process.
 atexit.register(gc.unfreeze)

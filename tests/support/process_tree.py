@@ -1,4 +1,4 @@
-"""Which processes a fleet consists of, and whether anything is left of them.  Tests only."""
+"""Finds the processes and files of a fleet, and checks that none are left.  Tests only."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def group_members(pgid_or_root: int) -> list[int]:
-    """Live descendants of a process, whatever their process group."""
+    """Live descendants of a process, in any process group."""
     parents = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -51,5 +51,5 @@ def wait_gone(pids: list[int], timeout_s: float = 20.0) -> list[int]:
 
 
 def leftovers(home: Path) -> list[str]:
-    """Files of fleets that should be gone; the user's token stays, and so do caches of torch."""
+    """Files of fleets that should have been removed; the user's token and torch's caches do not count."""
     return [p.name for p in (*home.glob("or-ray-*"), *home.glob("outrider/*")) if p.name != "ray-token"]

@@ -1,6 +1,6 @@
-"""Verifiers and drafters in processes of their own, as fixtures use them.  Tests only.
+"""Starts verifiers and drafters in processes of their own, for fixtures.  Tests only.
 
-They are forked from one process that has imported what they need: an engine is up in a few seconds.
+They are forked from one process that has already imported what they need, so an engine starts in a few seconds.
 """
 
 from __future__ import annotations
@@ -37,33 +37,32 @@ ENGINE_ENV = {
 
 
 def demo_models(kind: str = "eagle") -> ResolvedModels:
-    """The models that ship with the project."""
     return ResolvedModels(str(TARGET_DIR), str(DRAFTER_DIR) if kind == "eagle" else None, kind, "demo")  # type: ignore[arg-type]
 
 
 Main = Callable[[dict[str, Any], Connection], None]
-"""What a child does with its job: it sends its address when it is ready, takes messages, and ends when there are no more."""
+"""The main function of a child: sends its address when it is ready, handles messages, and ends when the pipe closes."""
 
 _forks = multiprocessing.get_context("forkserver")
 _forks.set_forkserver_preload(["tests.support.preload"])
 _environment = threading.Lock()
-"""Children are started from several threads, and the environment is this whole process's."""
+"""Guards `os.environ`, which all threads share, because children are started from several threads."""
 
 
 def start_fork_server() -> None:
-    """Starts the process that all children are forked from, unless it runs; it begins to import what engines import."""
+    """Starts the process that all children are forked from, unless it runs; it imports `tests.support.preload`."""
     with _environment, mock.patch.dict(os.environ, ENGINE_ENV):
         forkserver.ensure_running()
 
 
 class Child:
-    """A function of a helper module in a process of its own, which says when it is ready."""
+    """Runs the main function of a helper module in a child process; the constructor waits until it is ready."""
 
     def __init__(self, main: Main, job: dict[str, Any], directory: Path) -> None:
         name = main.__module__.rpartition(".")[2]
         self._log = directory / f"{name}-{os.urandom(3).hex()}.log"
         self._pipe, theirs = _forks.Pipe()
-        # At the end of the tests `multiprocessing` waits for children that a fixture forgot.
+        # `multiprocessing` waits at exit for children that no fixture has closed; closing the pipe ends them.
         atexit.register(self._pipe.close)
         start_fork_server()
         self.process = _forks.Process(target=_run, args=(main, job, theirs, self._log), name=name)
@@ -81,27 +80,25 @@ class Child:
         return self.process.pid
 
     def tell(self, message: Any) -> None:
-        """One message to the child."""
         self._pipe.send(message)
 
     def hear(self) -> Any:
-        """The child's next message."""
         return self._pipe.recv()
 
     def close(self) -> None:
-        """Ends its input and waits for it to stop."""
+        """Closes the child's pipe and waits for its end; kills it after 30 s."""
         self._pipe.close()
         self.process.join(30)
         if self.process.exitcode is None:
             self.process.kill()
             self.process.join()
         if self.process.exitcode not in (0, -signal.SIGKILL):
-            # Shown with the test that fails for it.
+            # pytest shows printed output with a failing test.
             print(f"{self.process.name} ended with {self.process.exitcode}:\n{self._log.read_text()[-6000:]}")
 
 
 def _run(main: Main, job: dict[str, Any], pipe: Connection, log: Path) -> None:
-    """In the child: what it prints goes to its log."""
+    """Runs in the child: redirects its output to the log, then calls `main`."""
     with log.open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -112,10 +109,10 @@ class Verifier(Child):
     """A running verifier and a client of it."""
 
     def __init__(self, directory: Path, settings: dict[str, Any], paths: ResolvedModels | None = None) -> None:
-        # The test's client pings only while it waits.
+        # A long lease, because the test's client pings only while it waits.
         settings = settings | {"verifier": {"gateway_lease_s": 3600} | settings.get("verifier", {})}
         address = f"ipc://{directory}/v{os.urandom(3).hex()}.sock"
-        # Drafters know a verifier by its name: two of one name would take each other's place.
+        # The name must be unique: drafters identify verifiers by name, and a second of that name would replace the first.
         self.name = f"verifier-{os.urandom(3).hex()}"
         job = {"verifier_id": self.name, "settings": settings, "paths": paths or demo_models(), "address": address}
         super().__init__(run_verifier.main, job, directory)
@@ -131,15 +128,15 @@ class Verifier(Child):
 
 
 def together(*starts: Callable[[], Any]) -> list[Any]:
-    """What the given functions return; two of them, as there are cores, start something at a time."""
+    """Calls the given functions in two threads, as there are two cores; returns their results in order."""
     with ThreadPoolExecutor(2) as pool:
         return list(pool.map(lambda start: start(), starts))
 
 
 def generate_on(verifiers: Sequence[Verifier], prompts: Sequence[list[int]], params: Any, **fields: Any) -> list[list[Answer]]:
-    """The prompts' answers by each of the verifiers, which work at the same time.
+    """Sends all prompts to each of the verifiers, which work at the same time; returns the answers by verifier.
 
-    `params` are `SamplingParams`, or a list with those of each prompt.
+    `params` is one `SamplingParams`, or a list with one for each prompt.
     """
     each = params if isinstance(params, list) else [params] * len(prompts)
     pairs = list(zip(prompts, each, strict=True))
@@ -150,7 +147,7 @@ def generate_on(verifiers: Sequence[Verifier], prompts: Sequence[list[int]], par
 
 
 class Drafter(Child):
-    """A running drafter; `draft_model` is the directory of one that it has instead of the fleet's head."""
+    """A running drafter, with the fleet's head or the draft model in the directory `draft_model`."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Which metrics and labels a PromQL expression names.  Its grammar is promtool's to check; this only finds the names."""
+"""Finds the metrics and labels that a PromQL expression names.  It does not check the grammar: promtool does."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _LABEL_LISTS = {"by", "without", "on", "ignoring", "group_left", "group_right"}
 
 
 class Names(NamedTuple):
-    """`metrics` with the labels their selectors name; `labels`: those in `by (...)` and the like."""
+    """`metrics` with the labels in their selectors; `labels` in `by (...)`, `on (...)` and similar clauses."""
 
     metrics: dict[str, set[str]]
     labels: set[str]
 
 
 def names(expression: str) -> Names:
-    """Raises `ValueError` at what is no token."""
+    """The names in an expression.  Raises `ValueError` for text that is no PromQL token."""
     tokens = _tokens(expression)
     found = Names({}, set())
     index = 0

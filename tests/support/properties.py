@@ -1,4 +1,4 @@
-"""How many examples a property test draws.  Tests only."""
+"""The number of examples of a property test.  Tests only."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 from hypothesis import settings
 
 ORDINARY = 100
-"""What hypothesis draws where nothing is said."""
+"""Hypothesis' own default number of examples."""
 
 
 def examples(count: int, **others: Any) -> settings:
-    """`count` examples in `make test`, and as many times more as the profile in use draws more (`tests/conftest.py`)."""
+    """`count` examples in `make test`; with another profile (`tests/conftest.py`), more or fewer in the same proportion."""
     return settings(max_examples=count * settings().max_examples // ORDINARY, **others)

@@ -1,4 +1,4 @@
-"""Directories of records as verifiers leave them, made of rows that a test decides."""
+"""Makes directories of records, as verifiers write them, from rows of a test.  Tests only."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ START = 1_790_000_000.0
 
 
 def record(directory: Path, rows: Rows, verifier_id: str = "verifier-0", incarnation: str = "aaaaaaaa", k: int = 4) -> Path:
-    """One incarnation that wrote these rows and ended; returns its directory."""
+    """Writes the records of one incarnation that has ended; returns its directory."""
     about = About(verifier_id, incarnation, START, "sync", "demo", k)
     store = Store(about, RecordsSettings(dir=str(directory)), dict.fromkeys(KINDS, 0))
     for kind, of in KINDS.items():
@@ -36,7 +36,7 @@ def step(number: int, at: float, *, requests: int = 2, tokens: int = 6, busy: fl
 def verification(
     number: int, request_id: str, draft_tokens: int, accepted: int, drafter: str = "drafter-0", **flags: bool
 ) -> VerificationRow:
-    """An outcome; all accepted tokens and one more are emitted."""
+    """A verification that emits its accepted tokens and one more."""
     return VerificationRow(
         number,
         request_id,

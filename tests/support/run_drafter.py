@@ -1,4 +1,4 @@
-"""What a test's drafter does, in a process of its own.  Tests only."""
+"""The main function of a test's drafter process.  Tests only."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ GO_ON = "go on"
 
 
 def main(job: dict[str, Any], pipe: Connection) -> None:
-    """Runs one `DrafterProcess` until its input ends.  `Learning` answers each message.
+    """Runs one `DrafterProcess` until the pipe closes; answers each message with its `Learning` counters.
 
-    A message is empty, or a head that the trainer publishes and then stops, or `GO_ON` for the trainer.
+    An empty message only asks for them.  A head directory stops the trainer and publishes that head; `GO_ON` lets the trainer
+    continue.
     """
     from backend.config import DraftingSettings
     from backend.drafter.process import DrafterModel, DrafterProcess

@@ -1,4 +1,4 @@
-"""What a test's gateway does, in a process of its own.  Tests only."""
+"""The main function of a test's gateway process.  Tests only."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.support.static_directory import StaticDirectory
 
 
 def main(job: dict[str, Any], pipe: Connection) -> None:
-    """Serves the job's `members`, none by default, until a signal comes."""
+    """Runs a gateway with the job's `members` (default: none) until a signal ends it."""
     settings = Settings.model_validate({"gateway": {"port": 0, **job.get("gateway", {})}})
     directory = StaticDirectory(job.get("members", ()))
     GatewayServer(settings, directory, job["model"], on_listening=pipe.send).run()

@@ -1,4 +1,4 @@
-"""What a test's verifier does, in a process of its own.  Tests only."""
+"""The main function of a test's verifier process.  Tests only."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from unittest import mock
 
 
 def main(job: dict[str, Any], pipe: Connection) -> None:
-    """Runs one `VerifierProcess`; each message is a list of `DrafterRef`s to assign."""
+    """Runs one `VerifierProcess` until the pipe closes; each message is a list of `DrafterRef`s to assign."""
     import vllm  # noqa: F401  (must be the first of vLLM's modules)
 
     from backend.config import Settings
@@ -26,6 +26,6 @@ def main(job: dict[str, Any], pipe: Connection) -> None:
             process.set_drafters(pipe.recv())
         except EOFError:
             break
-    # vLLM would look for garbage in all that it has imported, and touch every page that is shared with other forks.
+    # vLLM would collect garbage over everything imported, and so copy every page that is shared with other forks.
     with mock.patch.object(gc, "unfreeze"), mock.patch.object(gc, "collect"):
         process.stop()

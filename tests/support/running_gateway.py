@@ -41,7 +41,7 @@ class Running:
 
     @property
     def idle(self) -> bool:
-        """Nothing is left of any request."""
+        """Whether no request is left in the gateway or in vLLM's output processor."""
         return not self.core.in_flight and not self.server.gateway.client.output_processor.request_states
 
 
@@ -54,7 +54,7 @@ async def running_gateway(
     read_settings: Any = None,
     **gateway: Any,
 ) -> AsyncIterator[Running]:
-    """A gateway with `verifiers` fake verifiers connected, which run `slots` sequences at once, and `gateway` settings."""
+    """A gateway with `gateway` settings and `verifiers` connected fake verifiers, each of which runs `slots` sequences."""
     with tempfile.TemporaryDirectory() as folder:
         fakes = [FakeVerifier(Path(folder), f"verifier-{index}").start() for index in range(verifiers)]
         directory = StaticDirectory([fake.member for fake in fakes])

@@ -1,4 +1,4 @@
-"""What a fake verifier says: a text, in the demo target's tokens, a few at a time."""
+"""A behaviour of fake verifiers: emits a given text in the demo target's tokens, a few at a time.  Tests only."""
 
 from __future__ import annotations
 
@@ -19,12 +19,10 @@ def tokenizer() -> Any:
 
 
 def saying(text: str, finish: FinishReason = FinishReason.STOP, tokens_at_a_time: int = 2) -> Behaviour:
-    """Emits `text` and ends."""
-
     async def behaviour(verifier: FakeVerifier, sequence: Sequence) -> None:
         tokens = tokenizer().encode(text, add_special_tokens=False).ids
         if finish is FinishReason.STOP:
-            # The token that stops it is not part of the text.
+            # The stop token is emitted too, but is not part of the text.
             tokens.append(tokenizer().token_to_id("<|endoftext|>"))
         for start in range(0, len(tokens), tokens_at_a_time):
             last = start + tokens_at_a_time >= len(tokens)

@@ -23,22 +23,22 @@ from backend.wire.drafting import (
 )
 
 SURE = 8.0
-"""Value and lead of every token: with these a verifier takes drafts for good until it has seen otherwise."""
+"""Both signs of every token, value and lead: with these a verifier expects acceptance until it has seen rejections."""
 
 
 class Script(Protocol):
-    """Draft tokens for a request of which `tokens` are known; None: no answer."""
+    """Returns draft tokens for a request whose known tokens are `tokens`; None: no answer."""
 
     def __call__(self, request_id: str, tokens: list[int], k: int) -> list[int] | None: ...
 
 
 class ScriptedDrafter:
-    """Speaks the drafting protocol in a thread of the test; of outcomes ahead of time it knows nothing."""
+    """Speaks the drafting protocol in a thread of the test; it drafts nothing ahead."""
 
     def __init__(self, address: str, script: Script, drafter_id: str = "drafter-0") -> None:
         self.script = script
         self.raw: Callable[[Next], list[bytes] | None] | None = None
-        """When set, what is sent back in place of an answer to these items, all of them due."""
+        """When set, makes the frames to send instead of an answer to these items."""
         self.sign = SURE
         self.rounds: list[Round] = []
         self.answers = 0
@@ -47,7 +47,7 @@ class ScriptedDrafter:
         self.ref = DrafterRef(drafter_id, "incarnation", address, "", 1)
         self._tokens: dict[str, list[int]] = {}
         self._wanted: dict[str, tuple[int, NextItem]] = {}
-        """What came before the round that brings it: epoch and item."""
+        """By request: epoch and item of a `Next` that arrived before the `Round` with its tokens."""
         self._listeners: dict[tuple[str, int], bytes] = {}
         self._stop = threading.Event()
         self._ready = threading.Event()
@@ -98,7 +98,7 @@ class ScriptedDrafter:
             known.extend(item.tokens)
 
     def _answer(self, router: Router) -> None:
-        """Answers whatever is due: its request has got there."""
+        """Answers the items whose requests have reached their base length."""
         due: dict[int, list[NextItem]] = {}
         for request_id, (epoch, item) in list(self._wanted.items()):
             if len(self._tokens.get(request_id, [])) == item.base_len:

@@ -1,6 +1,6 @@
-"""A verifier that decides by `backend.speculation`, on a machine whose true times and acceptance are known.
+"""Simulates a verifier that decides by `backend.speculation`, on a machine with known times and acceptance.  Tests only.
 
-Decisions see noise, drift and hiccups.  What is counted are the true mean times, so that runs compare.
+Decisions are based on times with noise, drift and hiccups.  Results count the true mean times, so that runs can be compared.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ CHOOSE_EVERY = 16
 
 @dataclass(frozen=True)
 class Draft:
-    """The text is nothing but zeros."""
+    """A draft.  The text is all zeros, so a draft token is right if it is 0."""
 
     signs: list[float]
     tokens: list[int]
     true: list[float]
-    """Survivals."""
+    """The true survival of each token."""
 
 
 @dataclass(frozen=True)
@@ -43,14 +43,15 @@ class Machine:
     way: float = 0.5
     pass_: float = 0.3
     row: float = 0.01
-    """Per pass and request."""
+    """Time per draft pass and request."""
     offsets: tuple[float, ...] = (0.8,)
-    """Log-odds of a token that leads by nothing, by request."""
+    """True offsets of the log-odds of acceptance; requests take them in turn."""
     hits: float = 0.8
+    """Share of verifications whose outcome was drafted ahead."""
     enumeration: float = 1.0
-    """What drafts asked for after a miss wait for."""
+    """Time for which a draft requested after a miss waits until the drafter has finished drafting ahead."""
     found: float = 0.0
-    """Share of verifications that a look-up finds a draft for."""
+    """Share of verifications for which a look-up finds a draft."""
     found_accept: float = 0.95
     noise: float = 0.1
     hiccups: float = 0.01
@@ -64,26 +65,26 @@ class Machine:
         return self.way + (k + 1) * (self.pass_ + self.row * rows) if rows else 0.0
 
     def draft(self, request: int, dice: random.Random) -> Draft:
-        """A new one of `K` tokens."""
+        """A random draft of `K` tokens."""
         a, b, offset = *TRUE_SIGNS, self.offsets[request % len(self.offsets)]
         signs = [s for _ in range(K) for s in (dice.gauss(-0.5, 0.5), dice.expovariate(0.7) - 0.5)]
         true = chances([a, b, offset], signs)
         return Draft(signs, [int(dice.random() > c) for c in true], survivals(true))
 
     def look_up(self, dice: random.Random) -> Draft:
-        """What a request's own text gives, if anything."""
+        """A look-up in a request's own text: with chance `found` a draft of `K` tokens, else an empty one."""
         k = K if dice.random() < self.found else 0
         return Draft(
             [0.0] * 2 * k, [int(dice.random() > self.found_accept) for _ in range(k)], survivals([self.found_accept] * k)
         )
 
     def gain(self, k: int, requests: int) -> float:
-        """Accepted tokens per draft of `k`, the mean over the requests."""
+        """Mean number of accepted tokens of a draft of `k`, over the requests."""
         dice, seen, classes = random.Random(7), 500, min(requests, len(self.offsets))
         return sum(sum(self.draft(request, dice).true[:k]) for request in range(classes) for _ in range(seen)) / seen / classes
 
     def best(self, requests: int) -> tuple[float, str]:
-        """The best fixed way: plain, look-ups alone, drafts of any fixed length, asked for before or after."""
+        """Tokens per ms and name of the best fixed way: plain decoding, look-ups, or drafts of one length, fresh or ahead."""
         n, h = requests, self.hits
         ways = {"plain": n / self.step_ms(n)}
         any_missing = 1 - h**n
@@ -101,7 +102,7 @@ class Machine:
 
 
 class Verifier:
-    """What the scheduler does, without vLLM."""
+    """The decisions of the drafting scheduler, without vLLM."""
 
     def __init__(self, machine: Machine, seed: int) -> None:
         self.machine, self.dice = machine, random.Random(seed)
@@ -115,7 +116,7 @@ class Verifier:
         self.threshold = 0.0
 
     def run(self, requests: int, steps: int) -> float:
-        """Tokens per ms."""
+        """Runs `steps` steps; returns tokens per ms."""
         tokens = spent_ms = 0.0
         for _ in range(steps):
             emitted, ms = self._step(requests)
@@ -130,7 +131,7 @@ class Verifier:
         return max(dice.gauss(1.0, machine.noise), 0.5) * hiccup * math.exp(self.wandered)
 
     def _step(self, n: int) -> tuple[float, float]:
-        """One step; tokens expected by the truth, and its ms."""
+        """Simulates one step; returns the expected number of tokens by true chances, and true milliseconds."""
         machine, dice, asking = self.machine, self.dice, self.asking
         choice, probes = asking.choice, asking.stepped()
         self.clock += 1

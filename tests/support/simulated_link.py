@@ -1,7 +1,7 @@
-"""Virtual time, and a network in memory that delays, drops, duplicates and reorders.  Tests only.
+"""Virtual time, and a network in memory that delays, drops, duplicates and reorders messages.  Tests only.
 
-`SimulatedHub` and `SimulatedDealer` stand in for the transport's `Hub` and `Dealer`; `SimulatedDrafter` runs the real service
-behind them.  Nothing here sleeps: whoever waits moves the clock to the next event.
+`SimulatedHub` and `SimulatedDealer` replace the transport's `Hub` and `Dealer`; `SimulatedDrafter` runs the real service behind
+them.  Nothing here sleeps: a wait moves the clock to the next event.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from backend.wire.drafting import Ahead, Draft, Drafts, Outcome, decode_to_verif
 
 
 class World:
-    """The clock (also a stand-in for the module `time`) and what will happen."""
+    """The clock, which can also replace the module `time`, and the queue of future events."""
 
     def __init__(self, seed: int) -> None:
         self.now = 1000.0
@@ -39,12 +39,11 @@ class World:
         return int(self.now * 1e9)
 
     def at(self, when: float, action: Callable[[], None]) -> None:
-        """`action` happens then."""
         self._number += 1
         heapq.heappush(self._events, (max(when, self.now), self._number, action))
 
     def advance(self, until: float, woken: Callable[[], bool] = lambda: False) -> None:
-        """Lets everything happen up to then, or until `woken()`."""
+        """Runs all events up to the time `until`, or until `woken()` is true."""
         while not woken() and self._events and self._events[0][0] <= until:
             self.now, _, action = heapq.heappop(self._events)
             action()
@@ -54,29 +53,29 @@ class World:
 
 @dataclass
 class Faults:
-    """How bad the network is."""
+    """Faults of the network: probabilities of a drop and of a duplicate, delay and reordering."""
 
     drop: float = 0.0
     twice: float = 0.0
     delay_s: float = 0.0
     """Longest extra delay of a message."""
     reorder: bool = False
-    """Messages of one socket may overtake each other; otherwise only those of different sockets may."""
+    """Whether messages of one socket may overtake each other; messages of different sockets always may."""
 
 
 @dataclass
 class Network:
-    """Who listens where."""
+    """The drafters and dealers of the network, by address."""
 
     world: World
     faults: Faults = field(default_factory=Faults)
     drafters: dict[str, SimulatedDrafter] = field(default_factory=dict)
     dealers: dict[tuple[str, bytes], SimulatedDealer] = field(default_factory=dict)
-    """By the address they are connected to and their identity there."""
+    """By the address that a dealer is connected to, and its identity there."""
     _last: dict[Any, float] = field(default_factory=dict)
 
     def carry(self, link: Any, deliver: Callable[[], None]) -> None:
-        """One message on its way, with all that may befall it."""
+        """Carries one message, subject to the faults; `deliver` is called when it arrives."""
         faults, chance, world = self.faults, self.world.chance, self.world
         for _ in range(1 + (chance.random() < faults.twice)):
             if chance.random() < faults.drop:
@@ -139,21 +138,21 @@ class SimulatedHub:
 
 
 class SimulatedDrafter:
-    """The real service behind a simulated ROUTER; drafting takes virtual time, and says so."""
+    """The real service behind a simulated ROUTER; drafting takes virtual time, which its answers report."""
 
     def __init__(self, network: Network, address: str, make: Callable[[], DrafterService], pass_s: float) -> None:
-        """`pass_s`: of each batch for extending the caches, and once more for each token drafted."""
+        """`pass_s`: seconds of a pass.  A batch takes one pass to extend the caches, and one per token of its longest draft."""
         self._network, self._address, self._make, self.pass_s = network, address, make, pass_s
         self.service = make()
         self.drafted: set[tuple[str, int, tuple[int, ...]]] = set()
         """All drafts sent: request, base length, tokens."""
         self.fresh: dict[tuple[str, int], list[int]] = {}
-        """Those made from the target's own features, by request and base length."""
+        """Fresh drafts, made from the target's own features, by request and base length."""
         self._busy = False
         network.drafters[address] = self
 
     def restart(self) -> None:
-        """The same address, and nothing remembered."""
+        """Restarts the drafter at its address, without any state."""
         self.service, self._busy = self._make(), False
 
     def take(self, identity: bytes, frames: list[bytes]) -> None:
@@ -211,7 +210,7 @@ def _longest(payload: bytes) -> int:
 
 
 def _timed(payload: bytes, seconds: float) -> bytes:
-    """The answer, as of a drafter that took so long."""
+    """The answer, with `seconds` as the drafter's compute time."""
     message = decode_to_verifier(payload)
     if isinstance(message, Drafts | Ahead):
         message = msgspec.structs.replace(message, draft_us=round(seconds * 1e6))

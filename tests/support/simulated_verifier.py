@@ -1,7 +1,7 @@
-"""The real engine loop, drafting scheduler, runner mixin and feature shipper around a target that is a table.  Tests only.
+"""The real engine loop, drafting scheduler, runner mixin and feature shipper, around a table in place of a model.  Tests only.
 
-vLLM's own scheduler decides what runs; the model is replaced by texts known beforehand, so that the right answer of every step
-is known, rejections happen, and a draft made from wrong features or at a wrong length shows.
+vLLM's own scheduler decides what runs.  The model is replaced by texts known beforehand.  So the right result of every step is
+known, rejections happen, and drafts made from wrong features or at a wrong length are detected.
 """
 
 from __future__ import annotations
@@ -40,18 +40,21 @@ from tests.support.simulated_link import Network, SimulatedDealer, SimulatedHub,
 
 BLOCK = 32
 FIXED_S, TOKEN_S = 5e-3, 1e-4
-"""What a step costs, and each token in it."""
+"""Seconds of a step: the fixed part, and the part per token."""
 
 
 class Text:
-    """What the target says: all tokens, and the feature of every position `[len(tokens), hidden]`."""
+    """A text of the target: its tokens, the first `prompt` of which are the prompt, and features `[len(tokens), hidden]`."""
 
     def __init__(self, tokens: list[int], features: torch.Tensor, prompt: int) -> None:
         self.tokens, self.features, self.prompt = tokens, features, prompt
 
 
 def write_text(proposer: EagleProposer, seed: int, prompt: int, length: int, agreement: float = 0.8) -> Text:
-    """Most tokens are what the head drafts from the true context, so that a spoilt context shows as lost acceptance."""
+    """Makes a text in which a share `agreement` of tokens is what the head drafts from the true context.
+
+    So a drafter with a wrong context shows as lost acceptance.
+    """
     generator = torch.Generator().manual_seed(seed)
     features = torch.randn(length, proposer.hidden, generator=generator)
     tokens: list[int] = torch.randint(proposer.vocab_size, (prompt,), generator=generator).tolist()
@@ -102,11 +105,11 @@ class _Runner(RemoteDrafting, _Executes):
 
     def __init__(self) -> None:
         self.requests: dict[str, Any] = {}
-        """vLLM's own state of each request; the simulation has none."""
+        """Replaces vLLM's state of each request, which the simulation does not have."""
 
 
 class SimulatedCore:
-    """Stands in for vLLM's `EngineCore`."""
+    """Replaces vLLM's `EngineCore`."""
 
     def __init__(self, world: World, network: Network, mode: str, k: int, blocks: int, lookup: bool) -> None:
         config, structured = _vllm(mode, k, lookup)
@@ -126,11 +129,11 @@ class SimulatedCore:
         self._world, self._network = world, network
         self.texts: dict[str, Text] = {}
         self.decided = 0
-        """Tokens the target has decided on."""
+        """Number of tokens that the target has emitted, before truncation at a stop."""
         self.fresh_drafts = 0
-        """Verifications of remote drafts made from the target's features."""
+        """Number of verifications of fresh drafts, made from the target's features."""
         self.first_tokens: list[bool] = []
-        """Of every such draft that came, verified or not: whether its first token is right."""
+        """For every fresh draft that arrived, verified or not: whether its first token is right."""
         arrived = self.scheduler.speculator.arrived
 
         def noted(drafter_id: str, draft: Draft, draft_s: float, now: float) -> tuple[str, float | None]:
@@ -178,7 +181,7 @@ class SimulatedCore:
         return scheduler.update_from_output(scheduled, output), total > 0
 
     def _check_drafts(self, scheduled: Any) -> None:
-        """Every draft that is verified was made for this very text, by whom it is booked on."""
+        """Asserts that every verified draft was made for this text, by the drafter that it is counted for."""
         for request_id, tokens in scheduled.scheduled_spec_decode_tokens.items():
             if not any(token >= 0 for token in tokens):
                 continue
@@ -189,7 +192,7 @@ class SimulatedCore:
                 continue
             made = self._network.drafters[f"sim://{draft.source.drafter_id}"].drafted
             text = list(self.scheduler.requests[request_id].all_token_ids)
-            # What is left of a draft whose beginning the text has said is a draft, too.
+            # The verified draft may be the rest of a draft whose first tokens are already part of the text.
             whole = ((request_id, at, (*text[at:], *draft.tokens)) for at in range(max(len(text) - 8, 0), len(text) + 1))
             assert any(each in made for each in whole)
 
@@ -212,7 +215,7 @@ class SimulatedCore:
                 self.fresh_drafts += 1
             features = text.features[first : first + n].clone()
             true = n - (len(drafts) - max(len(emitted) - 1, 0)) if emitted else n
-            features[true:] = float("nan")  # What a rejected position yields may never leave.
+            features[true:] = float("nan")  # features of rejected positions must never be sent
             hidden.append(features)
             known = text.tokens[: max(length, first + n + 1 - len(drafts)) + len(emitted)]
             rows.append(np.array(known + [-1] * 8))
@@ -227,7 +230,7 @@ class SimulatedCore:
 
 
 class SimulatedVerifier:
-    """Runs until every request is answered; plays the gateway, and checks the books on every turn of the loop."""
+    """Runs the real loop until every request is answered; takes the gateways' role, and checks counters on every turn."""
 
     def __init__(self, world: World, network: Network, mode: str, k: int = 4, blocks: int = 200, lookup: bool = True) -> None:
         self.world, self.network = world, network
@@ -245,11 +248,10 @@ class SimulatedVerifier:
         self.longest_silence_s = 0.0
 
     def connections_refused(self) -> int:
-        """Asked of whoever plays the gateways."""
         return 0
 
     def generate(self, texts: dict[str, Text], limit_s: float = 60.0) -> None:
-        """All requests at once, to their ends."""
+        """Runs all requests at once to their ends, and asserts that their tokens are the target's."""
         for request_id, text in texts.items():
             self.core.add(request_id, text)
             self.answers[request_id] = []
@@ -263,7 +265,7 @@ class SimulatedVerifier:
     def drafters(self, *refs: DrafterRef) -> None:
         self.links.set_drafters(list(refs))
 
-    # What the loop calls its gateways for.
+    # The methods that the loop calls on its gateway port.
 
     def receive(self, now: float) -> None:
         self.check()
@@ -293,7 +295,7 @@ class SimulatedVerifier:
         return 0.0
 
     def check(self) -> None:
-        """The books agree with each other and with vLLM's."""
+        """Asserts that the speculator's tables and the counters agree with vLLM's scheduler."""
         scheduler = self.core.scheduler
         known, pending = scheduler.speculator.hands.requests, scheduler.speculator.questions.pending
         assert known.keys() <= scheduler.requests.keys()
@@ -310,7 +312,7 @@ class SimulatedVerifier:
 
 @contextmanager
 def simulated(world: World, network: Network) -> Iterator[None]:
-    """Verifier code inside uses the world's clock and the network's sockets."""
+    """Makes verifier code use the world's clock and the network's sockets, for a `with` block."""
 
     def connect(wire: Any, address: str, identity: bytes, server_key: str, high_water_mark: int) -> SimulatedDealer:
         return SimulatedDealer(network, address, identity)

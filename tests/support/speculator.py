@@ -1,4 +1,4 @@
-"""What a speculator still holds, and what it would spend.  Tests only."""
+"""Checks that a speculator has forgotten all requests, and computes which draft tokens it would spend.  Tests only."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from backend.speculation.speculator import Speculator
 
 
 def spent_on(rows: Sequence[Sequence[float]], step_s: Callable[[int], float], base: int) -> Spent:
-    """`spend`, by any curve."""
+    """`spend` with step times from the function `step_s`; steps have `base` tokens besides the draft tokens."""
     return spend(rows, [step_s(base + n) for n in range(sum(map(len, rows)) + 2)])
 
 
 def assert_nothing_is_left(speculator: Speculator) -> None:
-    """No table has an entry for any request, known or not: all have been forgotten."""
     tables: dict[str, Any] = {
         "requests": speculator.hands.requests,
         "asked": speculator.hands._asked,

@@ -1,4 +1,4 @@
-"""A small HTTP server whose streams a test cuts into pieces and lets out one by one.  Tests only."""
+"""Small HTTP servers whose streams are sent in pieces that a test decides.  Tests only."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WAIT_S = 10.0
 
 
 def stream_of(*texts: str, done: bool = True, usage: int | None = None) -> list[bytes]:
-    """The events of a completion, one piece each."""
+    """The events of a streamed completion, one piece each."""
     chunks: list[dict[str, Any]] = [
         {"choices": [{"index": 0, "text": text, "finish_reason": "length" if text == texts[-1] else None}]} for text in texts
     ]
@@ -25,7 +25,7 @@ def stream_of(*texts: str, done: bool = True, usage: int | None = None) -> list[
 
 
 def read_request(connection: socket.socket) -> None:
-    """Reads one request to its end: closing a socket with something unread resets the connection."""
+    """Reads one request to its end, because closing a socket with unread data resets the connection."""
     request = b""
     while b"\r\n\r\n" not in request:
         request += connection.recv(65536)
@@ -36,7 +36,7 @@ def read_request(connection: socket.socket) -> None:
 
 
 class PiecewiseServer:
-    """Answers one connection: headers with the first piece, and one more piece at each `release`."""
+    """Answers one connection: sends headers at once, and one more piece at each `release`."""
 
     def __init__(self, pieces: Sequence[bytes], framing: Framing = "chunked", cut_off: bool = False) -> None:
         self.sent = 0
@@ -54,7 +54,7 @@ class PiecewiseServer:
         self._turns.release()
 
     def clock(self) -> float:
-        """A clock that counts pieces: each reading dates what was read, and lets the next piece out."""
+        """A clock whose time is the number of pieces sent; each reading also releases the next piece."""
         now = float(self.sent)
         self.release()
         return now
@@ -95,9 +95,9 @@ class PiecewiseServer:
 
 
 class StubGateway:
-    """Serves what the load test asks of a gateway; `pieces` is every stream's answer, one every `pause_s`.
+    """Has the routes that load tests use; answers every POST with `pieces`, one every `pause_s`.
 
-    `drafters` is what `/fleet` says of them, by process id.
+    `drafters` are the drafters in `/fleet`, by process id.
     """
 
     def __init__(self, pieces: Sequence[bytes], pause_s: float = 0.0) -> None:

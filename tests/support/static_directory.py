@@ -1,4 +1,4 @@
-"""A fleet's directory that is told its members.  Tests only."""
+"""A fleet's directory with members that a test sets.  Tests only."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from backend.fleet import FleetSnapshot, Member, MemberView
 
 
 class StaticDirectory:
-    """What `Directory` of `gateway/directory.py` asks for, without a coordinator."""
+    """Implements `Directory` of `gateway/directory.py`, without a coordinator."""
 
     def __init__(self, members: Sequence[Member] = ()) -> None:
         self._version = 0
@@ -17,7 +17,6 @@ class StaticDirectory:
         self.set_members(members)
 
     def set_members(self, members: Sequence[Member]) -> None:
-        """Replaces the membership."""
         self._version += 1
         self._members = list(members)
 

@@ -1,4 +1,4 @@
-"""Do tokens come from a given distribution?  Tests only."""
+"""Tests whether tokens come from a given distribution.  Tests only."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MIN_EXPECTED = 5.0
 def chi_square(drawn: Sequence[Hashable], probabilities: Mapping[Any, float]) -> float:
     """The p-value of Pearson's test that `drawn` follows `probabilities`.
 
-    Outcomes too rare for it (Cochran's rule) share one bin.
+    Outcomes that are too rare for the test (Cochran's rule) share one bin.
     """
     counts, total = Counter(drawn), len(drawn)
     statistic, bins = 0.0, 0

@@ -1,4 +1,4 @@
-"""Serves the fleet page of a `Story` from a thread of its own, for tests that look at it from outside."""
+"""Serves the fleet page of a `Story` from a thread of its own, for tests with a browser or HTTP client.  Tests only."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.fleet_story import Story, feed_of, page_app
 
 
 class Served:
-    """`do` runs something in the server's loop and waits for it."""
+    """The page's server.  `do` runs a function in the server's event loop and waits for its result."""
 
     def __init__(self, story: Story, port: int, api_key: str | None) -> None:
         self.story = story
@@ -47,7 +47,7 @@ class Served:
         return asyncio.run_coroutine_threadsafe(call(), self._loop).result(10)
 
     def advance(self, seconds: float = 1.0, times: int = 1) -> None:
-        """The fleet works on, and the feed looks at it."""
+        """Advances the story `times` times, and lets the feed look after each."""
 
         def work() -> None:
             for _ in range(times):
@@ -69,7 +69,7 @@ class Served:
 
 @contextmanager
 def served(story: Story, port: int = 0, api_key: str | None = None) -> Iterator[Served]:
-    """The page of `story`, until the block ends."""
+    """Serves the page of `story` for a `with` block."""
     page = Served(story, port, api_key)
     try:
         yield page

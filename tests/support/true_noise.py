@@ -1,4 +1,4 @@
-"""The shared noise by its definition, one word at a time.  Tests only."""
+"""The shared noise computed from its definition, one random word at a time.  Tests only."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 
 def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> list[int]:
-    """Philox 4x32-10 as its paper has it."""
+    """Philox 4x32-10, as in its paper."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
@@ -18,12 +18,12 @@ def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> list[int
 
 
 def true_gumbel(seed: int, position: int, token: int) -> float:
-    """G of a token under an unsigned seed."""
+    """The Gumbel noise G of a token; `seed` is unsigned."""
     word = philox((token >> 2, position, 0, 0), (seed % 2**32, seed >> 32))[token & 3]
     return true_noise(word)
 
 
 def true_noise(word: int) -> float:
-    """G of a word."""
+    """The Gumbel noise G of a random 32-bit word."""
     w = (2**32 - 1 - word + 0.5) / 2**32
     return -math.log(-math.log1p(-w) if word >= 2**31 else -math.log((word + 0.5) / 2**32))

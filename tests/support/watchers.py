@@ -1,4 +1,4 @@
-"""What a busy gateway does to others, seen from outside and from inside its event loop.  Tests only."""
+"""Measures how responsive a busy gateway is, from outside and from inside its event loop.  Tests only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 
 class Probe:
-    """Asks `/livez` all the time from a thread of its own, over one connection."""
+    """Requests `/livez` continuously from a thread of its own, over one connection, and keeps the longest time."""
 
     def __init__(self, url: str) -> None:
         where = urlsplit(url)
@@ -28,12 +28,11 @@ class Probe:
 
     async def __aexit__(self, *_: object) -> None:
         self._stopping.set()
-        # It waits for an answer, which this thread's loop may have to give.
+        # The probe may wait for an answer from this thread's event loop, so the join must not block the loop.
         await asyncio.to_thread(self._thread.join)
         self._connection.close()
 
     def reset(self) -> None:
-        """Forgets what it has seen."""
         self.longest_s = 0.0
 
     def _run(self) -> None:
@@ -52,9 +51,9 @@ class Probe:
 
 
 class Stalls:
-    """The longest time that the event loop did not come back to a task which only sleeps.
+    """The longest time for which the event loop did not return to a task that only sleeps.
 
-    Time in which this process got no processor, because others had it, does not count.
+    Time in which this process got no CPU does not count.
     """
 
     def __init__(self) -> None:

@@ -1,5 +1,6 @@
-"""`outrider bench`: every mode on the same cores in one run.  The parent measures through the engine wire; children compute.
+"""`outrider bench`: measures every mode on the same cores in one run.
 
-Reading order: `plan.py` says which configurations run where and when, `worker.py` is each of them, `measure.py` turns counters
-into rows, `run.py` is the loop, `tables.py` and `plot.py` write what was found.  Importing this package imports nothing else.
+The parent process measures through the engine wire; child processes are the verifiers and drafters.  Reading order: `plan.py`
+decides which configurations run, on which cores and when; `worker.py` is a child process; `measure.py` turns counters into
+rows; `run.py` is the loop; `tables.py` and `plot.py` write the results.  Importing this package imports nothing else.
 """

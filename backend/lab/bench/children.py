@@ -1,7 +1,7 @@
-"""Starts, asks and ends a benchmark's child processes.  Parent process, its one thread.
+"""Starts, queries and ends a benchmark's child processes.  Parent process, its one thread.
 
-A child is told what to be by its only argument and answers JSON lines (`worker.py`).  It ends with its input, so that none
-outlives a parent that was killed.
+A child's only argument describes its role, and it answers JSON lines (`worker.py`).  It ends when its standard input closes, so
+that no child outlives a parent that was killed.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ ENVIRONMENT = {
     "TRANSFORMERS_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
-"""What every child, and the parent for its vLLM, finds in its environment."""
+"""Environment variables of every child, and of the parent, which imports vLLM too."""
 
 
 class ChildError(Exception):
-    """A child ended or never came up; the message holds the end of its log."""
+    """A child ended unexpectedly or did not start; the message holds the end of its log."""
 
 
 class Child:
-    """One process.  It starts at once and loads while others do; `wait_ready` before use."""
+    """One child process.  The constructor starts it and does not wait; call `wait_ready` before use."""
 
     def __init__(self, job: dict[str, Any], log: Path) -> None:
         self.name = str(job.get("name", job["role"]))
@@ -48,12 +48,12 @@ class Child:
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
-            # Ctrl-C reaches the parent alone, which ends its children in order.
+            # Ctrl-C reaches only the parent, which then ends its children in order.
             start_new_session=True,
         )
 
     def wait_ready(self) -> str:
-        """Its address, once it serves.  Raises `ChildError`."""
+        """Waits until the process serves; returns its address.  Raises `ChildError`."""
         overdue = threading.Timer(START_TIMEOUT_S, self.process.kill)
         overdue.start()
         try:
@@ -64,12 +64,12 @@ class Child:
         return address
 
     def ask(self, message: Any) -> Any:
-        """Sends one JSON line and returns the one that answers it.  Raises `ChildError`."""
+        """Sends one JSON line and returns the answer to it.  Raises `ChildError`."""
         self.send(message)
         return self.answer()
 
     def send(self, message: Any) -> None:
-        """The first half of `ask`."""
+        """Sends one JSON line; `answer` must be called afterwards.  Raises `ChildError`."""
         assert self.process.stdin is not None
         try:
             self.process.stdin.write(json.dumps(message) + "\n")
@@ -78,10 +78,10 @@ class Child:
             raise self._died() from error
 
     def answer(self) -> Any:
-        """The second half of `ask`."""
+        """Returns the answer to the last line sent.  Raises `ChildError`."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            # Libraries print lines of their own.
+            # Other lines are printed by libraries.
             if line.startswith("{"):
                 return json.loads(line)
         raise self._died()
@@ -92,17 +92,17 @@ class Child:
             raise self._died()
 
     def hang_up(self) -> None:
-        """Ends its input; one that is still loading is killed."""
+        """Closes the child's standard input, which ends it; kills a child that is still loading."""
         assert self.process.stdin is not None
         try:
             self.process.stdin.close()
         except BrokenPipeError:
-            pass  # it was gone first
+            pass  # it had already ended
         if not self._ready:
             self.process.kill()
 
     def close(self) -> None:
-        """Waits for its end, and forces it where it does not come."""
+        """Waits for the child's end, and kills it after `STOP_TIMEOUT_S`."""
         self.hang_up()
         try:
             self.process.wait(STOP_TIMEOUT_S)

@@ -1,10 +1,10 @@
-"""What different drafters bring the same target: each alone, and several of which every request gets one.
+"""Compares different drafters for one target: each alone, and sets of several, of which each request gets one.
 
     python -m backend.lab.bench.drafters --sets demo backend/models/demo/draft-model demo+backend/models/demo/draft-model
 
-One verifier in mode `auto` is given each set of drafters in turn, in alternating rounds; another one decodes plainly.  `A=B`
-gives each request one of two by its id alone.  Drafters share the drafter's core.  Prints a table, and writes it where
-`--output` says.
+One verifier in mode `auto` gets each set of drafters in turn, in alternating rounds; another verifier decodes plainly.  With
+`A+B` each request gets the drafter that drafts better for it; with `A=B` its id alone decides.  Drafters share the drafter's
+core.  Prints a table, and writes it to `--output`.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from backend.lab.bench.run import prepare
 from backend.models.resolve import resolve
 
 LEARNING = 2
-"""Loads before the first measured one."""
+"""Loads before the first measured one, from which the verifier learns step times and acceptance."""
 
 
 def started(target: str, stack: ExitStack) -> Processes:
-    """Where processes can be started for this target, the demo or a widened one; all of them end with the stack."""
+    """Starts processes for a target: the demo, or one widened to a preset.  All of them end with the stack."""
     directory = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/tmp")))
     models = prepare(target, resolve(Settings.model_validate({"mode": "sync"}), lambda line: None), directory)
     split = split_cores(sorted(os.sched_getaffinity(0)), None, None)
@@ -42,7 +42,7 @@ def started(target: str, stack: ExitStack) -> Processes:
 
 
 def drafter(processes: Processes, number: int, name: str) -> DrafterRef:
-    """A running one, by what `--drafter` would be given."""
+    """Starts a drafter; `name` is a value of `--drafter`."""
     own = resolve(Settings.model_validate({"mode": "sync", "drafter": name}), lambda line: None)
     fleets = own.drafter_kind == "eagle"
     _, ref = processes.drafter(f"drafter-{number}", processes.models.drafter_dir if fleets else own.drafter_dir)
@@ -50,14 +50,13 @@ def drafter(processes: Processes, number: int, name: str) -> DrafterRef:
 
 
 def verifier(processes: Processes, mode: str, lookup: bool = True) -> tuple[Child, EngineClient]:
-    """A running one and a client."""
+    """Starts a verifier, and connects a client to it."""
     settings = {"mode": mode, "verifier": {"lookup": lookup, "fixed_responses": True}}
     child = processes.verifier(f"{mode}{'' if lookup else '-alone'}", settings)
     return child, processes.client(child)
 
 
 def main() -> None:
-    """Measures what the command line names."""
     parser = argparse.ArgumentParser(prog="python -m backend.lab.bench.drafters", description=__doc__)
     parser.add_argument(
         "--sets", nargs="+", required=True, help="drafters, A+B: of which each request gets the better, A=B: either"
@@ -104,7 +103,7 @@ def main() -> None:
 def table(
     found: dict[tuple[float, int, str], list[Speed]], points: Sequence[tuple[float, int]], sets: Sequence[str]
 ) -> list[str]:
-    """Medians over the rounds, with the least and the greatest of a ratio."""
+    """The table's lines: medians over the rounds, and for ratios also minimum and maximum."""
     lines = [
         "| temperature | requests | drafter | tokens/s | of plain decoding | tokens per drafted verification |",
         "|---|---|---|---|---|---|",

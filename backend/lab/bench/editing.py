@@ -1,10 +1,10 @@
-"""What look-ups and predictions bring where a file is asked back with small changes: a table.
+"""Measures the gain of look-ups and predictions when a file is asked back with small changes; prints a table.
 
     python -m backend.lab.bench.editing
 
-The prompt is a piece of source, the answer the same with some lines changed: it is fixed, since no small model edits.  So
-speeds are real, and drafts are accepted as far as they agree with the edited piece.  A second prompt lacks the piece, which the
-client then sends as the request's `prediction` alone.  Alternating rounds; every request has the verifier to itself.
+The prompt is a piece of source code.  The answer is the same piece with small changes; it is a fixed response, because no small
+model can edit.  So speeds are real, and drafts are accepted as far as they agree with the edited piece.  In a second case the
+prompt lacks the piece, and the client sends it as the request's `prediction`.  Alternating rounds; one request in flight.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CASES = (("file in the prompt", True), ("file in the prediction alone", False))
 
 
 def edited(tokens: list[int], changes: int, chance: random.Random) -> list[int]:
-    """The tokens with pieces of one to four replaced, left out or put in."""
+    """The tokens after `changes` edits, each of which replaces one to four tokens by none to four others."""
     found = list(tokens)
     for _ in range(changes):
         at, count = chance.randrange(len(found) - 8), chance.randrange(1, 5)
@@ -36,7 +36,7 @@ def edited(tokens: list[int], changes: int, chance: random.Random) -> list[int]:
 
 
 def speed(client: EngineClient, asked: list[tuple[list[int], list[int], list[int]]]) -> float:
-    """Tokens per second of these prompts, answers and predictions, one after the other; the first only warms up."""
+    """Tokens per second over triples of prompt, answer and prediction, run one at a time; the first only warms up."""
     spent, count = 0.0, 0
     for i, (prompt, answer, prediction) in enumerate(asked):
         request_id = client.add(prompt, fixed_sampling(answer, 0.0), asked=Asked(prediction=prediction))
@@ -49,7 +49,6 @@ def speed(client: EngineClient, asked: list[tuple[list[int], list[int], list[int
 
 
 def main() -> None:
-    """Measures, and prints the table."""
     parser = argparse.ArgumentParser(prog="python -m backend.lab.bench.editing", description=__doc__)
     parser.add_argument("--target", default="S", help="demo, or widened to S or L")
     parser.add_argument("--tokens", type=int, default=256, help="of a piece")

@@ -1,7 +1,7 @@
-"""A benchmark's processes: verifiers and drafters, and the fleet of both that measures one target.  Parent process.
+"""Starts a benchmark's verifiers and drafters, and measures one target with a fleet of them.  Parent process.
 
-In that fleet a verifier per configuration and one drafter for all of them stay up, idle, while others are measured; an idle
-verifier wakes four times a second to publish its counters.
+That fleet has one verifier per configuration, and one drafter for all.  They stay up, idle, while other configurations are
+measured; an idle verifier wakes four times a second to publish its counters.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from backend.models.resolve import ResolvedModels, Say
 
 LOADING_AT_ONCE = 2
 NEVER_S = 3600 * 24.0
-"""Our clients ping only while they wait, and one waits at a time."""
+"""Seconds of the gateway lease, in effect for ever: a client pings only while it waits, and only one waits at a time."""
 GPU_MEMORY_USABLE = 0.85
 DRAFTER_ID = "drafter-0"
 PACED_WORKER = "backend.lab.bench.paced_worker.PacedCpuWorker"
@@ -36,17 +36,17 @@ PACED_WORKER = "backend.lab.bench.paced_worker.PacedCpuWorker"
 
 @dataclass(frozen=True)
 class Bench:
-    """Where a target's processes run."""
+    """What all processes of one target share."""
 
     models: ResolvedModels
     split: CoreSplit
     directory: Path
-    """Sockets and logs; its path is short (a socket's may have 107 bytes)."""
+    """For sockets and logs; its path must be short, because a socket's path has at most 107 bytes."""
     gpus: int
     longest: int
-    """Tokens of a request, prompt included."""
+    """Largest number of tokens of a request, prompt included."""
     most: int
-    """Requests in flight at most."""
+    """Largest number of requests in flight."""
     pace: Pace | None = None
 
 
@@ -56,7 +56,7 @@ class Processes:
     def __init__(
         self, models: ResolvedModels, split: CoreSplit, directory: Path, gpus: int = 0, pace: Pace | None = None
     ) -> None:
-        """`directory` gets sockets and logs; its path is short (a socket's may have 107 bytes)."""
+        """`directory` is for sockets and logs; its path must be short, because a socket's path has at most 107 bytes."""
         self.models = models
         self._split, self._directory, self._gpus, self._pace = split, directory, gpus, pace
         self._children: list[Child] = []
@@ -69,26 +69,25 @@ class Processes:
         self.close()
 
     def close(self) -> None:
-        """Ends every process."""
         for client in self._clients:
             client.close()
         close_all(self._children)
 
     def verifier(self, name: str, settings: Mapping[str, Any], cores: Sequence[int] | None = None) -> Child:
-        """One that loads, on the verifier's cores unless told otherwise; what `settings` say of a verifier goes before."""
+        """Starts a verifier, by default on the verifier's cores, and does not wait.  `settings` override the defaults here."""
         cores = cores or self._split.verifier
         own = {"cores": len(cores), "gateway_lease_s": NEVER_S} | settings["verifier"]
         job = {"role": "verifier", "name": name, "cores": cores, "paths": msgspec.to_builtins(self.models)}
         return self._child(job | {"settings": {**settings, "verifier": own}}, 0)
 
     def client(self, verifier: Child) -> EngineClient:
-        """Of a verifier that loads; waits until it serves."""
+        """Waits until a verifier serves; returns a client of it."""
         client = EngineClient(verifier.wait_ready(), "bench", verifier.check)
         self._clients.append(client)
         return client
 
     def drafter(self, name: str, head_dir: str | None) -> tuple[Child, DrafterRef]:
-        """One that serves."""
+        """Starts a drafter, and waits until it serves."""
         job = {
             "role": "drafter",
             "name": name,
@@ -113,13 +112,13 @@ class Processes:
 
 
 def assign(verifier: Child, drafters: Sequence[DrafterRef]) -> None:
-    """These draft for it from now on."""
+    """Makes these drafters, and no others, draft for a verifier from now on."""
     verifier.ask(msgspec.to_builtins(list(drafters)))
 
 
 @dataclass(frozen=True)
 class Speed:
-    """What came of one load; `length`: tokens per verification of drafts, 1 without any."""
+    """The results of one load.  `length` is the acceptance length, 1 without drafts."""
 
     tokens_per_s: float
     length: float
@@ -127,7 +126,7 @@ class Speed:
 
 
 def measure_load(client: EngineClient, prompts: Sequence[list[int]], tokens: int, temperature: float, requests: int) -> Speed:
-    """A closed loop with so many requests in flight."""
+    """Runs a closed loop with `requests` requests in flight, and measures it."""
     before = client.fresh_stats()
     load = run_load(client, prompts, tokens, temperature, requests)
     grown = drafting_between(before, client.fresh_stats())
@@ -135,7 +134,7 @@ def measure_load(client: EngineClient, prompts: Sequence[list[int]], tokens: int
 
 
 class _Verifier:
-    """One configuration's process and a client of it."""
+    """One configuration's verifier, a client of it, and its last reading."""
 
     def __init__(self, child: Child, client: EngineClient) -> None:
         self.child, self.client = child, client
@@ -143,7 +142,7 @@ class _Verifier:
 
 
 class TargetFleet:
-    """Use as a context: entering starts everything, leaving ends it."""
+    """All processes that measure one target.  Use as a context: entering starts them, leaving ends them."""
 
     def __init__(self, bench: Bench, configurations: Sequence[Configuration], say: Say) -> None:
         self._bench = bench
@@ -175,7 +174,7 @@ class TargetFleet:
         loads: int,
         temperatures: Sequence[float] = (0.0,),
     ) -> None:
-        """Runs every load that will be measured `loads` times and takes the first readings."""
+        """Runs every kind of load that will be measured `loads` times, and takes the first reading."""
         verifier = self._verifiers[configuration]
         before = verifier.client.fresh_stats()
         for concurrency, temperature in product(concurrencies, temperatures):
@@ -194,10 +193,10 @@ class TargetFleet:
         temperature: float,
         concurrencies: Sequence[int],
     ) -> tuple[Load, Snapshot, Snapshot]:
-        """Closed loops one after the other, and the counters before and after."""
+        """Runs closed loops one after the other; returns the load and the counters before and after it."""
         verifier = self._verifiers[configuration]
         assert verifier.last is not None, "it was warmed up"
-        # Nothing was asked of it since, and every turn ends with a reading of the drafter too.
+        # The verifier has been idle since its last reading; the drafter was last read at the end of the previous measurement.
         before = replace(verifier.last, drafter=self._drafter_last, passes=self._passes_last)
         load = run_phases(verifier.client, prompts, tokens, temperature, concurrencies)
         verifier.last = self._read(configuration)
@@ -239,7 +238,7 @@ class TargetFleet:
 
 
 def verifier_settings(bench: Bench, configuration: Configuration, verifiers: int) -> dict[str, Any]:
-    """What `Settings` are made of.  On a GPU the verifiers, which are all up at once, share its memory evenly."""
+    """Values for `Settings`.  On a GPU, all verifiers are up at once and share its memory evenly."""
     engine_args: dict[str, Any] = {"gpu_memory_utilization": GPU_MEMORY_USABLE / (verifiers + 1)} if bench.gpus else {}
     if bench.pace is not None:
         engine_args["worker_cls"] = PACED_WORKER

@@ -1,4 +1,4 @@
-"""What a benchmark ran on, and of which commit.  Parent process."""
+"""Describes the machine, the software and the commit of a benchmark.  Parent process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GIT_TIMEOUT_S = 10.0
 
 
 def about(command: Sequence[str], cores: Sequence[int]) -> dict[str, Any]:
-    """What a file of results says of its origin."""
+    """Origin of a file of results: commit, hardware, command and date."""
     return {
         "commit": commit(),
         "hardware": describe(cores),
@@ -27,14 +27,14 @@ def about(command: Sequence[str], cores: Sequence[int]) -> dict[str, Any]:
 
 
 def gpus() -> list[str]:
-    """Names of the GPUs that torch can use; empty with a CPU build of it."""
+    """Names of the GPUs that torch can use; empty with a CPU build of torch."""
     import torch
 
     return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
 
 
 def describe(cores: Sequence[int]) -> dict[str, Any]:
-    """Processor, memory, accelerators, versions, and how busy the machine was before we began."""
+    """Processor, memory, accelerators, versions, and the load average before the benchmark."""
     return {
         "cpu": _cpu_name(),
         "cores": list(cores),
@@ -48,7 +48,7 @@ def describe(cores: Sequence[int]) -> dict[str, Any]:
 
 
 def commit() -> str:
-    """The checkout's commit, with a plus where files were changed since; `unknown` outside of one."""
+    """The checkout's commit, with `+` appended if tracked files have been changed; `unknown` outside a checkout."""
     name = _git("rev-parse", "--short=10", "HEAD")
     if not name:
         return "unknown"

@@ -1,4 +1,4 @@
-"""Whether every configuration says the same, greedily.  Pure."""
+"""Checks that all configurations generate the same greedy answers.  Pure."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ class Difference(msgspec.Struct, frozen=True):
 
 
 class GreedyCheck:
-    """Collects greedy answers; each is compared with plain decoding's (or the first configuration's) to the same prompts.
+    """Collects greedy answers, and compares them with those of plain decoding (or the first configuration) to the same prompts.
 
-    Configurations are compared within a layout: another number of threads adds up floats in another order, and so does another
-    batch, so that near ties may fall otherwise, whatever the mode.
+    Configurations are compared only within a layout.  Another number of threads, or another batch, adds floats in another
+    order, so near ties may be decided differently in any mode.
     """
 
     def __init__(self) -> None:
         self._answers: dict[tuple[str, str, Point, int], dict[Configuration, list[list[int]]]] = {}
 
     def add(self, target: str, configuration: Configuration, point: Point, number: int, answers: list[list[int]]) -> None:
-        """One measurement's token ids, in the order of its prompts."""
+        """Adds one measurement's token ids, in the order of its prompts; ignores answers that are not greedy."""
         if point.temperature == 0:
             self._answers.setdefault((target, configuration.layout, point, number), {})[configuration] = answers
 
     @property
     def compared(self) -> int:
-        """Answers that had another to be compared with."""
+        """Number of answers that were compared with a reference."""
         return sum(len(answers) for each in self._answers.values() for answers in list(each.values())[1:])
 
     def differences(self) -> list[Difference]:

@@ -1,16 +1,16 @@
-"""How a head that learns comes on under load: a line of JSON per window of requests.
+"""Measures how a learning head improves under load; prints a line of JSON per window of requests.
 
     python -m backend.lab.bench.learning --plan code:0.8:600 --learned DIR
     python -m backend.lab.bench.learning --plan prose:0.8:400,code:0.8:200 --learned DIR --frozen
     python -m backend.lab.bench.learning --plan code:0.8:120 --learned DIR --pauses
 
-One verifier in mode `sync`, without look-ups, and one drafter, on the core of which its trainer also runs.  `--plan`: domain,
-temperature and seconds of each phase.  DIR is the learning directory: from what it holds, learning goes on.  `length` is
-tokens per drafted verification.
+There is one verifier in mode `sync`, without look-ups, and one drafter, whose trainer runs on the same core.  `--plan`: domain,
+temperature and seconds of each phase.  DIR is the learning directory; learning goes on from its content.  `length` is the
+acceptance length.
 
-`--reference HEAD`: the length and speed of a head that does not learn, under each phase's load, before it begins.
-`--frozen`: every fourth window is drafted for by a second drafter that has the head of the start and whose trainer is stopped.
-`--pauses`: the trainer stops for every other window; the last line compares their speeds.
+`--reference HEAD`: first measures length and speed of a head that does not learn, under the load of each phase.
+`--frozen`: in every fourth window a second drafter drafts, which has the initial head and whose trainer is stopped.
+`--pauses`: the trainer is stopped in every other window; the last line compares the speeds of both kinds of window.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from backend.lab.bench.prompts import Prompts
 from backend.models.resolve import resolve
 
 CONCURRENCY, REQUESTS, TOKENS, PROMPT = 4, 12, 96, 96
-"""Of a window."""
+"""Of a window: requests in flight, requests in all, and tokens of each answer and prompt."""
 FROZEN_ONE_IN = 4
 LEARNED = ("version", "steps", "training_s", "sequences", "loss", "present_length", "candidate_length", "live_acceptance",
            "taken_back")  # fmt: skip
@@ -46,7 +46,7 @@ LEARNED = ("version", "steps", "training_s", "sequences", "loss", "present_lengt
 
 @dataclass(frozen=True)
 class Phase:
-    """Load of one kind."""
+    """A period of load of one kind."""
 
     domain: str
     temperature: float
@@ -54,30 +54,25 @@ class Phase:
 
 
 class Fleet:
-    """A verifier and its drafters."""
-
     def __init__(self, processes: Processes) -> None:
         self._processes = processes
         self._verifier = processes.verifier("verifier", {"mode": "sync", "verifier": {"lookup": False}})
         self._client = processes.client(self._verifier)
 
     def drafter(self, name: str) -> tuple[Child, DrafterRef]:
-        """A running one."""
         return self._processes.drafter(name, self._processes.models.drafter_dir)
 
     def assign(self, ref: DrafterRef) -> None:
-        """This drafter drafts from now on."""
         assign(self._verifier, [ref])
 
     def window(self, prompts: Sequence[list[int]], temperature: float) -> dict[str, Any]:
-        """A closed loop, and what came of it."""
         found = measure_load(self._client, prompts, TOKENS, temperature, CONCURRENCY)
         length = round(found.length, 3) if found.drafts else None
         return {"tokens_per_s": round(found.tokens_per_s, 1), "length": length, "drafts": found.drafts}
 
 
 def trainer_of(drafter: Child) -> int:
-    """Its process id, once it runs."""
+    """Waits until the drafter's trainer runs; returns the trainer's process id."""
     while True:
         drafter.check()
         for path in Path("/proc").glob("[0-9]*"):
@@ -85,14 +80,14 @@ def trainer_of(drafter: Child) -> int:
                 words = (path / "cmdline").read_bytes().split(b"\0")
                 parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
             except OSError:
-                continue  # it has ended
+                continue  # that process has ended
             if parent == drafter.process.pid and b"backend.learning.trainer" in words:
                 return int(path.name)
         time.sleep(0.1)
 
 
 def refer(head: str, phases: Sequence[Phase], directory: Path, split: CoreSplit) -> None:
-    """What a head that does not learn brings."""
+    """Measures and prints length and speed of a head that does not learn."""
     models = resolve(Settings.model_validate({"mode": "sync", "drafter": head}), lambda line: None)
     with Processes(models, split, directory) as processes:
         fleet = Fleet(processes)
@@ -107,7 +102,6 @@ def refer(head: str, phases: Sequence[Phase], directory: Path, split: CoreSplit)
 
 
 def learn(processes: Processes, given: argparse.Namespace) -> None:
-    """All phases."""
     fleet, models = Fleet(processes), processes.models
     make = Prompts(models.target_dir, PROMPT)
     assert models.learning_dir is not None
@@ -143,18 +137,16 @@ def learn(processes: Processes, given: argparse.Namespace) -> None:
 
 
 def say(line: dict[str, Any]) -> None:
-    """One line."""
     sys.stdout.write(json.dumps(line) + "\n")
     sys.stdout.flush()
 
 
 def phases_of(text: str) -> list[Phase]:
-    """`code:0.8:600,prose:0:300`."""
+    """Parses phases such as `code:0.8:600,prose:0:300`."""
     return [Phase(a, float(b), float(c)) for a, b, c in (each.split(":") for each in text.split(","))]
 
 
 def main() -> None:
-    """The command line."""
     parser = argparse.ArgumentParser(
         prog="python -m backend.lab.bench.learning", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,4 +1,4 @@
-"""A closed loop: as many requests in flight as asked, each of fixed length, until all prompts are answered.  Parent process."""
+"""Runs closed loops: a fixed number of requests of fixed length in flight, until all prompts are answered.  Parent process."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ TIMEOUT_S = 3600.0
 
 
 class LoadError(Exception):
-    """A request did not end as it had to."""
+    """A request ended before its fixed length."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """What the client saw.  `answers` are in the order of the prompts."""
+    """The client's measurements.  `answers` are in the order of the prompts."""
 
     wall_s: float
     """From the first request's start to the last one's end."""
     answers: list[Answer]
     tokens_per_s: float
-    """While the load was as named and prompts came as fast as answers: from the first request's end to the first end after the
-    last one's start.  Over all of the load where there is no such time."""
+    """Measured while the full number of requests was in flight: from the first request's end to the first end after the last
+    request's start.  If there is no such period, over the whole load."""
 
 
 def run_load(client: EngineClient, prompts: Sequence[list[int]], tokens: int, temperature: float, concurrency: int) -> Load:
@@ -35,7 +35,7 @@ def run_load(client: EngineClient, prompts: Sequence[list[int]], tokens: int, te
     ids: list[str] = []
     open_ids: set[str] = set()
     ends: list[tuple[float, int]] = []
-    """When requests ended while all were in flight that should be, and the tokens received until then."""
+    """When requests ended while the full number was in flight, and the tokens received until then."""
     while len(ids) < len(prompts) or open_ids:
         while len(open_ids) < concurrency and len(ids) < len(prompts):
             request_id = client.add(prompts[len(ids)], params)
@@ -57,7 +57,7 @@ def run_load(client: EngineClient, prompts: Sequence[list[int]], tokens: int, te
 def run_phases(
     client: EngineClient, prompts: Sequence[Sequence[list[int]]], tokens: int, temperature: float, concurrencies: Sequence[int]
 ) -> Load:
-    """Closed loops one after the other, each with its own prompts; one ends before the next begins."""
+    """Runs closed loops one after the other, each with its own prompts."""
     loads = [run_load(client, each, tokens, temperature, n) for each, n in zip(prompts, concurrencies, strict=True)]
     if len(loads) == 1:
         return loads[0]
@@ -66,5 +66,4 @@ def run_phases(
 
 
 def wait_for_one(client: EngineClient, request_ids: Collection[str]) -> None:
-    """Returns when one of the requests has ended."""
     client.run_until(lambda: any(client.answers[i].finish_reason is not None for i in request_ids), TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""`outrider bench`: reads its options, measures, and writes what was found, also when it is interrupted.  Parent process."""
+"""`outrider bench`: reads its options, measures, and writes the results, even when interrupted.  Parent process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def main(arguments: Sequence[str], say: Say) -> None:
         split = split_cores(sorted(os.sched_getaffinity(0)), options.verifier_cores, options.drafter_cores)
     except ValueError as error:
         raise CommandError(str(error)) from error
-    # Imported here: vLLM's codec and torch take seconds, and help must not.
+    # Imported here, because importing vLLM's codec and torch takes seconds, and `--help` should be immediate.
     environment.export(ENVIRONMENT, override=False)
     from backend.engine.client import EngineRefused
     from backend.lab.bench import hardware, tables
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str], say: Say) -> None:
         try:
             run(options, split, results, say, keep)
         finally:
-            # What was measured before an interruption is worth a table too; it is marked as incomplete.
+            # After an interruption, the results so far are written too, and marked as incomplete.
             if results.samples:
                 tables.write(output, about, options, split, results, say)
     except (ChildError, CheckpointError, EngineRefused, LoadError, ModelError, WidenError, TimeoutError, OSError) as error:

@@ -1,6 +1,6 @@
-"""From counters and times to rows.  Pure.
+"""Turns counters and times into rows.  Pure.
 
-A `Sample` is one configuration at one point in one round; a `Row` is all rounds of it: medians, with the least and greatest.
+A `Sample` is one configuration at one point in one round.  A `Row` is all its rounds: medians, with minimum and maximum.
 Counters are subtracted, then divided; ratios are never averaged within a sample.
 """
 
@@ -47,47 +47,48 @@ class Snapshot:
     drafter: DrafterStats | None
     steps: Paced | None = None
     passes: Paced | None = None
-    """Of the drafter."""
+    """The drafter's passes in a paced run; `steps` are the verifier's."""
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """One measurement.  None: this configuration has no such thing."""
+    """One measurement.  None: the figure does not exist for this configuration."""
 
     round: int
     tokens_per_s: float
-    """See `Load`."""
+    """As in `Load`."""
     tgs: float
     """Decode TGS: (n_out - 1) / (t_last - t_first), the median over requests."""
     ttft_ms: float
     acceptance_length: float | None
-    """Accepted tokens per drafted verification, plus one."""
+    """1 + accepted draft tokens per drafted verification."""
     drafted_share: float
-    """Drafted verifications over all; below 1 where drafts came late or a circuit breaker was open."""
+    """Drafted verifications / all verifications; below 1 when drafts were late or a circuit breaker was open."""
     idle: dict[str, float]
-    """Share of the wall time by cause.  `no_work` is left out: it is time before and after."""
+    """Shares of the wall time, by cause.  `no_work` is left out, because it lies before and after the load."""
     idle_awaiting_draft: float
     t_draft_ms: float | None
-    """Drafter compute per round; None where the target's process drafts itself."""
+    """Drafter compute per round; None for modes without a drafter process."""
     t_verify_ms: float
-    """Target forward and sampling per step, prefill steps included; in native mode also its drafting."""
+    """Target forward pass and sampling per step, prefill steps included; in mode `native` also drafting."""
     hit_rate: float | None
     busy_core_s: float
-    """Busy time of the verifier and of the drafter, each times its cores."""
+    """Core-seconds: busy time of the verifier and of the drafter, each times its number of cores."""
     tokens_per_busy_core_s: float
     bytes_per_round: float | None
     accounted: float
-    """Busy and idle time over wall time between the two readings; 1 where no time is lost or counted twice."""
+    """Busy and idle time / wall time between the two readings; 1 if no time is lost or counted twice."""
     paced: dict[str, float] = {}
-    """Of a paced run.  Per target step: `cycle_ms`, all time but `no_work`; of it `paced_ms`, the stated device's, its own
-    drafting included; `overrun_ms`, and `overrun_share` of the steps; `awaiting_ms` for drafts; and `overhead_ms`, the rest:
-    our work and vLLM's.  Per draft pass: `pass_overrun_ms` and `pass_overrun_share`.
+    """Figures of a paced run.  Per target step: `cycle_ms` is all time but `no_work`.  It is the sum of `paced_ms` (time of the
+    stated device, vLLM's own drafting included), `overrun_ms` (this machine took longer), `awaiting_ms` (waiting for drafts)
+    and `overhead_ms` (the rest: our work and vLLM's).  `overrun_share` is the share of steps with an overrun.  Per draft pass:
+    `pass_overrun_ms` and `pass_overrun_share`.
     """
     foretold: dict[str, Foretold] = {}
-    """How well chances of draft tokens were known, by source."""
+    """How well the chances of draft tokens were predicted, by source."""
 
 
 class Row(msgspec.Struct, frozen=True):
-    """One configuration at one point: medians over the rounds, and `spread`, `[least, greatest]` by name."""
+    """One configuration at one point: medians over the rounds, and in `spread` `[minimum, maximum]` by name."""
 
     target: str
     layout: str
@@ -97,9 +98,9 @@ class Row(msgspec.Struct, frozen=True):
     temperature: float
     domain: str
     ramp_from: int
-    """The load went from here to `concurrency` and back; 0: it was steady."""
+    """The load went from this concurrency to `concurrency` and back; 0: steady load."""
     outcomes: int | None
-    """Fan-out of mode `ahead` where it was asked for."""
+    """Outcomes drafted ahead in mode `ahead`; None: a verifier's default."""
     cores: int
     rounds: int
     tokens_per_s: float
@@ -118,26 +119,24 @@ class Row(msgspec.Struct, frozen=True):
     accounted: float
     paced: dict[str, float]
     foretold: dict[str, Foretold]
-    """Over all rounds."""
+    """Summed over all rounds."""
     spread: dict[str, list[float] | None]
     per_round: dict[str, list[float]]
-    """`tokens_per_s` and `tokens_per_busy_core_s` of each round, for ratios of what ran side by side."""
+    """`tokens_per_s` and `tokens_per_busy_core_s` of each round, for ratios within a round."""
 
     @property
     def point(self) -> Point:
-        """What was asked."""
         return Point(self.domain, self.concurrency, self.temperature, self.ramp_from)
 
     @property
     def label(self) -> str:
-        """Mode, K and fan-out."""
         return label(self.mode, self.k, self.outcomes)
 
 
 def sample(
     number: int, configuration: Configuration, load: Load, before: Snapshot, after: Snapshot, drafter_cores: int
 ) -> Sample:
-    """What happened between two readings around `load`."""
+    """The figures of `load`, from the counters before and after it."""
     tokens = sum(len(answer.tokens) for answer in load.answers)
     old, new = before.verifier, after.verifier
     busy_s = new.busy_s - old.busy_s
@@ -170,7 +169,7 @@ def sample(
 
 
 def _paced(before: Snapshot, after: Snapshot, busy_s: float, idle_s: Mapping[str, float]) -> dict[str, float]:
-    """See `Sample.paced`; empty where nothing was."""
+    """The figures of `Sample.paced`; empty for a run that was not paced."""
     if before.steps is None or after.steps is None:
         return {}
     steps = after.steps.since(before.steps)
@@ -203,13 +202,12 @@ def drafting_between(old: VerifierStats, new: VerifierStats) -> DraftCounters:
 
 
 def hit_rate(drafting: DraftCounters) -> float | None:
-    """Share of precomputed drafts that were for the outcome that came; None where nothing is precomputed."""
+    """Share of verifications whose outcome had been drafted ahead; None if nothing was drafted ahead."""
     asked = drafting.ahead_hits + drafting.ahead_misses
     return drafting.ahead_hits / asked if asked else None
 
 
 def row(target: str, configuration: Configuration, point: Point, samples: Sequence[Sample]) -> Row:
-    """All rounds of one configuration at one point."""
     by_name = {name: [getattr(s, name) for s in samples if getattr(s, name) is not None] for name in MEDIANS}
     medians: dict[str, Any] = {name: statistics.median(values) if values else None for name, values in by_name.items()}
     causes = sorted({cause for s in samples for cause in s.idle})
@@ -246,7 +244,7 @@ def together(each: Iterable[Mapping[str, Foretold]]) -> dict[str, Foretold]:
 
 @dataclass(frozen=True)
 class Ratio:
-    """One row over another, round by round."""
+    """Ratio of one row's rounds to another's."""
 
     median: float
     least: float
@@ -259,7 +257,7 @@ class Ratio:
 
 
 def ratio(row: Row, base: Row | None, name: str = "tokens_per_s") -> Ratio | None:
-    """How many times `base` a row is, from the rounds both have; None without a base."""
+    """A row's figure divided by `base`'s, over the rounds that both have; None without a base."""
     if base is None:
         return None
     each = [a / b for a, b in zip(row.per_round[name], base.per_round[name], strict=False) if b]
@@ -267,5 +265,5 @@ def ratio(row: Row, base: Row | None, name: str = "tokens_per_s") -> Ratio | Non
 
 
 def ceiling(t_verify_ms: float, t_draft_ms: float) -> float:
-    """How much faster than drafting and verifying in turn it gets when drafting costs the verifier nothing."""
+    """Largest possible speed-up over drafting and verifying in turn: the one reached if drafting takes the verifier no time."""
     return (t_verify_ms + t_draft_ms) / t_verify_ms

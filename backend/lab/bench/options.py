@@ -1,4 +1,4 @@
-"""What `outrider bench` can be told.  Pure."""
+"""The options of `outrider bench`.  Pure."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from backend.config.settings import Mode
 from backend.lab.bench.pace import PROFILES, Pace, parse_pace
 
 PROBABILISTIC = "native-probabilistic"
-"""Mode `native`, with draft tokens drawn from the head's distribution and vLLM's rejection sampling by both distributions."""
+"""Mode `native` with draft tokens sampled from the head's distribution, and rejection sampling with both distributions."""
 MODES: tuple[str, ...] = ("off", "native", PROBABILISTIC, *(mode for mode in get_args(Mode) if mode not in ("off", "native")))
-"""The settings' own and the rivals' variants."""
+"""The modes of the settings, and a variant of `native` to compare with."""
 TARGETS = ("demo", "S", "L")
 LAYOUTS = ("equal_verifier", "equal_total")
 DOMAINS = ("code", "prose", "chat", "random")
@@ -23,17 +23,18 @@ Name = TypeVar("Name", bound=str)
 Number = TypeVar("Number", int, float)
 
 AUTO_LEARNS = 4
-"""How many times the others' warm-up `auto` gets: it learns there what plans cost, as a server does in its first minute."""
+"""Factor on the number of warm-up loads for `auto`, which learns there what its plans cost, as a server does in its first
+minute."""
 OWN = "own"
-"""What a target given with --model is called."""
+"""The name of a target given with --model."""
 USUAL = {"targets": TARGETS, "concurrency": (1, 4, 16), "domains": DOMAINS, "tokens": 128, "requests": 4, "waves": 3}
 QUICK = {"targets": ("S",), "concurrency": (1, 4), "domains": DOMAINS[:1], "tokens": 64, "requests": 2, "waves": 1}
-"""What is measured unless the command line says more, without `--quick` and with it."""
+"""Default options, without `--quick` (`USUAL`) and with it (`QUICK`)."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """One run.  Lengths are in tokens."""
+    """The options of one run.  Lengths are in tokens."""
 
     output: Path | None
     targets: tuple[str, ...]
@@ -41,7 +42,7 @@ class Options:
     modes: tuple[str, ...]
     ks: tuple[int, ...]
     outcomes: tuple[int, ...]
-    """Fan-outs of mode `ahead`; empty: a verifier's default."""
+    """Numbers of outcomes to measure in mode `ahead`; empty: only a verifier's default."""
     concurrency: tuple[int, ...]
     temperatures: tuple[float, ...]
     domains: tuple[str, ...]
@@ -49,13 +50,14 @@ class Options:
     prompt_tokens: int
     rounds: int
     requests: int
-    """Requests of one measurement at least; never fewer than are in flight."""
+    """Smallest number of requests of one measurement; there are never fewer than are in flight."""
     waves: int
-    """Requests of one measurement, times those in flight: at the end of a load fewer are in flight, which is another load."""
+    """Smallest number of requests of one measurement, as a multiple of those in flight.  At the end of a load fewer requests
+    are in flight; with more waves, that end has less weight."""
     warm_ups: int
-    """Loads of each kind before the first that is measured."""
+    """Number of loads of each kind before the first that is measured."""
     ramp: bool
-    """Also a load that goes from the smallest concurrency to the greatest and back."""
+    """Whether to measure a load, too, that goes from the smallest concurrency to the greatest and back."""
     full: bool
     pace: Pace | None
     model: str | None
@@ -65,7 +67,7 @@ class Options:
 
 
 def parse(arguments: Sequence[str]) -> Options:
-    """Reads the command line; ends the program with a line and status 2 when it makes no sense."""
+    """Reads the command line; wrong options end the program with a message and status 2."""
     parser = _parser()
     given = parser.parse_args(list(arguments))
     if given.drafter and not given.model:

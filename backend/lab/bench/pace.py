@@ -1,4 +1,4 @@
-"""What a step would take on a stated accelerator: `--pace`, its profiles and what was counted.  Pure.
+"""Computes how long a step would take on a stated accelerator: `--pace` with its profiles and counters.  Pure.
 
 A pass over a model costs a fixed time, in which every weight is read once, and a time per token for the arithmetic.  From the
 data sheet of NVIDIA's H100 SXM, https://www.nvidia.com/en-us/data-center/h100/ (3.35 TB/s; 989 TFLOPS dense bfloat16), with
@@ -6,7 +6,8 @@ data sheet of NVIDIA's H100 SXM, https://www.nvidia.com/en-us/data-center/h100/ 
 
     fixed     = 2 P bytes / (N x 0.8 x 3.35 TB/s)        per token = 2 P FLOP / (N x 0.5 x 989 TFLOPS)
 
-Left out: reading the KV cache (131 kB per token of context with 8B, 328 kB with 70B), and that reading and arithmetic overlap.
+The formula leaves out the reading of the KV cache (131 kB per token of context with 8B, 328 kB with 70B), and that reading and
+arithmetic overlap.
 """
 
 from __future__ import annotations
@@ -19,24 +20,22 @@ import msgspec
 BYTES_PER_S = 0.8 * 3.35e12
 FLOP_PER_S = 0.5 * 989e12
 ALL_REDUCES_MS = 2 * 80 * 0.005
-"""Llama 70B on several devices: two per layer, of 5 us each."""
+"""All-reduces of Llama 70B on several devices: two in each of 80 layers, of 5 us each."""
 LAUNCH_MS = 0.1
-"""A pass of a head is a dozen short kernels and a choice of tokens."""
+"""Kernel launches of a head's pass: a dozen short kernels and the choice of tokens."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one pass."""
+    """Time of one pass over a model: a fixed part, and a part per token."""
 
     fixed_ms: float
     token_us: float
 
     def seconds(self, tokens: int) -> float:
-        """With so many tokens in it."""
         return self.fixed_ms / 1e3 + tokens * self.token_us / 1e6
 
     def slower(self, factor: float) -> Cost:
-        """So many times the time."""
         return Cost(self.fixed_ms * factor, self.token_us * factor)
 
     def __str__(self) -> str:
@@ -49,7 +48,7 @@ def _cost(parameters: float, devices: int, more_ms: float = 0.0) -> Cost:
 
 @dataclass(frozen=True)
 class Pace:
-    """How long a target step and a pass of the drafter take at least; `native`: a pass where the target's devices draft."""
+    """Minimum times of a target step, and of a draft pass on a drafter's device or (`native`) on the target's devices."""
 
     name: str
     target: Cost
@@ -66,14 +65,14 @@ PROFILES: Mapping[str, Pace] = {
     "8b": Pace("8b", _cost(8.03e9, 1), _cost(HEAD_8B, 1, LAUNCH_MS), _cost(HEAD_8B, 1, LAUNCH_MS)),
     "70b": Pace("70b", _cost(70.6e9, 4, ALL_REDUCES_MS), _cost(HEAD_70B, 1, LAUNCH_MS), _cost(HEAD_70B, 4, LAUNCH_MS)),
 }
-"""Llama 3.1 8B on one H100 and 3.3 70B on four; a drafter of its own has one H100."""
+"""Llama 3.1 8B on one H100, and Llama 3.3 70B on four; a drafter process has one H100."""
 
 
 def parse_pace(text: str) -> Pace:
-    """A profile's name, or `MS,US` for the target, for a draft pass too, for one in `native` too; behind `@` a factor.
+    """Parses a profile's name, or pairs `MS,US` (fixed ms, us per token); either may be followed by `@` and a factor.
 
-    With 70b@4 everything takes four times as long, ratios stay, and a machine keeps up that could not otherwise.  Raises
-    `ValueError`.
+    Up to three pairs are for a target step, a draft pass, and a draft pass in mode `native`.  With 70b@4 everything takes four
+    times as long: ratios stay, and a slower machine can keep up.  Raises `ValueError`.
     """
     given, _, factor = text.partition("@")
     known = PROFILES.get(given)
@@ -93,7 +92,7 @@ def parse_pace(text: str) -> Pace:
 
 
 class Paced(msgspec.Struct):
-    """Passes of a paced process since it began.  An overrun: this machine took longer than the stated one."""
+    """Counters of a paced process since its start.  In an overrun, this machine took longer than the stated device."""
 
     passes: int = 0
     paced_s: float = 0.0
@@ -101,5 +100,4 @@ class Paced(msgspec.Struct):
     overrun_s: float = 0.0
 
     def since(self, earlier: Paced) -> Paced:
-        """The growth."""
         return Paced(*(getattr(self, name) - getattr(earlier, name) for name in self.__struct_fields__))

@@ -1,7 +1,7 @@
 """A verifier's worker whose steps last as long as a stated accelerator's.  Child processes of `outrider bench --pace`.
 
-Outcomes and features leave no earlier.  On a CPU vLLM schedules a step when the one before is done, in every mode; on a GPU it
-would hide that work behind the step in modes `off` and `native`.
+Outcomes and features are sent only when the stated device would be done.  On a CPU, vLLM schedules a step after the previous
+one has ended, in every mode.  On a GPU, in modes `off` and `native`, it would schedule during the previous step.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from backend.lab.bench.pacing import Pacer
 
 
 class _PacedRunner:
-    """Mixed into a runner before all else."""
+    """Mixed into a runner as the first base class."""
 
     pace: Pace
     pacer: Pacer
     draft_passes: int
-    """That vLLM's own drafter makes per step."""
+    """Passes of vLLM's own drafter per step."""
 
     def execute_model(self, scheduler_output: Any, intermediate_tensors: Any = None) -> Any:
-        """vLLM's method of the same name: the launch."""
+        """vLLM's method of the same name; starts the step's time."""
         self._tokens = scheduler_output.total_num_scheduled_tokens
         if self._tokens:
             self.pacer.launch(self.pace.target.seconds(self._tokens))
@@ -32,12 +32,12 @@ class _PacedRunner:
     def _sample(self, logits: Any, spec_decode_metadata: Any) -> Any:
         output = super()._sample(logits, spec_decode_metadata)  # type: ignore[misc]
         if isinstance(self, RemoteDrafting):
-            # Features are shipped right after; they must not leave before the outcome is known.
+            # Features are sent right after this; they must not be sent before the stated device would know the outcome.
             self.pacer.finish()
         return output
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        """vLLM's method of the same name, its own drafting included."""
+        """vLLM's method of the same name, which includes vLLM's own drafting; ends the step's time."""
         output = super().sample_tokens(grammar_output)  # type: ignore[misc]
         if isinstance(self, RemoteDrafting):
             return output
@@ -50,13 +50,13 @@ class _PacedRunner:
 
 
 class PacedCpuWorker(OutriderCpuWorker):
-    """The verifier's worker in the engine's own process; `pace_verifier` comes first."""
+    """The verifier's worker, in the engine's own process; `pace_verifier` must be called first."""
 
     pace: ClassVar[Pace]
     pacer: ClassVar[Pacer]
 
     def init_device(self) -> None:
-        """Builds the runner, then puts the pace around it."""
+        """Builds the runner, then makes it a paced one."""
         super().init_device()
         runner, drafting = self.model_runner, self.vllm_config.speculative_config
         runner.__class__ = type(f"Paced{type(runner).__name__}", (_PacedRunner, type(runner)), {})

@@ -1,6 +1,6 @@
 """Makes steps and draft passes last as long as a stated accelerator would take.  Child processes of `outrider bench --pace`.
 
-The model really runs; then the thread sleeps until the device it stands for would be done (`paced_worker.py` for the target).
+The model really runs; then the thread sleeps until the stated device would be done (for the target: `paced_worker.py`).
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ from backend.lab.bench.pace import Pace, Paced
 
 
 class Pacer:
-    """The time a stated device takes, pass by pass.  One thread."""
+    """Stretches each pass to the time that a stated device takes.  One thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep) -> None:
         self.counts = Paced()
         self._clock, self._sleep = clock, sleep
         self._end = 0.0
         self._late_s = 0.0
-        """Sleep ends a little late; the next pass is so much shorter, so that their sum is as stated."""
+        """How late the last sleep ended.  The next pass is made shorter by as much, so that the sum of times is as stated."""
 
     def launch(self, seconds: float) -> None:
-        """A pass begins that the device takes so long for."""
+        """Begins a pass that takes the stated device `seconds`."""
         self._end = self._clock() - self._late_s
         self.counts.passes += 1
         self.extend(seconds)
 
     def extend(self, seconds: float) -> None:
-        """The device has more to do before this pass is over."""
+        """Adds `seconds` of the stated device to the current pass."""
         self._end += seconds
         self.counts.paced_s += seconds
 
     def finish(self) -> None:
-        """This machine is done with the pass; sleeps until the device would be."""
+        """Ends a pass: sleeps until the stated device would be done, or counts an overrun."""
         left_s = self._end - self._clock()
         if left_s >= 0:
             self._sleep(left_s)
@@ -46,7 +46,7 @@ class Pacer:
 
 
 def pace_verifier(pace: Pace) -> Pacer:
-    """Call before the verifier is built; its worker has to be `paced_worker.PacedCpuWorker`."""
+    """Paces the verifier of this process; call before it is built.  Its worker must be `paced_worker.PacedCpuWorker`."""
     from backend.lab.bench.paced_worker import PacedCpuWorker
 
     PacedCpuWorker.pace, PacedCpuWorker.pacer = pace, Pacer()
@@ -54,7 +54,7 @@ def pace_verifier(pace: Pace) -> Pacer:
 
 
 def pace_drafter(pace: Pace) -> Pacer:
-    """Call before the drafter is built: choosing a token after each pass of its head takes as long as it does here."""
+    """Paces the drafter's head in this process; call before it is built.  Choosing a token after each pass is not paced."""
     from backend.drafter.head import Head
 
     pacer, forward = Pacer(), Head.forward

@@ -1,6 +1,6 @@
-"""Which configurations run, on which cores, and in which order they are measured.  Pure.
+"""Plans which configurations run, on which cores, and in which order they are measured.  Pure.
 
-Rounds alternate over the configurations (A B C, B C A, ...), so that whatever else the machine does meets all of them alike.
+Rounds alternate over the configurations (A B C, B C A, ...), so that other work of the machine affects all of them alike.
 """
 
 from __future__ import annotations
@@ -13,19 +13,18 @@ from backend.config.settings import REMOTE_MODES
 from backend.lab.bench.options import MODES, PROBABILISTIC, Options
 
 LOCAL_MODES: frozenset[str] = frozenset(MODES) - REMOTE_MODES
-"""Modes without a drafter of their own: they can use all cores themselves."""
+"""Modes without a drafter process, whose verifier can use all cores."""
 
 
 @dataclass(frozen=True)
 class CoreSplit:
-    """Who computes where; on a machine with one core both share it."""
+    """The cores of verifiers and of the drafter; a single core is shared."""
 
     verifier: tuple[int, ...]
     drafter: tuple[int, ...]
 
     @property
     def all(self) -> tuple[int, ...]:
-        """Every core in use."""
         return tuple(sorted({*self.verifier, *self.drafter}))
 
 
@@ -39,7 +38,7 @@ class Configuration:
     """0: no drafting."""
     cores: tuple[int, ...]
     outcomes: int | None = None
-    """Fan-out of mode `ahead`; None: a verifier's default."""
+    """Outcomes drafted ahead in mode `ahead`; None: a verifier's default."""
 
     @property
     def name(self) -> str:
@@ -48,39 +47,37 @@ class Configuration:
 
     @property
     def label(self) -> str:
-        """Mode, K and fan-out."""
+        """Mode, K and number of outcomes."""
         return label(self.mode, self.k, self.outcomes)
 
     @property
     def served(self) -> str:
-        """The mode that a verifier's settings name."""
         return "native" if self.mode == PROBABILISTIC else self.mode
 
     @property
     def is_remote(self) -> bool:
-        """Whether a drafter elsewhere drafts."""
         return self.mode not in LOCAL_MODES
 
 
 @dataclass(frozen=True)
 class Point:
-    """What is asked of every configuration."""
+    """A kind of load, which every configuration is measured with."""
 
     domain: str
     concurrency: int
     temperature: float
     ramp_from: int = 0
-    """Of a load that goes from this concurrency to `concurrency` and back; 0: steady."""
+    """The load goes from this concurrency to `concurrency` and back; 0: steady load."""
 
     @property
     def name(self) -> str:
-        """For people."""
+        """A short text for tables and messages."""
         load = f"{self.ramp_from}-{self.concurrency}-{self.ramp_from}" if self.ramp_from else f"{self.concurrency}"
         return f"{self.domain} c{load} t{self.temperature:g}"
 
     @property
     def phases(self) -> tuple[int, ...]:
-        """Concurrencies, one after the other."""
+        """The concurrencies of its closed loops, in order."""
         return (self.ramp_from, self.concurrency, self.ramp_from) if self.ramp_from else (self.concurrency,)
 
 
@@ -94,7 +91,7 @@ class Cell:
 
 
 def split_cores(available: Sequence[int], verifier: int | None, drafter: int | None) -> CoreSplit:
-    """Three quarters for the verifier, the rest for the drafter, unless told otherwise.  Raises `ValueError`."""
+    """Splits the cores: by default three quarters for the verifier, the rest for the drafter.  Raises `ValueError`."""
     cores = tuple(sorted(available))
     if len(cores) == 1:
         return CoreSplit(cores, cores)
@@ -121,12 +118,12 @@ def configurations(options: Options, split: CoreSplit) -> list[Configuration]:
 
 
 def label(mode: str, k: int, outcomes: int | None) -> str:
-    """What a configuration is called in tables."""
+    """The name of a configuration in tables."""
     return mode + (f"-k{k}" if k else "") + (f"-o{outcomes}" if outcomes else "")
 
 
 def points(options: Options) -> list[Point]:
-    """The first domain at every concurrency and temperature; the others, unless all is wanted, at the smallest concurrency."""
+    """The first domain at every concurrency and temperature; others, without `--full`, at the smallest concurrency only."""
     found = []
     for place, domain in enumerate(options.domains):
         sweep = options.concurrency if options.full or place == 0 else options.concurrency[:1]
@@ -137,7 +134,7 @@ def points(options: Options) -> list[Point]:
 
 
 def cells(configured: Sequence[Configuration], asked: Sequence[Point], rounds: int) -> Iterator[Cell]:
-    """Every measurement in order: per round and point all configurations, each time another one first."""
+    """Every measurement in order: per round and point all configurations, each time starting with another one."""
     for number in range(rounds):
         for place, point in enumerate(asked):
             first = (number + place) % len(configured)

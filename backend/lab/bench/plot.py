@@ -19,7 +19,7 @@ Series = tuple[str, str]
 
 
 def draw(rows: Sequence[Row], file: Path, say: Say, paced: str | None = None) -> bool:
-    """Writes the picture; without matplotlib says so and returns False."""
+    """Writes the picture.  Without matplotlib, prints a message and returns False."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -52,7 +52,7 @@ def draw(rows: Sequence[Row], file: Path, say: Say, paced: str | None = None) ->
 
 
 def _panel(axes: Any, rows: Sequence[Row], series: Sequence[Series]) -> None:
-    """Bars in groups by concurrency, each series at the same place in every group."""
+    """Draws bars in groups by concurrency; a series has the same place in every group."""
     levels = sorted({row.concurrency for row in rows})
     width = GROUP_WIDTH / len(series)
     for place, (layout, label) in enumerate(series):
@@ -81,7 +81,7 @@ def _panel(axes: Any, rows: Sequence[Row], series: Sequence[Series]) -> None:
 
 
 def _relative(rows: Sequence[Row], layout: str, label: str, concurrency: int) -> Ratio | None:
-    """Against the reference on the verifier's cores, whatever the row ran on."""
+    """Throughput relative to the reference on the verifier's cores, also for rows that ran on all cores."""
     at = [row for row in rows if row.concurrency == concurrency]
     found = next((row for row in at if (row.layout, row.label) == (layout, label)), None)
     plain = [row for row in at if row.label == _reference(rows)]
@@ -90,12 +90,12 @@ def _relative(rows: Sequence[Row], layout: str, label: str, concurrency: int) ->
 
 
 def _reference(rows: Sequence[Row]) -> str:
-    """What all is compared with: plain decoding, or without it the first there is."""
+    """Label of the reference: plain decoding, or the first row's if plain decoding was not measured."""
     labels = [row.label for row in rows]
     return "off" if "off" in labels else labels[0]
 
 
 def _colour(label: str, series: Sequence[Series]) -> str:
-    """One colour per mode, whichever the layout."""
+    """One colour per label, in both layouts."""
     labels = list(dict.fromkeys(name for _, name in series))
     return COLOURS[labels.index(label) % len(COLOURS)]

@@ -1,6 +1,6 @@
-"""The prompts: four domains, made from what every machine with Python has.  Parent process.
+"""Makes prompts of four domains from Python's standard library.  Parent process.
 
-A prompt is a pure function of (domain, seed): every configuration gets the same ones, and no two measurements share one, so
+A prompt depends only on domain and seed, so every configuration gets the same prompts.  No two measurements share a prompt, so
 that nothing is answered from a prefix cache.
 """
 
@@ -16,14 +16,14 @@ from backend.rollout.corpus import Document, load_corpus
 
 MOST_CHARACTERS_PER_TOKEN = 16
 LONGEST_SOURCE = 40_000
-"""Characters; parsing and tokenizing more of one file would buy nothing."""
+"""Characters of one file that are used at most; parsing and tokenizing more would only cost time."""
 
 
 class Prompts:
-    """Token ids by domain, for one tokenizer: `length` each, a chat prompt at most."""
+    """Makes prompts as token ids of one tokenizer: exactly `length` tokens, or for chat at most `length`."""
 
     def __init__(self, target_dir: str, length: int) -> None:
-        # Imported here: seconds, and only measuring needs it.
+        # Imported here, because it takes seconds and only measuring needs it.
         from transformers import AutoTokenizer
 
         self._tokenizer: Any = AutoTokenizer.from_pretrained(target_dir)
@@ -31,12 +31,12 @@ class Prompts:
 
     def make(self, domain: str, seed: str) -> list[int]:
         """One prompt of a domain (code, prose, chat, random)."""
-        # A string seeds alike in every process; its hash would not.
+        # A string as seed gives the same numbers in every process; `hash` of a string does not.
         chance = random.Random(f"{domain}/{seed}")
         if domain == "random":
             return self._noise(chance)
         if domain == "chat":
-            # The template's own last words stay, whatever is cut.
+            # A long prompt is cut at its beginning, so that the end of the chat template stays.
             return self._encode(self._text(domain, chance))[-self._length :]
         ids = self._begin()
         while len(ids) < self._length:
@@ -82,13 +82,13 @@ class Prompts:
 
 
 def docstrings(documents: Sequence[Document]) -> list[str]:
-    """Every docstring of some length, as text without its indentation."""
+    """Every docstring of more than 80 characters, without its indentation."""
     found = []
     for document in documents:
         try:
             tree = ast.parse(document.text)
         except (SyntaxError, ValueError):
-            continue  # the library's tests hold some that is wrong on purpose
+            continue  # tests of the standard library contain invalid source on purpose
         for node in ast.walk(tree):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 text = ast.get_docstring(node)
@@ -98,6 +98,6 @@ def docstrings(documents: Sequence[Document]) -> list[str]:
 
 
 def _window(text: str, chance: random.Random) -> str:
-    """The text from some line on, early enough to leave something."""
+    """The text from a random line in its first three quarters on."""
     lines = text.splitlines(keepends=True)
     return "".join(lines[chance.randrange(max(len(lines) * 3 // 4, 1)) :])

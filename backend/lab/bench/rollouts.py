@@ -1,12 +1,12 @@
-"""`make bench-rollouts`: one batch of long-tailed responses, natively and disaggregated, without and with moves.
+"""`make bench-rollouts`: compares rollouts of one batch with native and with disaggregated drafting, without and with moves.
 
 Parent process.
 
     python -m backend.lab.bench.rollouts --output DIR [--prompts 128] [--n 4] [--longest 2000] [--rounds 3] [flags of a rollout]
 
-A round is a rollout of each way, `outrider rollout` with a fleet of its own, on the same fixed responses.  They are cut from
-Python's standard library, with lengths that are even on a logarithmic scale.  The order changes from round to round.  Further
-flags (`--mode`, `--k`, `--verifier-max-num-seqs`, ...) are those of all rollouts.
+A round is one rollout in each way: `outrider rollout` with a fleet of its own, on the same fixed responses.  Responses are cut
+from Python's standard library; their lengths are uniform on a logarithmic scale.  The order of ways changes between rounds.
+Further flags (`--mode`, `--k`, `--verifier-max-num-seqs`, ...) go to all rollouts.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SHORTEST = 16
 
 
 def prepare(file: Path, prompts: int, n: int, longest: int) -> str:
-    """Writes a trace with `n` responses to each prompt; says what it holds."""
+    """Writes a trace with `n` responses to each prompt; returns a line that describes it."""
     limits = (*PROMPT_TOKENS, SHORTEST, longest, 0)
     said = make_trace(TraceOptions((STDLIB,), file, "demo", prompts * n, *limits))
     cases = read_trace(file)
@@ -49,7 +49,7 @@ def prepare(file: Path, prompts: int, n: int, longest: int) -> str:
 
 
 def measure(trace: Path, output: Path, flags: Sequence[str]) -> dict[str, Any]:
-    """One rollout; the last lines of one that fails are the error."""
+    """Runs one rollout; returns its main figures.  A failure ends the program with the rollout's last lines."""
     arguments = ["rollout", "--trace", str(trace), "--out", str(output), "--fixed-responses", "--verifiers", "2", *flags]
     done = subprocess.run([sys.executable, "-m", "gateway.cli", *arguments], capture_output=True, text=True, check=False)
     if done.returncode:
@@ -60,7 +60,7 @@ def measure(trace: Path, output: Path, flags: Sequence[str]) -> dict[str, Any]:
 
 
 def markdown(result: Mapping[str, Any]) -> str:
-    """Medians over rounds, least and greatest in brackets; speed-ups are ratios within a round."""
+    """The results as a Markdown page: medians over rounds (minimum to maximum); speed-ups are ratios within a round."""
     rounds: list[dict[str, dict[str, Any]]] = result["rounds"]
     head = ("way", "wall time, s", "tokens/s", "times as fast as native", "acceptance length", "moved", "straggler behind, s")
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
@@ -83,7 +83,7 @@ def _spread(values: Sequence[float], digits: int) -> str:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Measures and writes; every round is kept as soon as it is complete."""
+    """Measures all rounds; writes the results after each."""
     given, flags = _parser().parse_known_args(list(arguments))
     trace = given.output / "train.0.parquet"
     _say(prepare(trace, given.prompts, given.n, given.longest))

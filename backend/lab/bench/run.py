@@ -25,12 +25,12 @@ from backend.models.resolve import ResolvedModels, Say, read_json, resolve
 
 WARM_UP_TOKENS = 64
 SPARE_POSITIONS = 64
-"""Room behind the longest answer, for drafts that reach past its end."""
+"""Tokens of context beyond the longest answer, for drafts that reach past its end."""
 
 
 @dataclass
 class Results:
-    """What has been measured so far."""
+    """The measurements so far."""
 
     samples: dict[tuple[str, Configuration, Point], list[Sample]] = field(default_factory=dict)
     greedy: GreedyCheck = field(default_factory=GreedyCheck)
@@ -38,12 +38,11 @@ class Results:
     complete: bool = False
 
     def rows(self) -> list[Row]:
-        """A row per configuration and point, in the order of measuring."""
         return [row(target, configuration, point, each) for (target, configuration, point), each in self.samples.items()]
 
 
 def run(options: Options, split: CoreSplit, results: Results, say: Say, keep: Callable[[], None]) -> None:
-    """Measures everything into `results` and calls `keep` whenever they have grown."""
+    """Measures everything, adds it to `results`, and calls `keep` after every measurement."""
     with tempfile.TemporaryDirectory(prefix="outrider-") as name, on_cores(split.drafter):
         base = resolve(_base_settings(options), say)
         for target in options.targets:
@@ -69,7 +68,7 @@ def prepare(target: str, base: ResolvedModels, directory: Path) -> ResolvedModel
 
 
 def describe_target(models: ResolvedModels) -> dict[str, Any]:
-    """Its size, from the headers of its files."""
+    """A target's name and sizes, from its configuration and the headers of its tensor files."""
     from backend.models.tensor_files import TensorFiles
 
     config = read_json(Path(models.target_dir) / "config.json", "--model")
@@ -125,9 +124,9 @@ def _measure_cell(
 
 
 def _prompts_of(cell: Cell, prompts: Prompts, options: Options) -> list[list[list[int]]]:
-    """By phase.  The same for all configurations, others in every round and at every point."""
+    """A cell's prompts, by phase: the same for all configurations, different in every round and at every point."""
     place, phases = f"{cell.round}/{cell.point.name}", cell.point.phases
-    # A load that goes up and down is never steady anyway.
+    # Further waves would make a load steadier, and a load that goes up and down is never steady.
     waves = options.waves if len(phases) == 1 else 1
     return [
         [prompts.make(cell.point.domain, f"{place}/{phase}/{i}") for i in range(max(options.requests, waves * concurrency))]
@@ -147,7 +146,7 @@ def _progress(target: str, cell: Cell, measured: Sample, place: str, left_s: flo
 
 @contextmanager
 def on_cores(cores: Sequence[int]) -> Iterator[None]:
-    """The measuring client computes beside the drafter, never on the verifier's cores."""
+    """Binds this process, which measures, to these cores for a `with` block, so that it does not disturb the verifier."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores)
     try:

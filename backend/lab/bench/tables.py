@@ -1,4 +1,4 @@
-"""Writes bench.json, bench.md and bench.png.  Parent process; all but the writing is pure."""
+"""Writes bench.json, bench.md and bench.png.  Parent process; pure except for `write` and `keep`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ NOTHING = "-"
 
 
 def write(output: Path, about: Mapping[str, Any], options: Options, split: CoreSplit, results: Results, say: Say) -> None:
-    """All three files, from whatever was measured."""
     content = keep(output, about, options, split, results)
     rows = results.rows()
     (output / "bench.md").write_text(markdown(content, rows, results.greedy.differences()), encoding="utf-8")
@@ -35,7 +34,7 @@ def write(output: Path, about: Mapping[str, Any], options: Options, split: CoreS
 
 
 def keep(output: Path, about: Mapping[str, Any], options: Options, split: CoreSplit, results: Results) -> dict[str, Any]:
-    """bench.json alone, replaced as a whole: what a run that is ended from outside leaves behind."""
+    """Replaces bench.json atomically, so that a run that is killed leaves its results; returns the content."""
     content = document(about, options, split, results)
     unfinished = output / "bench.json.new"
     unfinished.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
@@ -44,7 +43,6 @@ def keep(output: Path, about: Mapping[str, Any], options: Options, split: CoreSp
 
 
 def document(about: Mapping[str, Any], options: Options, split: CoreSplit, results: Results) -> dict[str, Any]:
-    """bench.json."""
     differences = results.greedy.differences()
     settings = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(options).items()}
     return {
@@ -61,13 +59,12 @@ def document(about: Mapping[str, Any], options: Options, split: CoreSplit, resul
 
 
 def find(rows: Iterable[Row], target: str, layout: str, point: Point, mode: str, k: int | None = None) -> Row | None:
-    """The row of a mode; of native drafting at the same K where there is one."""
+    """The row of a mode, with this K if there is one."""
     found = [r for r in rows if (r.target, r.layout, r.mode, r.point) == (target, layout, mode, point)]
     return next((r for r in found if r.k == k), found[0] if found else None)
 
 
 def markdown(content: Mapping[str, Any], rows: Sequence[Row], differences: Sequence[Difference]) -> str:
-    """bench.md."""
     hardware = content["hardware"]
     settings = content["settings"]
     lines = [
@@ -96,7 +93,7 @@ def markdown(content: Mapping[str, Any], rows: Sequence[Row], differences: Seque
 
 
 def _noted(section: Sequence[str], paced: str | None) -> list[str]:
-    """A section as it is, or with a line below its title that says how it was paced."""
+    """The section; for a paced run, with a line below its title that names the pace."""
     if not section or not paced:
         return list(section)
     return [section[0], "", f"Paced on this machine's CPU, with the arithmetic of a smaller model: {paced}.", *section[1:]]
@@ -111,7 +108,7 @@ def _greedy_line(content: Mapping[str, Any]) -> str:
 
 
 def _ceilings(rows: Sequence[Row]) -> list[str]:
-    """Drafting against verifying, from the rows that draft and verify in turn."""
+    """Times of drafting and verifying, from rows of mode `sync`, and the speed-up that overlap could give."""
     body = [
         [
             row.point.name,
@@ -131,7 +128,7 @@ def _ceilings(rows: Sequence[Row]) -> list[str]:
 
 
 def _throughput(rows: Sequence[Row]) -> list[str]:
-    """The three figures side by side."""
+    """Throughput with an equal verifier, with equal total cores, and per busy core."""
     head = [
         "point",
         "mode",
@@ -166,7 +163,7 @@ def _ratios(rows: Sequence[Row], row: Row) -> list[str]:
 
 
 def _cycles(rows: Sequence[Row]) -> list[str]:
-    """What a paced target step is made of."""
+    """The parts of a paced target step's time."""
     head = [
         "point",
         "mode",
@@ -231,7 +228,7 @@ def _latency(rows: Sequence[Row]) -> list[str]:
 
 
 def _foretold(rows: Sequence[Row]) -> list[str]:
-    """Chances of draft tokens against what came of them, by temperature and domain."""
+    """Predicted chances of draft tokens and observed acceptance, by domain and temperature."""
     groups = dict.fromkeys((row.domain, row.temperature) for row in rows if row.foretold)
     body = []
     for domain, temperature in groups:

@@ -1,9 +1,9 @@
 """Makes a Llama-style target larger without changing what it computes.  Any process; reads and writes checkpoints only.
 
-A benchmark needs targets of several costs and a head that drafts well for each.  Two changes leave a trained model's function
-alone and cost a verifier all the work of a larger one: layers behind the last one whose `o_proj` and `down_proj` are zero add
-nothing to the residual stream, and MLP columns whose part of `down_proj` is zero are computed and then ignored.  The new
-weights that cannot matter are random, so that no zero page or denormal makes them cheaper than trained ones.
+A benchmark needs targets of several costs, and a head that drafts well for each.  Two changes keep a trained model's function
+and give a verifier the work of a larger model.  Additional layers with zero `o_proj` and `down_proj` add nothing to the
+residual stream.  Additional MLP columns with a zero part of `down_proj` are computed and then ignored.  All other new weights
+are random, so that zero pages or denormals do not make them cheaper than trained weights.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class WidenError(Exception):
 
 @dataclass(frozen=True)
 class Preset:
-    """What a target is widened to; it keeps its own layers and width where those are larger."""
+    """Size to widen a target to; the target keeps its own number of layers and MLP width if these are larger."""
 
     layers: int
     parameters: int
-    """Wanted in all; the MLP's width follows."""
+    """Approximate number of parameters in all; the MLP's width is derived from it."""
 
 
 PRESETS: Mapping[str, Preset] = {
@@ -46,9 +46,9 @@ WIDTH_MULTIPLE = 64
 
 
 def widen_pair(target: Path, head: Path | None, preset: Preset, into: Path) -> tuple[Path, Path | None]:
-    """Writes the widened target, and the head with its feature layers spelled out where it left them to the target's depth.
+    """Writes the widened target, and the head if its feature layers follow from the target's depth: then they are spelled out.
 
-    Returns both directories (the head's own one where it can stay).  Raises `WidenError`.
+    Returns both directories; a head that needs no change stays in its own.  Raises `WidenError`.
     """
     wide = into / "target"
     config = read_config(str(target))
@@ -67,7 +67,7 @@ def widen_pair(target: Path, head: Path | None, preset: Preset, into: Path) -> t
 
 
 def width_for(config: Mapping[str, Any], layers: int, parameters: int) -> int:
-    """The MLP width at which a Llama of this configuration and so many layers has about `parameters` parameters."""
+    """The MLP width at which a Llama of this configuration with `layers` layers has about `parameters` parameters."""
     hidden, vocab = int(config["hidden_size"]), int(config["vocab_size"])
     heads = int(config["num_attention_heads"])
     head_dim = int(config.get("head_dim") or hidden // heads)
@@ -79,9 +79,9 @@ def width_for(config: Mapping[str, Any], layers: int, parameters: int) -> int:
 
 
 def widen(source: Path, destination: Path, layers: int, width: int, seed: int = 0) -> None:
-    """Writes to `destination` (made here) the model in `source` with so many layers and MLP width `width`.
+    """Writes the model in `source`, with `layers` layers and MLP width `width`, to the new directory `destination`.
 
-    Logits stay the same up to the rounding of longer sums.  Raises `WidenError`.
+    Logits stay the same except for the rounding of longer sums.  Raises `WidenError`.
     """
     config = read_config(str(source))
     own_layers, own_width = int(config["num_hidden_layers"]), int(config["intermediate_size"])
@@ -108,7 +108,7 @@ def widen(source: Path, destination: Path, layers: int, width: int, seed: int = 
 
 
 def _wider(name: str, value: Tensor, width: int, generator: torch.Generator) -> Tensor:
-    """`gate_proj`, `up_proj` `[own, hidden]` get rows, `down_proj` `[hidden, own]` gets zero columns."""
+    """Adds random rows to `gate_proj` and `up_proj` `[own, hidden]`, and zero columns to `down_proj` `[hidden, own]`."""
     if name.endswith(("mlp.gate_proj.weight", "mlp.up_proj.weight")):
         return torch.cat([value, _random((width - value.shape[0], value.shape[1]), value, generator)])
     if name.endswith("mlp.down_proj.weight"):
@@ -117,7 +117,7 @@ def _wider(name: str, value: Tensor, width: int, generator: torch.Generator) -> 
 
 
 def _silent(name: str, pattern: Tensor, generator: torch.Generator) -> Tensor:
-    """A tensor for a layer that adds nothing."""
+    """A tensor of an additional layer that adds nothing to the residual stream."""
     if name.endswith(("o_proj.weight", "down_proj.weight")):
         return torch.zeros_like(pattern)
     if pattern.dim() == 1:

@@ -1,9 +1,9 @@
-"""One child of a benchmark: a verifier or a drafter, on cores of its own.
+"""A child process of a benchmark: a verifier or a drafter, on cores of its own.
 
     python -m backend.lab.bench.worker '{"role": "verifier", "cores": [0], "address": "ipc://...", ...}'
 
-Prints one JSON line when ready, then answers each JSON line on stdin with one; the end of its input stops it.  Cores and thread
-counts are set before anything that reads them is imported.
+Prints one JSON line when ready, then answers each JSON line on stdin with one; it ends when stdin closes.  Cores and thread
+counts are set before any module that reads them is imported.
 """
 
 from __future__ import annotations
@@ -25,11 +25,10 @@ from backend.lab.bench.pacing import Pacer, pace_drafter, pace_verifier
 Job = dict[str, Any]
 FRESH_POLL_S = 0.01
 PACED = "paced"
-"""What asks for the passes of a paced process so far."""
+"""The message that asks for the counters of a paced process."""
 
 
 def main() -> None:
-    """Runs the role the first argument describes."""
     logging.basicConfig(level="INFO")
     job: Job = json.loads(sys.argv[1])
     roles: dict[str, Callable[[Job], None]] = {"verifier": _verifier, "drafter": _drafter}
@@ -72,7 +71,7 @@ def _drafter(job: Job) -> None:
 
     def answer(message: Any) -> Any:
         stale = process.stats()
-        # The loop publishes a new object a few times a second; one that is new now holds all that was counted before.
+        # The loop publishes a new object a few times a second.  A new object contains everything counted before this request.
         while process.is_alive and process.stats() is stale:
             threading.Event().wait(FRESH_POLL_S)
         return process.stats()
@@ -82,7 +81,7 @@ def _drafter(job: Job) -> None:
 
 
 def _answer_lines(pacer: Pacer | None, answer: Callable[[Any], Any]) -> None:
-    """Until the input ends: a line that asks for the paced passes is answered with these, any other by `answer`."""
+    """Answers lines until stdin closes: `PACED` with the pacer's counters, any other message with `answer(message)`."""
     for line in sys.stdin:
         message = json.loads(line)
         _say(pacer.counts if pacer is not None and message == PACED else answer(message))

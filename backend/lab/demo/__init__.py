@@ -1,1 +1,1 @@
-"""How the demo pair is trained: `python -m backend.lab.demo`."""
+"""Trains the demo pair of target and drafter: `python -m backend.lab.demo`."""

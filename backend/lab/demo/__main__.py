@@ -14,7 +14,7 @@ from backend.models.demo import DRAFT_MODEL_DIR, DRAFTER_DIR, TARGET_DIR
 
 
 def parse(arguments: Sequence[str]) -> tuple[DemoOptions, Path | None]:
-    """The options the command line asks for, and where a draft model goes if only that is wanted."""
+    """The options, and the directory for a draft model if only a draft model is to be trained."""
     parser = argparse.ArgumentParser(prog="outrider train-demo", description=__doc__)
     parser.add_argument("--run-dir", type=Path, default=Path("demo-run"), help="checkpoints and data of this run")
     parser.add_argument("--target-dir", type=Path, default=TARGET_DIR)
@@ -49,7 +49,6 @@ def parse(arguments: Sequence[str]) -> tuple[DemoOptions, Path | None]:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Train what the command line describes."""
     options, draft_model = parse(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     if draft_model is not None:

@@ -1,6 +1,6 @@
-"""The files of the demo models: a transformers checkpoint for the target, the speculators layout for the drafter.
+"""Reads and writes the demo models: a transformers checkpoint for the target, the speculators layout for the drafter.
 
-Owns the mapping between the modules here and what transformers and vLLM read.
+Owns the mapping between the modules of this package and the files that transformers and vLLM read.
 """
 
 import json
@@ -48,19 +48,19 @@ def llama_config(shape: Shape, layers: int, tied: bool) -> dict[str, Any]:
 
 
 def save_target(target: Target, directory: Path) -> None:
-    """Write config, generation config and weights as they are; `directory` must exist."""
+    """Write config, generation config and weights, in the weights' own dtype; `directory` must exist."""
     shape = target.shape
     dtype = str(target.model.embed_tokens.weight.dtype).removeprefix("torch.")
     config = llama_config(shape, shape.num_hidden_layers, tied=True) | {"torch_dtype": dtype}
     write_checkpoint(directory, config, target.state_dict())
     tokens = {"bos_token_id": BEGIN_ID, "eos_token_id": END_ID, "pad_token_id": PAD_ID}
-    # What a client gets that names no temperature: a model this small repeats itself when greedy.
+    # The default for requests without a temperature: a model this small repeats itself when decoded greedily.
     generation = {**tokens, "do_sample": True, "temperature": 0.8}
     write_json(directory / "generation_config.json", generation)
 
 
 def load_target(directory: Path) -> Target:
-    """What `save_target` wrote."""
+    """The target that `save_target` wrote to `directory`."""
     config: Mapping[str, Any] = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     target = Target(Shape(**{name: config[name] for name in Shape.__dataclass_fields__ if name in config}))
     target.load_state_dict(load_file(directory / WEIGHTS))

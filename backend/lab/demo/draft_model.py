@@ -1,6 +1,6 @@
-"""Training a small draft model for a demo target that is there: it learns the target's distributions on the source's text.
+"""Trains a small draft model for an existing demo target: it learns the target's distributions on the corpus.
 
-It begins with the embeddings' first principal components, and speaks through them too.
+Its embeddings start as the first principal components of the target's embeddings; they are tied, so its output uses them too.
 """
 
 import json
@@ -26,7 +26,7 @@ from backend.rollout.corpus import Document, load_corpus
 
 
 def draft_shape(target: Shape, settings: DraftModelOptions) -> Shape:
-    """The sizes of a draft model for a target of these."""
+    """The sizes of a draft model for a target of shape `target`."""
     return Shape(
         vocab_size=target.vocab_size,
         hidden_size=settings.hidden,
@@ -40,7 +40,7 @@ def draft_shape(target: Shape, settings: DraftModelOptions) -> Shape:
 
 
 def begin(shape: Shape, target: Target) -> Target:
-    """A draft model whose embeddings are the target's, as far as so few dimensions hold them."""
+    """An untrained draft model whose embeddings are the first principal components of the target's."""
     model = Target(shape)
     embedding = target.model.embed_tokens.weight.detach().float()
     left, scales, _ = torch.linalg.svd(embedding - embedding.mean(0), full_matrices=False)
@@ -51,7 +51,7 @@ def begin(shape: Shape, target: Target) -> Target:
 
 
 def distillation_loss(model: Target, target: Target, tokens: Tensor, first_choice: float) -> tuple[Tensor, Tensor]:
-    """Mean cross entropy in nats to the target's distributions, and how often the first choice is the target's."""
+    """Mean cross entropy in nats to the target's distributions, and the share of positions with the target's first choice."""
     with torch.no_grad():
         goal, choice = goals(target.logits(target(tokens)[0]).flatten(0, 1), first_choice)
     drafted = model.logits(model(tokens)[0]).float().flatten(0, 1)
@@ -61,7 +61,7 @@ def distillation_loss(model: Target, target: Target, tokens: Tensor, first_choic
 def train_draft_model(options: DemoOptions, directory: Path) -> float:
     """Trains until the budget is spent, resuming from `run_dir`, and writes the model to `directory`.
 
-    Returns how often its first choice was the target's of late.
+    Returns the recent share of positions at which its first choice was the target's.
     """
     settings, device = options.draft_model, resolve_device(options.device)
     torch.manual_seed(options.seed)

@@ -1,8 +1,7 @@
-"""Training the demo drafter: on text the target wrote and on source, against the target's own distributions.
+"""Trains the demo drafter on text that the target generated and on source code, against the target's distributions.
 
-Each step unrolls the drafter as decoding would (`Drafter.unroll`), so that later draft positions learn from
-the drafter's own outputs.  Half the loss weight of a position can go to the target's first choice, since
-greedy acceptance asks for nothing else.
+Each step unrolls the drafter as decoding would (`Drafter.unroll`), so that later draft positions learn from the drafter's own
+outputs.  Part of the goal's weight goes to the target's first choice (`first_choice`), which alone decides greedy acceptance.
 """
 
 import logging
@@ -29,7 +28,7 @@ STEP_WEIGHT = 0.9
 
 
 class Rows:
-    """Fixed rows of token ids `[count, length + 1]`, served in an order that shuffles anew every epoch."""
+    """Fixed rows of token ids `[count, length + 1]`, in an order that is shuffled anew every epoch."""
 
     def __init__(self, rows: npt.NDArray[np.int32], seed: int) -> None:
         self.rows, self.seed = rows, seed
@@ -48,7 +47,7 @@ class Rows:
 
 
 def drafter_rows(target: Target, stream: npt.NDArray[np.int32], settings: DrafterOptions, seed: int) -> tuple[Rows, Rows]:
-    """The short and the long training rows: text the target wrote at several temperatures, and source beside it."""
+    """The short and the long training rows: text that the target generated at several temperatures, and source code."""
     sets: list[Rows] = []
     for share, length in ((1.0 - settings.long_share, settings.length), (settings.long_share, settings.long_length)):
         count = max(1, int(settings.generated_tokens * share / length))
@@ -62,14 +61,14 @@ def drafter_rows(target: Target, stream: npt.NDArray[np.int32], settings: Drafte
 
 
 def unroll_depth(fraction: float, depth: int) -> int:
-    """Steps to unroll after `fraction` of the run: the first step is learned first, since the others build on it."""
+    """Steps to unroll after `fraction` of the run: it grows, because later steps build on the first."""
     if fraction < 0.2:
         return 1
     return min(depth, 2) if fraction < 0.45 else depth
 
 
 def _kept_rows(path: Path, target: Target, stream: npt.NDArray[np.int32], options: DemoOptions) -> tuple[Rows, Rows]:
-    """The training rows, written once per run directory."""
+    """The training rows, generated once per run directory."""
     if not path.exists():
         short, long = drafter_rows(target, stream, options.drafter, options.seed)
         temporary = path.with_suffix(".writing.npz")
@@ -80,7 +79,7 @@ def _kept_rows(path: Path, target: Target, stream: npt.NDArray[np.int32], option
 
 
 def unrolled_loss(drafter: Drafter, target: Target, tokens: Tensor, depth: int, first_choice: float) -> tuple[Tensor, Tensor]:
-    """Weighted cross entropy over the draft positions, and how often each one's first choice is the target's.
+    """Weighted cross entropy over the draft positions, and each position's share of first choices that are the target's.
 
     `tokens` is `[batch, length]`.  The second result is `[depth]`.
     """
@@ -101,7 +100,7 @@ def unrolled_loss(drafter: Drafter, target: Target, tokens: Tensor, depth: int, 
 
 
 def train_drafter(options: DemoOptions, target: Target, stream: npt.NDArray[np.int32]) -> tuple[Drafter, Progress]:
-    """Train a drafter for `target` until the budget is spent, resuming from `run_dir`; `stream` is of tokens."""
+    """Train a drafter for `target` until the budget is spent, resuming from `run_dir`; `stream` holds token ids."""
     settings, device = options.drafter, resolve_device(options.device)
     torch.manual_seed(options.seed)
     target = target.to(device).eval().requires_grad_(False)

@@ -1,4 +1,4 @@
-"""The demo's drafter: an EAGLE-3 head (`backend/learning/head.py`) made for its target, and its greedy drafts."""
+"""Makes the demo's drafter, an EAGLE-3 head (`backend/learning/head.py`), from its target, and drafts greedily with it."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ EMBEDDING_SCALE = 0.3  # of the new attention inputs, against the full scale of 
 
 
 def default_feature_layers(layers: int) -> tuple[int, ...]:
-    """The last three layers of a target with `layers` layers: late features say most about the next token."""
+    """The last three layers of a target with `layers` layers: late features predict the next token best."""
     if layers < 4:
         raise ValueError(f"a target of {layers} layers has no three inner layers to take features from")
     return (layers - 3, layers - 2, layers - 1)
@@ -22,7 +22,7 @@ def default_feature_layers(layers: int) -> tuple[int, ...]:
 def new_drafter(target: Target) -> Drafter:
     """A new drafter that starts from its target's last layer, output matrix and norm.
 
-    `fc` passes on the latest feature, which is what that layer reads; embeddings enter with random weights.
+    `fc` starts as a copy of the last feature, which is the input of that layer; weights for embeddings start random and small.
     """
     shape = DrafterShape(replace(target.shape, num_hidden_layers=1), default_feature_layers(target.shape.num_hidden_layers))
     embeddings = target.model.embed_tokens.weight
@@ -45,10 +45,10 @@ def new_drafter(target: Target) -> Drafter:
 
 
 def chain(drafter: Drafter, token: Tensor, feature: Tensor, cache: LayerCache, depth: int) -> Tensor:
-    """Greedy draft of `depth` tokens `[batch, depth]`; the cache is left as it was found.
+    """Greedy draft of `depth` tokens: `[batch, depth]`.
 
-    `token` `[batch, n]` and `feature` `[batch, n, hidden]` are the rows not yet in `cache`; their entries
-    stay in it.
+    `token` `[batch, n]` and `feature` `[batch, n, hidden]` are the rows not yet in `cache`.  Their entries stay in the cache;
+    entries of drafted tokens are dropped again.
     """
     output = drafter.step(token, feature, cache)[:, -1:]
     kept = cache.length

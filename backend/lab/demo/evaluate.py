@@ -1,8 +1,8 @@
-"""How good the demo pair is: loss and perplexity of the target, and the drafter's acceptance length.
+"""Measures the demo pair: loss and perplexity of the target, and the drafter's acceptance length.
 
-Acceptance length is tokens per target step in greedy speculative decoding, in aggregate over all prompts:
-1 + accepted draft tokens / drafts, drafts of `DRAFT_LENGTH` tokens, every draft of the last step counted in
-full. Owns its own loop in plain torch, float32, so that the figure needs no serving engine.
+Acceptance length is tokens per target step in greedy speculative decoding, over all prompts together: 1 + accepted draft
+tokens / drafts.  Drafts have `DRAFT_LENGTH` tokens; the last draft of a prompt counts in full.  Decoding is a loop in plain
+torch and float32, so that the figure needs no serving engine.
 """
 
 import math
@@ -29,7 +29,7 @@ SHORTEST_PROMPT, LONGEST_PROMPT = 64, 200
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """Drafts made and draft tokens accepted, the latter also by position in the draft."""
+    """Number of drafts, and of accepted draft tokens by position in the draft."""
 
     drafts: int
     accepted_by_position: tuple[int, ...]
@@ -50,7 +50,7 @@ class Scores:
 
 
 def validation_prompts(stream: npt.NDArray[np.int32]) -> list[list[int]]:
-    """Prompts from the validation stream, each behind `<|begin|>`."""
+    """Prompts from the validation stream, each starting with `<|begin|>`."""
     windows = Windows(stream, LONGEST_PROMPT, PROMPT_SEED).batch(0, PROMPTS)
     lengths = prompt_lengths(PROMPTS, SHORTEST_PROMPT, LONGEST_PROMPT, PROMPT_SEED)
     return [row[:length].tolist() for row, length in zip(windows, lengths, strict=True)]
@@ -58,7 +58,7 @@ def validation_prompts(stream: npt.NDArray[np.int32]) -> list[list[int]]:
 
 @torch.no_grad()
 def accept(target: Target, drafter: Drafter, prompt: list[int], new_tokens: int) -> Acceptance:
-    """Greedy speculative decoding of one prompt until `new_tokens` are out."""
+    """Greedy speculative decoding of one prompt until at least `new_tokens` are emitted."""
     device = drafter.fc.weight.device
     layers = drafter.shape.feature_layers
     capacity = len(prompt) + new_tokens + 2 * DRAFT_LENGTH + 2
@@ -86,7 +86,7 @@ def accept(target: Target, drafter: Drafter, prompt: list[int], new_tokens: int)
 
 
 def matching_prefix(draft: list[int], choices: list[int]) -> int:
-    """How many tokens of `draft` are the target's `choices`, up to the first that is not."""
+    """Number of leading tokens of `draft` that equal the target's `choices`."""
     for position, (drafted, chosen) in enumerate(zip(draft, choices, strict=False)):
         if drafted != chosen:
             return position
@@ -94,14 +94,14 @@ def matching_prefix(draft: list[int], choices: list[int]) -> int:
 
 
 def acceptance(target: Target, drafter: Drafter, stream: npt.NDArray[np.int32]) -> Acceptance:
-    """Acceptance over prompts of `stream`, as `acceptance_plan` says."""
+    """Acceptance over prompts from `stream`; `acceptance_plan` describes them."""
     runs = [accept(target, drafter, prompt, NEW_TOKENS) for prompt in validation_prompts(stream)]
     by_position = tuple(sum(counts) for counts in zip(*(run.accepted_by_position for run in runs), strict=True))
     return Acceptance(sum(run.drafts for run in runs), by_position)
 
 
 def acceptance_plan() -> str:
-    """What `acceptance` runs, in words."""
+    """The prompts of `acceptance`, in words, for the training record."""
     return f"{PROMPTS} validation prompts of {SHORTEST_PROMPT} to {LONGEST_PROMPT} tokens, {NEW_TOKENS} new tokens each"
 
 

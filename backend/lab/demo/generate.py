@@ -1,4 +1,4 @@
-"""Text written by the demo target: what the drafter learns from, and what acceptance is measured on.
+"""Generates text with the demo target, for the drafter to learn from.
 
 Owns batched decoding with a cache.  All prompts of a batch have one length, so nothing is padded.
 """
@@ -18,9 +18,8 @@ from backend.lab.demo.training import Windows
 def generate(target: Target, prompts: Tensor, new_tokens: int, temperatures: Tensor, source: torch.Generator) -> Tensor:
     """Continue `prompts` `[batch, n]` by `new_tokens`, row i at `temperatures[i]`; 0 is greedy.
 
-    Sampling adds Gumbel noise scaled by the temperature and takes the maximum, which draws from the softmax and needs
-    no case for greedy rows.  Returns prompts and continuations, `[batch, n + new_tokens]`; an end of text does not stop
-    a row.
+    Sampling adds Gumbel noise scaled by the temperature and takes the maximum.  It draws from the softmax, and needs no special
+    case for greedy rows.  Returns prompts and continuations, `[batch, n + new_tokens]`; an end of text does not stop a row.
     """
     batch, prompt_length = prompts.shape
     text = torch.empty(batch, prompt_length + new_tokens, dtype=torch.long, device=prompts.device)
@@ -37,13 +36,13 @@ def generate(target: Target, prompts: Tensor, new_tokens: int, temperatures: Ten
 
 
 def prompt_lengths(count: int, shortest: int, longest: int, seed: int) -> list[int]:
-    """`count` prompt lengths between `shortest` and `longest`, the same for the same seed."""
+    """`count` random prompt lengths between `shortest` and `longest`, both included; determined by `seed`."""
     generator = np.random.default_rng((seed, 1))
     return [int(length) for length in generator.integers(shortest, longest + 1, size=count)]
 
 
 def row_temperatures(mixture: Sequence[tuple[float, float]], count: int) -> list[float]:
-    """A temperature for each of `count` rows, by the shares of `mixture` (pairs of temperature and share)."""
+    """A temperature for each of `count` rows; `mixture` has pairs of temperature and share."""
     bounds = np.cumsum([share for _, share in mixture])
     places = (np.arange(count) + 0.5) / count * bounds[-1]
     return [mixture[int(np.searchsorted(bounds, place))][0] for place in places]

@@ -1,6 +1,6 @@
-"""The small Llama that the demo trains, of the layers in `backend/learning/layers.py`.
+"""The small Llama that the demo trains, built from the layers in `backend/learning/layers.py`.
 
-Parameter names are those of transformers' `LlamaForCausalLM`, so a state dict is a checkpoint.
+Parameters have the names of transformers' `LlamaForCausalLM`, so a state dict can be saved as a checkpoint.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ class Block(nn.Module):
 
 
 class Trunk(nn.Module):
-    """Embeddings, layers and final norm: the part transformers calls `model`."""
+    """Embeddings, layers and final norm: the part that transformers calls `model`."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -40,7 +40,6 @@ class Trunk(nn.Module):
 
     @property
     def last_block(self) -> Block:
-        """The layer next to the output."""
         block = self.layers[-1]
         assert isinstance(block, Block)
         return block
@@ -59,7 +58,6 @@ class Target(nn.Module):
             nn.init.zeros_(block.mlp.down_proj.weight)  # type: ignore[union-attr, arg-type]
 
     def caches(self, batch: int, capacity: int) -> list[LayerCache]:
-        """Empty caches for every layer."""
         like = self.model.embed_tokens.weight.detach()
         return [LayerCache.empty(self.shape, batch, capacity, like) for _ in self.model.layers]
 
@@ -70,10 +68,9 @@ class Target(nn.Module):
     def forward(
         self, tokens: Tensor, caches: Sequence[LayerCache] | None = None, feature_layers: Sequence[int] = ()
     ) -> tuple[Tensor, Tensor | None]:
-        """Final hidden states `[batch, tokens, hidden]` of `tokens` `[batch, tokens]`, and on request the features.
+        """Final hidden states `[batch, tokens, hidden]` of `tokens` `[batch, tokens]`, and the features or None.
 
-        The features are the inputs of the layers in `feature_layers`, side by side: `[batch, tokens, n *
-        hidden]`.
+        Features are the inputs of the n layers in `feature_layers`, side by side: `[batch, tokens, n * hidden]`.
         """
         start = caches[0].length if caches else 0
         positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)

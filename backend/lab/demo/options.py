@@ -1,4 +1,4 @@
-"""What a demo training run can be told.  Durations are minutes of wall clock; lengths and batches are in tokens."""
+"""Options of a demo training run.  Durations are minutes of wall clock; lengths and batches are in tokens."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,8 +10,8 @@ from backend.models.demo import DRAFTER_DIR, TARGET_DIR
 class TargetOptions:
     """How the target is trained.  `steps`, when set, replaces `minutes` as the length of the run.
 
-    Windows have `length` tokens, and `long_length` in the last `long_share` of the run; `positions` is what the model's
-    configuration allows.
+    Windows have `length` tokens, and `long_length` in the last `long_share` of the run.  `positions` is the longest context in
+    the model's configuration.
     """
 
     minutes: float = 60.0
@@ -32,10 +32,9 @@ class TargetOptions:
 class DrafterOptions:
     """How the drafter is trained.  `steps`, when set, replaces `minutes` as the length of the run.
 
-    `generated_tokens` is how much text the target writes for it to learn from, which takes time on top of
-    `minutes`; `mixture` is the share of that text per temperature; `source_share` is source beside it, as a
-    share of the same number; `first_choice` is the weight of the target's first choice in the goal, the
-    rest is its distribution.
+    `generated_tokens` is how much text the target generates for it, which takes time in addition to `minutes`.  `mixture` has
+    pairs of temperature and share of that text.  `source_share` is the amount of source code, as a share of the generated text.
+    `first_choice` is the weight of the target's first choice in the goal; the rest is the target's distribution.
     """
 
     minutes: float = 30.0
@@ -56,9 +55,9 @@ class DrafterOptions:
 
 @dataclass(frozen=True, slots=True)
 class DraftModelOptions:
-    """How a draft model is trained for a target that is there; fields as above.
+    """How a draft model is trained for an existing target; fields as in `DrafterOptions`.
 
-    `domain` is `code`, or `prose`: the source's docstrings alone.
+    `domain` is `code`, or `prose` for the docstrings of the source code alone.
     """
 
     domain: str = "code"
@@ -75,10 +74,10 @@ class DraftModelOptions:
 
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
-    """A whole run: where it reads, works and writes, and on what.
+    """Options of a whole run.
 
-    `run_dir` keeps checkpoints, so that an interrupted run continues; it may be deleted afterwards.
-    `device` is `auto` (CUDA where there is one), `cpu` or `cuda`.
+    `run_dir` keeps checkpoints, so that an interrupted run can continue; it may be deleted afterwards.  `device` is `auto`
+    (CUDA if available), `cpu` or `cuda`.
     """
 
     run_dir: Path

@@ -1,8 +1,7 @@
-"""Training the demo target: next-token prediction on Python source within a wall-clock budget.
+"""Trains the demo target: next-token prediction on Python source within a wall-clock budget.
 
-The learning rate follows the elapsed share of the budget, so the same call works on a slow CPU and on a
-fast GPU: what changes is how many tokens are seen.  The last part of the run uses windows of the full
-context.
+The learning rate follows the elapsed share of the budget, so the same call works on a slow CPU and on a fast GPU; only the
+number of tokens seen differs.  The last part of the run uses longer windows.
 """
 
 import logging
@@ -24,7 +23,6 @@ LOGGER = logging.getLogger(__name__)
 
 
 def target_shape(options: DemoOptions) -> Shape:
-    """The sizes the options ask for."""
     return Shape(
         vocab_size=options.vocab_size,
         hidden_size=options.target.hidden,
@@ -37,7 +35,7 @@ def target_shape(options: DemoOptions) -> Shape:
 
 
 def next_token_loss(model: Target, tokens: Tensor) -> Tensor:
-    """Mean cross entropy in nats of `tokens[:, 1:]` given what precedes them; `tokens` is `[batch, length + 1]`."""
+    """Mean cross entropy in nats of each of `tokens[:, 1:]`, given the tokens before it; `tokens` is `[batch, length + 1]`."""
     hidden, _ = model(tokens[:, :-1])
     return functional.cross_entropy(model.logits(hidden).float().flatten(0, 1), tokens[:, 1:].flatten())
 
@@ -46,9 +44,9 @@ def next_token_loss(model: Target, tokens: Tensor) -> Tensor:
 def validation_loss(
     model: Target, stream: npt.NDArray[np.int32], length: int, limit: int | None = None, batch: int = 8
 ) -> float:
-    """Mean loss per token over consecutive windows of `stream` (the first `limit` windows when given).
+    """Mean loss per token over consecutive windows of `stream`, or over `limit` of them at equal distances.
 
-    Every window starts afresh behind `<|begin|>`, as in training; float32 throughout.
+    Every window starts with `<|begin|>` and an empty context, as in training.  Computed in float32.
     """
     device = model.model.embed_tokens.weight.device
     count = (len(stream) - 1) // length
@@ -69,9 +67,9 @@ def train_target(
     validation: npt.NDArray[np.int32],
     on_checkpoint: Callable[[Target, Progress], None] | None = None,
 ) -> tuple[Target, Progress]:
-    """Train until the budget is spent, resuming from `run_dir` where a checkpoint is there.
+    """Train until the budget is spent, resuming from a checkpoint in `run_dir` if there is one.
 
-    Both are token streams.  `on_checkpoint` is called after every checkpoint.
+    `train_stream` and `validation` are token streams.  `on_checkpoint` is called after every checkpoint but the last.
     """
     settings, device = options.target, resolve_device(options.device)
     torch.manual_seed(options.seed)

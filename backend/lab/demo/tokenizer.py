@@ -1,12 +1,10 @@
 """The demo tokenizer: byte-level BPE over Python source, saved so that transformers and vLLM load it.
 
-Owns the special tokens, how text is cut before merging, the chat template, and how documents become token
-streams.
+Owns the special tokens, the rule that splits text before BPE merges, the chat template, and the making of token streams.
 
-Every sequence starts with `<|begin|>`: the tokenizer adds it to plain text, the chat template writes it,
-and training puts it before every window, so the model never sees a position 0 that is anything
-else.  `<|endoftext|>` ends a file. A line break is always a token of its own, and the indentation after it
-another: a prompt that ends with a line break is then cut exactly as the same text is cut in training.
+Every sequence starts with `<|begin|>`: the tokenizer adds it to plain text, the chat template writes it, and training puts it
+before every window.  So the model never sees another token at position 0.  `<|endoftext|>` ends a file.  A line break is always
+a token of its own, and so is the indentation after it.  So a prompt that ends with a line break is tokenized as in training.
 """
 
 import json
@@ -46,7 +44,7 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, max_length: int) -> PreTrainedTokenizerFast:
-    """Learn a byte-level BPE of exactly `vocab_size` tokens, specials and the 256 bytes included."""
+    """Train a byte-level BPE of exactly `vocab_size` tokens, special tokens and the 256 bytes included."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -79,10 +77,10 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, max_length: int) -> P
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
-    """Write `tokenizer.json` and `tokenizer_config.json`, the chat template inside the latter.
+    """Write `tokenizer.json` and `tokenizer_config.json`, which contains the chat template.
 
-    The class is named as every transformers version knows it, and what tells where it was loaded from is
-    left out.
+    The tokenizer's class gets the name that every transformers version knows.  Keys that tell from where it was loaded are
+    removed.
     """
     tokenizer.save_pretrained(str(directory), save_jinja_files=False)
     path = directory / "tokenizer_config.json"

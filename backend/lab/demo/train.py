@@ -1,7 +1,6 @@
-"""`train_demo`: from Python source to a packaged target and drafter, with the figures that describe them.
+"""`train_demo`: trains a target and its drafter on Python source, measures them, and writes both to their directories.
 
-Owns the order of the stages and what is kept between them.  Every stage leaves its result in `run_dir`, so
-the same call continues where an interrupted one stopped.
+Owns the order of the stages.  Every stage leaves its result in `run_dir`, so a call continues where an interrupted one stopped.
 """
 
 import json
@@ -64,7 +63,7 @@ def train_demo(options: DemoOptions) -> Scores:
 
 
 def prepare_data(options: DemoOptions) -> Data:
-    """Read the corpus, learn the tokenizer, and cut both splits into tokens; done once per run directory."""
+    """Read the corpus, train the tokenizer, and tokenize both splits; done once per run directory."""
     directory = options.run_dir / "data"
     if not directory.exists():
         corpus = load_corpus()
@@ -84,7 +83,7 @@ def prepare_data(options: DemoOptions) -> Data:
 
 
 def package(options: DemoOptions, data: Data, target: Target, drafter: Drafter, description: Mapping[str, Any]) -> None:
-    """Put both models, each with the training record, into their directories."""
+    """Write both models, each with the training record, to their directories."""
     text = json.dumps(description, indent=2) + "\n"
     with replacing(Path(options.target_dir)) as fresh:
         save_target(target, fresh)
@@ -96,7 +95,7 @@ def package(options: DemoOptions, data: Data, target: Target, drafter: Drafter, 
 
 
 def record(options: DemoOptions, data: Data, scores: Scores, target: Progress, drafter: Progress) -> dict[str, Any]:
-    """What was run on what, and what came out; nothing in it depends on the machine's paths."""
+    """The training record: command, data, options and measured figures; it contains no paths of this machine."""
     return {
         "command": (
             f"python -m backend.lab.demo --target-minutes {options.target.minutes:g}"
@@ -123,7 +122,7 @@ def record(options: DemoOptions, data: Data, scores: Scores, target: Progress, d
 
 
 def _spent(progress: Progress) -> dict[str, Any]:
-    """What a training used, with the windows drawn by their length in tokens."""
+    """Steps, tokens, minutes, and numbers of windows by their length in tokens, of one training."""
     return {
         "steps": progress.step,
         "tokens_seen": progress.tokens,

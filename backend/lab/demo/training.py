@@ -1,8 +1,7 @@
-"""What the demo trainings share: windows of tokens, the loop with its rate schedule, and checkpoints that resume.
+"""Shared parts of the demo trainings: windows of tokens, the training loop with its learning rates, and checkpoints.
 
-Everything random is a function of the seed and of counters kept in the checkpoint, so a run that was
-interrupted and resumed makes the same steps as one that was not (as long as it is bounded by steps, not by
-the clock).
+All randomness depends only on the seed and on counters kept in the checkpoint.  So a run that was interrupted and resumed makes
+the same steps as an uninterrupted one, if its length is given in steps and not in minutes.
 """
 
 import logging
@@ -28,7 +27,7 @@ LOGGER = logging.getLogger(__name__)
 
 
 def resolve_device(name: str) -> torch.device:
-    """The device `name` stands for; `auto` is CUDA where there is one."""
+    """The device of this name; `auto` is CUDA if available, else the CPU."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return torch.device(name)
@@ -44,9 +43,9 @@ def rate_factor(fraction: float) -> float:
 
 
 def goals(scores: Tensor, first_choice: float) -> tuple[Tensor, Tensor]:
-    """What a drafter should say where its target has these `scores` `[..., vocab]`, and the target's first choices `[...]`.
+    """Goal distributions `[..., vocab]` for a drafter, and first choices `[...]`, from the target's `scores` `[..., vocab]`.
 
-    `first_choice` of the weight is the first choice's, the rest is the target's distribution at temperature 1.
+    The first choice gets a weight of `first_choice`; the rest is the target's distribution at temperature 1.
     """
     scores = scores.float()
     choice = scores.argmax(-1)
@@ -59,14 +58,14 @@ class RowSource(Protocol):
 
     @property
     def length(self) -> int:
-        """Tokens of a row that are read; one more is there to be predicted."""
+        """Number of input tokens of a row; each row has one more, which is only predicted."""
 
     def batch(self, first: int, count: int) -> Tensor:
         """Rows number `first` to `first + count`: `[count, length + 1]` token ids."""
 
 
 class Windows:
-    """Windows of a token stream, each behind a `<|begin|>`, in an order that shuffles anew every epoch."""
+    """Windows of a token stream, each after a `<|begin|>`, in an order that is shuffled anew every epoch."""
 
     def __init__(self, stream: npt.NDArray[np.int32], length: int, seed: int) -> None:
         self.stream, self.length, self.seed = stream, length, seed
@@ -94,7 +93,7 @@ class Windows:
 
 @dataclass(slots=True)
 class Progress:
-    """How far a run is: steps and tokens done, seconds spent, and windows drawn by window length."""
+    """Progress of a run: steps and tokens done, seconds spent, and numbers of windows drawn, by window length."""
 
     step: int = 0
     tokens: int = 0
@@ -107,14 +106,13 @@ class Progress:
         return min(1.0, done)
 
     def draw(self, rows: RowSource, count: int) -> Tensor:
-        """The next `count` rows of `rows`."""
         first = self.drawn.get(rows.length, 0)
         self.drawn[rows.length] = first + count
         return rows.batch(first, count)
 
 
 def save_state(path: Path, model: nn.Module, optimizers: Optimizers, progress: Progress) -> None:
-    """Write a checkpoint in one atomic step."""
+    """Write a checkpoint atomically."""
     state = {
         "model": dict(model.state_dict()),
         "optimizers": [part.state_dict() for part in optimizers.parts],
@@ -132,7 +130,7 @@ def save_state(path: Path, model: nn.Module, optimizers: Optimizers, progress: P
 
 
 def load_state(path: Path, model: nn.Module, optimizers: Optimizers) -> Progress:
-    """Continue from the checkpoint at `path`, or from nothing where there is none."""
+    """Load the checkpoint at `path` into model and optimizers, and return its progress; without one, start at 0."""
     if not path.exists():
         return Progress()
     state: Mapping[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
@@ -145,15 +143,15 @@ def load_state(path: Path, model: nn.Module, optimizers: Optimizers) -> Progress
 
 
 class Budget(Protocol):
-    """How long a run lasts."""
+    """The length of a run."""
 
     @property
     def minutes(self) -> float:
-        """Of wall clock."""
+        """Length in minutes of wall clock."""
 
     @property
     def steps(self) -> int | None:
-        """Counts instead, when set."""
+        """Length in steps; when set, it replaces `minutes`."""
 
 
 def train(
@@ -165,10 +163,10 @@ def train(
     step: Callable[[Progress, float], tuple[Tensor, int, str]],
     on_checkpoint: Callable[[Progress], None] | None = None,
 ) -> Progress:
-    """Trains until the budget is spent, resuming from `run_dir` where a checkpoint is there.
+    """Trains until the budget is spent, resuming from a checkpoint in `run_dir` if there is one.
 
-    `step` is given the run's progress and the share of it that is done; it returns the loss, how many tokens it read, and
-    what else to report.  `on_checkpoint` is called after every checkpoint but the last.
+    `step` gets the run's progress and the share of the run that is done.  It returns the loss, the number of tokens it read,
+    and a text for the log.  `on_checkpoint` is called after every checkpoint but the last.
     """
     path, device = Path(options.run_dir) / f"{name}.pt", resolve_device(options.device)
     progress = load_state(path, model, optimizers)

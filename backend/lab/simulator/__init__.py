@@ -1,1 +1,1 @@
-"""A fleet on paper: the coordinator's own policy, driven by events instead of by members (`outrider simulate`)."""
+"""Simulates a fleet: the coordinator's real policy, driven by simulated members (`outrider simulate`)."""

@@ -1,4 +1,4 @@
-"""What a simulated fleet is asked: when requests arrive, how long they are, who fails and who is slow.  Pure."""
+"""The input of a simulation: arrivals and lengths of requests, and members that fail or become slow.  Pure."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 SPREAD = 0.6
-"""Standard deviation of the logarithm of lengths: long answers are several times as long as usual ones."""
+"""Standard deviation of the logarithm of lengths; at 0.6, one response in a hundred has about four times the median length."""
 COLUMNS = ("arrival_s", "prompt_tokens", "response_tokens")
 EVENT = re.compile(r"(?P<member>[\w-]+)@(?P<at>[\d.]+)(\+(?P<seconds>[\d.]+))?(x(?P<factor>[\d.]+))?")
 
 
 class TraceError(Exception):
-    """A trace or an event makes no sense; the message is for a person."""
+    """A trace or an event is invalid; the message is one line."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Trouble:
-    """A member stops (`factor` None) or is `factor` times as slow, from `at` on, for `seconds`."""
+    """A member fails (`factor` None) or becomes `factor` times as slow, from second `at` on, for `seconds`."""
 
     member: str
     at: float
@@ -55,7 +55,7 @@ def _length(dice: random.Random, mean: int) -> int:
 
 
 def read(lines: Iterable[str]) -> list[Arrival]:
-    """A CSV file with the columns `arrival_s, prompt_tokens, response_tokens`, in any order of rows.  Raises `TraceError`."""
+    """Arrivals in order of time, from CSV lines with the columns `COLUMNS`; rows may be in any order.  Raises `TraceError`."""
     rows = csv.DictReader(lines)
     if set(rows.fieldnames or ()) < set(COLUMNS):
         raise TraceError(f"a trace has the columns {', '.join(COLUMNS)}")
@@ -74,7 +74,10 @@ def read(lines: Iterable[str]) -> list[Arrival]:
 
 
 def trouble(text: str, is_slow: bool) -> Trouble:
-    """`d3@10+5`: drafter 3 fails at 10 s for 5 s; `v0@10+5x4`: verifier 0 is four times as slow.  Raises `TraceError`."""
+    """Parses an event.  Raises `TraceError`.
+
+    `d3@10+5`: drafter 3 fails at 10 s, for 5 s.  `v0@10+5x4`: verifier 0 is four times as slow at 10 s, for 5 s.
+    """
     found = EVENT.fullmatch(text)
     if found is None or (found["factor"] is None) == is_slow:
         raise TraceError(f"{text!r}: expected MEMBER@AT[+SECONDS]{'xFACTOR' if is_slow else ''}")

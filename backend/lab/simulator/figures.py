@@ -1,4 +1,4 @@
-"""The figures of a simulation."""
+"""Times the coordinator's decisions in a simulation, and computes the figures of a run."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from backend.lab.simulator.simulation import Outcome
 
 @dataclass
 class Timed:
-    """A policy under a stopwatch."""
+    """An assignment policy whose decisions are timed."""
 
     policy: AssignmentPolicy
     steady_s: list[float] = field(default_factory=list)
-    """Of decisions that changed nothing."""
+    """Seconds of each decision that changed nothing."""
     changing_s: list[float] = field(default_factory=list)
+    """Seconds of each decision that changed assignments."""
 
     def decide(self, situation: Situation) -> list[Action]:
-        """The policy's own."""
-        # A coordinator does not hold a simulated fleet: the time to look through that for garbage is not the policy's.
+        # Garbage collection would scan the whole simulated fleet, which a real coordinator does not hold in memory.
         gc.disable()
         began = time.perf_counter()
         actions = self.policy.decide(situation)
@@ -34,7 +34,6 @@ class Timed:
 
 
 def summary(outcome: Outcome, timed: Timed, seconds: float) -> dict[str, Any]:
-    """The figures of a run."""
     tgs = sorted(outcome.tgs)
     return {
         "tokens_per_s": outcome.tokens / seconds,
@@ -56,12 +55,12 @@ def summary(outcome: Outcome, timed: Timed, seconds: float) -> dict[str, Any]:
 
 
 def quantiles(ordered: Sequence[float], shares: Sequence[float]) -> dict[str, float]:
-    """Of ascending values; empty without any."""
+    """Quantiles of ascending values, by name (`p50`); empty without values."""
     return {f"p{share * 100:g}": ordered[min(int(share * len(ordered)), len(ordered) - 1)] for share in shares if ordered}
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """What a person wants to see first."""
+    """The main figures as a table of one row."""
     tgs, times = result["request_tgs"], result["decision_ms"]["steady"]
     return (
         f"{'tokens/s':>10} {'TGS p50':>8} {'TGS p1':>8} {'moves':>6} {'done s':>7} {'p50 ms':>7} {'p99 ms':>7}\n"

@@ -1,4 +1,4 @@
-"""`outrider simulate`: simulates a fleet under the coordinator's own policy and writes figures.  The command's own process."""
+"""`outrider simulate`: simulates a fleet under the coordinator's own policy and writes figures.  The command's process."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from backend.models.resolve import Say
 
 @dataclass(frozen=True)
 class Options:
-    """One run."""
+    """The options of one run."""
 
     scenario: Scenario
     output: Path | None
 
 
 def main(arguments: Sequence[str], say: Say) -> None:
-    """Simulates and writes.  Raises `TraceError`."""
+    """Runs a simulation, prints its figures and writes `simulation.json`.  Raises `TraceError`."""
     options = parse(arguments)
     began = time.perf_counter()
     timed = figures.Timed(WaterFilling())
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str], say: Say) -> None:
 
 
 def parse(arguments: Sequence[str]) -> Options:
-    """Reads the command line; ends the program with a line and status 2 when it makes no sense.  Raises `TraceError`."""
+    """Reads the command line.  Wrong options end the program with status 2; raises `TraceError` for a wrong trace or event."""
     parser = _parser()
     given = parser.parse_args(list(arguments))
     if given.trace is not None:

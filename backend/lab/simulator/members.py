@@ -1,8 +1,9 @@
-"""Verifiers and drafters on paper.  Pure; `simulation.py` moves them from event to event.
+"""Simulated verifiers and drafters.  Pure; `simulation.py` moves them from event to event.
 
-A verifier's requests advance together: all that matters of one is at which total progress of its verifier it is done, so a step
-costs the same however many run.  Times are not those of the model that the policy predicts with: a step's time is a line in its
-tokens, a drafter takes its rounds strictly in turn, and a verifier finds out for itself when drafting does not pay.
+All requests of a verifier advance at the same rate.  So a request is stored with the total progress of its verifier at which
+it is done, and simulating a step takes the same time for any number of requests.  Simulated times deliberately do not follow
+the model with which the policy predicts: a step's time is linear in its tokens, a drafter works on one round at a time in order
+of arrival, and each verifier finds out for itself whether drafting pays.
 """
 
 from __future__ import annotations
@@ -24,35 +25,35 @@ class Hardware:
     """Times of one kind of member, in seconds."""
 
     step_s: float = 0.02
-    """A verifier's step whatever its size, ..."""
+    """A verifier's step: constant part."""
     token_s: float = 0.0001
-    """... per token in it, ..."""
+    """A verifier's step: part per token verified."""
     prefill_s: float = 0.00002
-    """... and per token of a prompt."""
+    """A verifier's step: part per prompt token."""
     draft_s: float = 0.004
-    """A drafter's round whatever its size, ..."""
+    """A drafter's round: constant part."""
     draft_request_s: float = 0.0004
-    """... per request in it, ..."""
+    """A drafter's round: part per request."""
     handover_s: float = 0.000002
-    """... and per row that it has to compute when it takes a request over."""
+    """A drafter's round: part per feature row of a hand-over."""
     k: int = 4
     slots: int = 64
 
 
 @dataclass
 class Request:
-    """One request, where it is now."""
+    """One request and its progress."""
 
     number: int
     arrival: Arrival
     emitted: float = 0.0
     joined_at: float = 0.0
-    """Its verifier's progress when it was admitted, less what it had emitted before."""
+    """Its verifier's progress when the request was admitted, minus the tokens that the request had emitted before."""
 
 
 @dataclass
 class Verifier:
-    """One verifier."""
+    """A simulated verifier."""
 
     id: str
     hardware: Hardware
@@ -65,22 +66,21 @@ class Verifier:
     is_stepping: bool = False
     drafters: list[str] = field(default_factory=list)
     fresh: set[str] = field(default_factory=set)
-    """Drafters that have not drafted for it since they were assigned."""
+    """Drafters that have not drafted for this verifier since they were assigned to it."""
     waiting: deque[Request] = field(default_factory=deque)
     running: list[tuple[float, int, Request]] = field(default_factory=list)
-    """A heap by the progress at which each is done."""
+    """A heap of requests, by the progress at which each is done."""
     progress: float = 0.0
     undrafted: int = 0
     cycle_s: float = 0.0
-    """The last drafted step's time, its drafts included, per request in it."""
+    """Smoothed time of a drafted step, drafting included, divided by its requests; 0 before the first."""
 
     @property
     def requests(self) -> int:
-        """Running and waiting."""
         return len(self.waiting) + len(self.running)
 
     def admit(self) -> int:
-        """Takes what waits into the batch; returns the prompt tokens to compute."""
+        """Moves waiting requests into free slots of the batch; returns the prompt tokens to compute."""
         tokens = 0
         while self.waiting and len(self.running) < self.hardware.slots:
             request = self.waiting.popleft()
@@ -90,12 +90,12 @@ class Verifier:
         return tokens
 
     def step_s(self, k: int, requests: int | None = None) -> float:
-        """Time of a step over the running requests with `k` draft tokens each."""
+        """Seconds of a step over `requests` (default: the running ones) with `k` draft tokens each."""
         n = len(self.running) if requests is None else requests
         return self.slowness * (self.hardware.step_s + self.hardware.token_s * n * (1 + k))
 
     def wants_drafts(self) -> bool:
-        """Whether the next step is drafted: unless that has lately been slower than doing without, now and then in any case."""
+        """Whether the next step is drafted: if drafting is at least as fast as plain decoding, or a probe is due."""
         if not self.drafters:
             return False
         n = len(self.running)
@@ -107,7 +107,7 @@ class Verifier:
         return False
 
     def advance(self, tokens: float) -> list[Request]:
-        """Every running request emits so many; returns those that are done."""
+        """Lets every running request emit `tokens`; returns the requests that are done."""
         n = len(self.running)
         self.progress += tokens
         done = []
@@ -119,7 +119,7 @@ class Verifier:
         return done
 
     def drop_all(self) -> list[Request]:
-        """Gives up all requests, with what they have emitted so far."""
+        """Removes and returns all requests; each keeps the number of tokens that it has emitted."""
         given = [*self.waiting]
         for _, _, request in self.running:
             request.emitted = self.progress - request.joined_at
@@ -129,11 +129,11 @@ class Verifier:
         return given
 
     def held(self) -> float:
-        """Tokens of the running requests, prompts included."""
+        """Total tokens of the running requests, prompts included."""
         return sum(self.progress - r.joined_at + r.arrival.prompt for _, _, r in self.running)
 
     def report(self) -> VerifierStats:
-        """Counters as it would report them."""
+        """The counters that a real verifier would report."""
         stats, n = self.stats, max(len(self.running), 1)
         drafters = {
             name: DraftCounters(drafts=each.drafts, draft_tokens=each.draft_tokens, accepted_tokens=each.accepted_tokens)
@@ -158,13 +158,13 @@ class Verifier:
 
 @dataclass
 class Drafter:
-    """One drafter."""
+    """A simulated drafter."""
 
     id: str
     hardware: Hardware
     quality: float
     speed: float
-    """Times as slow as the hardware says."""
+    """Factor on the hardware's times: 2 is half as fast."""
     stats: DrafterStats
     slowness: float = 1.0
     alive: bool = True
@@ -173,7 +173,7 @@ class Drafter:
     _line: Line = field(default_factory=Line)
 
     def draft(self, requests: float, rows: float, now: float) -> float:
-        """Takes a round when it is its turn; returns when the drafts are there."""
+        """Queues a round behind earlier ones; returns the time at which its drafts are ready."""
         hardware = self.hardware
         spent = (
             self.slowness * self.speed * (hardware.draft_s + hardware.draft_request_s * requests + hardware.handover_s * rows)
@@ -188,7 +188,7 @@ class Drafter:
         return self.free_at
 
     def report(self) -> DrafterStats:
-        """Counters as it would report them."""
+        """The counters that a real drafter would report."""
         stats = self.stats
         return DrafterStats(
             self.id,

@@ -1,8 +1,8 @@
-"""A fleet of thousands, event by event, under the coordinator's own policy.  Pure: all time is simulated.
+"""Simulates a fleet of thousands, event by event, under the coordinator's own policy.  Pure: all time is simulated.
 
 Events are steps and drafts of each verifier, reports of each member, arrivals, failures, and a sample of everything once a
-second.  Assignment is `backend.coordinator.policy.Coordinator` itself, told by reports and obeyed through orders, leases and
-all; routing is as in a gateway that was told nothing else.
+second.  Assignment is done by the real `backend.coordinator.policy.Coordinator`, with reports, orders and leases.  Routing is
+the gateway's default.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SAMPLE_S = 1.0
 
 @dataclass
 class Place:
-    """A verifier as routing sees it; kept up to date: making thousands anew for every request takes long."""
+    """A verifier as routing sees it.  Kept up to date, because making thousands anew for every request would take long."""
 
     id: str
     tokens: int = 0
@@ -35,7 +35,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Scenario:
-    """What is simulated."""
+    """The fleet, its requests and its failures."""
 
     verifiers: int
     drafters: int
@@ -44,46 +44,46 @@ class Scenario:
     troubles: Sequence[Trouble] = ()
     hardware: Hardware = field(default_factory=Hardware)
     spread: float = 0.2
-    """Members differ by up to so much in speed, verifiers in acceptance."""
+    """Largest relative deviation of a member's speed, and of a verifier's accepted tokens, from the given value."""
     length: float = 2.5
     report_s: float = 0.5
     skew: float = 0.0
-    """Share of the requests that routing does not choose for: they go to the first tenth of the verifiers."""
+    """Share of the requests that are routed among the first tenth of the verifiers only."""
     seed: int = 0
 
 
 @dataclass(frozen=True)
 class Sample:
-    """The fleet at one moment; rates are over the second before."""
+    """The fleet at one moment; rates are over the preceding second."""
 
     at: float
     tokens_per_s: float
     requests: int
     slowest_tgs: float
-    """Tokens per second and request of the slowest verifier that has any."""
+    """Tokens per second of one request, at the slowest verifier that has requests."""
     mean_tgs: float
     pairs: int
     reassignments: int
     most_drafters: int
-    """Of one verifier."""
+    """Largest number of drafters of one verifier."""
 
 
 @dataclass
 class Outcome:
-    """What came of it."""
+    """The results of a simulation."""
 
     samples: list[Sample] = field(default_factory=list)
     tgs: list[float] = field(default_factory=list)
-    """Of each finished request: tokens over the time from arrival to its last one."""
+    """Of each finished request: tokens / seconds from its arrival to its last token."""
     tokens: float = 0.0
     failed_over: int = 0
     finished_at: float = 0.0
-    """When the last request that has ended did so."""
+    """When the last finished request ended."""
     counters: dict[str, int] = field(default_factory=dict)
 
 
 class FleetSimulation:
-    """One run."""
+    """One run of a simulation."""
 
     def __init__(self, scenario: Scenario, coordinator: Coordinator) -> None:
         self.outcome = Outcome()
@@ -99,10 +99,9 @@ class FleetSimulation:
         self.drafters = {f"d{i}": self._make_drafter(f"d{i}") for i in range(scenario.drafters)}
         self._places = {name: Place(name) for name in self.verifiers}
         self._open: list[Place] | None = None
-        """The places of those that live and serve."""
+        """Places of the live verifiers; None when it must be made anew."""
 
     def run(self) -> Outcome:
-        """From the first registration to the end of the scenario."""
         self._begin()
         while self._events and self._events[0][0] <= self._scenario.seconds:
             self._now, _, event = heapq.heappop(self._events)
@@ -125,13 +124,13 @@ class FleetSimulation:
         self._at(SAMPLE_S, self._sample)
 
     def _place(self, request: Request) -> None:
-        """Routing, for new requests and for those whose verifier died."""
+        """Routes a new request, or one whose verifier died."""
         if self._open is None:
             self._open = [self._places[name] for name, each in self.verifiers.items() if each.alive]
         places = self._open
         if self._dice.random() < self._scenario.skew:
             places = places[: max(len(places) // 10, 1)]
-        # They have all that routing looks at; making thousands of its own for every request would take most of the time.
+        # Places have all the fields that routing reads.  Making thousands of `Candidate`s per request would be too slow.
         chosen = self._router.choose(Ask(request.arrival.prompt), cast("Sequence[Candidate]", places))
         if chosen is None:
             self._at(self._now + 1.0, lambda: self._place(request))
@@ -144,7 +143,7 @@ class FleetSimulation:
             self._step(verifier)
 
     def _step(self, verifier: Verifier) -> None:
-        """A step begins; it ends after the target's own time."""
+        """Begins a step, and schedules its end after the target's computing time."""
         prompt = verifier.admit()
         verifier.is_stepping = bool(verifier.running)
         if not verifier.running:
@@ -158,7 +157,7 @@ class FleetSimulation:
         self._at(self._now + spent, lambda: self._verified(verifier, incarnation, drafted, self._now - spent))
 
     def _verified(self, verifier: Verifier, incarnation: int, drafted: list[str], began: float) -> None:
-        """A step has ended: tokens are out, and the next drafts are asked for."""
+        """Ends a step: emits tokens, has the next drafts made, and schedules the next step for when they are ready."""
         if not verifier.alive or verifier.incarnation != incarnation:
             return
         n = len(verifier.running)
