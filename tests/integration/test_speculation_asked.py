@@ -19,7 +19,9 @@ BODY = {"model": "demo", "prompt": PROMPT, "max_tokens": TOKENS, "ignore_eos": T
 
 async def ask(fleet: EngineFleet, options: dict[str, Any], **fields: Any) -> tuple[str, dict[str, Any], dict[str, Any]]:
     """Text, what speculation did, and usage."""
-    response = await fleet.http.post("/v1/completions", json=BODY | {"outrider": {"stats": True, "learn": False, **options}} | fields)
+    response = await fleet.http.post(
+        "/v1/completions", json=BODY | {"outrider": {"stats": True, "learn": False, **options}} | fields
+    )
     assert response.status_code == 200, response.text
     answer = response.json()
     (told,) = answer["outrider"]["choices"]
