@@ -1,9 +1,9 @@
-"""Episodes with tool calls: each output of the model calls a calculator, and what that says goes on the conversation.
+"""Episodes with tool calls: each output of the model calls a calculator, and the result continues the conversation.
 
     python examples/calculator.py [--affinity none]
 
-Structured outputs make sure that a call is made.  Prints how much of the prompts verifiers had in their caches: with sessions,
-a turn goes to the verifier that has those before it.
+Structured outputs make sure that each output is a call.  Prints the share of prompt tokens that verifiers had in their prefix
+caches.  With sessions (the default), a turn goes to the verifier that has computed the turns before it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ TURNS = 8
 
 
 def calculator(episode: Episode) -> str | float:
-    """Answers calls; the last result is the reward."""
+    """Answers a call.  The result of the last call is the reward."""
     call = re.fullmatch(r"calculate\((\d+) (.) (\d+)\)\n", episode.turns[-1].text or "")
     if call is None:  # Cut off by `max_tokens`.
         return 0.0
@@ -29,13 +29,13 @@ def calculator(episode: Episode) -> str | float:
 
 
 def beginnings(count: int) -> list[str]:
-    """Of about 400 tokens, no two alike."""
+    """Starts of about 400 tokens each, all different."""
     draw = random.Random(0)
     return ["".join(f"account_{draw.randrange(1000)} = {draw.randrange(1000)}\n" for _ in range(40)) for _ in range(count)]
 
 
 def main() -> None:
-    """Prints the sums over all episodes."""
+    """Runs the episodes and prints the sums over all of them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--affinity", default="session", help="session or none")
     parser.add_argument("--episodes", type=int, default=16)

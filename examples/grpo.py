@@ -1,9 +1,9 @@
-"""GRPO on the demo model with rollouts from a fleet: learns to write lower-case letters, in minutes on two CPU cores.
+"""GRPO on the demo model with rollouts from a fleet.  It learns to write lower-case letters, in minutes on two CPU cores.
 
     python examples/grpo.py [--steps 40] [--mode off] [--off-policy] [--drafter HEAD --learning always]
 
-The reward of an output is its share of lower-case letters.  On policy, each rollout is drawn by the weights of the step before;
-with `--off-policy` the next rollout starts before the update is in, and the importance ratio corrects for older weights.
+The reward of an output is its share of lower-case letters.  By default training is on policy: each rollout is drawn by the
+newest weights.  With `--off-policy`, the next rollout starts before the update, and the importance ratio corrects for it.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ CLIP = 0.2
 
 
 def reward(sample: Sample) -> float:
-    """From 0 to 1."""
+    """The share of lower-case letters in the output, from 0 to 1."""
     text = sample.text or ""
     return sum(each.islower() for each in text) / max(len(text), 1)
 
 
 def loss_of(model: torch.nn.Module, samples: list[Sample], advantages: torch.Tensor) -> torch.Tensor:
-    """The clipped objective of PPO over all output tokens; `advantages` has one for each sample."""
+    """The negative clipped objective of PPO, averaged over all output tokens.  `advantages` has one number per sample."""
     sequences = [torch.tensor(each.prompt_token_ids + each.token_ids) for each in samples]
     tokens = pad_sequence(sequences, batch_first=True)
     logprobs = torch.log_softmax(model(tokens).logits[:, :-1], -1).gather(-1, tokens[:, 1:, None])[..., 0]
@@ -54,19 +54,19 @@ def loss_of(model: torch.nn.Module, samples: list[Sample], advantages: torch.Ten
 
 
 def acceptance_length(samples: list[Sample]) -> float:
-    """Tokens per drafted verification; 1 where nothing was drafted."""
+    """Tokens that a drafted verification emits on average; 1 if nothing was drafted."""
     counts: list[list[int]] = [each.account["accepted_lengths"] for each in samples if each.account]
     drafts = sum(map(sum, counts))
     return 1 + sum(length * count for each in counts for length, count in enumerate(each)) / max(drafts, 1)
 
 
 def versions(samples: list[Sample]) -> set[int]:
-    """Of the weights that drew them."""
+    """The versions of the weights that drew the samples."""
     return {int(span.version) for each in samples for span in each.weight_versions}
 
 
 def main() -> None:
-    """Prints a line per step."""
+    """Trains and prints one line per step."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--mode", default="auto", help="the fleet's: auto, sync, ahead, off")

@@ -1,7 +1,7 @@
-"""Who may come in, and how often: keys, rights, quotas, requests in flight.  Plain ASGI, inside `Envelope` and `Guard`.
+"""Access control: keys, rights, quotas, and the limit on requests in flight.  Plain ASGI, inside `Envelope` and `Guard`.
 
-It says who calls in `scope["state"]["caller"]` (`gateway.keys.caller`), and begins the request's `Claim`
-(`gateway.admission.claim`) in `scope["state"]["claim"]`, which the routes fill in.
+`Access` puts the caller into `scope["state"]["caller"]` (`gateway.keys.caller`), and a new `Claim` into
+`scope["state"]["claim"]` (`gateway.admission.claim`).  The routes fill in the claim.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ audit = logging.getLogger("outrider.audit")
 
 METRICS_PATH = "/metrics"
 OPEN_PATHS = frozenset({"/livez", "/liveness", "/readyz", "/health", METRICS_PATH, "/openapi.json", *FILES})
-"""Reached without a key: probes and scrapers have none, and pages and the API's document say nothing of the fleet."""
+"""Paths that need no key.  Probes and scrapers have none; the pages and the API's document contain nothing about the fleet."""
 
 ADMIN_PATH = "/admin"
-"""Here and below the fleet is changed."""
+"""This path and those below it change the fleet."""
 ADMIN_PATHS = frozenset(
     {
         ADMIN_PATH,
@@ -49,7 +49,7 @@ ADMIN_PATHS = frozenset(
         "/wake_up",
     }
 )
-"""Also for administrators only."""
+"""Further paths for administrators only."""
 
 LIMITED_PATHS = frozenset(
     {
@@ -67,12 +67,12 @@ LIMITED_PATHS = frozenset(
 """The paths whose requests count against `max_in_flight`."""
 
 AUDITED_BYTES = 2048
-"""Of an administrator's command, for the log."""
+"""Most bytes of an administrator's command in the log."""
 
 
 @dataclass
 class Doors:
-    """Who may come in.  A reload exchanges `ring` and `max_in_flight` between two requests."""
+    """The keys and limits in force.  A reload replaces `ring` and `max_in_flight` between two requests."""
 
     ring: KeyRing = field(default_factory=KeyRing)
     max_in_flight: int = 1024
@@ -80,7 +80,7 @@ class Doors:
 
 
 class Access:
-    """The key, then its quotas, then the limit on requests in flight."""
+    """Checks the key, then the limit on requests in flight, then the key's quotas."""
 
     def __init__(self, app: ASGIApp, metrics: GatewayMetrics, doors: Doors) -> None:
         self._app = app
@@ -97,7 +97,7 @@ class Access:
             await self._administer(scope, receive, send)
             return
         caller = state["caller"] = self._caller(scope, path)
-        # Work is posted; what is only looked up is free.
+        # Work comes by POST; other methods only read and are not limited.
         if scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
@@ -136,7 +136,7 @@ class Access:
         return caller
 
     async def _administer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Has it done by who may, and logs who asked for what, and what came of it."""
+        """Lets only administrators' requests pass.  Logs the caller, the command and its status."""
         known = self._doors.ring.find(scope) or self._doors.ring.find_administrator(scope)
         who, status, asked = "nobody" if known is None else known.name or "anybody", 0, bytearray()
 
@@ -164,10 +164,10 @@ class Access:
                 audit.info("%s", " ".join(f"{name}={value}" for name, value in said.items()), extra={"fields": said})
 
     def _administrator(self, scope: Scope) -> Caller:
-        """Who has a key with the right where there is one; else this very machine, with the API key where there is one.
+        """The caller, if it may administer the fleet.  Raises `Unauthorized` or `Forbidden`.
 
-        Without a key a web page could have its visitor's browser call us under a name of its own that leads to 127.0.0.1: so
-        the name we are called by counts too.
+        If any key has that right, such a key is required.  Otherwise the request must come from this machine, with the API key
+        if there is one, and with a loopback name as `Host`: a web page could send its visitor's browser here under another.
         """
         ring = self._doors.ring
         if ring.has_admin:
@@ -188,7 +188,7 @@ class Access:
 
 
 def _fields(body: bytearray) -> str:
-    """A command's fields on one line."""
+    """A command's body on one line, for the log."""
     try:
         return json.dumps(json.loads(body or b"{}"), separators=(",", ":"))
     except ValueError:

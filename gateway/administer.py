@@ -1,6 +1,6 @@
 """`outrider drain | resume | remove | add | assign | restart | swap-drafter`: the administrator's side of the command line.
 
-Turns arguments into a command, has the coordinator take it, and follows the operation that carries it out until it has ended.
+Turns arguments into a command, sends it to the coordinator, and follows the resulting operation until it has ended.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SUMMARIES = {
 }
 
 FLEET_FLAGS = ("--config", "--ray-address", "--ray-namespace")
-"""The settings that say which fleet."""
+"""The settings that choose the fleet."""
 
 
 class AdministrationError(CommandError):
@@ -38,7 +38,7 @@ class AdministrationError(CommandError):
 
 
 def main(name: str, arguments: Sequence[str]) -> None:
-    """One command, on the fleet that runs.  Raises `ConfigError` or `CommandError`."""
+    """Carries out one command on a running fleet.  Raises `ConfigError` or `CommandError`."""
     command, given, rest = parse(name, arguments)
     loaded = load(rest, f"outrider {name}")
     from backend.coordinator import CoordinatorUnavailable
@@ -52,7 +52,7 @@ def main(name: str, arguments: Sequence[str]) -> None:
 
 
 def parse(name: str, arguments: Sequence[str]) -> tuple[AnyCommand, argparse.Namespace, list[str]]:
-    """The command, the options beside it, and the arguments that are settings.  Raises `ConfigError`."""
+    """The command, the parsed options, and the arguments that are settings.  Raises `ConfigError`."""
     given = _parser(name).parse_args(list(arguments))
     rest = [
         part for flag in FLEET_FLAGS if getattr(given, _dest(flag)) is not None for part in (flag, getattr(given, _dest(flag)))
@@ -63,7 +63,7 @@ def parse(name: str, arguments: Sequence[str]) -> tuple[AnyCommand, argparse.Nam
 def run(
     coordinator: CoordinatorHandle, command: AnyCommand, wait: bool, say: Callable[[str], None], poll_s: float = POLL_S
 ) -> None:
-    """Has `command` carried out.  Raises `AdministrationError`, and `CoordinatorUnavailable` while the fleet goes on."""
+    """Has `command` carried out.  Raises `AdministrationError`, or `CoordinatorUnavailable` (the fleet then goes on)."""
     answer = coordinator.submit(command)
     if isinstance(answer, Refused):
         raise AdministrationError(f"{answer.message} (fleet version {answer.version})")
@@ -80,7 +80,7 @@ def run(
 
 
 def _follow(coordinator: CoordinatorHandle, operation_id: int, say: Callable[[str], None], poll_s: float) -> None:
-    """Says what is new about an operation until it has ended."""
+    """Reports the progress of an operation until it has ended."""
     told = ""
     while True:
         operation = _find(coordinator, operation_id)
@@ -146,5 +146,5 @@ def _command(name: str, given: argparse.Namespace) -> AnyCommand:
         raise ConfigError("restart: name members, or give --rolling for all of them")
     command = COMMANDS[name]
     fields = {each: getattr(given, each) for each in command.__struct_fields__}
-    # An empty list stands for none named.
+    # argparse gives an empty list where none are named; then the command's default holds.
     return command(**{each: value for each, value in fields.items() if value != []})

@@ -1,4 +1,4 @@
-"""vLLM's answers as clients get them: what is vLLM's own and has nothing to say in this answer stays out."""
+"""vLLM's answers as clients get them: fields that only vLLM has are left out where they are null."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ _SILENT_WHEN_NULL = frozenset(
     }
 )
 _ANSWERED = ("choices", "message", "prompt_tokens_details", "usage")
-"""Where else they stand than at the top."""
+"""Fields of an answer whose objects are cleaned of such nulls too."""
 
 
 def body(answer: pydantic.BaseModel) -> dict[str, Any]:
-    """An answer's JSON."""
+    """An answer's JSON object for the client."""
     return _spoken(answer.model_dump(mode="json", by_alias=True))
 
 
 class InPieces:
-    """An answer whose log probabilities are text already, for they may be many.
+    """An answer whose log probabilities were serialized apart, because they may be many.
 
-    Every single call holds the interpreter, and all other requests with it: so they are written one token at a time.
+    A call that serializes holds the interpreter, and with it all other requests.  So there is one call per token.
     """
 
     def __init__(self, answer: Any, shown: Callable[[Any], dict[str, Any]]) -> None:
@@ -65,12 +65,12 @@ class InPieces:
                 self._pieces[marks[-1]] = _text(choice.logprobs).encode()
                 choice.logprobs = None
         self.body = shown(answer)
-        """As it is shown, with marks where log probabilities belong."""
+        """The answer's JSON object, with random marks in place of log probabilities."""
         for choice, mark in zip(self.body["choices"], marks, strict=True):
             choice["logprobs"] = mark
 
     def response(self, body: dict[str, Any]) -> Response:
-        """All of it; `body` may have got more fields since."""
+        """The whole response.  `body` is `self.body`, perhaps with fields added."""
         rest = json.dumps(body, ensure_ascii=False, separators=(",", ":"))
         parts = []
         for mark, piece in self._pieces.items():
@@ -80,18 +80,18 @@ class InPieces:
 
 
 async def in_pieces(make: Callable[[], Any], shown: Callable[[Any], dict[str, Any]]) -> InPieces:
-    """What `make` makes, put together beside the event loop."""
+    """The answer of `make`, serialized in a thread; `shown` makes its JSON object."""
     return await asyncio.get_running_loop().run_in_executor(_MAKING, _made, make, shown)
 
 
 _MAKING = ThreadPoolExecutor(1, "answers")
-"""One such answer at a time."""
+"""Serializes one such answer at a time."""
 _TURN, _PAUSE_S = 128, 1e-4
-"""Tokens after which the event loop gets the interpreter, which short calls one after the other would keep for long."""
+"""After so many tokens the thread sleeps so many seconds, so that the event loop gets the interpreter."""
 
 
 def _made(make: Callable[[], Any], shown: Callable[[Any], dict[str, Any]]) -> InPieces:
-    # Looking for garbage among so many new objects holds the interpreter for long, too.
+    # A garbage collection over so many new objects would also hold the interpreter for long.
     gc.disable()
     try:
         return InPieces(make(), shown)

@@ -42,11 +42,11 @@ EXPOSED_HEADERS = (
     "x-request-id",
     *(f"x-ratelimit-{what}-{of}" for what in ("limit", "remaining", "reset") for of in ("requests", "tokens")),
 )
-"""What a web page may read of an answer, beyond what browsers show anyway."""
+"""Response headers that web pages of other origins may read, beyond those always exposed."""
 
 
 def build_app(gateway: Gateway) -> FastAPI:
-    """The application; its lifespan follows the fleet."""
+    """The application, which also starts and stops background work."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -115,7 +115,7 @@ def build_app(gateway: Gateway) -> FastAPI:
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """Starlette's own 404 and 405, and wrong parameters in a URL; everything else reaches `Envelope`."""
+    """Answers Starlette's own 404 and 405, and wrong parameters in a URL.  All other errors reach `Envelope`."""
     known = translate(error)
     if known.status == 404:
         known.message = f"Unknown URL: {request.method} {ascii(request.url.path[:128])[1:-1]}"

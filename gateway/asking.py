@@ -1,4 +1,4 @@
-"""What a request asks of its own: the body's `outrider` and `prediction`, and a header.  Nothing of it changes a token."""
+"""Outrider's own request options: the fields `outrider` and `prediction`, and a header.  None of them changes a token."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ MODES: Mapping[str, tuple[str, ...]] = {
     "ahead": ("auto", "off", "sync", "ahead"),
     "auto": ("auto", "off", "sync", "ahead"),
 }
-"""By the fleet's mode, those that a request may ask for.  vLLM's own speculation cannot be switched per request."""
+"""The modes that a request may ask for, by the fleet's mode.  vLLM's own speculation cannot be switched per request."""
 MAX_PREDICTION_TOKENS = 1 << 14
-"""Tokens of a prediction that draft; the answer is rarely longer, and a verifier keeps some hundred bytes for each."""
+"""Most tokens of a prediction that serve as drafts.  An answer is rarely longer, and a verifier keeps some hundred bytes for
+each token."""
 _CHARS_PER_TOKEN = 8
-"""Text beyond so many is not tokenized: it would only be cut."""
+"""Characters of a prediction that are tokenized, per token allowed.  More would be cut."""
 
 
 class Options(Body):
@@ -60,7 +61,10 @@ class Prediction(Body):
 
 
 async def inquire(gateway: Gateway, request: Request, data: Mapping[str, Any]) -> Inquiry | None:
-    """What a request with the body `data`, within its bounds, asks; None: nothing.  Raises `BadRequest` naming the field."""
+    """The options of a request with the body `data`, whose bounds were checked; None: it has none.
+
+    Raises `BadRequest` naming the field.
+    """
     options = _object(Options, data, "outrider") or Options()
     _check(options, gateway.settings)
     stats = _stats(options.stats, request.headers.get(STATS_HEADER))
@@ -77,7 +81,7 @@ async def inquire(gateway: Gateway, request: Request, data: Mapping[str, Any]) -
 
 
 def with_usage(data: dict[str, Any], inquiry: Inquiry | None) -> dict[str, Any]:
-    """A stream that asks for what it did asks for its usage, too: both are in one chunk."""
+    """`data`; for a stream with statistics, with usage switched on, because one chunk contains both."""
     if inquiry is None or not inquiry.stats or not data.get("stream"):
         return data
     options = data.get("stream_options")
@@ -95,7 +99,7 @@ def _stats(field: bool | None, header: str | None) -> bool:
 
 
 def _check(options: Options, settings: Settings) -> None:
-    """Raises `BadRequest` for what this fleet cannot do."""
+    """Raises `BadRequest` for options that this fleet does not support."""
     known = MODES[settings.mode]
     if options.mode is not None and options.mode not in known:
         raise BadRequest(f"`outrider.mode` must be one of {', '.join(known)} in this fleet.", param="outrider.mode")

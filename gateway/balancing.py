@@ -1,8 +1,8 @@
 """Moves this gateway's running requests from slow verifiers to fast ones, now and then.  One task in the event loop.
 
-`backend.routing.balance`, which is pure, decides whether a move is worth it.  This module brings it the counters that
-verifiers send, and moves requests with `FleetCore.migrate`.  Several gateways balance side by side, each its own requests:
-the limit per decision keeps what they do between two reports of a verifier small.
+`backend.routing.balance`, which is pure, decides whether a move pays.  This module passes it the verifiers' counters, and
+moves requests with `FleetCore.migrate`.  Several gateways balance side by side, each its own requests.  So the number of moves
+per decision is limited, which keeps changes between two reports of a verifier small.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class Balancer:
-    """Call `start` in the running event loop."""
+    """The periodic task.  Call `start` in the running event loop."""
 
     def __init__(self, core: FleetCore, settings: Settings) -> None:
         self._core = core
@@ -33,12 +33,11 @@ class Balancer:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begins to balance; does nothing where it is switched off."""
+        """Begins to balance, unless the setting `gateway.balance_interval_s` is 0."""
         if self._task is None and self._interval_s > 0:
             self._task = asyncio.create_task(self._run(), name="balance")
 
     def stop(self) -> None:
-        """Ends it."""
         if self._task is not None:
             self._task.cancel()
             self._task = None
@@ -49,11 +48,11 @@ class Balancer:
             try:
                 self.balance(time.monotonic())
             except Exception:
-                # Serving does without; this loop must outlive whatever it meets.
+                # Serving works without balancing, and one failure must not end this loop.
                 logger.exception("balancing failed")
 
     def balance(self, now: float) -> int:
-        """Looks at the fleet once; returns how many requests were moved."""
+        """Makes one decision for the whole fleet.  Returns how many requests were moved."""
         known = [_reported(link, link.stats) for link in self._core.ready_links if link.stats is not None]
         loads = reported_loads(known, self._slots)
         if len(loads) < 2:

@@ -1,7 +1,7 @@
-"""How large each part of a request may be: one table, and a check that costs time linear in the body.  Pure.
+"""How large each part of a request may be: one table, and a check in time linear in the body's size.  Pure.
 
-Checked on parsed JSON, before any model sees it.  A bound is far above what the field is for, and low enough that nothing of a
-request holds the event loop for long.  `docs/limits.md` shows the table to users; a test compares the two.
+The check works on parsed JSON, before any request model is built.  Each bound is far above what the field is for, and so low
+that no part of a request holds the event loop for long.  `docs/limits.md` shows the table to users; a test compares the two.
 """
 
 from __future__ import annotations
@@ -12,37 +12,37 @@ from typing import Any, NamedTuple
 from gateway.errors import BadRequest, ContextTooLong, PayloadTooLarge
 
 MAX_STRUCTURE = 300_000
-"""Commas and opening brackets in a body: Python's parser holds the interpreter for 0.2 us for each of them."""
+"""Most commas and opening brackets in a body.  Python's parser holds the interpreter for 0.2 us for each of them."""
 MAX_DEPTH = 64
-"""Lists and objects within each other; vLLM's own bound of a schema's depth."""
+"""Most lists and objects nested in each other; vLLM's own bound for the depth of a schema."""
 MAX_SEQUENCES = 512
-"""Sequences that one request may start: prompts times `n`."""
+"""Most sequences that one request may start: prompts times `n`."""
 MAX_REGEX = 1 << 14
-"""Characters of a regular expression."""
+"""Most characters of a regular expression."""
 MAX_TEXT_PER_TOKEN = 8
-"""Characters of text per token of context.  Text beyond could not be served, and is too much to tokenize only to find that out:
-the tokenizer takes seconds per million characters."""
+"""Most characters of text per token of context.  Longer text would not fit, and the tokenizer, which takes seconds per million
+characters, is too slow to find that out."""
 MIN_TEXT = 1 << 16
-"""Characters of text that may always be sent, however short the context is."""
+"""Characters of text that are always accepted, however short the context is."""
 
 
 class Bound(NamedTuple):
-    """Of one field; None: no bound of its own."""
+    """The bounds of one field; None: unbounded here."""
 
     items: int | None = 1024
-    """Entries of the field's list or object."""
+    """Most entries of the field's list or object."""
     longest: int | None = None
-    """Characters of the longest string in it."""
+    """Most characters of a single string in the field."""
     chars: int | None = 1 << 16
-    """Characters of all strings and keys in it."""
+    """Most characters of all strings and keys together."""
     values: int = 1 << 14
-    """Numbers, strings, lists and objects in it, at any depth."""
+    """Most numbers, strings, lists and objects in the field, at any depth."""
 
 
 SCHEMA = Bound(items=None, chars=1 << 18, values=20_000)
-"""A JSON schema, regex, grammar or list of choices; how long it compiles is limited besides."""
+"""For a JSON schema, regex, grammar or list of choices.  Its compile time is limited elsewhere."""
 TEXT = Bound(items=2048, chars=None, values=25_000)
-"""Text that becomes a prompt: the context bounds its characters."""
+"""For text that becomes a prompt; `check_text` bounds its characters."""
 
 FIELDS: Mapping[str, Bound] = {
     "allowed_token_ids": Bound(items=4096),
@@ -81,18 +81,18 @@ FIELDS: Mapping[str, Bound] = {
     "tools": Bound(items=128, chars=1 << 20, values=50_000),
     "user": Bound(chars=512),
 }
-"""By the field's name; a field that is not here has `Bound()`."""
+"""Bounds by field name; a field that is not listed has the bounds `Bound()`."""
 
 TAKEN_TEMPLATE_ARGUMENTS = frozenset({"chat_template", "conversation", "messages", "self", "tokenize"})
-"""What `chat_template_kwargs` may not name: the renderer passes these itself."""
+"""Forbidden in `chat_template_kwargs`, because the renderer passes these itself."""
 MEDIA = frozenset({"audio_url", "file", "image_url", "input_audio", "source", "video_url"})
-"""Keys of message parts whose strings are no text."""
+"""Keys of message parts whose strings are media or links, not text."""
 PARTS: Mapping[str, int] = {"content": 1024, "tool_calls": 128}
-"""Entries of these lists, within `messages` and `input`."""
+"""Most entries of these lists, within each entry of `messages` and `input`."""
 
 
 def check_structure(body: bytes | bytearray) -> None:
-    """Refuses a body that would take long to parse, at the price of a scan.  Raises `PayloadTooLarge`."""
+    """Refuses a body that would take long to parse, after a fast scan of its bytes.  Raises `PayloadTooLarge`."""
     if len(body) > MAX_STRUCTURE and body.count(b",") + body.count(b"[") + body.count(b"{") > MAX_STRUCTURE:
         raise PayloadTooLarge(f"The request body has more than {MAX_STRUCTURE} values.")
 
@@ -112,7 +112,7 @@ def check_bounds(data: Mapping[str, Any]) -> None:
 
 
 def _check_parts(data: Mapping[str, Any]) -> None:
-    """What is known of single fields besides their size."""
+    """Checks single fields beyond their size.  Raises `BadRequest`."""
     grammar = data.get("structured_outputs")
     if isinstance(grammar, dict) and isinstance(grammar.get("regex"), str) and len(grammar["regex"]) > MAX_REGEX:
         raise BadRequest(f"`structured_outputs.regex` has more than {MAX_REGEX} characters.", param="structured_outputs")
@@ -125,14 +125,14 @@ def _check_parts(data: Mapping[str, Any]) -> None:
                 raise BadRequest(f"`chat_template_kwargs.{name}` must be a list.", param="chat_template_kwargs")
     prompt = data.get("prompt")
     if isinstance(prompt, list):
-        # A model would report every single entry that is wrong.
+        # Checked here, because pydantic would report every wrong entry of a long list.
         kinds = set(map(type, prompt))
         if len(kinds) > 1 or (list in kinds and any(set(map(type, each)) - {int} for each in prompt)):
             raise BadRequest("`prompt` must be text, token ids, or a list of either.", param="prompt")
         if kinds & {str, list} and not all(prompt):
             raise BadRequest("`prompt` must not contain an empty prompt.", param="prompt")
     messages = data.get("messages")
-    # Lists are conversations of their own, where a route takes many.
+    # /v1/chat/completions/batch takes a list of conversations, each a list of messages.
     for conversation in messages if isinstance(messages, list) and set(map(type, messages)) == {list} else (messages,):
         _check_messages(conversation)
     for name in ("tokens", "token_ids"):
@@ -163,7 +163,7 @@ def count_prompts(prompt: Any) -> int:
 
 
 def grammar_field(data: Mapping[str, Any]) -> str:
-    """Which field of a request says what its output must look like."""
+    """The name of the request's field that constrains the form of its output."""
     for name in ("structured_outputs", "response_format", "text"):
         if data.get(name) and (name != "text" or "format" in data[name]):
             return name
@@ -175,7 +175,7 @@ def check_text(data: Mapping[str, Any], context: int) -> None:
     limit = max(MIN_TEXT, MAX_TEXT_PER_TOKEN * context)
     prompt = data.get("prompt")
     for text in prompt if isinstance(prompt, list) and count_prompts(prompt) > 1 else (prompt,):
-        # Each prompt has the context for itself.
+        # Each prompt may fill the context.
         _check_length("prompt", text, limit)
     for name in ("messages", "input", "system", "instructions", "tools", "documents", "suffix"):
         _check_length(name, data.get(name), limit)
@@ -219,7 +219,7 @@ class _Size(NamedTuple):
 
 
 def _measure(value: Any, without: frozenset[str] = frozenset()) -> _Size:
-    """Level by level, lists of nothing but text or numbers at once, and `without` what stands under these keys."""
+    """The size of a JSON value, except for values under the keys `without`.  Goes level by level, flat lists in one go."""
     depth = values = chars = longest = 0
     level: list[Any] = [value]
     while level and depth <= MAX_DEPTH and values <= MAX_STRUCTURE:

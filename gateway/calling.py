@@ -1,4 +1,4 @@
-"""Tools as OpenAI's clients ask for them and hear of them, where vLLM knows less.  Pure."""
+"""Parts of OpenAI's tool calling that vLLM lacks: kinds of tools, `allowed_tools`, the chunk that ends a call.  Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from gateway.errors import BadRequest
 
 CLIENTS = frozenset({"function", "custom", "namespace"})
-"""Kinds of tools that clients run themselves; others would run on the server."""
+"""Kinds of tools that clients run themselves; tools of other kinds would run on the server."""
 
 
 def check_kinds(tools: Any) -> None:
@@ -20,11 +20,11 @@ def check_kinds(tools: Any) -> None:
 
 
 def only_allowed(data: dict[str, Any]) -> dict[str, Any]:
-    """A request whose `tool_choice` is of the kind `allowed_tools`: with those tools alone.  Raises `BadRequest`."""
+    """`data`, reduced to the allowed tools if its `tool_choice` is of the type `allowed_tools`.  Raises `BadRequest`."""
     if not named_tools(data):
         return data
     choice = data["tool_choice"]
-    # Chat completions have it one level deeper than responses.
+    # Chat completions nest the list one level deeper than responses.
     said = choice.get("allowed_tools", choice)
     tools, mode = data.get("tools"), said.get("mode") if isinstance(said, dict) else None
     if mode not in ("auto", "required") or not isinstance(said.get("tools"), list):
@@ -37,7 +37,7 @@ def only_allowed(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def named_tools(data: dict[str, Any]) -> dict[str, Any]:
-    """The two fields that `only_allowed` changes, if it does."""
+    """The two fields that `only_allowed` would change; empty if it would not."""
     choice = data.get("tool_choice")
     allowed = isinstance(choice, dict) and choice.get("type") == "allowed_tools"
     return {name: data.get(name) for name in ("tools", "tool_choice")} if allowed else {}
@@ -51,9 +51,9 @@ def _name(tool: Any) -> str | None:
 
 
 async def ended_apart(chunks: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
-    """Chat chunks, with the reason why a choice ended in a chunk of its own, as OpenAI sends it.
+    """Chat chunks, with `finish_reason` moved from a chunk with tool calls into a chunk of its own, as OpenAI sends it.
 
-    OpenAI's clients say that a call is complete when such a chunk comes, of the calls that earlier chunks brought.
+    OpenAI's clients consider the tool calls of earlier chunks complete when such a chunk comes.
     """
     try:
         async for chunk in chunks:

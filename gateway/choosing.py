@@ -1,4 +1,4 @@
-"""Routing as `FleetCore` uses it: the router, and all that it is told about verifiers.  The gateway's event loop."""
+"""Routing as `FleetCore` uses it: the router, and what it knows about verifiers.  Runs in the gateway's event loop."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from backend.wire.engine import EngineWelcome
 
 
 class Choosing:
-    """One gateway's choices so far, and what the verifiers have reported of their speed."""
+    """Chooses verifiers by this gateway's choices so far and by the verifiers' reports."""
 
     def __init__(self, router: Router) -> None:
         self._router = router
@@ -20,11 +20,11 @@ class Choosing:
         self._routed: Counter[str] = Counter()
 
     def reroute(self, router: Router) -> None:
-        """Another router from now on; it knows of no sessions and prefixes yet."""
+        """Uses another router from now on.  The new router knows no sessions and prefixes yet."""
         self._router = router
 
     def choose(self, ask: Ask, load: Mapping[str, tuple[int, int]]) -> str | None:
-        """One of the verifiers in `load`, which has the tokens and sequences of this gateway at each; None: there is none."""
+        """One of the verifiers in `load` (this gateway's tokens and sequences at each); None: it is empty."""
         candidates = [
             Candidate(each, *mine, self._routed[each], self._measured.get(each), self._others.get(each, 0))
             for each, mine in load.items()
@@ -32,11 +32,10 @@ class Choosing:
         return self._router.choose(ask, candidates)
 
     def given(self, verifier_id: str) -> None:
-        """A sequence was given to this one."""
         self._routed[verifier_id] += 1
 
     def observe(self, stats: VerifierStats, welcome: EngineWelcome | None, own: int) -> None:
-        """A verifier has reported, which has `own` requests of this gateway."""
+        """Takes in a verifier's report; `own` of its sequences are this gateway's."""
         self._others[stats.verifier_id] = max(0, stats.running + stats.waiting - own)
         if welcome is not None and stats.speed is not None:
             room, held = welcome.num_kv_blocks * welcome.block_size, stats.kv_usage
@@ -45,12 +44,11 @@ class Choosing:
             )
 
     def gone(self, verifier_id: str) -> None:
-        """A verifier was lost: with its process went its cache."""
+        """Forgets a lost verifier, whose prefix cache is lost with its process."""
         self._measured.pop(verifier_id, None)
         self._others.pop(verifier_id, None)
         self._router.forget(verifier_id)
 
     def emptied(self, verifier_ids: Iterable[str]) -> None:
-        """The prefix caches of these verifiers are empty."""
         for verifier_id in verifier_ids:
             self._router.forget(verifier_id)

@@ -2,8 +2,8 @@
 
 `serve` is the launcher and the gateway in one process: it starts the fleet (Ray actors), imports vLLM while the engines load,
 serves HTTP from this process's main thread, and ends everything it started.  The heavy imports are inside the commands, so that
-help, version and configuration errors come at once.  What is wrong with the user's input is one line on stderr and exit 2; what
-goes wrong at run time is one line and exit 1.
+help, version and configuration errors come at once.  Wrong user input gives one line on stderr and exit status 2; a failure at
+run time gives one line and exit status 1.
 """
 
 from __future__ import annotations
@@ -96,13 +96,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def fail(line: str, code: int) -> int:
-    """Says what is wrong, and returns the exit status."""
+    """Prints the error on stderr and returns the exit status `code`."""
     print(f"outrider: {line}", file=sys.stderr)
     return code
 
 
 def version() -> str:
-    """The installed version."""
     try:
         return importlib.metadata.version("outrider")
     except importlib.metadata.PackageNotFoundError:
@@ -156,7 +155,7 @@ def serve(arguments: list[str]) -> int:
 
 
 def gateway(arguments: list[str]) -> int:
-    """A gateway for a fleet that runs already; it takes the fleet's settings, and its own `--gateway-*` ones."""
+    """Runs a further gateway for a running fleet, with the fleet's settings and the `--gateway-*` settings given here."""
     loaded = sources.load(arguments, "outrider gateway", "Starts a further gateway for a running fleet.")
     configure_logging(loaded.settings.log_level, loaded.settings.log_format)
     progress = present.Progress()
@@ -200,7 +199,6 @@ def status(arguments: list[str]) -> int:
 
 
 def administration(name: str, arguments: list[str]) -> int:
-    """Changes a running fleet."""
     with signals():
         administer.main(name, arguments)
     return OK
@@ -239,7 +237,7 @@ def reload(arguments: list[str]) -> int:
     name = rest.pop(0) if rest and not rest[0].startswith("-") else None
     loaded = sources.load(rest, "outrider reload", "Has a gateway read its keys, limits and routing again: [NAMESPACE or PID].")
     asked = loaded.settings.gateway
-    # One that is named by its address may be any; others are those of `outrider serve` on this host.
+    # A gateway named by its address may run anywhere.  Otherwise it is the one of an `outrider serve` on this host.
     named = any(("gateway", each) in loaded.origins for each in ("host", "port", "uds"))
     url = reloading.url_of(asked) if named and name is None else state.find(name).url
     for line in reloading.reload(url, asked):

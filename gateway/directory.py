@@ -1,4 +1,4 @@
-"""Where the gateway learns who is in the fleet.  Runs in the gateway's event loop; Ray is called in a thread."""
+"""Tells the gateway which members the fleet has.  Runs in the gateway's event loop; Ray is called in a thread."""
 
 from __future__ import annotations
 
@@ -23,25 +23,23 @@ POLL_INTERVAL_S = 0.5
 
 
 class Directory(Protocol):
-    """The fleet's membership.  Asked about twice a second; whatever it raises leaves the last answer standing."""
+    """The fleet's membership.  `follow` asks once or twice a second; after an exception the last answer stays in force."""
 
     async def snapshot(self) -> FleetSnapshot:
-        """The fleet now.  Asking says that the caller has acted upon the last answer."""
+        """The fleet now.  The call also confirms that the caller has acted upon the last answer."""
         ...
 
     async def look(self) -> FleetSnapshot:
-        """The fleet now, to be shown to somebody."""
+        """The fleet now, for display.  Confirms nothing."""
         ...
 
-    async def submit(self, command: AnyCommand) -> Answer:
-        """Has an administrator's command carried out."""
-        ...
+    async def submit(self, command: AnyCommand) -> Answer: ...
 
 
 async def follow(directory: Directory, look: Callable[[FleetSnapshot], None]) -> NoReturn:
-    """Calls `look` with the last answer, old or new, all the time.
+    """Calls `look` again and again with the last answer, old or new.
 
-    A directory that fails or hangs must not keep anyone from coming back to members that were lost sight of.
+    It is called even while the directory fails or hangs, so that the caller reconnects to members whose connection was lost.
     """
     asking: asyncio.Future[FleetSnapshot] | None = None
     last: FleetSnapshot | None = None
@@ -66,9 +64,9 @@ async def follow(directory: Directory, look: Callable[[FleetSnapshot], None]) ->
 
 
 class CoordinatorDirectory:
-    """The coordinator's view of the fleet; it also keeps this gateway's own membership alive.
+    """The directory that asks the coordinator.  It also keeps this gateway's own membership alive.
 
-    `member` is this gateway; it is registered with the first poll.  None leaves it out of the fleet.
+    `member` is this gateway, registered with the first poll; None: this gateway is no member.
     """
 
     def __init__(self, handle: CoordinatorHandle, member: Member | None = None) -> None:
@@ -97,7 +95,7 @@ class CoordinatorDirectory:
 
 
 async def _reached(call: Callable[..., T], *arguments: Any) -> T:
-    """`call` in a thread; raises `NoCoordinator` for a client to see."""
+    """Makes the call in a thread.  Raises `NoCoordinator`, which a client may see."""
     try:
         return await asyncio.to_thread(call, *arguments)
     except CoordinatorUnavailable as error:

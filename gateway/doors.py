@@ -1,4 +1,4 @@
-"""Who may come in, and what waits where, as the settings say.  Used at the start and by every reload."""
+"""Builds keys, quotas and bounds of the queue from the settings.  Used at the start and by every reload."""
 
 from __future__ import annotations
 
@@ -13,20 +13,19 @@ from gateway.keys.sharing import open_store
 
 
 def ring_of(settings: Settings) -> KeyRing:
-    """The keys.  Raises `KeyFileError`."""
+    """The keys of the settings and the keys file.  Raises `KeyFileError`."""
     asked = settings.gateway
     entries = read_entries(Path(asked.keys_file).expanduser()) if asked.keys_file else []
     return KeyRing(asked.api_key, asked.admin_key, entries)
 
 
 def queueing_of(settings: Settings) -> Queueing:
-    """The bounds of the queue."""
     asked = settings.gateway
     return Queueing(asked.max_queued, asked.max_queued_tokens, asked.queue_wait_s)
 
 
 def open_doors(settings: Settings, gateway_id: str, folder: Path | None) -> Doors:
-    """`folder` is where gateways of this host share what they count.  Raises `KeyFileError`, `OSError` or `ValueError`."""
+    """Gateways of this host share counts of quotas in `folder`.  Raises `KeyFileError`, `OSError` or `ValueError`."""
     ring = ring_of(settings)
-    # Also without a keys file: a reload may bring one.
+    # Quotas are set up even without a keys file, because a reload may add one.
     return Doors(ring, settings.gateway.max_in_flight, Quotas(gateway_id, open_store(settings.gateway.quota_url, folder)))

@@ -1,7 +1,7 @@
-"""One connection from this gateway to one verifier: `backend.wire.engine`, spoken by the client.
+"""One connection from this gateway to one verifier: the client's side of `backend.wire.engine`.
 
-Owns the socket and three tasks (receive, ping, watch) in the gateway's event loop.  It knows nothing of routing or HTTP;
-what it hears it tells a `LinkListener`.
+Owns the socket and three tasks (receive, ping, watch) in the gateway's event loop.  It knows nothing about routing or HTTP, and
+passes all messages to a `LinkListener`.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ logger = logging.getLogger(__name__)
 
 PING_INTERVAL_S = 1.0
 STALL_S = 2 * PING_INTERVAL_S
-"""When our own loop comes back later than this, this process was stopped or starved."""
+"""If the ping loop takes more seconds for a turn, this process was stopped or starved."""
 EXCUSE_S = 5 * PING_INTERVAL_S
-"""For so long after a stall, what goes wrong says nothing about the verifier."""
+"""Seconds after such a stall in which a lost connection is not blamed on the verifier."""
 LinkState = Literal["connecting", "ready", "lost"]
 
 
@@ -41,7 +41,7 @@ class Loss:
     cause: str
     """One word for metrics: `disconnected`, `silent`, `declared_lost`, `restarted`, `incompatible` or `closed`."""
     blames_verifier: bool
-    """Whether the verifier has died or hangs, as far as one can tell from here."""
+    """Whether the verifier has probably died or hangs."""
 
 
 CLOSED = Loss("closed", False)
@@ -51,28 +51,28 @@ RESTARTED = Loss("restarted", True)
 
 
 class UtilityError(Exception):
-    """A verifier answered a utility call with a failure, or went away before it answered."""
+    """A verifier answered a utility call with a failure, or was lost before it answered."""
 
 
 class LinkListener(Protocol):
-    """What becomes of the things a link hears.  Called in the event loop; must not block."""
+    """Receives what a link hears from its verifier.  Called in the event loop; must not block."""
 
     def on_ready(self, link: VerifierLink) -> None: ...
 
     def on_taken(self, link: VerifierLink, place_id: str) -> None:
-        """The verifier's engine has this request now."""
+        """The verifier's engine has taken in this sequence."""
         ...
 
     def on_outputs(self, link: VerifierLink, outputs: EngineCoreOutputs) -> None: ...
 
     def on_accounts(self, link: VerifierLink, accounts: Sequence[Account]) -> None:
-        """What speculation did for requests that have ended there."""
+        """Speculation statistics of sequences that have ended at the verifier."""
         ...
 
     def on_stats(self, link: VerifierLink, stats: VerifierStats) -> None: ...
 
     def on_forgotten(self, link: VerifierLink) -> None:
-        """The verifier lives and knows nothing of us any more: what ran there for us has ended."""
+        """The verifier lives but has forgotten this gateway.  This gateway's sequences there have ended."""
         ...
 
     def on_lost(self, link: VerifierLink, loss: Loss) -> None: ...
@@ -89,7 +89,7 @@ class VerifierLink:
         self._listener = listener
         self._silence_limit_s = silence_limit_s
         self._gateway_id = gateway_id
-        # Another identity per connection: the verifier must not take us for the one before.
+        # Each connection has a new identity, so that the verifier does not mistake it for an earlier one.
         identity = f"{gateway_id}/{uuid.uuid4().hex[:8]}".encode()
         self._dealer = AsyncDealer(wire, wire.route(member), identity, member.server_key)
         self._speech = EngineSpeech()
@@ -100,14 +100,14 @@ class VerifierLink:
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        """Says hello and begins to listen; needs the running event loop."""
+        """Begins to greet and to listen; requires a running event loop."""
         loops = (self._receive_loop(), self._ping_loop(), self._watch())
         self._tasks = [asyncio.create_task(loop, name=f"link-{self.member.id}") for loop in loops]
 
     def add(
         self, request: EngineCoreRequest, place_id: str, emitted: Sequence[int], noise_seed: int, asked: Asked | None = None
     ) -> None:
-        """Submits a request to be continued after its `emitted` tokens; outputs come to the listener under `place_id`."""
+        """Submits a sequence that goes on after its `emitted` tokens.  The listener gets outputs under the id `place_id`."""
         self._dealer.send(self._speech.add(request, place_id, emitted, noise_seed, asked))
 
     def abort(self, request_ids: Sequence[str]) -> None:
@@ -116,7 +116,7 @@ class VerifierLink:
             self._dealer.send(self._speech.abort(request_ids))
 
     async def call(self, method: str, *args: Any) -> Any:
-        """Calls a method of the verifier's engine core; raises `UtilityError` when it fails."""
+        """Calls a method of the verifier's engine core and returns its result.  Raises `UtilityError`."""
         self._next_call += 1
         call_id = self._next_call
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -129,17 +129,17 @@ class VerifierLink:
 
     @property
     def weights(self) -> Weights:
-        """Which weights of the target it runs, as far as it has said."""
+        """The weights of the target model that the verifier runs, by its last report."""
         if self.stats is not None:
             return self.stats.weights
         return self.welcome.weights if self.welcome is not None else Weights()
 
     def answers(self, within_s: float) -> bool:
-        """Whether it is ready and was heard of in the last `within_s` seconds."""
+        """Whether the link is ready and has received something in the last `within_s` seconds."""
         return self.state == "ready" and time.monotonic() - self._heard_at <= within_s
 
     def close(self, loss: Loss = CLOSED) -> None:
-        """Ends the connection, telling the listener why; does nothing the second time."""
+        """Ends the connection and tells the listener why.  A second call has no effect."""
         if self.state == "lost":
             return
         self.state = "lost"
@@ -197,13 +197,13 @@ class VerifierLink:
 
     def _refused(self, refusal: Refusal) -> None:
         if refusal.reason == "unreadable":
-            # One message of ours is lost, and with it at most its own request.
+            # Only this one message is lost, and at most the one request in it.
             logger.error("verifier %s could not read a message", self.member.id)
         elif refusal.reason == "incompatible":
             logger.error("verifier %s refused us: %s", self.member.id, refusal.message)
             self.close(INCOMPATIBLE)
         elif self.state == "ready":
-            # It has given up on us, or was started anew behind the same address.  Further refusals may be under way.
+            # The verifier has dropped this gateway, or was restarted behind the same address.  More refusals may follow.
             self.state = "connecting"
             self._drop_calls()
             self._greet()
@@ -231,13 +231,13 @@ class VerifierLink:
             else:
                 beats += 1
                 if beats & (beats - 1) == 0:
-                    # Repeated, should the verifier have missed the first; ever more rarely, for they pile up while nobody
-                    # listens.
+                    # Repeated, because the verifier may have missed the first greeting.  The pauses double, because greetings
+                    # pile up while no verifier listens.
                     self._greet()
             await asyncio.sleep(PING_INTERVAL_S)
             now = time.monotonic()
             if self._stalled(now):
-                # What they sent meanwhile is still to be read.
+                # Messages that the verifier sent during the stall are still unread.
                 self._heard_at = now
             self._awake_at = now
             paused = self.stats is not None and self.stats.paused
@@ -245,7 +245,7 @@ class VerifierLink:
                 self.close(Loss("silent", True))
 
     def _stalled(self, now: float) -> bool:
-        """Whether this process was stopped or starved until just now."""
+        """Whether this process was stopped or starved within `EXCUSE_S`."""
         if now - self._awake_at > STALL_S:
             self._excused_until = now + EXCUSE_S
         return now < self._excused_until

@@ -1,17 +1,17 @@
-"""Every error a client can be told, and the one seam where others' exceptions become ours.
+"""Every error that a client can get, and `translate`, which makes them from the exceptions of libraries.
 
     ApiError                     {"error": {"message", "type", "param", "code"}} and an HTTP status
     |-- BadRequest          400  invalid_request_error
     |   `-- ContextTooLong  400  context_length_exceeded
     |-- Unauthorized        401  invalid_api_key
-    |-- Forbidden           403  administration from where it is not allowed
+    |-- Forbidden           403  the key, host name or origin is not allowed to do this
     |-- NotFound            404
     |   `-- ModelNotFound   404  model_not_found
     |-- MethodNotAllowed    405
     |-- RequestTimeout      408  the client took too long to send its request
     |-- Conflict            409  the fleet is not in the state that the command needs; not to be retried as it is
     |-- PayloadTooLarge     413
-    |   `-- StorageFull     413  the files that are kept take all the room there is
+    |   `-- StorageFull     413  stored files fill the space allowed for them
     |-- UriTooLong          414
     |-- UnsupportedMedia    415
     |-- TooManyRequests     429  with Retry-After
@@ -21,17 +21,17 @@
     |-- EngineFailed        500  a verifier could not do what an administrator asked of its engine
     |-- InternalError       500  says nothing of what went wrong; the log does
     `-- Unavailable         503  with Retry-After
-        |-- NoVerifier           none is ready
-        |-- NotAllReady          one of the processes on this port is not
-        |-- Overloaded           too many requests wait for one, or this one would wait too long
-        |-- VerifierLost         the one that served this request went away, and no other came in time
+        |-- NoVerifier           no verifier is ready
+        |-- NotAllReady          one of the gateway processes on this port is not ready
+        |-- Overloaded           too many requests wait for a verifier, or this one would wait too long
+        |-- VerifierLost         the verifier of this request was lost, and no other was ready in time
         |-- Poisoned        500  several verifiers were lost while they served this request
-        |-- NoCoordinator        it does not answer; only administration needs it
+        |-- NoCoordinator        the coordinator does not answer; only administration needs it
         `-- ShuttingDown         this gateway is going away
 
-But for NoCoordinator, the last are also raised inside vLLM's request pipeline, which lets through what derives from
-`GracefulHTTPError`.
-Messages carry no paths, addresses, tracebacks or values of the request beyond field names.
+`Unavailable` and its subclasses, except `NoCoordinator`, are also raised inside vLLM's request pipeline.  The pipeline lets
+exceptions through that derive from `GracefulHTTPError`.
+Messages contain no paths, addresses, tracebacks or values of the request beyond field names.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ _ANTHROPIC = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-"""Anthropic's words for what went wrong (docs.anthropic.com, "Errors"); for any other status, `api_error`."""
+"""Anthropic's error types by HTTP status (docs.anthropic.com, "Errors"); for any other status, `api_error`."""
 
 
 class ApiError(Exception):
@@ -89,10 +89,10 @@ class ApiError(Exception):
     code: str | None = None
     retry_after_s: ClassVar[int | None] = None
     is_final: ClassVar[bool] = False
-    """Clients shall not try the request again, though the status may look as if it helped."""
+    """Whether clients must not retry the request, although its status suggests a retry."""
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
-        # By name: `Unavailable` has a second base, whose own constructor wants more.
+        # Called by name, because `Unavailable` has a second base class whose constructor requires more arguments.
         Exception.__init__(self, message)
         self.message = clean(message)
         self.param = param
@@ -104,18 +104,17 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
     def headers(self) -> dict[str, str]:
-        """Response headers that belong to this error."""
         if self.is_final:
             return {"x-should-retry": "false"}
         return {} if self.retry_after_s is None else {"retry-after": str(self.retry_after_s)}
 
     def anthropic_body(self) -> dict[str, object]:
-        """The same as Anthropic's API has it, with its name for what vLLM hands on as a chat completion's."""
+        """The error object in the format of Anthropic's API, with `max_tokens` where vLLM names the chat completion's field."""
         message = self.message.replace("max_completion_tokens", "max_tokens")
         return {"type": "error", "error": {"type": _ANTHROPIC.get(self.status, "api_error"), "message": message}}
 
     def body_for(self, path: str) -> dict[str, Any]:
-        """As the API at this URL has it."""
+        """The error object in the format of the API at this URL path."""
         return self.anthropic_body() if path.startswith("/v1/messages") else self.body()
 
 
@@ -165,7 +164,7 @@ class RequestTimeout(ApiError):
     code = "request_timeout"
 
     def headers(self) -> dict[str, str]:
-        # What is still to come would be taken for the next request.
+        # The rest of this request's bytes would be read as the next request.
         return {"connection": "close"}
 
 
@@ -212,7 +211,7 @@ class TooManyRequests(ApiError):
 
 
 class RateLimited(TooManyRequests):
-    """`kind` is which limit; `retry_after_s` None: it will never fit."""
+    """The limit `kind` of a key is exceeded.  `retry_after_s` None: a retry never helps."""
 
     def __init__(self, message: str, kind: str = "requests", retry_after_s: float | None = 1.0) -> None:
         super().__init__(message)
@@ -223,7 +222,7 @@ class RateLimited(TooManyRequests):
     def headers(self) -> dict[str, str]:
         if self._retry_after_s is None:
             return {"x-should-retry": "false"}
-        # The second is for OpenAI's clients, which prefer it.
+        # OpenAI's clients prefer `retry-after-ms`.
         milliseconds = max(1, math.ceil(self._retry_after_s * 1000))
         return {"retry-after": str(math.ceil(milliseconds / 1000)), "retry-after-ms": str(milliseconds)}
 
@@ -272,7 +271,7 @@ class Overloaded(Unavailable):
 
     @classmethod
     def after(cls, seconds: int) -> Overloaded:
-        """To be tried again in so many seconds, which the message says too: it is all that vLLM's pipeline hands on."""
+        """An error to be retried in `seconds`.  The message contains them, because vLLM's pipeline passes only the message."""
         error = cls()
         error.message = f"The server is overloaded. Try again in {seconds} s."
         error.args = (error.message,)
@@ -308,12 +307,12 @@ def clean(message: str) -> str:
     """A message without paths, addresses, tracebacks or echoed values."""
     message = _VALUE_SUFFIX.sub("", message)
     message = _ADDRESS.sub("<address>", str(sanitize_message(message)))
-    # vLLM's own cleaning knows only some directories.
+    # vLLM's `sanitize_message` knows only some directories.
     return _PATH.sub("<path>", message)[:_MAX_MESSAGE]
 
 
 def translate(error: BaseException) -> ApiError:
-    """What the client is told of `error`; anything unknown is an `InternalError`."""
+    """The `ApiError` for `error`; an unknown exception becomes an `InternalError`."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, starlette.exceptions.HTTPException):
@@ -333,14 +332,14 @@ def translate(error: BaseException) -> ApiError:
         return ModelNotFound(str(error), param="model")
     if isinstance(error, VLLMClientError):
         return bad_request(str(error.args[0] if error.args else error), getattr(error, "parameter", None))
-    # vLLM's front half also says with these, and with jinja's own, that the request was wrong.
+    # vLLM's front half also raises these exceptions, and jinja's, for a wrong request.
     if isinstance(error, ValueError | NotImplementedError | OverflowError) or _is_template_error(error):
         return bad_request(str(error), None)
     return InternalError()
 
 
 def from_vllm(error: dict[str, Any]) -> ApiError:
-    """The inner object of one of vLLM's own error responses (integer codes) as ours."""
+    """The `ApiError` for the inner object of one of vLLM's error responses, whose `code` is an HTTP status."""
     message, status, param = str(error.get("message", "")), error.get("code"), error.get("param")
     if status == 404:
         return ModelNotFound(message, param="model")
@@ -356,15 +355,15 @@ def from_vllm(error: dict[str, Any]) -> ApiError:
 
 
 def checked(answer: Any) -> Any:
-    """What vLLM's serving answers, unless that is an error of its own.  Raises `ApiError`."""
+    """`answer`, as vLLM's serving classes return it.  Raises `ApiError` if it is an error response."""
     if isinstance(answer, ErrorResponse):
         raise from_vllm(answer.error.model_dump())
     return answer
 
 
 def bad_request(message: str, param: str | None) -> BadRequest:
-    """A 400 that recognises an over-long context by vLLM's wording of it."""
-    # vLLM names its own internals here, not a field of the request.
+    """A 400 in this server's words; a `ContextTooLong` where vLLM's wording says so."""
+    # These two are names inside vLLM, not fields of the request.
     if param in ("input_text", "input_tokens"):
         param = None
     if _CONTEXT.search(message):
@@ -383,7 +382,7 @@ def _from_http(error: starlette.exceptions.HTTPException) -> ApiError:
 
 
 def from_pydantic(error: pydantic.ValidationError, within: str | None = None) -> ApiError:
-    """`within` names the field whose value was read; then the field in it is named too, if there is one to name."""
+    """The `ApiError` for a validation error.  `within` is the field whose value was validated; None: the whole body was."""
     first = most_telling(error.errors(include_url=False, include_input=False))
     inner = (first.get("ctx") or {}).get("error")
     if isinstance(inner, VLLMClientError):

@@ -1,6 +1,6 @@
-"""Request fields that vLLM's request models do not know, or should not be sent: what each does here.  Pure.
+"""Request fields that vLLM's request models do not know, or must not get, and what this gateway does with each.  Pure.
 
-`docs/api.md` shows these tables; `tests/unit/test_gateway_fields.py` holds it to them.
+`docs/api.md` shows these tables; `tests/unit/test_gateway_fields.py` checks that both agree.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ NO_EFFECT: Mapping[str, Fits] = {
     "verbosity": _one_of("low", "medium", "high"),
     "best_of": _one_of(1),
 }
-"""Fields without effect, with the values for which that is true: the answer is the same without them.  Others are refused."""
+"""Fields without effect on the answer, each with the values for which that is true.  Other values are refused."""
 
 GENERATING: Mapping[str, Fits] = {**NO_EFFECT, "outrider": _anything, "prediction": _anything}
-"""What chat and text completions take besides vLLM's fields; `gateway/asking.py` reads the last two."""
+"""Fields that chat and text completions accept besides vLLM's; `gateway/asking.py` reads `outrider` and `prediction`."""
 
 RESPONSES_NO_EFFECT: Mapping[str, Fits] = {
     "context_management": _one_of([]),
@@ -43,14 +43,14 @@ RESPONSES_NO_EFFECT: Mapping[str, Fits] = {
     "safety_identifier": _anything,
     "stream_options": _anything,
 }
-"""The same for /v1/responses."""
+"""Fields of /v1/responses without effect, as in `NO_EFFECT`."""
 
 MESSAGES_NO_EFFECT: Mapping[str, Fits] = {
     "cache_control": _anything,
     "inference_geo": _anything,
     "service_tier": _one_of("auto", "standard_only"),
 }
-"""The same for /v1/messages."""
+"""Fields of /v1/messages without effect, as in `NO_EFFECT`."""
 
 _GUIDED = "use `structured_outputs` or `response_format`"
 _INTERNAL = "it belongs to vLLM's own processes"
@@ -78,14 +78,14 @@ REFUSED: Mapping[str, str] = {
     "routed_experts_prompt_start": _INTERNAL,
     "web_search_options": "there are no tools on the server",
 }
-"""Fields that would change the answer and cannot, with what to say of them."""
+"""Fields that would change the answer but are not supported, with the end of the error message."""
 
 
 def without_nulls(data: dict[str, Any]) -> dict[str, Any]:
-    """`data` with nulls left out where they mean "absent": its own fields, and those of the objects that OpenAI's API defines.
+    """`data` without nulls that mean "absent": in its own fields, and in the objects that OpenAI's API defines.
 
-    What clients define (JSON schemas, template arguments) stays as it is.  So do `stream_options`: without a stream they are
-    an error even where they ask for nothing.
+    Objects that clients define (JSON schemas, template arguments) are not changed.  `stream_options` is not changed either:
+    without a stream it is an error, even if it asks for nothing.
     """
     kept = {name: value for name, value in data.items() if value is not None}
     for name in ("reasoning", "text", "thinking", "output_config"):
@@ -105,7 +105,7 @@ def without_nulls(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _dropped(value: Any, *inside: str) -> Any:
-    """An object without its nulls, nor those of the objects under the names `inside`."""
+    """An object without its nulls, and without nulls in the objects under the keys `inside`."""
     if not isinstance(value, dict):
         return value
     return {

@@ -1,8 +1,8 @@
 """vLLM's `EngineCoreClient` over the fleet: requests go to the verifier that routing chose, outputs come back merged.
 
-Owns the links to the verifiers, the directory's last answer, and a record of every request in flight with all its tokens.
-With that, failover and migration are one operation: cut the sequence off from one verifier, give it with its tokens to
-another, go on with the same stream.  Runs in the gateway's event loop; no threads, no locks.
+Owns the links to the verifiers, the directory's last answer, and a record of every sequence in flight with all its tokens.
+The record makes failover and migration one operation: cut a sequence off from one verifier, give it with its tokens to another,
+and go on with the same stream.  Runs in the gateway's event loop; no threads, no locks.
 """
 
 from __future__ import annotations
@@ -44,16 +44,17 @@ from gateway.weights_in_force import WeightsInForce
 logger = logging.getLogger(__name__)
 
 FRESH_S = 1.5
-"""A verifier heard of so recently lives, whatever the directory says: counters come four times a second."""
+"""Seconds after its last message in which a verifier counts as alive, whatever the directory reports.  Counters come four
+times a second."""
 HOLD_S = 10.0
-"""New requests wait for so long after a verifier was lost: one that was stopped or starved comes back in seconds."""
+"""Seconds that new requests wait after the last verifier was lost.  One that was only stopped or starved soon comes back."""
 
 
 class FleetCore(EngineCoreClient):
-    """The fleet as vLLM's front half sees an engine core.
+    """The fleet, with the interface of an engine core for vLLM's front half.
 
-    `on_failed(request_ids, error)` is called when requests end without the client's doing; `on_welcome(link)` when a
-    verifier has become usable; `on_interactive()` before a sequence that is no batch's is given to a verifier.
+    It calls `on_failed(request_ids, error)` when requests fail without the client's fault, `on_welcome(link)` when a verifier
+    has become usable, and `on_interactive()` before it submits a sequence outside of batches.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class FleetCore(EngineCoreClient):
         self.on_welcome: Callable[[VerifierLink], None] = lambda link: None
         self.on_interactive: Callable[[], None] = lambda: None
         self.first_ready = asyncio.Event()
-        # AsyncLLM asks its engine core whether it is dead; a fleet never is.
+        # AsyncLLM checks whether its engine core is dead.  A fleet never counts as dead.
         self.resources = SimpleNamespace(engine_dead=False)
         self.directory = directory
         self._wire = wire
@@ -87,13 +88,13 @@ class FleetCore(EngineCoreClient):
         self.weights = WeightsInForce()
         self.draining = False
         """No new requests are taken."""
-        # When a verifier was last there for a new request; and what those wait for that come while none is.
+        # When a verifier was last routable (monotonic seconds), and the event that new requests wait for while none is.
         self._served_at = float("-inf")
         self._arrival = asyncio.Event()
         self._sequences = Sequences()
         self._rooms = Rooms(slots)
         self.gate = Gate(self._room, queueing or Queueing())
-        # What still runs at a verifier whose link was lost, should it come back: by its id and incarnation.
+        # Place ids of sequences that may still run at a lost verifier, by its id and incarnation.  Aborted if it comes back.
         self._strays: dict[tuple[str, str], list[str]] = {}
         self._accounts = Awaited()
         self._outputs: asyncio.Queue[EngineCoreOutputs] = asyncio.Queue()
@@ -102,18 +103,18 @@ class FleetCore(EngineCoreClient):
     # The fleet's membership
 
     def start(self) -> None:
-        """Begins to follow the directory; needs the running event loop."""
+        """Begins to follow the directory; requires a running event loop."""
         if self._poller is None:
             self._poller = asyncio.create_task(follow(self.directory, self._look), name="fleet-directory")
 
     @property
     def ready_links(self) -> list[VerifierLink]:
-        """The verifiers that answer, draining ones included."""
+        """Verifiers with a working connection, draining ones included."""
         return [link for link in self.links.values() if link.state == "ready"]
 
     @property
     def in_flight(self) -> int:
-        """Sequences being served, those that wait for a verifier included."""
+        """Sequences being served, including those that wait for a verifier."""
         return len(self._sequences)
 
     @property
@@ -128,17 +129,16 @@ class FleetCore(EngineCoreClient):
 
     @property
     def expecting(self) -> bool:
-        """Whether a sequence that is no batch's has no token yet."""
+        """Whether a sequence that belongs to no batch has no token yet."""
         return self._sequences.expecting
 
     @property
     def held(self) -> int:
-        """Sequences of batches that have given way."""
+        """Sequences of batches that have given way to others."""
         return sum(record.held for record in self._sequences.batched)
 
     @property
     def sequences(self) -> list[InFlight]:
-        """Every sequence being served."""
         return list(self._sequences)
 
     def requests_at(self, verifier_id: str) -> list[str]:
@@ -147,23 +147,23 @@ class FleetCore(EngineCoreClient):
         return [record.request.request_id for record in self._sequences.at(link)] if link is not None else []
 
     def stats(self) -> list[VerifierStats]:
-        """The last counters of every connected verifier that has sent some."""
+        """The last counters of every connected verifier, as far as received."""
         return [link.stats for link in self.ready_links if link.stats is not None]
 
     @property
     def response_tokens(self) -> float:
-        """Mean length of a response, as verifiers have measured it."""
+        """Mean tokens of a response, as measured by the verifiers."""
         lengths = [stats.response_tokens for stats in self.stats()]
         return sum(lengths) / len(lengths) if lengths else RESPONSE_TOKENS
 
     def routable(self) -> list[VerifierLink]:
-        """The verifiers that take new requests: those with the newest weights; those that sleep only while all do."""
+        """The verifiers for new requests: with the newest weights, not draining, and awake unless all sleep."""
         ready = [link for link in self.ready_links if link.member.state == "ready" and not self.weights.is_behind(link)]
         awake = [link for link in ready if link.stats is None or not link.stats.paused]
         return awake or ready
 
     async def until_routable(self) -> None:
-        """Returns when there is a verifier for a new request: at once, or in a moment where one was lost a moment ago.
+        """Returns when there is a verifier for a new request.  Waits only if the last verifier was lost less than `HOLD_S` ago.
 
         Raises `NoVerifier` or `ShuttingDown`.
         """
@@ -183,13 +183,13 @@ class FleetCore(EngineCoreClient):
                 raise NoVerifier from None
 
     async def admit(self) -> None:
-        """Waits until the request at hand may be submitted.  Raises `NoVerifier`, or `Overloaded` when too many wait."""
+        """Waits until the current request may be submitted.  Raises `NoVerifier`, or `Overloaded` when too many wait."""
         if not self.routable():
             raise NoVerifier
         await self.gate.enter(current_claim())
 
     def abandon(self) -> None:
-        """The request at hand will not be submitted, or not all of it."""
+        """Frees room reserved for the current request: no more of it will be submitted."""
         self.gate.abandon(current_claim())
 
     def _tell_arrival(self) -> None:
@@ -200,13 +200,15 @@ class FleetCore(EngineCoreClient):
         self.snapshot = snapshot
         self._apply([view.member for view in snapshot.members if view.member.kind == "verifier"])
         for view in snapshot.members:
-            # What nobody else takes stays, and is tried again.
+            # Sequences that no other verifier takes stay, and are tried again with the next answer.
             if view.drain is not None and view.drain.migrate:
                 self.migrate(self.requests_at(view.member.id), None, "drain")
 
     def _apply(self, members: Iterable[Member]) -> None:
-        """Connects to new verifiers, drops lost ones.  One missing from the directory keeps its link while it answers:
-        a coordinator that has just restarted knows nobody yet."""
+        """Connects to new verifiers and drops lost ones.
+
+        One that is only missing keeps its link while it answers: a coordinator that has just restarted knows no members.
+        """
         members = list(members)
         known = {member.id for member in members}
         for link in [each for each in self.links.values() if each.state != "ready" and each.member.id not in known]:
@@ -218,7 +220,7 @@ class FleetCore(EngineCoreClient):
                 current = None
             elif current is not None and member.state == "lost":
                 if current.answers(FRESH_S):
-                    # The coordinator has lost sight of it, or it of the coordinator.
+                    # Only the connection between coordinator and verifier is broken.
                     continue
                 current.close(DECLARED_LOST)
                 current = None
@@ -250,7 +252,7 @@ class FleetCore(EngineCoreClient):
             link.abort(strays)
         self.weights.compare(link)
         for record in self._sequences:
-            # It was stopped or starved, and nothing has killed it.
+            # The verifier had only been stopped or starved, so no request has killed it.
             record.lost.discard(link.member.incarnation)
         self.on_welcome(link)
         self.first_ready.set()
@@ -306,14 +308,14 @@ class FleetCore(EngineCoreClient):
         self._fail_over(orphans, loss.cause, died=loss.blames_verifier)
 
     def _take(self, link: VerifierLink, output: EngineCoreOutput, now: float) -> bool:
-        """Books one output; False when nobody may see it."""
+        """Records one output in its sequence.  False if it is out of date or must not reach the client."""
         record = self._sequences.running_as(output.request_id)
         if record is None or record.link is not link:
             return False
         if output.stop_reason == PAUSED:
             output.stop_reason = None
         elif output.finish_reason == FinishReason.ABORT:
-            # Not at our request, or it would have no place: the verifier has given up on it.
+            # The verifier has given up on the sequence.  One that this gateway had aborted would not be found above.
             self._fail_over([record], "given_up", died=True)
             return False
         output.request_id = record.request.request_id
@@ -329,7 +331,7 @@ class FleetCore(EngineCoreClient):
         return True
 
     def _end(self, record: InFlight, reason: str) -> None:
-        """It is over."""
+        """Forgets a sequence that has ended, and settles its claim."""
         self._sequences.remove(record)
         self._observer.on_finished(record, reason)
         record.claim.ended()
@@ -346,7 +348,7 @@ class FleetCore(EngineCoreClient):
         self.on_failed([record.request.request_id for record in records], error())
 
     def fail_all(self, error: type[Unavailable]) -> None:
-        """Ends every request, here and at the verifiers."""
+        """Fails every request with `error`, here and at the verifiers."""
         for link in self.ready_links:
             link.abort([record.place_id for record in self._sequences.at(link)])
         self.gate.fail_all(error)
@@ -355,18 +357,21 @@ class FleetCore(EngineCoreClient):
     # New sequences
 
     def _room(self) -> float:
-        """How many more sequences the verifiers can run."""
+        """How many more sequences the routable verifiers can take."""
         return sum(self._rooms.left(link.member.id, self._sequences.placed(link.member.id)) for link in self.routable())
 
     # Moving sequences: cut, place
 
     def _fail_over(self, records: Sequence[InFlight], cause: str, died: bool = False) -> None:
-        """These have lost their verifier.  They go on at another, wait for one, or are refused as the likely reason."""
+        """Continues sequences that have lost their verifier, now or when there is another.
+
+        Each may be the reason if the verifier has `died`; after too many such losses, a sequence fails as `Poisoned`.
+        """
         for record in records:
-            # One that had not come as far as the engine has nothing to do with it: verifiers also die together.
+            # A sequence that had not reached the engine did not cause the loss: verifiers also die together.
             if died and record.taken and record.link is not None:
                 incarnation = record.link.member.incarnation
-                # A verifier that gives up is not lost; it counts every time.
+                # A verifier that has given up on a sequence is not lost, so each such event counts by itself.
                 record.lost.add(f"{incarnation}~{record.places}" if cause == "given_up" else incarnation)
         poisoned = [record for record in records if len(record.lost) >= self._poison_after]
         if poisoned:
@@ -382,10 +387,10 @@ class FleetCore(EngineCoreClient):
                 record.giving_up = loop.call_later(self.gate.wait_s, self._fail, [record], VerifierLost)
 
     def migrate(self, request_ids: Sequence[str], target: str | None, cause: str) -> int:
-        """Moves running sequences to the verifier `target`, or to whichever routing chooses; returns how many moved.
+        """Moves running sequences to the verifier `target`, or to one that routing chooses.  Returns how many moved.
 
-        What they have emitted is kept, what the old verifier still emits is discarded.  A sequence that cannot be moved
-        (unknown, waiting, already there, no verifier that takes it) stays as it is.
+        Tokens so far are kept; further ones of the old verifier are discarded.  A sequence that cannot be moved (unknown,
+        waiting, already there, or taken by no verifier) stays as it is.
         """
         moved = 0
         for request_id in request_ids:
@@ -405,7 +410,7 @@ class FleetCore(EngineCoreClient):
         return moved
 
     def hold_batches(self, most: int) -> None:
-        """Lets batches have so many sequences at the verifiers: takes the latest away, or has the earliest go on."""
+        """Limits batches to `most` sequences at the verifiers: takes the latest away, or lets the earliest held ones go on."""
         running = [record for record in self._sequences.batched if record.link is not None]
         for record in running[max(most, 0) :]:
             assert record.link is not None
@@ -422,7 +427,7 @@ class FleetCore(EngineCoreClient):
             self._place(record)
 
     def _place(self, record: InFlight) -> bool:
-        """Gives a sequence without a verifier to one; False when none takes it."""
+        """Gives a sequence without a verifier to one.  False if no verifier takes it."""
         link = self._choose(record)
         if link is None:
             return False
@@ -471,7 +476,7 @@ class FleetCore(EngineCoreClient):
         raise NoVerifier
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
-        """Routes and submits; raises `NoVerifier` when nobody can take it, `VLLMValidationError` when it does not encode."""
+        """Routes and submits a sequence.  Raises `NoVerifier`, or `VLLMValidationError` if the request cannot be encoded."""
         arrived = time.monotonic() - max(0.0, time.time() - request.arrival_time)
         claim = current_claim()
         record = InFlight(request, None, arrived, claim=claim)
@@ -488,12 +493,12 @@ class FleetCore(EngineCoreClient):
         self.gate.placed(claim)
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
-        """Never suspends, so that it also works in a task that is being cancelled."""
+        """Ends sequences.  Never suspends, so that it also works in a task that is being cancelled."""
         known = [self._sequences.get(request_id) for request_id in dict.fromkeys(request_ids)]
         self._abort([record for record in known if record is not None])
 
     def finish(self, records: Sequence[InFlight]) -> None:
-        """Ends sequences as aborted, behind every token that has come for them."""
+        """Ends sequences as aborted, after all tokens that have arrived for them."""
         self._abort(records)
         ended = [EngineCoreOutput(each.request.request_id, [], finish_reason=FinishReason.ABORT) for each in records]
         self._outputs.put_nowait(EngineCoreOutputs(outputs=ended))
@@ -507,13 +512,13 @@ class FleetCore(EngineCoreClient):
         for link, ids in by_link.values():
             link.abort(ids)
 
-    # EngineCoreClient: utilities, asked of every verifier
+    # EngineCoreClient: utility methods, called at every verifier
 
     async def _everywhere(self, method: str, *args: Any) -> list[Any]:
         return await asyncio.gather(*(link.call(method, *args) for link in self.ready_links))
 
     async def add_lora_async(self, lora_request: Any) -> bool:
-        # Verifiers also load an adapter when its first request comes: one that joins later needs no call.
+        # A verifier that joins later needs no call: verifiers also load an adapter when its first request comes.
         return all(await self._everywhere("add_lora", lora_request))
 
     async def remove_lora_async(self, lora_id: int) -> bool:

@@ -1,7 +1,7 @@
-"""Watches the fleet once a second and hands the latest view to whoever listens: `/fleet/events`.
+"""Watches the fleet once a second, and sends the latest view to the clients of `/fleet/events`.
 
-One task in the gateway's event loop.  A view is reduced and encoded once per tick however many listen, and not at all when
-nobody does.  A listener that is slow misses views, it never queues them and never holds up anybody else.
+One task in the gateway's event loop.  A view is made and encoded once a second for all clients, and not at all without clients.
+A slow client misses views.  Views do not queue up for it, and other clients do not wait for it.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ logger = logging.getLogger(__name__)
 PERIOD_S = 1.0
 MAX_LISTENERS = 32
 SEND_TIMEOUT_S = 30.0
-"""A browser that takes nothing for so long is let go; it comes back by itself when it can."""
+"""Seconds without reading after which a client's stream is ended.  A browser reconnects by itself."""
 
 
 class FleetFeed:
-    """`about` is what the page's head says of the fleet; `metrics` counts this gateway's requests."""
+    """The source of `/fleet/events`.  `about` is for the page's head; `metrics` counts this gateway's requests."""
 
     def __init__(self, core: FleetCore, about: Mapping[str, object], metrics: GatewayMetrics) -> None:
         self._core = core
@@ -49,7 +49,7 @@ class FleetFeed:
         self.listeners = 0
 
     def start(self) -> None:
-        """Begins to watch; needs the running event loop."""
+        """Begins to watch; requires a running event loop."""
         if self._task is None:
             self._task = asyncio.create_task(self._watch(), name="fleet-feed")
 
@@ -65,7 +65,7 @@ class FleetFeed:
             try:
                 self.look()
             except Exception:
-                # A page is not worth a gateway; the next tick tries again.
+                # An error of the page must not end the gateway; the next tick tries again.
                 logger.exception("the fleet page's view failed")
             await asyncio.sleep(PERIOD_S)
 
@@ -101,14 +101,14 @@ class FleetFeed:
     async def events(self) -> AsyncIterator[bytes]:
         """The latest view now, and again whenever there is a newer one, until the feed closes."""
         while not self._closed:
-            # The bell of the view that is about to go out: it may ring while a slow client is still taking it.
+            # Taken before the view is sent, because the next tick may come while a slow client still reads this view.
             tick = self._tick
             yield self.event()
             await tick.wait()
 
     @contextmanager
     def seat(self) -> Iterator[None]:
-        """One listener's place; raises `TooManyRequests` when all are taken."""
+        """Counts one client during the block.  Raises `TooManyRequests` if there are too many."""
         if self.listeners >= MAX_LISTENERS:
             raise TooManyRequests(f"More than {MAX_LISTENERS} are watching the fleet. Try again.")
         self.listeners += 1
@@ -119,7 +119,7 @@ class FleetFeed:
 
 
 class FleetStream(EventSourceResponse):
-    """The feed as a response."""
+    """The response of `/fleet/events`."""
 
     def __init__(self, feed: FleetFeed) -> None:
         # No pings: a view goes out every second.

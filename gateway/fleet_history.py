@@ -1,7 +1,7 @@
-"""From what members report to the fleet's page: differences of their counters over the last seconds.
+"""Computes the fleet page's rates and shares from the members' reports: differences of counters over the last seconds.
 
-Pure: an `Observation` (with its clock) in, a `FleetView` out.  `FleetHistory` owns the reports that rates are computed from, at
-most `WINDOW_S` of them, and the log of what happened.
+Pure: takes an `Observation` (with its time), gives a `FleetView`.  `FleetHistory` owns the reports of the last `WINDOW_S`
+seconds, and the log of events.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from gateway.in_flight import MoveKind
 
 WINDOW_S = 10.0
-"""What rates, shares and acceptance lengths are computed over."""
+"""Seconds over which rates, shares and acceptance lengths are computed."""
 
 _COPIED = ("mode", "running", "waiting", "plan_k", "plan_outcomes", "plan_changes")
 
@@ -34,21 +34,21 @@ R = TypeVar("R", bound=_Report)
 
 @dataclass(frozen=True)
 class Observation:
-    """What a gateway knows at one moment."""
+    """What the gateway knows about the fleet at one moment."""
 
     now: float
     """Monotonic seconds."""
     unix: float
     snapshot: FleetSnapshot | None
     snapshot_age_s: float = 0.0
-    """Since the directory last answered."""
+    """Seconds since the directory last answered."""
     own: Mapping[str, VerifierStats] = field(default_factory=dict)
-    """The counters that connected verifiers sent to this gateway itself, by verifier; newer than the snapshot's."""
+    """Counters that connected verifiers have sent to this gateway, by verifier id; newer than those in the snapshot."""
     connected: frozenset[str] = frozenset()
     in_flight: int = 0
     """Generation requests at this gateway."""
     moves: Mapping[tuple[MoveKind, str, str], int] = field(default_factory=dict)
-    """Sequences that went on at another verifier, by kind, cause and that verifier, since this gateway began."""
+    """Sequences that went on at another verifier since this gateway started, by kind, cause and new verifier."""
 
     @property
     def members(self) -> list[MemberView]:
@@ -56,7 +56,7 @@ class Observation:
 
 
 class _Window(Generic[R]):
-    """One member's reports within `WINDOW_S`, oldest first, all of the same incarnation."""
+    """One member's reports within `WINDOW_S`, oldest first, all of one incarnation."""
 
     def __init__(self) -> None:
         self._reports: deque[tuple[float, R]] = deque()
@@ -65,7 +65,7 @@ class _Window(Generic[R]):
         if self._reports and self._reports[-1][1].started_at != report.started_at:
             self._reports.clear()
         self._reports.append((now, report))
-        # The one just outside is what the difference is taken to.
+        # The last report before the window is kept, because differences are taken from it.
         while len(self._reports) > 2 and self._reports[1][0] <= now - WINDOW_S:
             self._reports.popleft()
 
@@ -82,7 +82,7 @@ class _Window(Generic[R]):
         return self._reports[-1][0] - self._reports[0][0]
 
     def steps(self) -> Iterable[tuple[float, R, R]]:
-        """Seconds between two neighbouring reports, and the two."""
+        """Each two neighbouring reports, with the seconds between them."""
         reports = list(self._reports)
         return [(new[0] - old[0], old[1], new[1]) for old, new in pairwise(reports)]
 
@@ -94,7 +94,7 @@ class _Windows(Generic[R]):
         self.by_member: dict[str, _Window[R]] = {}
 
     def observe(self, now: float, reports: Mapping[str, R]) -> None:
-        """A member that reports no more is forgotten."""
+        """Adds each member's report, and forgets members without one."""
         self.by_member = {key: window for key, window in self.by_member.items() if key in reports}
         for key, report in reports.items():
             self.by_member.setdefault(key, _Window()).add(now, report)
@@ -102,7 +102,7 @@ class _Windows(Generic[R]):
 
 @dataclass
 class _Flow:
-    """What happened within the window, at one verifier or at all of them."""
+    """Work done within the window, at one verifier or at all."""
 
     tokens: int = 0
     tokens_per_s: float = 0.0
@@ -150,8 +150,8 @@ class _Flow:
         return _acceptance_length(self.accepted, self.drafts)
 
     def shares(self) -> tuple[float | None, dict[str, float]]:
-        """Busy, and idle by cause; they add up to 1."""
-        # The counters advance step by step, so the clock is their own: busy + idle = wall.
+        """Busy share of time, and idle shares by cause; their sum is 1."""
+        # Relative to the counters' own time (busy + idle = wall), because they advance only with each step.
         wall = self.busy_s + sum(self.idle_s.values())
         if wall <= 0:
             return None, {}
@@ -159,7 +159,7 @@ class _Flow:
 
 
 class FleetHistory:
-    """Takes observations in, gives the view of the last one."""
+    """Takes observations, and makes the view of the last one."""
 
     def __init__(self) -> None:
         self._verifiers: _Windows[VerifierStats] = _Windows()
@@ -167,10 +167,10 @@ class FleetHistory:
         self._log = FleetLog()
         self._last = Observation(0.0, 0.0, None)
         self._served: dict[str, list[str]] = {}
-        """The verifiers bound to each drafter."""
+        """The verifiers assigned to each drafter, by drafter id."""
 
     def observe(self, seen: Observation) -> None:
-        """Takes in an observation; `seen.now` never goes back."""
+        """Takes in an observation; `seen.now` must never decrease."""
         alive = [view for view in seen.members if view.member.state != "lost"]
         verifiers = {each.member.id: seen.own.get(each.member.id) or each.verifier for each in alive}
         reports = {key: stats for key, stats in verifiers.items() if stats is not None}
@@ -183,7 +183,6 @@ class FleetHistory:
         self._last = seen
 
     def view(self) -> FleetView:
-        """The fleet as last observed."""
         seen, snapshot = self._last, self._last.snapshot
         flows = {key: _Flow.of(window) for key, window in self._verifiers.by_member.items()}
         verifiers = [self._verifier(each, flows) for each in seen.members if each.member.kind == "verifier"]

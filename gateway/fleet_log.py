@@ -1,7 +1,7 @@
-"""What happened to the fleet, read off successive snapshots: members, assignments, plans.  Pure; two bounded logs.
+"""The logs of fleet events (members, assignments, plans), found by comparing successive snapshots.  Pure; two bounded logs.
 
-The coordinator keeps no history, so each gateway writes its own: entries begin when the gateway does.  Changes within one
-polling interval of the directory show as their result.
+The coordinator keeps no history, so each gateway has its own, from the gateway's start on.  Of several changes within one
+polling interval of the directory, only the result is visible.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ Happening = Literal[
 
 
 class LogEntry(msgspec.Struct, frozen=True):
-    """One line of the log."""
+    """One line of a log."""
 
     number: int
-    """Grows by one per entry, over both logs."""
+    """Counts the entries of both logs together."""
     at: float
-    """Unix seconds, when this gateway saw it."""
+    """Unix seconds at which this gateway noticed the event."""
     kind: Happening
     member: str
     text: str
 
 
 class FleetLog:
-    """Compares what it is shown with what it was shown before."""
+    """Compares each observation with the one before, and logs the differences."""
 
     def __init__(self) -> None:
         self._entries: deque[LogEntry] = deque(maxlen=KEPT)
-        # Of their own: mode `auto` may change its mind several times a second and would push everything else out.
+        # A log of its own, because mode `auto` may change its plan several times a second and would push out other entries.
         self._plans: deque[LogEntry] = deque(maxlen=KEPT)
         self._number = 0
         self._members: dict[str, Member] | None = None
@@ -68,7 +68,7 @@ class FleetLog:
         stats: Mapping[str, VerifierStats],
         moves: Mapping[tuple[MoveKind, str, str], int],
     ) -> None:
-        """`stats`: the latest counters by verifier; `moves`: sequences that went on at another, by kind, cause and that one."""
+        """`stats`: latest counters by verifier; `moves`: numbers of moved sequences by kind, cause and new verifier."""
         if snapshot is not None and snapshot is not self._seen:
             members = {view.member.id: view.member for view in snapshot.members if view.member.kind != "gateway"}
             bound = frozenset((each.verifier_id, each.drafter_id) for each in snapshot.assignments)
@@ -81,11 +81,11 @@ class FleetLog:
         self._stats = dict(stats)
 
     def latest(self) -> list[LogEntry]:
-        """What happened to members, assignments and sequences, the latest first."""
+        """Events of members, assignments and sequences, the latest first."""
         return list(islice(reversed(self._entries), SHOWN))
 
     def latest_plans(self) -> list[LogEntry]:
-        """How verifiers changed their plans, the latest first."""
+        """Verifiers' changes of plan, the latest first."""
         return list(islice(reversed(self._plans), SHOWN))
 
     def _note_members(self, at: float, before: Mapping[str, Member], after: Mapping[str, Member]) -> None:
@@ -145,7 +145,7 @@ class FleetLog:
 
 
 def plan_words(stats: VerifierStats) -> str:
-    """A plan as people say it: `K 8, 4 outcomes ahead`."""
+    """A verifier's plan in words: `K 8, 4 outcomes ahead`."""
     if stats.plan_k == 0:
         return "drafters not asked"
     if stats.plan_outcomes:

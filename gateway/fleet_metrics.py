@@ -1,6 +1,6 @@
-"""What the fleet reports of itself, as Prometheus metrics and as the `/fleet` document.
+"""The fleet's reports as Prometheus metrics and as the `/fleet` document.
 
-Reads `FleetCore` at scrape time; owns only the last counters of verifiers, so that totals survive a verifier's restart.
+Reads `FleetCore` at scrape time.  Owns only the last counters of each verifier, so that totals survive a verifier's restart.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ def acceptance_length(counters: DraftCounters | Verified) -> float | None:
 
 
 class FleetTotals:
-    """Draft counters summed over verifiers, incarnations that have gone included: these never fall."""
+    """Draft counters summed over verifiers.  They include earlier incarnations, so that they never decrease."""
 
     def __init__(self) -> None:
         self._gone: Counter[str] = Counter()
         self._last: dict[str, VerifierStats] = {}
 
     def update(self, stats: VerifierStats) -> None:
-        """Takes in a verifier's latest counters; another `started_at` is another incarnation."""
+        """Takes in a verifier's latest counters; a new `started_at` means a new incarnation."""
         last = self._last.get(stats.verifier_id)
         if last is not None and last.started_at != stats.started_at:
             self._gone.update(_sums(last))
         self._last[stats.verifier_id] = stats
 
     def sums(self) -> Counter[str]:
-        """By field of `DraftCounters`, and by `accepted@<position>`."""
+        """The sums, by field of `DraftCounters` and by `accepted@<position>`."""
         total = Counter(self._gone)
         for stats in self._last.values():
             total.update(_sums(stats))
@@ -87,7 +87,7 @@ class FleetCollector(Collector):
         snapshot = self._core.snapshot
         views = snapshot.members if snapshot else []
         counts = Counter((view.member.kind, view.member.state) for view in views)
-        # All of them, 0 too: a series that comes and goes cannot be alerted on.
+        # All combinations, even with the value 0: alerts do not work on a series that comes and goes.
         for kind, state in product(get_args(MemberKind), get_args(MemberState)):
             members.add_metric([kind, state], counts[kind, state])
         yield members
@@ -116,7 +116,7 @@ class FleetCollector(Collector):
 
 
 class GatewayCollector(Collector):
-    """What is connected to this gateway, and waits there."""
+    """Metrics of this gateway's connections, queue and batches."""
 
     def __init__(self, core: FleetCore) -> None:
         self._core = core
@@ -147,7 +147,7 @@ def _family(name: str) -> Any:
 
 
 def _refused(views: list[MemberView]) -> Metric:
-    """Members whose counters have come to the coordinator, drafters among them."""
+    """Refused connections of each verifier and drafter that has reported to the coordinator."""
     family: Metric = _family("outrider_connections_refused_total")
     for view in views:
         if (stats := view.verifier or view.drafter) is not None:
@@ -156,7 +156,6 @@ def _refused(views: list[MemberView]) -> Metric:
 
 
 def _learning(views: list[MemberView]) -> Iterator[Metric]:
-    """Of drafters that learn."""
     known = [(each.drafter_id, each.learning) for view in views if (each := view.drafter) is not None and each.learning]
     yield from _reported(("drafter",), [((drafter_id,), learning) for drafter_id, learning in known])
     lengths = _family("outrider_learning_acceptance_length")
@@ -168,7 +167,7 @@ def _learning(views: list[MemberView]) -> Iterator[Metric]:
 
 
 def _info(views: list[MemberView], stats: list[VerifierStats]) -> Metric:
-    """What does not change while a verifier runs, to join and to filter by."""
+    """Fixed properties of verifiers, for joins and filters in queries."""
     family: Metric = _family("outrider_verifier_info")
     modes = {each.verifier_id: each.mode for each in stats}
     for view in views:
@@ -180,7 +179,7 @@ def _info(views: list[MemberView], stats: list[VerifierStats]) -> Metric:
 
 
 def _reported(labels: tuple[str, ...], reports: Sequence[tuple[tuple[str, ...], object]]) -> Iterator[Metric]:
-    """Every metric of `DEFINITIONS` that is a field of a report, for the members named by these labels."""
+    """Every metric of `DEFINITIONS` with these labels and a field.  `reports` has label values, each with its report."""
     for name, definition in DEFINITIONS.items():
         if not definition.field or tuple(each for each in definition.labels if each in ("verifier", "drafter")) != labels:
             continue
@@ -192,7 +191,7 @@ def _reported(labels: tuple[str, ...], reports: Sequence[tuple[tuple[str, ...], 
 
 
 def _values(report: Any, field: str) -> Iterator[tuple[list[str], float]]:
-    """What a report says under `field`, or `field.of_each` of its items, with the label that tells several apart."""
+    """The values of a report's field, each with its further labels.  `a.b` means the field `b` of each item of `a`."""
     field, _, of_each = field.partition(".")
     found = getattr(report, field)
     if isinstance(found, list):
@@ -223,7 +222,7 @@ def _pairs(stats: list[VerifierStats]) -> Iterator[Metric]:
 
 
 def fleet_document(core: FleetCore) -> dict[str, Any]:
-    """The fleet as `/fleet` shows it: the directory's last answer, with the verifiers' own latest counters."""
+    """The JSON document of `/fleet`: the directory's last answer, with counters that verifiers have sent to this gateway."""
     snapshot = core.snapshot
     own = {stats.verifier_id: stats for stats in core.stats()}
     views = snapshot.members if snapshot is not None else []

@@ -1,7 +1,7 @@
-"""The fleet as its page shows it: the document that `/fleet/events` sends.  Pure data.
+"""The document that `/fleet/events` sends to the fleet page.  Pure data.
 
 Shares and acceptance lengths are ratios of summed differences of counters, as `docs/metrics.md` defines them, never averages
-of ratios.  What cannot be said (no work, no drafts in the window) is None.
+of ratios.  Undefined values (no work or no drafts in the window) are None.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from gateway.fleet_log import LogEntry
 
 
 class VerifierRow(msgspec.Struct):
-    """One verifier."""
-
     id: str
     node: str
     model: str
@@ -33,13 +31,11 @@ class VerifierRow(msgspec.Struct):
     """Tokens per second of one running sequence: tokens emitted / (running sequences x time)."""
     acceptance_length: float | None = None
     busy: float | None = None
-    """Share of the time, like the values of `idle`; they add up to 1."""
+    """Share of time; together with the values of `idle`, 1."""
     idle: dict[str, float] = msgspec.field(default_factory=dict)
 
 
 class DrafterRow(msgspec.Struct):
-    """One drafter."""
-
     id: str
     node: str
     model: str
@@ -51,17 +47,17 @@ class DrafterRow(msgspec.Struct):
     busy: float | None = None
     draft_tokens_per_s: float | None = None
     version: int | None = None
-    """Of a head that learns; None: it does not."""
+    """Version of a head that learns; None: it does not learn."""
 
 
 class PairRow(msgspec.Struct):
-    """What a verifier sees of a drafter bound to it, or of one whose drafts it verified within the window."""
+    """A verifier and a drafter that is assigned to it, or whose drafts it verified within the window."""
 
     verifier: str
     drafter: str
     bound: bool
     down: bool
-    """The verifier does not wait for it: its circuit breaker is open."""
+    """The drafter's circuit breaker is open, so the verifier does not wait for its drafts."""
     acceptance_length: float | None = None
     drafts_per_s: float = 0.0
     round_trip_ms: float | None = None
@@ -69,15 +65,15 @@ class PairRow(msgspec.Struct):
 
 
 class Totals(msgspec.Struct):
-    """The fleet as a whole; ratios of sums over its verifiers."""
+    """Values of the whole fleet; ratios are those of sums over its verifiers."""
 
     members: dict[str, dict[str, int]]
-    """By kind, then state."""
+    """Number of members, by kind, then state."""
     running: int
     waiting: int
     in_flight: int
     kv_usage: float
-    """Of the fullest verifier."""
+    """KV cache usage of the fullest verifier."""
     tokens_per_s: float
     tgs: float | None
     acceptance_length: float | None
@@ -93,16 +89,16 @@ class FleetView(msgspec.Struct):
     window_s: float
     version: int
     snapshot_age_s: float | None
-    """Seconds since the directory answered; None when it never has."""
+    """Seconds since the directory last answered; None: it never has."""
     totals: Totals
     verifiers: list[VerifierRow]
     drafters: list[DrafterRow]
     pairs: list[PairRow]
     counters: dict[str, int]
-    """The coordinator's own."""
+    """The coordinator's counters."""
     moved: dict[str, int]
-    """Sequences of this gateway that went on at another verifier: `failover`, `migration`."""
+    """This gateway's sequences that went on at another verifier, by `failover` and `migration`."""
     log: list[LogEntry]
-    """What happened to members, assignments and sequences, the latest first."""
+    """Events of members, assignments and sequences, the latest first."""
     plans: list[LogEntry]
-    """How `auto` has changed its plan, the latest first."""
+    """Changes of plan by mode `auto`, the latest first."""

@@ -1,4 +1,4 @@
-"""Who may call by which name, and how long a request may take to arrive.  Plain ASGI, between `Envelope` and `Access`."""
+"""Checks host names and origins, and bounds the time a body takes to arrive.  Plain ASGI, between `Envelope` and `Access`."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from gateway.errors import Forbidden, PayloadTooLarge, RequestTimeout, TooManyRe
 from gateway.sse import ClientGone
 
 BODY_TIMEOUT_S = 60.0
-"""For a request's body to arrive: long enough for a bad connection, and no more than other servers give."""
+"""Seconds for a request's body to arrive.  Long enough for a bad connection; other servers allow at least as much."""
 BODY_BYTES_PER_S = 1 << 14
-"""What has arrived prolongs it: 16 KiB make a second.  A body of 16 MiB may take 18 minutes, one that trickles a minute."""
+"""Each so many bytes that have arrived prolong that time by a second.  So 16 MiB may take 18 minutes, a trickling body one."""
 MAX_ARRIVING_BYTES = 1 << 29
-"""Of all bodies together that have begun to arrive and are not complete."""
+"""Most bytes of all incomplete bodies together."""
 PROBES = frozenset({"/livez", "/liveness", "/readyz", "/health"})
-"""Called by machines under any name; they say nothing."""
+"""Served under any host name; the answers contain no information."""
 
 _HOST = re.compile(r"(?P<name>\[[^\]]*\]|[^:]*)(?::\d+)?")
 
 
 class Guard:
-    """Refuses other names than loopback ones where nothing else protects, and gives every body its time.
+    """Sets a deadline for every body.  On loopback without a key, also refuses host names and origins other than loopback ones.
 
-    A gateway on loopback without a key trusts this machine.  A web page could have its visitor's browser, on this machine, call
-    it under a name of the page's own (DNS rebinding), or from a foreign origin without reading the answer.
+    Such a gateway trusts this machine.  But a web page could make a browser on this machine call it: under a host name of the
+    page's own (DNS rebinding), or from a foreign origin without reading the answer.
     """
 
     def __init__(self, app: ASGIApp, *, listens_on: str, has_key: Callable[[], bool]) -> None:
@@ -61,7 +61,7 @@ class Guard:
 
 @dataclass
 class _Arriving:
-    """Bytes of incomplete bodies."""
+    """Bytes of incomplete bodies so far."""
 
     bytes: int = 0
 
@@ -97,16 +97,16 @@ class _Timed:
         return message
 
     def complete(self) -> None:
-        """There is nothing more to wait for."""
+        """Ends the deadline: the body is complete or given up."""
         self._complete = True
         self._arriving.bytes -= self._bytes
         self._bytes = 0
 
 
 async def whole_body(scope: Scope, receive: Receive) -> Receive:
-    """Waits until the body is there, so that nothing is held for a request that never comes.
+    """Waits until the whole body has arrived, so that no quota or slot is held for one that never does.
 
-    Returns a `receive` that has it in one piece.  Raises `PayloadTooLarge`, `RequestTimeout` or `ClientGone`.
+    Returns a `receive` that yields the body in one piece.  Raises `PayloadTooLarge`, `RequestTimeout` or `ClientGone`.
     """
     most: int = scope["app"].state.gateway.max_body_bytes
     declared = Headers(scope=scope).get("content-length", "")
@@ -141,7 +141,6 @@ def host_of(host: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a name or address means this very machine."""
     if host.lower() == "localhost":
         return True
     try:

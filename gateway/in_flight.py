@@ -1,4 +1,4 @@
-"""The sequences between this gateway and its verifiers, and who is told of their progress.  Pure data; event loop."""
+"""This gateway's sequences in flight, and the protocol of observers of their progress.  Pure data; event loop."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MoveKind = Literal["failover", "migration"]
 
 @dataclass
 class Cut:
-    """A sequence was taken from its verifier and has not emitted anything since."""
+    """Why and when a sequence was taken from its verifier.  Kept until its next token."""
 
     kind: MoveKind
     cause: str
@@ -31,41 +31,41 @@ class Cut:
 
 @dataclass
 class InFlight:
-    """One sequence: enough to continue it elsewhere, and to time it."""
+    """One sequence, with all that is needed to continue it at another verifier, and to time it."""
 
     request: EngineCoreRequest
     link: VerifierLink | None
-    """Where it runs; None while it waits for a verifier after it has lost one."""
+    """The verifier where it runs; None while it waits for one, after a loss or while `held`."""
     arrived: float
-    """Monotonic seconds, like the two below."""
+    """Monotonic seconds, as are `first_token` and `last_token`."""
     first_token: float | None = None
     last_token: float | None = None
     emitted: list[int] = field(default_factory=list)
     noise_seed: int = field(default_factory=lambda: secrets.randbits(64))
-    """For a request that names no seed: the same at every verifier, so that a move changes no token."""
+    """The seed for a request that gives none.  Equal at every verifier, so that a move changes no token."""
     places: int = 0
-    """How many verifiers it has been given to so far."""
+    """How often it was given to a verifier so far."""
     placed_at: float = 0.0
-    """When it was given to the present one; monotonic seconds."""
+    """When it was given to its present verifier; monotonic seconds."""
     taken: bool = False
-    """Whether the present verifier's engine has it."""
+    """Whether its present verifier's engine is known to have it."""
     lost: set[str] = field(default_factory=set)
-    """Incarnations of verifiers that had it in their engines when they were lost, and have not come back."""
+    """Incarnations of verifiers that were lost while this sequence was in their engine, and have not come back."""
     context: int = 0
-    """Context length of the first verifier it was given to."""
+    """Context length of the first verifier, in tokens."""
     told: Told | None = None
-    """What its client is told of speculation, and has asked of it."""
+    """Speculation statistics for its client, and the client's wishes; None: none."""
     claim: Claim = field(default_factory=Claim)
-    """The request it belongs to."""
+    """The claim of the request it belongs to."""
     held: bool = False
-    """It is a batch's, has given way, and goes on when there is room."""
+    """It is a batch's, gives way to other requests, and goes on when there is room."""
     cut: Cut | None = None
     giving_up: asyncio.TimerHandle | None = None
-    """Runs while it waits for a verifier."""
+    """Fails the sequence if it waits too long for a verifier."""
 
     @property
     def batched(self) -> bool:
-        """Whether it is a batch's, and gives way to others."""
+        """Whether it belongs to a batch, and so gives way to others."""
         return self.claim.priority is Priority.BATCH
 
     @property
@@ -74,7 +74,7 @@ class InFlight:
 
     @property
     def ask(self) -> Ask:
-        """What routing may know of it."""
+        """What routing may know about the sequence."""
         request = self.request
         adapter = request.lora_request.lora_name if request.lora_request is not None else ""
         scope = f"{adapter}/{request.cache_salt or ''}"
@@ -82,20 +82,20 @@ class InFlight:
 
     @property
     def place_id(self) -> str:
-        """Its id at the present verifier: another at each, so that late outputs of an earlier one are known as such."""
+        """Its id at its present verifier: another at each verifier, so that late outputs of an earlier one are recognised."""
         return self.request.request_id if self.places <= 1 else f"{self.request.request_id}~{self.places}"
 
     def fits(self, max_model_len: int) -> bool:
-        """Whether it can run to the same end within that context length as where it began."""
+        """Whether this context length would end it where the first verifier's would."""
         params = self.request.sampling_params
         longest = len(self.request.prompt_token_ids or ()) + (params.max_tokens or 0 if params is not None else 0)
         return min(longest, self.context) <= max_model_len
 
 
 class Sequences:
-    """Every sequence in flight: by its own id and, unless it waits for a verifier, by what its verifier calls it.
+    """Every sequence in flight, by its request id and, while it runs at a verifier, by its `place_id`.
 
-    What is asked for each new sequence is counted, and not looked for among thousands.
+    Counters answer what each new sequence asks, because a search among thousands would be slow.
     """
 
     def __init__(self) -> None:
@@ -116,15 +116,13 @@ class Sequences:
         return self._by_id.get(record.request.request_id) is record
 
     def get(self, request_id: str) -> InFlight | None:
-        """By its own id."""
         return self._by_id.get(request_id)
 
     def running_as(self, place_id: str) -> InFlight | None:
-        """By the id its present verifier knows."""
+        """The sequence with this id at its present verifier."""
         return self._by_place.get(place_id)
 
     def at(self, link: VerifierLink) -> list[InFlight]:
-        """Those that run there."""
         return [record for record in self._by_place.values() if record.link is link]
 
     def waiting(self) -> list[InFlight]:
@@ -133,24 +131,24 @@ class Sequences:
 
     @property
     def batched(self) -> Collection[InFlight]:
-        """Those of batches, earliest first; a view."""
+        """A view of batches' sequences, earliest first."""
         return self._batched.values()
 
     @property
     def expecting(self) -> bool:
-        """Whether one that is no batch's has no token yet."""
+        """Whether a sequence that belongs to no batch has no token yet."""
         return bool(self._expecting)
 
     def placed(self, verifier_id: str) -> int:
-        """How many run at this verifier."""
+        """How many sequences run at this verifier."""
         return self._placed[verifier_id]
 
     def load(self, verifier_id: str) -> tuple[int, int]:
-        """Tokens and sequences at this verifier."""
+        """Numbers of tokens and sequences at this verifier."""
         return self._tokens[verifier_id], self._placed[verifier_id]
 
     def put(self, record: InFlight, link: VerifierLink) -> None:
-        """It runs at `link` now, under its `place_id`."""
+        """Places a sequence at `link`, under its `place_id`."""
         record.link = link
         self._placed[link.member.id] += 1
         self._tokens[link.member.id] += record.tokens
@@ -162,7 +160,6 @@ class Sequences:
             self._expecting.add(request_id)
 
     def grown(self, record: InFlight, tokens: Sequence[int], now: float) -> None:
-        """It has more tokens."""
         record.first_token = record.first_token or now
         record.last_token = now
         record.emitted.extend(tokens)
@@ -171,12 +168,11 @@ class Sequences:
             self._tokens[record.link.member.id] += len(tokens)
 
     def cut(self, record: InFlight, cut: Cut | None) -> None:
-        """It no longer runs anywhere."""
+        """Takes a sequence from its verifier."""
         self._displace(record)
         record.link, record.cut = None, cut
 
     def remove(self, record: InFlight) -> None:
-        """It is over."""
         request_id = record.request.request_id
         self._by_id.pop(request_id, None)
         self._batched.pop(request_id, None)
@@ -192,14 +188,14 @@ class Sequences:
 
 
 class TrafficObserver(Protocol):
-    """Told of every sequence's progress; `gateway.metrics` implements it."""
+    """Observes every sequence's progress; `gateway.metrics` implements it."""
 
     def on_tokens(self, sequence: InFlight, count: int, now: float) -> None:
         """`count` tokens arrived in one chunk; called before `sequence` takes them in."""
         ...
 
     def on_finished(self, sequence: InFlight, reason: str) -> None:
-        """The sequence ended: `stop`, `length`, ..., `aborted` by us, `lost` with its verifier, or `poisoned`."""
+        """The sequence ended: `stop`, `length`, ..., `aborted` here, `lost` with its verifier, or `poisoned`."""
         ...
 
     def on_moved(self, sequence: InFlight, cut: Cut) -> None:

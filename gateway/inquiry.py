@@ -1,6 +1,6 @@
-"""What one request is told of speculation: its sequences' accounts, from every verifier they ran at, put into the answer.
+"""Speculation statistics of one request.  Every verifier that ran one of its sequences sends an account; the answer shows them.
 
-The gateway's event loop.
+Runs in the gateway's event loop.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from gateway.in_flight import Cut, InFlight
 
 ACCOUNT_WAIT_S = 1.0
-"""How long an answer waits for the account of a sequence that the gateway has ended, by a stop string: it comes after the step
-that runs."""
+"""Seconds that an answer waits for missing accounts.  If the gateway ended a sequence at a stop string, its account comes only
+after the running step."""
 _LAST = '"choices":[]'
-"""Stands in the chunk with the usage and in no other; in text, its quotes would be escaped."""
+"""Occurs in the chunk with the usage and in no other: inside generated text the quotes would be escaped."""
 
 
 @dataclass
 class Told:
-    """What is known of one sequence."""
+    """The accounts and moves of one sequence."""
 
     record: InFlight
     asked: Asked
@@ -37,18 +37,17 @@ class Told:
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def placed(self, place_id: str, cut: Cut | None) -> None:
-        """It goes to a verifier under this id; `cut`: what it comes from another by."""
+        """Notes a new place; `cut`: why the sequence left the one before."""
         self._awaited.add(place_id)
         if cut is not None:
             self.moves.append(cut)
 
     def came(self, account: Account) -> None:
-        """A verifier's account."""
         self.accounts.append(account)
         self.lost(account.request_id)
 
     def lost(self, place_id: str) -> None:
-        """That verifier's account will not come any more."""
+        """Notes that no account will come for this id."""
         self._awaited.discard(place_id)
         self._changed.set()
 
@@ -59,7 +58,7 @@ class Told:
             await self._changed.wait()
 
     def tallies(self) -> list[Tally]:
-        """Of all verifiers together, by source and drafter."""
+        """The sums over all verifiers, one for each source and drafter."""
         found: dict[tuple[str, str], Tally] = {}
         for each in (tally for account in self.accounts for tally in account.tallies):
             known = found.setdefault((each.source, each.drafter), Tally(each.source, each.drafter))
@@ -69,7 +68,7 @@ class Told:
         return list(found.values())
 
     def body(self, index: int, mode: str) -> dict[str, Any]:
-        """As the answer shows it; `mode`: the fleet's."""
+        """The statistics as the answer shows them; `mode` is the fleet's."""
         record, accounts, tallies = self.record, self.accounts, self.tallies()
         emitted, known = len(record.emitted), sum(account.tokens for account in accounts)
         verifications = sum(account.verifications for account in accounts)
@@ -98,7 +97,7 @@ class Told:
 
 
 class Awaited:
-    """Accounts that are to come, by the id at the verifier: one for every sequence, also for those that are aborted."""
+    """Accounts that have not come yet, by the sequence's id at its verifier.  Aborted sequences get one, too."""
 
     def __init__(self) -> None:
         self._places: dict[str, tuple[VerifierLink, Told]] = {}
@@ -107,65 +106,64 @@ class Awaited:
         return len(self._places)
 
     def placed(self, record: InFlight, link: VerifierLink) -> None:
-        """A sequence was given to a verifier."""
+        """Expects an account, if the sequence asks for one."""
         told = record.told
         if told is not None and told.asked.account:
             told.placed(record.place_id, record.cut)
             self._places[record.place_id] = link, told
 
     def came(self, accounts: Sequence[Account]) -> None:
-        """A verifier has sent some."""
         for account in accounts:
             _, told = self._places.pop(account.request_id, (None, None))
             if told is not None:
                 told.came(account)
 
     def ended(self, place_id: str) -> None:
-        """It is over there: an account would have come before, so the verifier has not taken the request in."""
+        """Expects no account for a sequence that has ended: it would have come first, if the verifier had the request."""
         _, told = self._places.pop(place_id, (None, None))
         if told is not None:
             told.lost(place_id)
 
     def lost(self, link: VerifierLink) -> None:
-        """That verifier sends no more."""
+        """Expects no more accounts from this verifier."""
         for place_id in [place_id for place_id, (at, _) in self._places.items() if at is link]:
             self.ended(place_id)
 
 
 @dataclass
 class Inquiry:
-    """One request that asks something of its own."""
+    """One request's options for speculation, and its sequences."""
 
     asked: Asked
     stats: bool
     mode: str
-    """The fleet's."""
+    """The fleet's mode."""
     choices: int = 1
-    """Of each prompt."""
+    """Choices of each prompt (`n`)."""
     told: dict[int, Told] = field(default_factory=dict)
 
     def follow(self, record: InFlight) -> Told:
-        """A sequence of this request is about to be submitted."""
+        """The record for a sequence that is about to be submitted."""
         told = Told(record, self.asked)
         if self.asked.account:
             self.told[self._index(record)] = told
         return told
 
     def _index(self, record: InFlight) -> int:
-        """Its choice's: vLLM numbers a prompt's choices by a prefix, and the prompts of a text completion by a suffix."""
+        """The index of a sequence's choice.  vLLM's ids begin with the choice's number, and may end with the prompt's."""
         request_id, prompt = record.request.request_id, record.request.external_req_id or ""
         choice = int(request_id.partition("_")[0]) if self.choices > 1 else 0
         return (int(prompt.rpartition("-")[2]) * self.choices if prompt.startswith("cmpl-") else 0) + choice
 
     async def add_to(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Puts what was asked for into an answer, or into the last chunk of one."""
+        """Waits for accounts, then puts the statistics into an answer or a stream's last chunk."""
         if not self.asked.account:
             return body
         accounts = asyncio.gather(*(told.complete() for told in self.told.values()))
         try:
             await asyncio.wait_for(accounts, ACCOUNT_WAIT_S)
         except TimeoutError:
-            # What is missing is shown as tokens that nobody accounts for.
+            # Tokens of missing accounts are shown as `unaccounted_tokens`.
             pass
         if self.asked.prediction and isinstance(usage := body.get("usage"), dict):
             predicted = [t for told in self.told.values() for t in told.tallies() if t.source == "prediction"]
@@ -180,7 +178,7 @@ class Inquiry:
         return body
 
     async def add_to_stream(self, chunks: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
-        """The chunks; that of the usage with what was asked for."""
+        """A stream's chunks, with the statistics in that with the usage."""
         try:
             async for chunk in chunks:
                 if _LAST not in chunk:

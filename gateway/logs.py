@@ -1,6 +1,6 @@
-"""How log lines look: text for people, or one JSON object a line for machines.  No prompts, outputs or keys in either.
+"""The format of log lines: text for people, or one JSON object a line.  Neither contains prompts, outputs or keys.
 
-A line may carry `extra={"fields": {...}}`: in JSON these are keys of the object; the text says them in its message.
+A log call may pass `extra={"fields": {...}}`.  In JSON, fields become keys of the object; for text, the message contains them.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object a line."""
-
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
@@ -33,7 +31,6 @@ class JsonLines(logging.Formatter):
 
 
 def formatter(kind: LogFormat) -> logging.Formatter:
-    """What a handler needs."""
     if kind == "json":
         return JsonLines()
     result = logging.Formatter(TEXT)

@@ -1,8 +1,8 @@
-"""The gateway's Prometheus metrics: `DEFINITIONS` says what each one is; docs and a test are made from it.
+"""The gateway's Prometheus metrics.  `DEFINITIONS` describes each one; a test compares it with the documentation.
 
-Two sources, one registry of our own (vLLM's loggers would unregister each other's collectors in the default one): what this
-gateway saw itself (`GatewayMetrics`), and what members report of themselves (`gateway.fleet_metrics`).  Everything runs in
-the event loop.
+Metrics have two sources: this gateway's own observations (`GatewayMetrics`), and the members' reports
+(`gateway.fleet_metrics`).  Both use a registry of our own, because vLLM's loggers unregister collectors in the default one.
+Everything runs in the event loop.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Definition(NamedTuple):
     labels: tuple[str, ...]
     help: str
     field: str = ""
-    """Of what members report: by the labels of a verifier, of a pair, of a drafter that learns, or summed over the fleet."""
+    """The field of the report of a verifier, pair or drafter, by the labels.  Without labels, its sum over the fleet."""
 
 
 _VERIFIER = ("verifier",)
@@ -218,7 +218,7 @@ DEFINITIONS: dict[str, Definition] = {
     "outrider_verifier_plan_changes_total": Definition(
         "counter", _VERIFIER, "times mode auto has changed between plain steps, drafting, and drafting ahead", "plan_changes"
     ),
-    # The same under vLLM's names, summed over the fleet: its benchmark client reads them
+    # Draft counters under vLLM's names, summed over the fleet, for vLLM's benchmark client
     "vllm:spec_decode_num_drafts_total": Definition("counter", (), "see outrider_drafts_total", "drafts"),
     "vllm:spec_decode_num_draft_tokens_total": Definition("counter", (), "see outrider_draft_tokens_total", "draft_tokens"),
     "vllm:spec_decode_num_accepted_tokens_total": Definition(
@@ -234,17 +234,17 @@ _TGS_BUCKETS = (1, 2, 5, 10, 20, 35, 50, 75, 100, 150, 200, 300, 500, 1000, 2000
 
 
 class GatewayMetrics:
-    """What this gateway saw itself; also the observer of `FleetCore`."""
+    """Metrics of this gateway's own observations.  Also the observer of `FleetCore`."""
 
     def __init__(self) -> None:
-        # One gauge of creation time per series is noise; the library can only be told for the whole process.
+        # A gauge with the creation time of each series is useless.  The library can disable it only for the whole process.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         self.fleet = CollectorRegistry()
-        """Of these, what is the same for every gateway of the fleet."""
+        """The part of `registry` that is equal for every gateway of the fleet."""
         self.in_flight = 0
         self.moves: TotalBy[tuple[MoveKind, str, str]] = TotalBy()
-        """Sequences that went on at another verifier, by kind, cause and that verifier; for the fleet page."""
+        """Sequences that went on at another verifier, by kind, cause and new verifier; for the fleet page."""
         self._requests = self._counter("outrider_requests_total")
         self._disconnects = self._counter("outrider_client_disconnects_total")
         self._finished = self._counter("outrider_sequences_finished_total")
@@ -281,15 +281,13 @@ class GatewayMetrics:
             self.in_flight -= 1
 
     def request_done(self, route: str, status: int) -> None:
-        """A request has been answered, or its client has gone."""
         self._requests.labels(route, str(status)).inc()
 
     def batch_line(self, status: int) -> None:
-        """A line of a batch has its answer."""
         self._batch_lines.labels(str(status)).inc()
 
     def client_left(self) -> None:
-        """A client closed its connection before its answer was complete."""
+        """Counts a client that closed its connection before its answer was complete."""
         self._disconnects.inc()
 
     def on_moved(self, sequence: InFlight, cut: Cut) -> None:
@@ -305,7 +303,7 @@ class GatewayMetrics:
         if sequence.last_token is None:
             self._prompt_tokens.inc(len(sequence.request.prompt_token_ids or ()))
         if sequence.batched:
-            # Nobody waits for it, and it waits for others.
+            # A batch's sequence gives way to others, so its latencies would distort those of interactive requests.
             return
         if sequence.last_token is None:
             self._first_token.observe(now - sequence.arrived)

@@ -1,6 +1,6 @@
-"""What happens to every request before and after its route: id, counting, headers, log, errors.  Plain ASGI, no copies.
+"""Work on every request before and after its route: id, counting, headers, log, errors.  Plain ASGI; bodies are not copied.
 
-Inside of it are `gateway.guard` and `gateway.access`.
+`gateway.guard` and `gateway.access` run inside of it.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from gateway.sse import ClientGone
 
 logger = logging.getLogger(__name__)
 access = logging.getLogger("outrider.access")
-"""A line per request: at `info`, those of probes and scrapers at `debug`."""
+"""Logs one line per request: at level `info`, for probes and scrapers at `debug`."""
 
 QUIET_PATHS = PROBES | {METRICS_PATH}
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 async def send_error(error: ApiError, path: str, send: Send) -> None:
-    """An error as a whole response."""
+    """Sends `error` in the format of the API at `path`."""
     body = json.dumps(error.body_for(path)).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     headers += [(name.encode(), value.encode()) for name, value in error.headers().items()]
@@ -43,7 +43,7 @@ async def send_error(error: ApiError, path: str, send: Send) -> None:
 
 
 class Envelope:
-    """Request id in and out, one count per request, what its key has left, and the last resort for exceptions."""
+    """Gives each request its id, counts it, adds headers with the rest of the key's quotas, and answers uncaught exceptions."""
 
     def __init__(self, app: ASGIApp, metrics: GatewayMetrics, quotas: Quotas) -> None:
         self._app = app
@@ -90,7 +90,7 @@ class Envelope:
 
 
 def _times(started: float, claim: Claim | None) -> list[tuple[bytes, bytes]]:
-    """Milliseconds until the response begins, as OpenAI's API says them; and what of that was this gateway's own work."""
+    """Headers with the milliseconds until the response began (named as in OpenAI's API), and the gateway's share of them."""
     now = time.monotonic()
     own = now - started
     if claim is not None:
@@ -104,7 +104,7 @@ def _times(started: float, claim: Claim | None) -> list[tuple[bytes, bytes]]:
 
 
 def _said(scope: Scope, route: str, status: int, started: float, request_id: str) -> dict[str, Any]:
-    """What the log says of a request."""
+    """The fields of a request's log line."""
     said: dict[str, Any] = {
         "method": scope["method"],
         "route": route,
@@ -131,7 +131,7 @@ def _text(said: dict[str, Any]) -> str:
 
 
 def _take_request_id(scope: Scope) -> str:
-    """The client's request id if it is a fit one, else a new one, which the routes then find in the headers too."""
+    """The client's request id if it is well-formed, else a new one, which is put into the headers for the routes."""
     given = Headers(scope=scope).get("x-request-id", "")
     if _REQUEST_ID.fullmatch(given):
         return given

@@ -1,4 +1,4 @@
-"""Which field of a request an error of vLLM or pydantic is about, in the words of this server's users.  Pure."""
+"""Finds the request field that an error of vLLM or pydantic is about, and words the error for this server's users.  Pure."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _WORDINGS: Sequence[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]
     (re.compile(r"requires the setting (`[\w.]+`) to be set"), r"requires the setting \1"),
     (re.compile(r"^Chat template is passed with request.*", re.DOTALL), "Chat templates of requests are not accepted."),
     (re.compile(r"jinja2\.\S+ |\w+\.<locals>\.\S+ |safe_apply_chat_template\(\) "), "The chat template "),
-    # Engine arguments have their place in the settings, under vLLM's names.
+    # In this server's settings, engine arguments keep vLLM's names.
     (
         re.compile(r"`?--([a-z][a-z-]+[a-z])`?"),
         lambda found: f"`verifier.engine_args.{found[1].replace('-', '_')}`",
@@ -38,7 +38,7 @@ _WORDINGS: Sequence[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]
 
 
 def field_of(message: str) -> str | None:
-    """The request's field that a message without one is about, as far as its words say."""
+    """The request field that an error message is about, guessed from its words; None: unknown."""
     first = _WORD.match(message)
     if first is not None and first[1] in _FIELDS:
         return first[1]
@@ -46,17 +46,17 @@ def field_of(message: str) -> str | None:
 
 
 def in_our_words(message: str) -> str:
-    """The message without flags and internals of a server that this one is not."""
+    """The message with this server's settings instead of flags and internals of vLLM's own server."""
     for pattern, words in _WORDINGS:
         message = pattern.sub(words, message)
     return message
 
 
 def most_telling(errors: Sequence[Any]) -> Any:
-    """Of pydantic's errors the one that the client should read.
+    """The one of pydantic's errors that helps the client most.
 
-    Each member of a union reports errors of its own.  Those count of the member that the value comes nearest to: with the right
-    role or type, and with the fewest fields missing.
+    Each member of a union reports its own errors.  Only errors of the member that is nearest to the value count: the one with
+    the right role or type and the fewest missing fields.
     """
     first = [each for each in errors if each["loc"][:2] == errors[0]["loc"][:2]]
     members: dict[tuple[Any, ...], list[Any]] = {}
@@ -75,25 +75,25 @@ def _member(loc: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _foreign(error: Any) -> int:
-    """How much an error says that another member was meant."""
+    """How strongly an error suggests that another member was meant."""
     return 4 * _is_tag(error) + (1 if error["type"] == "missing" else 0)
 
 
 def _is_tag(error: Any) -> bool:
-    """Whether it is about what tells kinds of objects apart."""
+    """Whether the error is about the field that tells the kinds of objects apart."""
     return error["type"] == "literal_error" and error["loc"][-1] in ("role", "type")
 
 
 def is_about_all(error: Any) -> bool:
-    """Whether an object as a whole is wrong: of another kind, without a field that it needs, or with one it may not have."""
+    """Whether an object as a whole is wrong: of another kind, without a required field, or with a forbidden one."""
     return len(error["loc"]) == 1 and (error["type"] in ("missing", "extra_forbidden") or _is_tag(error))
 
 
 def path_of(error: Any) -> list[str]:
-    """Where in the request the error is; names of union members, which no client ever wrote, are left out."""
+    """The path in the request at which the error is.  Names of union members are left out, because no client wrote them."""
     named: list[str] = []
     for part in error["loc"]:
         if isinstance(part, int) or (part.isidentifier() and part.islower() and part not in _TYPES):
             named.append(str(part))
-    # Parts of messages are checked one by one, outside their list.
+    # Messages are validated one by one, so pydantic's path lacks the name of their list.
     return ["messages", *named] if named and named[0].isdigit() else named

@@ -1,4 +1,4 @@
-"""/openapi.json: every route, what it takes and what it gives; made from the models that the routes use."""
+"""Makes /openapi.json: every route with its request and answer, from the models that the routes use."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ _BATCH = _object("id", "object", "endpoint", "input_file_id", "status", "created
 
 @dataclass(frozen=True)
 class Operation:
-    """`takes`: the body, as a model or a schema; `gives`: the answer's JSON; `streams`: also as server-sent events."""
+    """`takes`: the body's model or schema; `gives`: that of the answer; `streams`: the answer may be server-sent events."""
 
     takes: type[pydantic.BaseModel] | tuple[type[Any], ...] | Schema | None = None
     gives: type[pydantic.BaseModel] | Schema | None = None
     streams: bool = False
     text: str | None = None
-    """The answer's media type where it is no JSON."""
+    """The answer's media type if it is not JSON."""
     form: bool = False
     """The body is a form, not JSON."""
 
@@ -158,7 +158,7 @@ _NO_EFFECT = {
 
 
 def document(app: FastAPI, version: str) -> dict[str, Any]:
-    """The document of all routes but those of pages.  Raises `KeyError` for a route that has no entry here."""
+    """The document of all routes except those of pages.  Raises `KeyError` for a route without an entry in `OPERATIONS`."""
     schemas = _schemas()
     paths: dict[str, dict[str, Any]] = {}
     for method, path, route in routes(app):
@@ -206,7 +206,7 @@ def _schemas() -> dict[str, Schema]:
     structs = sorted(taken - set(pydantics), key=str)
     _, components = msgspec.json.schema_components(structs, ref_template="#/components/schemas/{name}")
     for struct in structs:
-        # It is told by the path.
+        # The URL's path contains the command.
         components[struct.__name__]["properties"].pop("command", None)
         components[struct.__name__]["required"] = [
             each for each in components[struct.__name__]["required"] if each != "command"
@@ -215,7 +215,7 @@ def _schemas() -> dict[str, Schema]:
 
 
 def _as_taken(schema: Schema, no_effect: Iterable[str]) -> None:
-    """What `gateway.requests.parse` takes: every field may be null, and no unknown one."""
+    """Fits a schema to `gateway.requests.parse`: fields may be null, and unknown fields are refused."""
     properties = schema["properties"]
     for name in REFUSED:
         properties.pop(name, None)

@@ -1,7 +1,7 @@
-"""Several gateway processes on one port: what they say to each other, and how the first one keeps the others running.
+"""Several gateway processes on one port: their messages to each other, and how the first process keeps the others running.
 
-Each process listens on the port by itself (SO_REUSEPORT): Linux spreads connections over them by a hash of their addresses.
-Each also answers the others on a Unix socket in a folder that only this user may enter.  One event loop per process.
+Each process listens on the port by itself (SO_REUSEPORT); Linux spreads connections over the processes by a hash of addresses.
+Each also answers the other processes on a Unix socket, in a folder that only this user may enter.  One event loop per process.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ ASK_TIMEOUT_S = 5.0
 READY_TIMEOUT_S = 1.0
 LOOK_S = 0.1
 BACKOFF_S = (0.5, 30.0)
-"""Before a process that died is started again: at first, and at most."""
+"""Seconds before a process that died is started again: first and longest wait."""
 LIVED_S = 60.0
-"""One that served for so long begins with the shortest wait again."""
+"""After so many seconds of life, the wait is the shortest again."""
 _SAMPLE = re.compile(r"^([^\s{]+)(?:\{(.*)\})? (\S+)$")
 
 Command = Callable[[int, int], Sequence[str]]
-"""The command line that starts process number i on a port."""
+"""Makes a process's command line from its number and the port."""
 
 
 class Peers:
-    """This process, number `index` of `count`.  `command` starts others: the first process alone has it."""
+    """This process, number `index` of `count`, and the others.  Only the first has a `command`, and starts the others."""
 
     def __init__(
         self, folder: Path, index: int, count: int, *, port: int | None = None, command: Command | None = None
     ) -> None:
         self.port = port
-        """Where the others listen; None in the first process, which takes the setting's."""
+        """The port to listen on; None in the first process, which uses the setting."""
         self._folder, self._index = folder, index
         self._others = [number for number in range(count) if number != index]
         self._command = command
@@ -65,7 +65,7 @@ class Peers:
         return self._index == 0
 
     def start(self, gateway: Gateway, port: int) -> None:
-        """Begins to answer the others; the first process starts them."""
+        """Begins to answer the other processes.  The first process also starts them."""
         app = Starlette(
             routes=[
                 Route("/ready", _ready),
@@ -79,21 +79,21 @@ class Peers:
         app.state.gateway = gateway
         config = uvicorn.Config(app, uds=str(self._path(self._index)), lifespan="off", log_config=None, access_log=False)
         self._server = uvicorn.Server(config)
-        # Not `serve`, which would take the signals.
+        # Not `serve`, which would install its own signal handlers.
         self._serving = asyncio.create_task(self._server._serve(), name="peers")
         if self._command is not None:
             self._keepers = [asyncio.create_task(self._keep(number, port)) for number in self._others]
 
     def stop(self) -> None:
-        """Has the processes that this one started drain; called again, they end at once."""
+        """Has the processes that this one started drain.  A second call ends them at once."""
         self._stopping.set()
         for child in self._children.values():
             if child.returncode is None:
                 child.terminate()
 
     async def close(self, patience_s: float) -> None:
-        """Waits for the processes that this one started; those that take longer are killed."""
-        # A second SIGTERM would cut off what they still serve.
+        """Waits `patience_s` for the processes that this one started, then kills those left."""
+        # A second SIGTERM would cut off requests that they still serve.
         if not self._stopping.is_set():
             self.stop()
         alive = [child for child in self._children.values() if child.returncode is None]
@@ -115,14 +115,13 @@ class Peers:
         return len(answers) == len(self._others) and all(answer.status_code == 200 for answer in answers.values())
 
     async def wait_ready(self) -> None:
-        """Returns when all other processes are ready."""
         while not await self.ready():
             await asyncio.sleep(LOOK_S)
 
     async def metrics(self, gateway: Gateway) -> str:
-        """What every process saw, with a label that tells them apart, and the fleet as the first process sees it.
+        """Every process's metrics, labelled by process, and the fleet's metrics as the first process sees them.
 
-        Each process hears of the fleet at another moment.  Of several views, counters would jump back between two scrapes.
+        Processes hear about the fleet at different moments: from several of them, counters would jump back between two scrapes.
         """
         texts = {number: answer.text for number, answer in (await self._ask_all("GET", "/metrics")).items()}
         texts[self._index] = exposed(gateway, fleet=self.is_first)
@@ -131,18 +130,18 @@ class Peers:
     async def reload(self) -> None:
         """Has all other processes read keys, limits and routing again."""
         answers = await self._ask_all("POST", "/reload", timeout_s=6 * ASK_TIMEOUT_S)
-        # One that is being started reads the settings then.
+        # A process that is just starting reads the new settings anyway.
         self._tell_of_others(answers, "did not reload")
 
     async def adapters(self) -> list[dict[str, Any]]:
-        """The adapters that another process knows, as requests to load them."""
+        """LoRA adapters that another process has loaded, as requests to load them."""
         answers = await self._ask_all("GET", "/adapters", timeout_s=READY_TIMEOUT_S)
         known: list[list[dict[str, Any]]] = [answer.json() for answer in answers.values()]
         return max(known, key=len, default=[])
 
     async def adapter(self, method: Literal["POST", "DELETE"], asked: dict[str, Any]) -> None:
-        """Has all other processes load (POST) or unload an adapter, too."""
-        # One that is being started asks for them.
+        """Has all other processes load (POST) or unload (DELETE) a LoRA adapter, too."""
+        # A process that is just starting asks for the adapters itself.
         answers = await self._ask_all(method, "/adapters", json=asked, timeout_s=6 * ASK_TIMEOUT_S)
         self._tell_of_others(answers, f"did not {'load' if method == 'POST' else 'unload'} {asked['lora_name']}")
 
@@ -152,11 +151,11 @@ class Peers:
             logger.error("gateway processes that %s: %s", what, ", ".join(map(str, behind)))
 
     async def cancel(self, response_id: str, owner: str) -> None:
-        """Ends a response that another process makes in the background."""
+        """Ends a background response that another process generates."""
         await self._ask_all("POST", "/cancel", params={"id": response_id, "owner": owner})
 
     async def abort(self, request_ids: list[str] | None) -> dict[str, list[list[int]]]:
-        """Ends requests of the other processes; the tokens they had."""
+        """As `Gateway.abort`, at all other processes."""
         answers = await self._ask_all("POST", "/abort", json=request_ids)
         return {named: tokens for answer in answers.values() for named, tokens in answer.json().items()}
 
@@ -168,7 +167,7 @@ class Peers:
         timeout_s: float = ASK_TIMEOUT_S,
         json: object = None,
     ) -> dict[int, httpx.Response]:
-        """The answers of those that give one in time."""
+        """The other processes' answers that come in time, by process number."""
 
         async def ask(number: int) -> tuple[int, httpx.Response] | None:
             transport = httpx.AsyncHTTPTransport(uds=str(self._path(number)))
@@ -184,12 +183,13 @@ class Peers:
         return self._folder / f"gateway-{index}.sock"
 
     async def _keep(self, index: int, port: int) -> None:
-        """Starts one process, again and again."""
+        """Starts one process, again whenever it has ended."""
         assert self._command is not None
         wait_s, most_s = BACKOFF_S
         while not self._stopping.is_set():
             began = time.monotonic()
-            # In a session of its own: the terminal's Ctrl-C is for the first process.  The pipe tells it when that one is gone.
+            # In a session of its own, because a Ctrl-C in the terminal must reach only the first process.  The child reads the
+            # pipe, and so notices when the first process is gone.
             child = await asyncio.create_subprocess_exec(
                 *self._command(index, port), stdin=asyncio.subprocess.PIPE, start_new_session=True
             )
@@ -207,7 +207,7 @@ class Peers:
 
 
 def exposed(gateway: Gateway, *, fleet: bool) -> str:
-    """This process's metrics, labelled; with or without those of the fleet, which are not."""
+    """This process's own metrics, with a label for it; with `fleet`, also the fleet's, without that label."""
     metrics = gateway.metrics
     of_fleet = set(_families(generate_latest(metrics.fleet).decode()))
     lines: list[str] = []
@@ -220,7 +220,7 @@ def exposed(gateway: Gateway, *, fleet: bool) -> str:
 
 
 def merged(texts: Sequence[str]) -> str:
-    """Prometheus' text format of several processes as one: all samples of a family stand together."""
+    """Merges texts in Prometheus' format, so that all samples of a family stand together."""
     families: dict[str, list[str]] = {}
     for text in texts:
         for name, family in _families(text).items():

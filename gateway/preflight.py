@@ -1,4 +1,4 @@
-"""What can be found wrong before anything heavy starts: the port, keys, certificates."""
+"""Checks the port, keys and certificates before anything heavy starts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def check_gateway(settings: Settings) -> None:
-    """Finds out now, and not after the models are loaded, that the port is taken, or keys and certificates are wrong."""
+    """Checks port, keys file and certificate now, not only after the models are loaded.  Raises `ConfigError`."""
     import socket
 
     check_files(settings)
@@ -28,7 +28,7 @@ def check_gateway(settings: Settings) -> None:
 
 
 def check_files(settings: Settings) -> None:
-    """Finds out now that the keys file or the certificate is wrong."""
+    """Checks the keys file and the certificate.  Raises `ConfigError`."""
     import ssl
     from pathlib import Path
 
@@ -47,5 +47,5 @@ def check_files(settings: Settings) -> None:
     except KeyFileError as error:
         raise ConfigError(f"gateway.keys_file: {error}") from None
     except OSError as error:
-        # Of both errors of a certificate, ssl.SSLError is one too.
+        # ssl.SSLError, for a wrong certificate, is an OSError too.
         raise ConfigError(f"gateway.tls_cert, tls_key: {error.strerror or error}") from None

@@ -1,4 +1,4 @@
-"""What the command line shows: progress lines, the fleet table, the settings with their sources.  The launcher's process."""
+"""The command line's output: progress lines, the fleet table, the settings with their sources.  The launcher's process."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ SHOWN_OPERATIONS = 5
 
 
 class Progress:
-    """Lines with the seconds since the start, as they happen."""
+    """Prints lines of progress with the seconds since the start."""
 
     def __init__(self) -> None:
         self._began = time.monotonic()
 
     def say(self, line: str) -> None:
-        """Prints one line (or several, indented alike)."""
+        """Prints one line, or several with equal indentation."""
         first, *rest = line.splitlines() or [""]
         print(f"{time.monotonic() - self._began:7.1f} s  {first}", flush=True)
         for each in rest:
@@ -44,7 +44,7 @@ def plan_line(settings: Settings, models: ResolvedModels) -> str:
 
 
 def ready(url: str, settings: Settings, models: ResolvedModels) -> str:
-    """The URL and a line to paste into a shell."""
+    """The URL, with a command to paste into a shell."""
     base = url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
     name = (settings.gateway.served_model_name or [models.name])[0]
     body: dict[str, Any]
@@ -87,12 +87,11 @@ def settings_yaml(loaded: Loaded) -> str:
 
 
 def snapshot_json(snapshot: FleetSnapshot) -> str:
-    """The snapshot as indented JSON."""
     return msgspec.json.format(msgspec.json.encode(snapshot), indent=2).decode()
 
 
 def table(snapshot: FleetSnapshot) -> str:
-    """The fleet for people: a row per member, then the coordinator's counters."""
+    """A text table with a row per member, then pins, operations and the coordinator's counters."""
     rows = [("MEMBER", "STATE", "PID", "NODE", "HEARD", "WORK", "DETAIL")]
     for view in snapshot.members:
         member = view.member

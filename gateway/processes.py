@@ -1,6 +1,6 @@
-"""The processes of a gateway: the one that `serve` or `gateway` is, and further ones on the same port.
+"""Runs a gateway's processes: the first one, which is the command `serve` or `gateway` itself, and further ones on its port.
 
-The heavy imports are inside, so that errors of configuration come at once.
+The heavy imports are inside the functions, so that configuration errors come at once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from gateway.peers import Peers
 
 GATEWAY_PROCESS = "gateway-process"
-"""What the first gateway process on a port starts the others with; not for people."""
+"""The command with which the first gateway process on a port starts the others; not for users."""
 
 
 def run_gateway(
@@ -38,7 +38,7 @@ def run_gateway(
     arguments: list[str],
     peers: Peers | None,
 ) -> None:
-    """Serves HTTP until a signal; the signals are the server's own meanwhile."""
+    """Serves HTTP until a signal ends it.  Meanwhile the server handles the signals itself."""
     from backend.config import environment
     from backend.coordinator import CoordinatorUnavailable
     from backend.launch.fleet import gateway_member, member_environment
@@ -70,7 +70,7 @@ def run_gateway(
 
 @contextmanager
 def further_processes(settings: Settings, arguments: list[str]) -> Iterator[Peers | None]:
-    """The further processes that the settings ask for, and the folder they meet in."""
+    """The processes that the settings ask for, with a folder for their sockets; None: only this one."""
     count = settings.gateway.processes
     if count == 1:
         yield None
@@ -93,7 +93,10 @@ def further_processes(settings: Settings, arguments: list[str]) -> Iterator[Peer
 
 
 def gateway_process(arguments: list[str]) -> int:
-    """One more process on a gateway's port: `FOLDER NUMBER PORT RAY_ADDRESS NAMESPACE` and the first one's arguments."""
+    """Runs one more process on a gateway's port.
+
+    Arguments: `FOLDER NUMBER PORT RAY_ADDRESS NAMESPACE`, then the arguments of the first process.
+    """
     from pathlib import Path
 
     from backend.launch.finding import found_fleet
@@ -120,7 +123,7 @@ def gateway_process(arguments: list[str]) -> int:
 
 
 def prepare_vllm() -> None:
-    """The gateway's vLLM has no engine: what it would log about one is noise."""
+    """Silences vLLM, whose log would be about an engine, which a gateway has not."""
     from backend.config import environment
     from backend.launch.fleet import member_environment
 
@@ -129,7 +132,7 @@ def prepare_vllm() -> None:
 
 
 def import_in_background(module: str) -> threading.Thread:
-    """Imports `module` in a thread; an import error comes again where the module is used."""
+    """Imports `module` in a thread.  An import error is raised again where the module is used."""
 
     def work() -> None:
         try:
@@ -143,7 +146,7 @@ def import_in_background(module: str) -> threading.Thread:
 
 
 def _end_with_input() -> None:
-    """Drains this process when the one that started it is gone."""
+    """Drains this process when its input closes, because its parent has ended."""
     import os
     import signal
 

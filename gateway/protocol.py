@@ -1,7 +1,7 @@
-"""uvicorn's HTTP/1.1 protocol with bounds on what comes before the body: URL, headers, and the time they take.
+"""uvicorn's HTTP/1.1 protocol with bounds on the URL, the headers, and the time that both may take to arrive.
 
-uvicorn has none of its own over httptools.  It also loses the body of a request that offers to change the protocol (`Upgrade:
-h2c`), which a server may ignore, and this one does.  Errors have the shape of all others, and the connection ends with them.
+uvicorn has no such bounds with httptools.  It also loses the body of a request that offers to change the protocol (`Upgrade:
+h2c`).  A server may ignore such an offer, and this one does.  Errors have the usual JSON format, and end the connection.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from gateway.errors import ApiError, BadRequest, HeadersTooLarge, MethodNotAllow
 MAX_URL_BYTES = 8192
 MAX_HEADERS = 100
 MAX_HEADER_BYTES = 65536
-"""Names and values together: cookies and traces included, other servers stop at 8 to 64 KiB."""
+"""Names and values of all headers together.  Other servers allow 8 to 64 KiB, cookies and trace headers included."""
 HEAD_TIMEOUT_S = 20.0
-"""From the first byte of a request to the end of its headers."""
+"""Seconds from the first byte of a request to the end of its headers."""
 
 
 class _Refused(Exception):
-    """Ends the parsing."""
+    """Ends the parsing; raised in a callback of httptools."""
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """One connection.  httptools turns what a callback raises into the error that uvicorn answers by `send_400_response`."""
+    """One connection.  When a callback raises, httptools raises an error of its own, and uvicorn calls `send_400_response`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -56,7 +56,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.parser is None or self.transport.is_closing() or self._answering:
             return
         if self._in_head:
-            # Until they are complete, httptools keeps headers to itself.
+            # httptools calls `on_header` only for complete headers, so incomplete ones are counted here.
             self._head_bytes += len(data)
             if self._head_bytes > MAX_URL_BYTES + MAX_HEADER_BYTES:
                 self._refuse(HeadersTooLarge(f"The request's headers are larger than {MAX_HEADER_BYTES} bytes."))
@@ -92,11 +92,11 @@ class BoundedProtocol(HttpToolsProtocol):
         self._refuse(self._refusal or BadRequest(msg, code="invalid_http"))
 
     def _should_upgrade(self) -> bool:
-        # uvicorn then leaves the request alone, and calls the method below where the parser has stopped.
+        # True makes uvicorn call `handle_websocket_upgrade` where the parser has stopped.
         return True
 
     def handle_websocket_upgrade(self) -> None:
-        """Parses the request anew as if it had not asked for another protocol; httptools would drop its body."""
+        """Parses the request again without its `Upgrade` header; otherwise httptools would drop its body."""
         data, stopped = self._data, sys.exception()
         while isinstance(stopped, httptools.HttpParserUpgrade):
             method = self.parser.get_method()
@@ -118,7 +118,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     @property
     def _answering(self) -> bool:
-        """Whether a request of this connection is being served; then it is not for us to wait for the next."""
+        """Whether a request of this connection is being served.  Meanwhile no timer waits for the next request."""
         return self.cycle is not None and not self.cycle.response_complete
 
     def _wait_for_head(self, seconds: float) -> None:

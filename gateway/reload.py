@@ -1,7 +1,7 @@
-"""New keys, limits and routing for a running gateway, all of them or none.  The gateway's event loop.
+"""Replaces keys, limits and routing of a running gateway, all of them or none.  The gateway's event loop.
 
-The settings are read again from where they came from at the start.  Everything new is made first; only then does it take the
-place of the old, between two requests.
+The settings are read again from their original sources.  All new parts are built first.  Only then do they replace the old
+ones, between two requests.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ RELOADABLE = frozenset(
         "routing",
     }
 )
-"""Of the section `gateway`; the keys file is read again in any case."""
+"""Settings of the section `gateway`.  The keys file is read again in any case."""
 
 
 class ReloadError(Exception):
-    """What was read is wrong, and nothing has changed; the message is one line."""
+    """The settings or keys are wrong, and nothing has changed.  The message is one line."""
 
 
 @dataclass(frozen=True)
@@ -48,15 +48,15 @@ class Reloaded:
     """What a reload did."""
 
     changed: list[str]
-    """Settings that are in force now."""
+    """Settings with a new value that is in force now."""
     needs_restart: list[str]
-    """Settings that are different, and will be in force after a restart."""
+    """Settings with a new value that takes effect only after a restart."""
     keys: int
-    """Keys that the file holds."""
+    """Number of keys in the keys file."""
 
 
 async def reload_all(gateway: Gateway) -> Reloaded:
-    """In every process on this port.  Raises `ReloadError`; `gateway` has a reloader."""
+    """Reloads in every process on this port.  `gateway` has a reloader.  Raises `ReloadError`."""
     assert gateway.reloader is not None
     done = await gateway.reloader.reload()
     if gateway.peers is not None:

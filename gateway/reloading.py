@@ -13,12 +13,12 @@ TIMEOUT_S = 30.0
 
 
 def reload(url: str, settings: GatewaySettings) -> list[str]:
-    """Asks the gateway at `url`; returns what it says, by lines.  Raises `CommandError`."""
+    """Has the gateway at `url` reload, and returns its answer as lines of text.  Raises `CommandError`."""
     key = settings.admin_key or settings.api_key
     headers = {"authorization": f"Bearer {key}"} if key else {}
     uds = url.removeprefix("unix:") if url.startswith("unix:") else None
     try:
-        # Its certificate may be signed by nobody else.
+        # The gateway's certificate may be self-signed.
         verify = ssl.create_default_context(cafile=settings.tls_cert) if url.startswith("https:") else True
         with httpx.Client(transport=httpx.HTTPTransport(verify=verify, uds=uds), timeout=TIMEOUT_S) as http:
             base = url if uds is None else "http://localhost"
@@ -35,7 +35,7 @@ def reload(url: str, settings: GatewaySettings) -> list[str]:
 
 
 def url_of(settings: GatewaySettings) -> str:
-    """Where a gateway with these settings listens."""
+    """The URL at which this host reaches a gateway with these settings."""
     if settings.uds:
         return f"unix:{settings.uds}"
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)

@@ -1,6 +1,6 @@
-"""From the bytes of a request to vLLM's request model: read, bounded, parsed, checked; or an error that names the field.
+"""Reads, bounds, parses and checks a request's body into one of vLLM's request models.  Errors name the field.
 
-vLLM accepts unknown fields in silence; we do not.  Its extension fields (`top_k`, `structured_outputs`, ...) are fine.
+vLLM ignores unknown fields; this gateway refuses them.  vLLM's own fields (`top_k`, `structured_outputs`, ...) are accepted.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from gateway.errors import BadRequest, PayloadTooLarge, UnsupportedMedia, from_p
 from gateway.fields import NO_EFFECT, REFUSED, Fits, without_nulls
 
 LARGE_BYTES = 1 << 18
-"""A larger body is decoded in a thread: each of the steps holds the interpreter, but not all of them in one go."""
+"""Larger bodies are decoded in a thread.  Each step of decoding holds the interpreter, but others run in between."""
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 ModelT = TypeVar("ModelT", bound=pydantic.BaseModel)
 
 
 class Body(pydantic.BaseModel):
-    """A request, or an object in one, that is no model of vLLM's: nothing is converted, and no unknown field taken."""
+    """Base of our own models of requests and of objects in them.  Values are not converted; unknown fields are refused."""
 
     model_config = pydantic.ConfigDict(strict=True, extra="forbid")
 
@@ -50,7 +50,7 @@ async def read_json(request: Request, max_bytes: int) -> dict[str, Any]:
 
 
 def media_type(request: Request) -> str:
-    """What the body is said to be, without parameters."""
+    """The media type of the `content-type` header, without parameters."""
     return request.headers.get("content-type", "").partition(";")[0].strip().lower()
 
 
@@ -63,7 +63,7 @@ async def read_bytes(request: Request, max_bytes: int) -> bytearray:
 
 
 async def bounded(request: Request, max_bytes: int, too_large: PayloadTooLarge) -> AsyncGenerator[bytes, None]:
-    """The body as it comes.  Raises `too_large` as soon as it is known to be."""
+    """The body's chunks as they come.  Raises `too_large` as soon as `max_bytes` are known to be exceeded."""
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > max_bytes:
         raise too_large
@@ -81,7 +81,7 @@ def _decode(body: bytearray) -> Any:
         text = body.decode()
         data = json.loads(text, parse_float=_finite, parse_constant=_finite)
         if _SURROGATE.search(text):
-            # Half a pair is no character: nothing behind us could encode it.
+            # Half of a surrogate pair is no character, and no later code could encode it.  This raises a ValueError.
             json.dumps(data, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         raise BadRequest("The request body is not valid JSON.", code="invalid_json") from None
@@ -89,7 +89,7 @@ def _decode(body: bytearray) -> Any:
 
 
 def _finite(number: str) -> float:
-    """JSON has no NaN and no infinity, and a sampler fed with one harms its whole batch; `1e999` is one in disguise."""
+    """A number.  Raises `ValueError` for NaN and infinity (also as `1e999`): in a sampler they would harm the whole batch."""
     value = float(number)
     if not math.isfinite(value):
         raise ValueError(number)
@@ -97,13 +97,13 @@ def _finite(number: str) -> float:
 
 
 def parse(model: type[ModelT], data: dict[str, Any], no_effect: Mapping[str, Fits] = NO_EFFECT) -> ModelT:
-    """`data` as `model`, without nulls and fields that have no effect.  Raises `BadRequest` or pydantic's ValidationError."""
+    """Checks bounds; makes a `model`, without nulls and fields without effect.  Raises `BadRequest` or ValidationError."""
     check_bounds(data)
     return fitted(model, data, no_effect)
 
 
 def fitted(model: type[ModelT], data: dict[str, Any], no_effect: Mapping[str, Fits] = NO_EFFECT) -> ModelT:
-    """`parse` of what is within its bounds."""
+    """As `parse`, for `data` whose bounds were checked before."""
     kept = check_fields(model, without_nulls(data), no_effect)
     try:
         return model.model_validate(kept)
@@ -113,7 +113,7 @@ def fitted(model: type[ModelT], data: dict[str, Any], no_effect: Mapping[str, Fi
 
 
 def read_object(model: type[ModelT], value: Any, name: str) -> ModelT:
-    """The object in the field `name`.  Raises `ApiError` that names the field, and the one in it."""
+    """The request's field `name` as a `model`.  Raises `ApiError`, which names it and the inner field."""
     try:
         return model.model_validate(value)
     except pydantic.ValidationError as error:
@@ -143,7 +143,7 @@ def _names(model: type[pydantic.BaseModel]) -> frozenset[str]:
 
 
 def unknown(name: str, known: Set[str], no_effect: Mapping[str, Fits] = MappingProxyType({})) -> str:
-    """What to say of a field that is not `known`."""
+    """The error message for a field that is not in `known`."""
     shown = name[:64]
     if name in REFUSED:
         return f"The parameter `{shown}` is not supported; {REFUSED[name]}."
@@ -155,14 +155,14 @@ def unknown(name: str, known: Set[str], no_effect: Mapping[str, Fits] = MappingP
 
 
 def check_generation(request: Any, *, max_n: int, vllm_speculates: bool) -> None:
-    """What we refuse although vLLM's request models take it.  Raises `BadRequest` naming the parameter."""
+    """Refuses what vLLM's request models accept and this server does not.  Raises `BadRequest` naming the parameter."""
     n = getattr(request, "n", 1)
     if n is not None and not 1 <= n <= max_n:
         raise BadRequest(f"`n` must be between 1 and {max_n}.", param="n")
     if FIXED_RESPONSE in (getattr(request, "vllm_xargs", None) or {}):
         raise BadRequest(f"`{FIXED_RESPONSE}` belongs to rollouts.", param="vllm_xargs")
     if vllm_speculates:
-        # Its rejection sampler rules them out.
+        # vLLM's rejection sampler does not support them.
         unsupported = [name for name in ("min_p", "logit_bias") if getattr(request, name, None)]
         if unsupported:
             raise BadRequest(f"`{unsupported[0]}` is not supported in mode native.", param=unsupported[0])

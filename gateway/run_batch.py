@@ -1,6 +1,6 @@
-"""`outrider run-batch`: OpenAI's batch input, carried out over HTTP at a gateway, into OpenAI's batch output.
+"""`outrider run-batch`: sends the requests of a file in OpenAI's batch format to a gateway, and writes the answers to a file.
 
-Answers are written as they come.  Run again with the same files it goes on where it ended.  The command line's process.
+Answers are written as they come; a further run with the same files goes on where the last ended.  The command line's process.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from gateway.batches.calls import RETRIED
 from gateway.batches.objects import Answer, Line
 
 CONCURRENCY = 32
-"""Below the default of a gateway's `max_in_flight`, so that others get in."""
+"""Less than a gateway's default `max_in_flight`, so that other clients are served too."""
 MAX_BODY_BYTES = 1 << 30
-"""What is too much the gateway says."""
+"""Only bounds the memory; the gateway has limits of its own."""
 PATIENCE_S = 300.0
-"""How long a line is tried again that finds no gateway, or one that has no room: long enough for a restart."""
+"""Seconds in which a line is tried again while no gateway answers or has room.  Long enough for a restart."""
 RETRY_S = (0.5, 30.0)
-"""Between two attempts: at first, and at most."""
+"""Seconds between two attempts: first and longest wait."""
 TOLD_S = 5.0
 SHOWN_ERRORS = 5
 
@@ -39,14 +39,14 @@ Say = Callable[[str], None]
 
 
 class Gateway(NamedTuple):
-    """Where to send requests."""
+    """The gateway to send requests to."""
 
     url: str
     key: str | None
 
 
 class _Told(msgspec.Struct):
-    """What is read of a line that was written earlier."""
+    """The fields that are read from a line of an earlier output."""
 
     custom_id: str
     response: dict[str, Any] | None = None
@@ -99,7 +99,7 @@ async def carry_out(gateway: Gateway, source: Path, target: Path, concurrency: i
 
 
 class _Work:
-    """What several tasks do together."""
+    """What several tasks share."""
 
     def __init__(self, http: httpx.AsyncClient, output: BinaryIO, requests: Iterator[Line], total: int, say: Say) -> None:
         self._http, self._output, self._requests, self._total, self._say = http, output, requests, total, say
@@ -107,7 +107,7 @@ class _Work:
         self.answered = self.failed = 0
 
     async def go_on(self) -> None:
-        """Takes one request after the other, as long as there are any."""
+        """Carries out one request after the other until none are left."""
         for line in self._requests:
             answer = await self._answer(line)
             self._output.write(answer.line() + b"\n")
@@ -119,7 +119,7 @@ class _Work:
                 self._say(f"{self.answered} of {self._total}")
 
     async def _answer(self, line: Line) -> Answer:
-        """Raises `CommandError` where no gateway was found for too long: then the rest would not find one either."""
+        """Answers one line.  Raises `CommandError` if no gateway answers for too long, because other lines would fail too."""
         request_id = uuid.uuid4().hex
         headers = {"content-type": "application/json", "x-request-id": request_id}
         since, (wait_s, most_s) = None, RETRY_S
@@ -177,7 +177,7 @@ def _requests(source: Path) -> Iterator[Line]:
 
 
 def _resume(source: Path, target: Path) -> tuple[set[str], int]:
-    """The ids that `target` has answers to, and how many of these are errors; what is no answer leaves the file."""
+    """The ids that `target` has answers to, and how many of them failed.  Removes lines that are no answers from the file."""
     if not target.exists():
         return set(), 0
     asked = {each.custom_id for each in _requests(source)}
@@ -203,7 +203,7 @@ def _resume(source: Path, target: Path) -> tuple[set[str], int]:
 
 
 def _json(content: bytes) -> msgspec.Raw:
-    """An answer's body; as a string where something on the way has answered in another language."""
+    """An answer's body.  If it is not JSON, for example a proxy's error page, it becomes a JSON string."""
     try:
         msgspec.json.decode(content)
     except (msgspec.DecodeError, UnicodeDecodeError):

@@ -47,20 +47,21 @@ from gateway.state import Gateway
 logger = logging.getLogger(__name__)
 
 KEEP_ALIVE_S = 75
-"""An idle connection is kept longer than clients keep theirs (5 s in OpenAI's): who closes first must not be the one to whom
-the next request is just being sent."""
+"""Seconds that an idle connection is kept: longer than clients keep it (OpenAI's: 5 s), so that clients close first.  If the
+server closed first, a request that is just being sent would fail."""
 DRAIN_LOOK_S = 0.05
+"""Seconds between two checks for open requests during a drain."""
 CANCEL_GRACE_S = 5.0
-"""How long streams get to send their last error event after the drain time is over."""
+"""Seconds in which streams can send their last error event after the drain time is over."""
 
 
 def build_gateway(
     settings: Settings, directory: Directory, model_dir: str, *, model_name: str | None = None, wire: Wire | None = None
 ) -> Gateway:
-    """The gateway's parts, connected to nothing yet.
+    """The gateway's parts, not connected to anything yet.
 
-    `model_dir` is the target model's directory (its tokenizer and configuration are read); `model_name` what it was asked
-    for as.  Raises `ValueError` or `OSError` when vLLM cannot make sense of either.
+    `model_dir` has the target model's tokenizer and configuration; `model_name` is the user's name for the model.  Raises
+    `ValueError` or `OSError` when vLLM cannot read tokenizer or configuration.
     """
     metrics = GatewayMetrics()
     tracing = open_tracing(settings.tracing, "gateway", f"gateway-{os.getpid()}")
@@ -110,9 +111,9 @@ class GatewayServer:
 
     `read_settings` reads the settings again for a reload; `peers` are the other processes on the port.
 
-    `on_listening(url)` is called when HTTP is served (`/livez` answers), `on_ready(url)` once when the first verifier is
-    ready too (`/readyz` answers 200).  Call `run()` in a process's main thread, or await `serve()` in a loop of your own
-    and end it with `stop()`.
+    `on_listening(url)` is called when HTTP is served (`/livez` answers).  `on_ready(url)` is called once, when the first
+    verifier is ready too (`/readyz` answers 200).  Call `run()` in a process's main thread, or await `serve()` in an event loop
+    of your own and end it with `stop()`.
     """
 
     def __init__(
@@ -140,7 +141,7 @@ class GatewayServer:
         self._on_ready = on_ready
         self._stopping = asyncio.Event()
         self._freezes = False
-        """Whether the process, and with it what it has imported, is the server's alone."""
+        """Whether the server owns the process, and may exclude imported objects from garbage collection."""
         config = uvicorn.Config(
             build_app(self.gateway),
             log_config=None,
@@ -158,15 +159,15 @@ class GatewayServer:
         self._server = _Server(config)
 
     def run(self) -> None:
-        """Serves until SIGINT or SIGTERM; a second one does not wait for open requests."""
-        # What was imported and built stays: looking through it again and again would hold up all streams for tens of ms.
+        """Serves until SIGINT or SIGTERM and lets open requests finish; a second signal ends them at once."""
+        # Imported and built objects stay for ever.  Each garbage collection over them would hold all streams for tens of ms.
         gc.collect()
         gc.freeze()
         self._freezes = True
         try:
             uvloop.run(self._run())
         finally:
-            # Libraries complain at the end of the process about what is never collected.
+            # Some libraries warn at the end of the process about objects that were never collected.
             gc.unfreeze()
 
     async def _run(self) -> None:
@@ -181,22 +182,22 @@ class GatewayServer:
                 loop.remove_signal_handler(each)
 
     def stop(self) -> None:
-        """Takes no new requests and lets open ones finish for `drain_s`; called again, it ends them at once."""
+        """Takes no new requests, and gives open requests `drain_s` seconds to finish.  A second call ends them at once."""
         if self._stopping.is_set():
             self.gateway.client.core.fail_all(ShuttingDown)
         self._stopping.set()
-        # New requests are refused and /readyz says 503, for as long as open requests go on.
+        # From now on new requests are refused, and /readyz answers 503.
         self.gateway.client.core.draining = True
         if self._peers is not None:
             self._peers.stop()
-        # Watchers would hold the server open for as long as they like.
+        # Clients of /fleet/events would otherwise keep the server open for as long as they like.
         self.gateway.feed.close()
 
     def reload(self) -> None:
-        """Has keys, limits and routing read again; the log says what came of it."""
+        """Reads keys, limits and routing again.  The result is logged."""
         if self.gateway.reloader is not None:
             task = asyncio.ensure_future(reload_all(self.gateway))
-            # What is wrong has been logged.
+            # Fetches the exception, which has been logged, so that asyncio does not report it too.
             task.add_done_callback(lambda done: done.cancelled() or done.exception())
 
     async def serve(self) -> None:
@@ -227,7 +228,7 @@ class GatewayServer:
     async def _announce(self) -> None:
         await self._server.listening.wait()
         if self._freezes:
-            # What was imported stays; looking through it for garbage would hold every request for a quarter of a second.
+            # Imported objects stay.  A garbage collection over them would hold every request for a quarter of a second.
             gc.collect()
             gc.freeze()
         logger.info("listening on %s", self.url)
@@ -254,7 +255,7 @@ def _path(setting: str | None) -> str | None:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, minus its signal handling: it would raise the signal again after the drain and skip our own clean-up."""
+    """uvicorn without its signal handling, which would raise the signal again after the drain and so skip our clean-up."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -272,12 +273,13 @@ class _Server(uvicorn.Server):
 
 def _listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # The protocol is named: asyncio sets TCP_NODELAY only where it is, and without it every token waits 40 ms.
+    # asyncio sets TCP_NODELAY only on sockets that name their protocol.  Without TCP_NODELAY every token waits 40 ms.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if shared:
-            # Each process has a queue of its own, which Linux fills by a hash; one queue for all would serve who wakes first.
+            # Each process has an accept queue of its own, and Linux spreads connections over them by a hash.  With one common
+            # queue, the process that wakes first would get most connections.
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind((host, port))
         listener.listen(2048)

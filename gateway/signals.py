@@ -1,4 +1,4 @@
-"""How a command ends: with which status, and on SIGINT and SIGTERM.  The command line's process, main thread."""
+"""Exit statuses of the command line, and its handling of SIGINT and SIGTERM.  The command line's process, main thread."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ OK, FAILED, MISUSED, INTERRUPTED = 0, 1, 2, 130
 
 
 class Interrupted(BaseException):
-    """SIGINT or SIGTERM; not an `Exception`, so that nothing on the way takes it for an error of its own."""
+    """SIGINT or SIGTERM was received.  Not an `Exception`, so that no `except Exception` catches it."""
 
 
 class Forced:
@@ -23,7 +23,7 @@ class Forced:
 
 @contextmanager
 def signals() -> Iterator[Forced]:
-    """The first SIGINT or SIGTERM ends the block with `Interrupted`; one more, while it is ending, ends the process."""
+    """The first SIGINT or SIGTERM raises `Interrupted` in the block.  A second one, during the clean-up, ends the process."""
     state = Forced()
 
     def handle(number: int, frame: Any) -> None:

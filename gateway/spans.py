@@ -1,4 +1,4 @@
-"""The gateway's spans: one per HTTP request, one per sequence asked of verifiers.  Event loop; only where tracing is on."""
+"""The gateway's spans: one per HTTP request, one per sequence.  Runs in the event loop, only if tracing is on."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from gateway.in_flight import Cut, InFlight, TrafficObserver
 class RequestSpans:
     """Outermost middleware: a server span per request, except for probes and scrapes.
 
-    It continues the client's `traceparent` and puts its own in its place, which is how everything behind it belongs to it:
-    vLLM's serving layer takes the context of an engine request from the headers.
+    The span continues the client's trace and replaces the header `traceparent` by its own.  So later spans lie below it: vLLM's
+    serving classes take the context of an engine request from the headers.
     """
 
     def __init__(self, app: ASGIApp, tracing: Tracing) -> None:
@@ -33,7 +33,7 @@ class RequestSpans:
         for name in given:
             del headers[name]
         if span is None:
-            # Not kept: nobody behind us is to begin another.
+            # This trace is not recorded.  Without the headers, no other process begins a trace of its own.
             await self._app(scope, receive, send)
             return
         for name, value in span.headers.items():
@@ -63,7 +63,7 @@ def _finish(span: Span, scope: Scope, status: int, request_id: str) -> None:
 
 
 class SequenceSpans:
-    """A `TrafficObserver` in front of another: a span per sequence, from its arrival to its end."""
+    """A `TrafficObserver` that makes a span per sequence, from arrival to end, and passes calls on to `inner`."""
 
     def __init__(self, tracing: Tracing, inner: TrafficObserver) -> None:
         self._tracing = tracing
@@ -98,7 +98,7 @@ class SequenceSpans:
         span.end(failed=reason if reason in ("lost", "poisoned", "error") else "")
 
     def _span(self, sequence: InFlight) -> Span | None:
-        """Made at the first occasion, with its true beginning."""
+        """The sequence's span, made at the first event but begun at the arrival; None: the trace is not recorded."""
         request = sequence.request
         span = self._spans.get(request.request_id)
         if span is None and request.trace_headers:

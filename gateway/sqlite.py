@@ -1,4 +1,4 @@
-"""A SQLite file of the gateway's own, used from one thread beside the event loop."""
+"""A SQLite file of the gateway, accessed from one thread beside the event loop."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Work = Callable[Concatenate[DatabaseT, sqlite3.Connection, P], T]
 Method = Callable[Concatenate[DatabaseT, P], Coroutine[Any, Any, T]]
 
 BUSY_S = 5.0
-"""How long one gateway waits while another writes."""
+"""Seconds that one gateway waits while another writes."""
 
 
 class Database:
-    """`path` is made, with its folder, for this user only.  Raises `OSError` or `sqlite3.Error` when it cannot be used."""
+    """A SQLite database.  File and folder are created for this user only.  Raises `OSError` or `sqlite3.Error`."""
 
     def __init__(self, path: Path, schema: str) -> None:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -31,7 +31,7 @@ class Database:
         self._connection.executescript(f"PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL; {schema}")
 
     async def run(self, work: Callable[[sqlite3.Connection], T]) -> T:
-        """`work` in one transaction, on the database's thread; it is undone when `work` raises."""
+        """Runs `work` as one transaction on the database's thread.  The transaction is rolled back if `work` raises."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._transact, work)
 
     def _transact(self, work: Callable[[sqlite3.Connection], T]) -> T:
@@ -39,13 +39,13 @@ class Database:
             return work(self._connection)
 
     def close(self) -> None:
-        """Waits for what is being written."""
+        """Waits for pending transactions, and closes the file."""
         self._thread.shutdown()
         self._connection.close()
 
 
 def transaction(work: Work[DatabaseT, P, T]) -> Method[DatabaseT, P, T]:
-    """Makes `work` on a connection a method that runs it as one transaction."""
+    """Turns a function on a connection into an async method that runs it as one transaction."""
 
     @wraps(work)
     async def method(self: DatabaseT, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -55,7 +55,7 @@ def transaction(work: Work[DatabaseT, P, T]) -> Method[DatabaseT, P, T]:
 
 
 def exclusive(work: Work[DatabaseT, P, T]) -> Method[DatabaseT, P, T]:
-    """`transaction`, with nobody else writing between what it reads and what it writes."""
+    """As `transaction`, but locks first, so that no other process writes between its reads and writes."""
 
     @wraps(work)
     def locked(self: DatabaseT, db: sqlite3.Connection, /, *args: P.args, **kwargs: P.kwargs) -> T:

@@ -1,10 +1,10 @@
-"""Server-sent events as clients expect them: a stream's events, from whoever makes them, to the connection.
+"""Server-sent events: carries a stream's events from their source to the client's connection.
 
-A `Dialect` says how an API writes errors and ends its streams.  Between events there are only comments, which keep idle
-connections open.  The response is held back until the first event, so that a request that cannot be served gets its HTTP
-status; when that takes longer than the keep-alive interval the stream begins with a comment instead.
+A `Dialect` defines how an API writes errors and ends its streams.  Comments between events keep idle connections open.  The
+response is held back until the first event, so that a request that cannot be served gets its HTTP status.  If the first event
+takes longer than the keep-alive interval, the stream begins with a comment instead.
 
-Whoever makes events puts them into a buffer and never waits; the connection's task takes all there are and writes them at once.
+A source puts events into a buffer and never waits.  The connection's task takes all buffered events and writes them at once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 KEEP_ALIVE_S = 15.0
-"""A stream that was silent for so long gets that comment: proxies close what looks dead."""
+"""Seconds of silence after which a stream gets a comment.  Proxies close connections that look dead."""
 HEADERS = {"cache-control": "no-store", "connection": "keep-alive", "x-accel-buffering": "no"}
 _ERROR_PREFIX = 'data: {"error"'
 
@@ -35,17 +35,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Dialect:
-    """An API's way to stream: `failed` makes all that ends a stream with an error, `ends` begins its last event."""
+    """An API's stream format.  `failed` makes the events of an error; a last event begins or ends with one of `ends`."""
 
     failed: Callable[[ApiError], bytes]
     ends: tuple[bytes, ...]
 
 
 CHAT = Dialect(lambda error: event(error.body()) + DONE, (DONE,))
-"""Chat completions and completions: `data: {json}`, last `data: [DONE]`."""
+"""Chat completions and completions: events are `data: {json}`, the last is `data: [DONE]`."""
 
 MESSAGES = Dialect(lambda error: event(error.anthropic_body(), "error"), (b"event: message_stop", b"event: error"))
-"""Anthropic's messages: every event is named."""
+"""Anthropic's messages: every event has a name."""
 
 
 def event(body: object, name: str | None = None) -> bytes:
@@ -60,7 +60,7 @@ class ClientGone(Exception):
 
 async def unless_disconnected(request: Request, work: Awaitable[T]) -> T:
     """Awaits `work`; cancels it and raises `ClientGone` when the client leaves first.  The body must have been read."""
-    # In a task of its own: vLLM makes an answer of a cancellation, and our own caller's would be lost.
+    # In a task of its own: vLLM turns a cancellation into an answer, so a cancellation of this coroutine would be lost.
     task = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_disconnect(request))
     try:
@@ -81,7 +81,7 @@ async def _disconnect(request: Request) -> None:
 
 
 class Events:
-    """Events on their way: put in by whoever makes them, taken out by the connection's task."""
+    """The buffer of one stream: its source puts events in, the connection's task takes them out."""
 
     def __init__(self) -> None:
         self.ended = False
@@ -94,14 +94,14 @@ class Events:
         self._timer = self._loop.call_later(KEEP_ALIVE_S, self._silent)
 
     def put(self, events: bytes) -> None:
-        """Some whole events; nothing after the end."""
+        """Adds one or more whole events; ignored after the end."""
         if not self.ended:
             self._parts.append(events)
             self.last = events
             self.wake()
 
     def end(self, error: Exception | None = None) -> None:
-        """There are no more, because all was said or because of `error`."""
+        """The stream is complete, or has failed with `error`.  Only the first call counts."""
         if self.ended:
             return
         self.ended = True
@@ -112,7 +112,7 @@ class Events:
         self.wake()
 
     def wake(self) -> None:
-        """Has whoever waits look again."""
+        """Makes a pending `more` return."""
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_result(None)
 
@@ -121,7 +121,7 @@ class Events:
         return not self._parts
 
     def take(self) -> bytes:
-        """All there are."""
+        """Takes out all buffered events."""
         self._taken_at = self._loop.time()
         parts = self._parts
         if len(parts) == 1:
@@ -139,14 +139,14 @@ class Events:
             self._waiting = None
 
     def close(self) -> None:
-        """Stops the clock of the comments."""
+        """Stops the timer for keep-alive comments."""
         self._timer.cancel()
 
     def _silent(self) -> None:
-        """A comment when nothing was taken for a whole interval; looks again when that may next be so."""
+        """Adds a comment if nothing was taken for a whole interval, and sets the timer for the next check."""
         due = self._taken_at + KEEP_ALIVE_S
         if due <= self._loop.time():
-            # One that waits already is enough for a client that takes nothing.
+            # If events wait, the client does not read, and a comment would not help.
             if not self._parts:
                 self.put(KEEP_ALIVE)
             due = self._loop.time() + KEEP_ALIVE_S
@@ -154,19 +154,19 @@ class Events:
 
 
 class Source(Protocol):
-    """Where events come from."""
+    """A maker of events."""
 
     async def start(self, events: Events) -> None:
-        """Begins to put events; raises what keeps it from it."""
+        """Begins to put events; raises if it cannot."""
         ...
 
     async def close(self) -> None:
-        """Whatever it still does is in vain."""
+        """Ends the source's work, which is not needed any more."""
         ...
 
 
 class Generated:
-    """The strings that vLLM's serving layer yields."""
+    """Events from strings that vLLM's serving classes yield."""
 
     def __init__(self, chunks: AsyncGenerator[str, None]) -> None:
         self._chunks = chunks
@@ -194,7 +194,10 @@ class Generated:
 
 
 async def stream_response(request: Request, source: Source, dialect: Dialect, on_disconnect: Callable[[], None]) -> EventStream:
-    """The streaming response for a source's events; raises `ApiError` when there is an error before any of them."""
+    """The streaming response for a source's events.  Before the first event, raises `ApiError` or `ClientGone`.
+
+    `on_disconnect` is called when the client leaves later, but before the last event.
+    """
     events = Events()
     leaving = asyncio.ensure_future(_disconnect(request))
     leaving.add_done_callback(lambda _: events.wake())
@@ -219,7 +222,7 @@ async def stream_response(request: Request, source: Source, dialect: Dialect, on
 
 
 class EventStream(Response):
-    """What there is is written at once, in one piece."""
+    """Writes all buffered events at once, in one piece."""
 
     media_type = "text/event-stream"
 
@@ -241,7 +244,6 @@ class EventStream(Response):
         self._on_disconnect = on_disconnect
 
     async def close(self) -> None:
-        """Ends the source."""
         self._events.close()
         self._leaving.cancel()
         await self._source.close()
@@ -254,7 +256,7 @@ class EventStream(Response):
                 if not events.empty:
                     await send({"type": "http.response.body", "body": events.take(), "more_body": True})
                 elif self._leaving.done():
-                    # Whoever has read the last event may go before the source has cleared up.
+                    # A client that has read the last event may leave while the source still finishes.
                     if not (events.last.startswith(self._dialect.ends) or events.last.endswith(self._dialect.ends)):
                         self._on_disconnect()
                     return

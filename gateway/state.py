@@ -1,4 +1,4 @@
-"""What the routes share: one `Gateway` per application, found at `app.state.gateway`.  No globals."""
+"""What all routes share: one `Gateway` per application, at `app.state.gateway`.  No globals."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Gateway:
-    """The gateway's parts.  They stay; a reload exchanges `settings`."""
+    """The gateway's parts.  A reload replaces `settings`; the others stay."""
 
     settings: Settings
     client: FleetClient[FleetCore]
@@ -41,14 +41,14 @@ class Gateway:
     tracing: Tracing | None = None
     reloader: Reloader | None = None
     peers: Peers | None = None
-    """The other processes on this port; None: there are none."""
+    """The other gateway processes on this port; None: there are none."""
     started: float = field(default_factory=time.time)
-    """Unix seconds; also when its models were "created"."""
+    """Unix seconds; also reported as the time when the models were "created"."""
     tokenizing: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))
-    """Texts that are tokenized for their own sake: prompts wait for the same thread, and not for more than these."""
+    """Bounds the texts that are tokenized, other than prompts, which use the same threads and would wait behind them."""
 
     def abort(self, request_ids: list[str] | None) -> dict[str, list[list[int]]]:
-        """Ends requests, all or those that answers or `X-Request-Id` name so; the tokens of each one's sequences, by its id."""
+        """Ends requests by their ids in answers or in `X-Request-Id`; None: all.  Returns, by id, a token list per sequence."""
         tokens: dict[str, list[list[int]]] = {}
         ended = []
         for record in self.client.core.sequences:
@@ -65,17 +65,16 @@ class Gateway:
 
 
 def _names(named: str) -> set[str]:
-    """What clients know a request by: vLLM puts its route before the id that they sent, and a prompt's number behind it."""
+    """The ids by which a client may know a request.  vLLM adds a route's prefix and a prompt's number to the client's id."""
     found = {named, *(named.removeprefix(before) for before in ("chatcmpl-", "cmpl-", "generate-tokens-"))}
     return found | {each.rpartition("-")[0] for each in found if named.startswith("cmpl-")}
 
 
 def gateway_of(request: Request) -> Gateway:
-    """The gateway serving this request."""
     gateway: Gateway = request.app.state.gateway
     return gateway
 
 
 def owner_of(request: Request) -> str:
-    """Whose responses, files and batches this request may see: those of its key, or of everybody where there are no keys."""
+    """The owner whose responses, files and batches this request may see: its key's; without keys, one owner for all."""
     return caller_of(request).owner

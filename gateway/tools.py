@@ -1,6 +1,6 @@
 """Commands that have options of their own and end by themselves.  The command line's process.
 
-What they do is elsewhere; the heavy imports are inside.  They raise `ConfigError` and `CommandError`.
+Each only calls its implementation, after a late import, for imports are heavy.  They raise `ConfigError` and `CommandError`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from gateway.logs import configure_logging
 from gateway.signals import FAILED, OK, signals
 
 LABORATORY = ("bench", "simulate", "train-demo")
-"""Commands that only measure or make; nothing that serves imports them."""
+"""Commands that only measure or train.  They are found by entry point; no serving code imports them."""
 
 
 def records(arguments: list[str]) -> int:
-    """Reads records; the command has its own options."""
+    """Reads records."""
     from backend.records.main import main
 
     main(arguments, print, lambda line: print(f"outrider: {line}", file=sys.stderr))
@@ -25,7 +25,7 @@ def records(arguments: list[str]) -> int:
 
 
 def report(arguments: list[str]) -> int:
-    """Draws records or a rollout; the command has its own options."""
+    """Draws records or a rollout."""
     from backend.records.report import main
 
     main(arguments, present.Progress().say)
@@ -33,7 +33,7 @@ def report(arguments: list[str]) -> int:
 
 
 def rollout(arguments: list[str]) -> int:
-    """Runs a trace over a fleet of its own; a rollout has its own options beside the settings."""
+    """Runs a trace over a fleet of its own."""
     from backend.rollout.main import rollout as run
 
     configure_logging("warning")
@@ -43,7 +43,7 @@ def rollout(arguments: list[str]) -> int:
 
 
 def run_batch(arguments: list[str]) -> int:
-    """Carries out a file of requests over HTTP; the command has its own options beside the settings."""
+    """Carries out a file of requests over HTTP."""
     from gateway.run_batch import main
 
     configure_logging("warning")
@@ -53,7 +53,7 @@ def run_batch(arguments: list[str]) -> int:
 
 
 def train_drafter(arguments: list[str]) -> int:
-    """Trains a head for a model; the command has its own options beside the settings."""
+    """Trains a head for a model."""
     from gateway.train_drafter import main
 
     with signals():
@@ -62,7 +62,7 @@ def train_drafter(arguments: list[str]) -> int:
 
 
 def trace(arguments: list[str]) -> int:
-    """Makes traces; the command has its own options."""
+    """Makes traces."""
     from backend.rollout.main import trace as run
 
     run(arguments, print)
@@ -70,7 +70,7 @@ def trace(arguments: list[str]) -> int:
 
 
 def laboratory(name: str, arguments: list[str]) -> int:
-    """One of the commands that an entry point names (`LABORATORY`); it has its own options."""
+    """Runs one of the commands in `LABORATORY`, found by its entry point."""
     (point,) = importlib.metadata.entry_points(group="outrider.commands", name=name)
     with signals():
         point.load()(arguments, present.Progress().say)

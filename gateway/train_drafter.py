@@ -1,8 +1,8 @@
-"""`outrider train-drafter`: a head for a model, from prompts, without waiting for traffic.  The command line's process.
+"""`outrider train-drafter`: trains a head for a model from a file of prompts.  The command line's process.
 
 A fleet with `--drafter grow` generates answers to the prompts, and its drafter learns from them as from live traffic
-(`backend/learning/`).  Prompts wait while the trainer is behind.  All that was learned lies in `--output`: run again, it goes
-on from there.
+(`backend/learning/`).  No prompts are sent while the trainer is behind.  The result is in `--output`; a further run with the
+same directory goes on from there.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from outrider.types import OutriderError
 
 Say = Callable[[str], None]
 OWN: tuple[KeyPath, ...] = (("drafters",), ("drafting", "learning_dir"), ("drafting", "ring_dir"), ("drafting", "learning"))
-"""Settings that are this command's."""
+"""Settings that this command sets itself."""
 TEMPERATURES = (0.0, 0.8)
-"""Of answers, by turns: both kinds of requests are drafted for."""
+"""Temperatures of answers, drawn at random: the head must draft for greedy and sampled requests."""
 AT_A_TIME = 16
-"""Requests: as many as a drafter records."""
+"""Requests at a time: as many as a drafter records."""
 MOST_OWED = 50_000
-"""Rows that may wait to be trained on: prompts wait while there are more."""
+"""Rows waiting for the trainer above which no prompts are sent."""
 WAIT_S, TOLD_S = 1.0, 10.0
 CURVE = "curve.csv"
 COLUMNS = ("seconds", "steps", "sequences", "loss", "candidate_length", "present_length", "version")
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str], say: Say) -> None:
 
 
 def read_data(file: Path) -> list[Prompt]:
-    """What to ask.  Raises `TraceError`, which names the row."""
+    """The prompts in a file.  Raises `TraceError`, which names the row."""
     if file.suffix == ".parquet":
         return list(read_prompts(file))
     prompts: list[Prompt] = []
@@ -79,7 +79,7 @@ def read_data(file: Path) -> list[Prompt]:
 
 
 async def train(given: argparse.Namespace, settings: dict[str, object], prompts: Sequence[Prompt], say: Say) -> None:
-    """Until the budget is spent."""
+    """Trains until the budget of time or steps is spent.  Raises `CommandError`."""
     given.output.mkdir(parents=True, exist_ok=True, mode=0o700)
     order = _endless(prompts)
     async with AsyncFleet(**settings) as fleet:  # type: ignore[arg-type]
@@ -102,13 +102,13 @@ async def train(given: argparse.Namespace, settings: dict[str, object], prompts:
 
 
 def newest_head(output: Path) -> Path | None:
-    """The latest version that was published."""
+    """The latest published version, if there is one."""
     versions = (path for path in output.glob("drafter-0/versions/*") if path.name.isdecimal())
     return max(versions, key=lambda path: int(path.name), default=None)
 
 
 class Curve:
-    """Progress, on the terminal and in a file that a further run goes on with."""
+    """Reports progress on the terminal and in a file, which a further run continues."""
 
     def __init__(self, file: Path, say: Say) -> None:
         self._file, self._say, self._said = file, say, 0.0
@@ -123,7 +123,7 @@ class Curve:
         return bool(now["steps"] >= given.steps if given.steps else self.seconds >= 60 * given.minutes)
 
     def add(self, now: dict[str, Any], seconds: float) -> None:
-        """Every few seconds a line."""
+        """Reports a line, at most every `TOLD_S` seconds."""
         self.seconds = self._seconds_before + seconds
         if time.monotonic() - self._said < TOLD_S:
             return
@@ -144,7 +144,7 @@ class Curve:
 
 
 def fleet_settings(loaded: Loaded, output: Path) -> dict[str, object]:
-    """Of the fleet, by flag."""
+    """The arguments of `AsyncFleet`: settings of the user and of this command."""
     found: dict[str, object] = {}
     for path in loaded.origins:
         value: Any = loaded.settings
@@ -153,14 +153,14 @@ def fleet_settings(loaded: Loaded, output: Path) -> dict[str, object]:
         found["_".join(path)] = value
     where = {"drafting_learning_dir": str(output.absolute()), "drafting_ring_dir": str((output / "ring").absolute())}
     kind = {"drafting_learning": "always"} if found.get("drafter", "grow") != "grow" else {"drafter": "grow"}
-    # In other modes drafters that do not pay get no features.
+    # Mode `sync`, because in other modes drafters that do not pay get no features.
     return {"mode": "sync", "drafters": 1} | found | where | kind
 
 
 async def _learning(fleet: AsyncFleet) -> dict[str, Any]:
     drafters = (await fleet.stats())["drafters"]
     found: dict[str, Any] | None = drafters[0].get("learning") if drafters else None
-    # A drafter that has died is started again.
+    # Without a report, the drafter may just be restarting.
     return found or dict.fromkeys(COLUMNS) | {"steps": 0, "owed": 0}
 
 

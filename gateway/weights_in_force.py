@@ -1,4 +1,4 @@
-"""Which weights of the target the fleet runs, and verifiers that have missed an update of them.  The gateway's event loop."""
+"""The newest weights of the target in the fleet; updates verifiers that have missed them.  Runs in the gateway's event loop."""
 
 from __future__ import annotations
 
@@ -17,27 +17,26 @@ class WeightsInForce:
     def __init__(self) -> None:
         self.newest = Weights()
         self._last_number = 0
-        # Verifiers that were behind, and which weights they were asked to load.
+        # Verifiers that were behind, with the weights that they were asked to load and the task that waits for the answer.
         self._asked: dict[VerifierLink, tuple[Weights, asyncio.Task[None]]] = {}
 
     def next_number(self) -> int:
-        """Of an update: of two at once, neither of which a verifier has loaded yet, each has one of its own."""
+        """A number for a new update.  Two updates at once get different numbers, even before a verifier has loaded either."""
         self._last_number = max(self._last_number, self.newest.update) + 1
         return self._last_number
 
     def is_behind(self, link: VerifierLink) -> bool:
-        """Whether the fleet's last update has not reached it."""
+        """Whether the verifier has not loaded the fleet's last update."""
         return link.weights.update < self.newest.update
 
     def compare(self, link: VerifierLink) -> None:
-        """One that was started anew, or was away during an update, loads what the others have before it is given requests."""
+        """Has a verifier load the newest weights if it is behind, because it was restarted or away during an update."""
         if link.weights.update > self.newest.update:
             self.newest = link.weights
         elif self.is_behind(link) and self.newest.path and self._asked.get(link, (None,))[0] != self.newest:
             self._asked[link] = self.newest, asyncio.create_task(_catch_up(link, self.newest))
 
     def gone(self, link: VerifierLink) -> None:
-        """Its connection was lost."""
         self._asked.pop(link, None)
 
 

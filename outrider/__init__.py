@@ -1,4 +1,4 @@
-"""Outrider from Python: `with Fleet(model=...) as fleet` starts one, `Fleet.join(url)` joins one."""
+"""Outrider's Python API: `with Fleet(model=...) as fleet` starts a fleet, `Fleet.join(url)` joins a running one."""
 
 from outrider.asynchronous import AsyncFleet
 from outrider.synchronous import Fleet

@@ -1,4 +1,4 @@
-"""`AsyncFleet`: what callers ask of a fleet, as requests.  The caller's event loop."""
+"""`AsyncFleet`: the Python API of a fleet, as HTTP requests.  Runs in the caller's event loop."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ T = TypeVar("T")
 Prompt = str | list[int] | list[dict[str, Any]]
 """Text, token ids, or messages for the model's chat template."""
 Reply = str | list[int] | float | None
-"""An environment's: text or token ids go on; a number ends the episode and is its reward; None ends it."""
+"""An environment's reply: text or token ids continue the episode; a number, its reward, ends it; None ends it without one."""
 Step = Callable[[Episode], Reply | Awaitable[Reply]]
 
 
 class AsyncFleet:
-    """A fleet to generate with.  `async with` ends what was started."""
+    """A fleet to generate with.  `async with` stops a fleet that it has started."""
 
     def __init__(
         self,
@@ -42,12 +42,12 @@ class AsyncFleet:
         weights_dir: str | Path | None = None,
         **settings: object,
     ) -> None:
-        """Starts when entered.  `settings` are those of `outrider serve`, such as `verifiers=2`, `drafters=1`, `mode="off"`.
+        """A new fleet, which `async with` starts.  `settings` are those of `outrider serve`, such as `verifiers=2`.
 
         `concurrency` bounds the requests at a time, `retries` how often one is sent again.  State dicts are written below
-        `weights_dir`, which the verifiers can read; without one, below the machine's temporary directory.
+        `weights_dir`, which the verifiers must be able to read; by default, the machine's temporary directory.
         """
-        # Only the turns of an episode are a session.
+        # Requests are routed by session, and only the turns of an episode are one.
         own = {"model": model, "drafter": drafter, "gateway_affinity": "session"}
         self._settings: dict[str, object] | None = own | settings
         self._start_timeout_s = start_timeout_s
@@ -65,7 +65,7 @@ class AsyncFleet:
         weights_dir: str | Path | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> Self:
-        """A fleet that runs already; it goes on after the block.  `url` is without `/v1`."""
+        """A fleet that runs already, and goes on after the block.  `url` is its gateway's."""
         fleet = cls.__new__(cls)
         fleet._settings = None
         fleet._connection = Connection(url.rstrip("/").removesuffix("/v1"), api_key, concurrency, retries, transport)
@@ -77,7 +77,7 @@ class AsyncFleet:
         self._weights_dir = weights_dir
         self._model = ""
         self._directories: list[str] = []
-        """Of state dicts, from the one that verifiers surely have on."""
+        """Of state dicts: the last one that verifiers surely have loaded, and later ones."""
         self._tasks: dict[int, asyncio.Task[list[Sample]]] = {}
         self._ids = itertools.count()
 
@@ -98,16 +98,16 @@ class AsyncFleet:
         await self._connection.close()
         if self._process is not None:
             await asyncio.to_thread(self._process.stop)
-            # Verifiers of a fleet that goes on may load the last update once more.
+            # Only for a fleet that was stopped: a verifier that restarts in a joined fleet may load the last update again.
             self._drop_directories(slice(None))
 
     async def generate(
         self, prompts: Sequence[Prompt], sampling_params: object = None, n: int | None = None
     ) -> AsyncGenerator[Sample, None]:
-        """`n` samples of each prompt, as they finish; closing the generator cancels the rest.
+        """`n` samples of each prompt, as they finish.  Closing the generator cancels the rest.
 
-        `sampling_params` is a mapping with the names of vLLM's `SamplingParams`, or such an object.  A `seed` is that of
-        sample 0; the others count up.  Raises `OutriderError`.
+        `sampling_params` is a `SamplingParams` of vLLM, or a mapping with the names of its fields.  A `seed` is that of
+        sample 0; each further sample has the next number.  Raises `OutriderError`.
         """
         fields, n = _several(sampling_params, n)
         tokens = await _all(self._tokens(prompt) for prompt in prompts)
@@ -125,9 +125,9 @@ class AsyncFleet:
     ) -> AsyncGenerator[Episode, None]:
         """`n` conversations from each start, as they finish.
 
-        `step` is given the episode after each output (`episode.turns[-1]`) and says how it goes on; it may be a coroutine
-        function, others run in threads.  What it adds is appended as it is: the tokens that the model saw are those of
-        `Episode.token_ids`.  Turns of an episode share a session, so that they find their prefix in a verifier's cache.
+        `step` gets the episode after each output (`episode.turns[-1]`) and returns a `Reply`.  It may be a coroutine function;
+        other functions run in threads.  A reply's tokens are appended unchanged, so `Episode.token_ids` are exactly the tokens
+        that the model saw.  The turns of an episode share a session, so that a verifier has their prefix in its prefix cache.
         An episode that grows beyond the model's context ends without a reward.  Raises `OutriderError`.
         """
         fields, n = _several(sampling_params, n)
@@ -138,7 +138,7 @@ class AsyncFleet:
                 yield each
 
     async def submit(self, prompt: Prompt, sampling_params: object = None, n: int | None = None) -> int:
-        """Starts `n` samples of one prompt; the id is for `poll` and `cancel`."""
+        """Starts `n` samples of one prompt.  Returns an id for `poll`, `wait` and `cancel`."""
 
         async def samples() -> list[Sample]:
             found = [sample async for sample in self.generate([prompt], sampling_params, n)]
@@ -149,29 +149,29 @@ class AsyncFleet:
         return number
 
     async def poll(self, number: int) -> list[Sample] | None:
-        """The samples once all are there, in order; None until then.  An id is answered with samples once.
+        """The samples in order when all have finished; None before.  After that, the id is not known any more.
 
-        Raises `OutriderError`, and `KeyError` for an id that is not known.
+        Raises `OutriderError`, or `KeyError` for an id that is not known.
         """
         if not self._tasks[number].done():
             return None
         return self._tasks.pop(number).result()
 
     async def wait(self, number: int) -> list[Sample]:
-        """The samples, when all are there, in order; the id is then not known any more.  Raises as `poll` does."""
+        """As `poll`, but waits for the samples."""
         await asyncio.wait([self._tasks[number]])
         return self._tasks.pop(number).result()
 
     async def cancel(self, number: int) -> None:
-        """Ends what `submit` started; an id that is not known any more is no error."""
+        """Ends samples that `submit` has started; ignores an id that is not known."""
         if task := self._tasks.pop(number, None):
             await _end([task])
 
     async def update_weights(self, weights: Mapping[str, Any] | str | Path, version: str | int | None = None) -> str:
-        """New weights of the target: a directory that every verifier can read, or a state dict of torch tensors.
+        """Loads new weights of the target, from a directory that every verifier can read or a state dict of torch tensors.
 
-        Running requests stand still meanwhile, and go on with the new weights.  Gives the version's name; without one the
-        fleet counts.  Tensors of other names or shapes are refused, and nothing has changed then.  Raises `OutriderError`.
+        Running requests stand still meanwhile, and go on with the new weights.  Returns the version's name: `version`, or the
+        update's number.  Tensors with other names or shapes are refused, and nothing changes.  Raises `OutriderError`.
         """
         if not isinstance(weights, Mapping):
             return await self._load(str(weights), version)
@@ -179,14 +179,14 @@ class AsyncFleet:
         self._directories.append(directory)
         try:
             if self._weights_dir is not None:
-                Path(directory).chmod(0o755)  # Verifiers elsewhere may be another user's.
+                Path(directory).chmod(0o755)  # Verifiers on other machines may run as another user.
             await asyncio.to_thread(_write, weights, Path(directory) / "model.safetensors")
             version = await self._load(directory, version)
         except OutriderError as error:
             if 400 <= error.status < 500:
                 self._drop_directories(slice(-1, None))
             raise
-        # Until here verifiers might have gone back to an earlier one.
+        # Before this point, a verifier could still have loaded an earlier directory.
         self._drop_directories(slice(-1))
         return version
 
@@ -200,15 +200,15 @@ class AsyncFleet:
         del self._directories[which]
 
     async def pause(self, mode: str = "keep") -> None:
-        """New requests wait from here on; running ones stand still (`keep`), end (`abort`) or are waited for (`wait`)."""
+        """Pauses verifiers: new requests wait; running ones stand still (`keep`), end (`abort`) or finish first (`wait`)."""
         await self._connection.send("POST", f"/pause?mode={mode}")
 
     async def resume(self) -> None:
-        """Requests go on."""
+        """Ends a pause."""
         await self._connection.send("POST", "/resume")
 
     async def stats(self) -> Any:
-        """`GET /fleet`: members, what they do, and how much is accepted."""
+        """The answer of `GET /fleet`: members, their load, and acceptance lengths."""
         return await self._connection.send("GET", "/fleet")
 
     async def _tokens(self, prompt: Prompt, *, begins: bool = True) -> list[int]:
@@ -285,7 +285,7 @@ async def _as_they_finish(works: Iterable[Coroutine[Any, Any, T]]) -> AsyncGener
 
 
 async def _all(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """All results, in order; one error ends the others."""
+    """All results, in order.  If one fails, the others are cancelled."""
     tasks = [asyncio.create_task(work) for work in works]
     try:
         return await asyncio.gather(*tasks)
@@ -301,7 +301,7 @@ async def _end(tasks: Iterable[asyncio.Task[Any]]) -> None:
 
 
 def _several(sampling_params: object, n: int | None) -> tuple[dict[str, Any], int]:
-    """The parameters of one sample, and how many there are."""
+    """The parameters of one sample, and the number of samples."""
     fields = fields_of(sampling_params)
     asked = fields.pop("n", 1)
     return fields, asked if n is None else n
@@ -312,7 +312,7 @@ def _seeded(fields: dict[str, Any], sample: int) -> dict[str, Any]:
 
 
 def _write(weights: Mapping[str, Any], file: Path) -> None:
-    """Each tensor under the first of its names, as checkpoints have tied embeddings."""
+    """Writes the tensors in safetensors' format.  Tied tensors are written once, under the first name, as in checkpoints."""
     from safetensors.torch import save_file
 
     by_place = {(tensor.device, tensor.data_ptr(), tensor.shape): name for name, tensor in reversed(list(weights.items()))}

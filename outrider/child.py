@@ -1,4 +1,4 @@
-"""`outrider ...`, ended as with Ctrl-C when its standard input closes, however the process that started it ends."""
+"""Runs `outrider ...`, and ends it as Ctrl-C would when its standard input closes, because then its parent has ended."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import threading
 
 
 def end_with_parent() -> None:
-    """Returns when the parent has ended."""
-    # Not `sys.stdin`: its lock would be held at the interpreter's end.
+    """Waits until the parent has ended, then sends SIGINT to this process."""
+    # Not `sys.stdin`, whose lock would still be held when the interpreter ends.
     while os.read(0, 1):
         pass
     os.kill(os.getpid(), signal.SIGINT)

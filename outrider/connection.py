@@ -1,4 +1,4 @@
-"""Requests to a fleet's gateway, repeated where that may help.  The event loop of whoever sends."""
+"""HTTP requests to a fleet's gateway, with retries.  Runs in the caller's event loop."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from outrider.types import OutriderError
 RETRIED = frozenset({429, 502, 503, 504})
 LONGEST_WAIT_S = 30.0
 CONNECT_S = 10.0
-"""Answers may take as long as they take; connecting may not."""
+"""Seconds for connecting.  Answers have no time limit."""
 
 
 class Connection:
-    """`concurrency` bounds the requests at a time, `retries` how often one is sent again."""
+    """The connection to one gateway.  `concurrency` bounds the requests at a time, `retries` how often one is sent again."""
 
     def __init__(
         self, url: str, api_key: str | None, concurrency: int, retries: int, transport: httpx.AsyncBaseTransport | None = None
@@ -32,24 +32,23 @@ class Connection:
         self._http = httpx.AsyncClient(
             headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
             timeout=httpx.Timeout(None, connect=CONNECT_S),
-            # httpx looks at every idle connection for every request: with 128 of them that took 30 ms of a core each.
+            # httpx looks at every idle connection for each request.  With 128 connections, a request took 30 ms of a core.
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=20),
             transport=transport,
         )
 
     async def close(self) -> None:
-        """Ends its connections."""
         await self._http.aclose()
 
     async def send_in_turn(self, path: str, body: object, session: str | None = None) -> Any:
-        """POSTs what takes the fleet's time, at most `concurrency` at once."""
+        """Sends a POST request; at most `concurrency` of them are sent at a time."""
         async with self._slots:
             return await self.send("POST", path, body, session)
 
     async def send(self, method: str, path: str, body: object = None, session: str | None = None) -> Any:
-        """The answer's JSON.  Raises `OutriderError`.
+        """Sends a request and returns the answer's JSON.  Raises `OutriderError`.
 
-        Every request may be repeated: samples are independent of each other, and what else there is sets a state.
+        Every request may be repeated: samples are independent of each other, and all other requests only set a state.
         """
         headers = {"X-Session-ID": session} if session else {}
         attempt = 0

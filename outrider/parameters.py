@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from typing import Any
 
 DERIVED = frozenset({"output_kind", "output_text_buffer_length", "skip_clone", "skip_reading_prefix_cache"})
-"""What vLLM's `SamplingParams` set themselves."""
+"""Fields that vLLM's `SamplingParams` set themselves."""
 
 
 def fields_of(sampling_params: object) -> dict[str, Any]:
-    """What was set: of an object, the fields that differ from its class's defaults, and `max_tokens`.
+    """The parameters that were set.  Of an object, these are `max_tokens` and fields that differ from the class's defaults.
 
-    The fleet has vLLM's defaults, but for `max_tokens`: without one, an output may fill the context.
+    The fleet has vLLM's defaults, except for `max_tokens`: without it, an output may fill the context.
     """
     if sampling_params is None:
         return {}
@@ -22,7 +22,7 @@ def fields_of(sampling_params: object) -> dict[str, Any]:
     plain = _fields(sampling_params)
     try:
         defaults = _fields(type(sampling_params)())
-    except TypeError:  # A class that cannot do without arguments has no defaults.
+    except TypeError:  # The class requires arguments, so its defaults are not known.
         defaults = {}
     return {
         name: _fields(value) if dataclasses.is_dataclass(value) else value
@@ -34,7 +34,7 @@ def fields_of(sampling_params: object) -> dict[str, Any]:
 
 
 def _fields(given: object) -> dict[str, Any]:
-    """Public fields that say something."""
+    """Public fields that are not None."""
     names = getattr(given, "__struct_fields__", None) or vars(given)
     values = {name: getattr(given, name) for name in names if not name.startswith("_")}
     return {name: value for name, value in values.items() if value is not None}

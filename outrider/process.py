@@ -1,4 +1,4 @@
-"""A fleet as a child process.  The caller's process, and a thread that reads what the child prints."""
+"""Runs a fleet as a child process.  Used in the caller's process; a thread reads the child's output."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SHOWN_LINES = 40
 
 
 class FleetProcess:
-    """`outrider serve` on a free loopback port, in a session of its own.  No signal handler, no Ray in the caller's process."""
+    """`outrider serve` on a free loopback port, in a session of its own.  The caller gets no signal handlers and no Ray."""
 
     def __init__(self, settings: dict[str, object]) -> None:
         flags = [f"--{name.replace('_', '-')}={_text(value)}" for name, value in settings.items() if value is not None]
@@ -37,7 +37,7 @@ class FleetProcess:
         self._reader.start()
 
     def wait_until_it_serves(self, timeout_s: float) -> str:
-        """Its URL.  Raises `OutriderError` with the end of the log if it does not come to that in time."""
+        """The fleet's URL, when it serves.  Raises `OutriderError` with the end of the log if it does not serve in time."""
         self._known.wait(timeout_s)
         if not self.url:
             self.stop()
@@ -46,12 +46,10 @@ class FleetProcess:
 
     @property
     def tail(self) -> str:
-        """The last lines of its log."""
         return "".join(list(self.log)[-SHOWN_LINES:])
 
     @property
     def ended(self) -> bool:
-        """Whether it runs no more."""
         return self._process.poll() is not None
 
     def _read(self) -> None:
@@ -64,7 +62,7 @@ class FleetProcess:
         self._known.set()
 
     def stop(self, timeout_s: float = 60.0) -> None:
-        """As with Ctrl-C; a fleet that does not end in time is killed."""
+        """Ends the fleet as Ctrl-C would; kills it if it does not end in time."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:

@@ -1,4 +1,4 @@
-"""`Fleet`: `AsyncFleet` for callers without an event loop.  The caller's thread, and one that runs the loop."""
+"""`Fleet`: `AsyncFleet` for callers without an event loop.  Called in the caller's thread; another thread runs the loop."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ T = TypeVar("T")
 
 
 class Fleet:
-    """A fleet to generate with.  `with` ends what was started; every argument and error is `AsyncFleet`'s."""
+    """A fleet to generate with.  `with` stops a fleet that it has started.  Arguments and errors are those of `AsyncFleet`."""
 
     def __init__(self, model: str | None = None, drafter: str | None = None, **settings: Any) -> None:
         self._fleet = AsyncFleet(model, drafter, **settings)
 
     @classmethod
     def join(cls, url: str, *, api_key: str | None = None, **settings: Any) -> Self:
-        """A fleet that runs already; it goes on after the block."""
+        """A fleet that runs already, and goes on after the block."""
         fleet = cls.__new__(cls)
         fleet._fleet = AsyncFleet.join(url, api_key=api_key, **settings)
         return fleet
@@ -47,7 +47,7 @@ class Fleet:
 
     def _end(self) -> None:
         async def settle() -> None:
-            # A start that Ctrl-C has interrupted ends what it had started.
+            # If Ctrl-C has interrupted the start, its task still has to stop the fleet.
             rest = asyncio.all_tasks() - {asyncio.current_task()}
             await asyncio.gather(*rest, return_exceptions=True)
 
@@ -61,7 +61,7 @@ class Fleet:
         try:
             return future.result()
         finally:
-            future.cancel()  # Ctrl-C, while it ran.
+            future.cancel()  # Has an effect only after Ctrl-C: otherwise the work is done.
 
     def _follow(self, results: AsyncGenerator[T, None]) -> Generator[T, None, None]:
         async def following() -> tuple[T, ...]:
@@ -70,7 +70,7 @@ class Fleet:
             return ()
 
         async def close() -> None:
-            # What Ctrl-C has cancelled ends by itself.
+            # A generator that Ctrl-C has cancelled ends by itself.
             with contextlib.suppress(RuntimeError):
                 await results.aclose()
 
@@ -83,7 +83,7 @@ class Fleet:
     def generate(
         self, prompts: Sequence[Prompt], sampling_params: object = None, n: int | None = None
     ) -> Generator[Sample, None, None]:
-        """`n` samples of each prompt, as they finish.  It begins with the first `next`; closing it cancels the rest."""
+        """`n` samples of each prompt, as they finish.  The first `next` starts all; closing the generator cancels the rest."""
         return self._follow(self._fleet.generate(prompts, sampling_params, n))
 
     def episodes(
@@ -93,33 +93,33 @@ class Fleet:
         return self._follow(self._fleet.episodes(starts, step, sampling_params, n))
 
     def submit(self, prompt: Prompt, sampling_params: object = None, n: int | None = None) -> int:
-        """Starts `n` samples of one prompt; the id is for `poll`, `wait` and `cancel`."""
+        """Starts `n` samples of one prompt.  Returns an id for `poll`, `wait` and `cancel`."""
         return self._run(self._fleet.submit(prompt, sampling_params, n))
 
     def poll(self, number: int) -> list[Sample] | None:
-        """The samples once all are there, in order; None until then."""
+        """The samples in order when all have finished; None before."""
         return self._run(self._fleet.poll(number))
 
     def wait(self, number: int) -> list[Sample]:
-        """The samples, when all are there, in order."""
+        """As `poll`, but waits for the samples."""
         return self._run(self._fleet.wait(number))
 
     def cancel(self, number: int) -> None:
-        """Ends what `submit` started."""
+        """Ends samples that `submit` has started."""
         self._run(self._fleet.cancel(number))
 
     def update_weights(self, weights: Mapping[str, Any] | str | Path, version: str | int | None = None) -> str:
-        """New weights of the target: a directory that every verifier can read, or a state dict of torch tensors."""
+        """Loads new weights of the target, from a directory that every verifier can read or a state dict of torch tensors."""
         return self._run(self._fleet.update_weights(weights, version))
 
     def pause(self, mode: str = "keep") -> None:
-        """New requests wait from here on; running ones stand still (`keep`), end (`abort`) or are waited for (`wait`)."""
+        """Pauses verifiers: new requests wait; running ones stand still (`keep`), end (`abort`) or finish first (`wait`)."""
         self._run(self._fleet.pause(mode))
 
     def resume(self) -> None:
-        """Requests go on."""
+        """Ends a pause."""
         self._run(self._fleet.resume())
 
     def stats(self) -> Any:
-        """`GET /fleet`: members, what they do, and how much is accepted."""
+        """The answer of `GET /fleet`: members, their load, and acceptance lengths."""
         return self._run(self._fleet.stats())

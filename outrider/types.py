@@ -1,4 +1,4 @@
-"""What callers of the Python API are given.  Any process."""
+"""Results and errors of the Python API.  Used in any process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class OutriderError(Exception):
-    """A request was refused, or could not be answered; `status` is 0 where no answer came."""
+    """A request was refused or got no answer.  `status` is the HTTP status, or 0 if no answer came."""
 
     def __init__(self, status: int, code: str | None, message: str) -> None:
         super().__init__(f"{status} {code}: {message}" if code else f"{status}: {message}")
@@ -18,7 +18,7 @@ class OutriderError(Exception):
 
 @dataclass(frozen=True)
 class WeightSpan:
-    """Tokens `[start, end)` of an output were drawn by the weights that the update named so."""
+    """The version of the target's weights that drew the tokens `[start, end)` of an output."""
 
     version: str
     start: int
@@ -32,22 +32,22 @@ class Sample:
     index: int
     """Position of the prompt in the call."""
     sample: int
-    """Number of the sample of that prompt, from 0."""
+    """Number of the sample among those of its prompt, from 0."""
     prompt_token_ids: list[int]
     token_ids: list[int]
-    """The output, with the token that ended it if any."""
+    """The output, including the token that ended it, if there was one."""
     text: str | None
     """None if `detokenize` was false."""
     logprobs: list[float] | None
-    """Natural logarithms of the output tokens' probabilities, if `logprobs` was asked for."""
+    """Natural logarithms of the output tokens' probabilities; None if `logprobs` was not set."""
     finish_reason: str
-    """`stop`, `length`, or `abort` where somebody else ended it."""
+    """`stop`, `length`, or `abort` if the request was ended at the server."""
     weight_versions: list[WeightSpan]
-    """More than one where weights were exchanged meanwhile."""
+    """Several if weights were updated meanwhile."""
     cached_tokens: int
-    """Tokens of the prompt that the verifier had in its prefix cache."""
+    """Prompt tokens that the verifier had in its prefix cache."""
     account: dict[str, Any] | None
-    """What its drafts brought, such as `tokens_per_verification`, `drafted` and `accepted`; None where the fleet sends none."""
+    """Speculation statistics, such as `tokens_per_verification`, `drafted` and `accepted`; None if the fleet sends none."""
 
     @property
     def weight_version(self) -> str | None:
@@ -62,14 +62,14 @@ class Episode:
     index: int
     """Position of its start in the call."""
     sample: int
-    """Number of the episode from that start, from 0."""
+    """Number of the episode among those from its start, from 0."""
     token_ids: list[int]
-    """All of it: the start, outputs, and what the environment said."""
+    """All tokens: the start, the outputs, and the environment's replies."""
     output_mask: list[bool] = field(default_factory=list)
-    """Which of `token_ids` are outputs; as long."""
+    """For each of `token_ids`, whether the model generated it."""
     turns: list[Sample] = field(default_factory=list)
-    """The outputs so far.  A turn's `prompt_token_ids` are everything before it."""
+    """The outputs so far.  A turn's `prompt_token_ids` are all tokens before it."""
     reward: float | None = None
-    """What the environment ended it with."""
+    """The environment's last reply, if it is a number."""
     state: Any = None
-    """For the environment."""
+    """Free for use by the environment."""

@@ -1,7 +1,7 @@
-"""The coordinator: who is in the fleet and which drafter serves which verifier.
+"""The coordinator: keeps the fleet's members, and assigns drafters to verifiers.
 
-`policy.py` decides, `actor.py` is the Ray actor around it and the handle members talk to it through, `messages.py` is what
-the two exchange.
+`policy.py` decides, `actor.py` has the Ray actor around it and the handle through which members call it, and `messages.py` has
+the messages between the two.
 """
 
 from backend.coordinator.messages import CoordinatorUnavailable, FleetInfo

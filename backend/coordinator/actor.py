@@ -1,11 +1,11 @@
-"""The coordinator as a Ray actor, and the handle everyone else talks to it through.
+"""The coordinator as a Ray actor, and the handle through which all other processes call it.
 
-`CoordinatorActor` runs in a process of its own, one call at a time, so the policy needs no lock.  It has no loop either:
-leases are checked at every call, and members call several times a second.  Ray restarts it when it dies; its constructor
-arguments bring the fleet's keys back, members re-register when they are told they are unknown, and the data plane never
-notices.  `CoordinatorHandle` lives in members, gateways and tools; it may be used from any thread.
+`CoordinatorActor` runs in a process of its own, one call at a time, so the policy needs no lock.  It has no loop either: leases
+are checked at every call, and members call several times a second.  Ray restarts it when it dies: constructor arguments bring
+the fleet's keys back, unknown members register again, and serving goes on meanwhile.  `CoordinatorHandle` is used by members,
+gateways and tools, from any thread.
 
-Calls carry MessagePack bytes, not pickles: both ends check what they are given.
+Calls carry MessagePack bytes, not pickles: both ends check the types of what they receive.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class CoordinatorActor:
-    """The policy behind a clock.  Arguments and answers are MessagePack."""
+    """The policy with a real clock; see `CoordinatorHandle` for the methods.  Arguments and answers are MessagePack."""
 
     def __init__(self, info: bytes) -> None:
         self._info = info
         known = msgspec.msgpack.decode(info, type=FleetInfo)
         self._fleet_keys = known.fleet_keys
         settings = Settings.model_validate_json(known.settings_json)
-        # Milliseconds of the wall clock: generations go on growing when Ray restarts this actor.
+        # The first version is the wall clock in milliseconds, so generations go on growing when Ray restarts this actor.
         self._policy = Coordinator(LEASE_S, time.time_ns() // 1_000_000)
         drain_s = settings.gateway.drain_s
         self._administration = Administration(self._policy, drain_s, settings.mode in REMOTE_MODES, uuid.uuid4().hex)
@@ -91,7 +91,7 @@ class CoordinatorActor:
 
 
 class CoordinatorHandle:
-    """Synchronous calls to the coordinator.  Every method raises `CoordinatorUnavailable`, and no Ray exception."""
+    """Synchronous calls to the coordinator.  Every method may raise `CoordinatorUnavailable`; none raises a Ray exception."""
 
     def __init__(self, namespace: str, actor: Any, timeout_s: float) -> None:
         self._namespace = namespace
@@ -100,7 +100,7 @@ class CoordinatorHandle:
 
     @classmethod
     def create(cls, namespace: str, info: FleetInfo) -> CoordinatorHandle:
-        """Starts the coordinator on this node; the process that calls this owns it.  The fleet ends with that process."""
+        """Starts the coordinator on this node.  The calling process owns it: the fleet ends with that process."""
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
         options = ray.remote(CoordinatorActor).options(
             name=NAME, namespace=namespace, num_cpus=0, max_restarts=-1, max_task_retries=0, scheduling_strategy=here
@@ -118,7 +118,7 @@ class CoordinatorHandle:
     def connect(cls, namespace: str, timeout_s: float = CALL_TIMEOUT_S) -> CoordinatorHandle:
         """Finds the coordinator of `namespace` in the Ray cluster this process is connected to.
 
-        Waits up to `timeout_s` for it to exist, then allows each call as long.
+        Waits up to `timeout_s` for it to exist.  Later calls have the same limit each.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -130,7 +130,7 @@ class CoordinatorHandle:
                 time.sleep(0.1)
 
     def register(self, member: Member) -> Credentials:
-        """Joins the fleet (again)."""
+        """Joins the fleet, perhaps again."""
         return msgspec.msgpack.decode(self._call("register", _encode(member)), type=Credentials)
 
     def report(
@@ -143,7 +143,7 @@ class CoordinatorHandle:
     ) -> Orders:
         """Renews this member's lease.  `known=False` in the answer: register again.
 
-        A gateway tells the version of the snapshot it acts upon.
+        `seen_version`: from a gateway, the version of the snapshot that it acts on.
         """
         verifier = stats if isinstance(stats, VerifierStats) else None
         drafter = stats if isinstance(stats, DrafterStats) else None
@@ -155,20 +155,20 @@ class CoordinatorHandle:
         self._call("deregister", member_id, incarnation)
 
     def drain(self, member_id: str, migrate_after_s: float | None = None) -> bool:
-        """The launcher's: as `Coordinator.drain`.  Administrators `submit`."""
+        """Orders a drain, see `Coordinator.drain`.  For the launcher; administrators use `submit`."""
         return bool(self._call("drain", member_id, migrate_after_s))
 
     def resume(self, member_id: str) -> bool:
-        """The launcher's: as `Coordinator.resume`."""
+        """Ends a drain.  For the launcher; administrators use `submit`."""
         return bool(self._call("resume", member_id))
 
     def submit(self, command: AnyCommand) -> Answer:
-        """Has an administrator's command checked and taken."""
+        """Has the coordinator check and take an administrator's command."""
         answer: Answer = msgspec.msgpack.decode(self._call("submit", _encode(command)), type=Answer)
         return answer
 
     def progress(self, told: Progress | None = None) -> Operation | None:
-        """The launcher tells how an operation goes, and is told which one it has to work on."""
+        """For the launcher: reports on an operation, if `told` is given, and returns the operation to work on."""
         payload = None if told is None else _encode(told)
         return msgspec.msgpack.decode(self._call("progress", payload), type=Operation | None)
 
@@ -177,7 +177,7 @@ class CoordinatorHandle:
         return msgspec.msgpack.decode(self._call("snapshot"), type=FleetSnapshot)
 
     def info(self) -> FleetInfo:
-        """What the fleet was launched with."""
+        """The settings, models and keys that the fleet was launched with."""
         return msgspec.msgpack.decode(self._call("info"), type=FleetInfo)
 
     def kill(self) -> None:
@@ -192,7 +192,7 @@ class CoordinatorHandle:
         except ray.exceptions.RayTaskError as error:
             raise CoordinatorUnavailable(f"the coordinator failed at {method}: {error.cause}") from error
         except ray.exceptions.ActorDiedError as error:
-            # For good: whoever comes next under this name is another actor.
+            # It will not come back: a later coordinator of this name is another actor.
             self._actor = None
             raise CoordinatorUnavailable("the coordinator is gone") from error
         except ray.exceptions.GetTimeoutError as error:

@@ -1,8 +1,8 @@
 """Carries out administrators' commands as far as the coordinator can, and queues the rest for the launcher.  Pure.
 
-Draining and pins are the policy's own.  What needs processes (`add`, `remove`, `restart`, `swap-drafter`) becomes an
-`Operation`: the launcher takes the oldest, reports how it goes, and takes the next.  Runs in the coordinator actor, one call at
-a time, so a command is checked and taken at one moment of the fleet: `if_version` means what it says.
+Drains and pins are changes of the policy's state.  Commands about processes (`add`, `remove`, `restart`, `swap-drafter`) become
+an `Operation`: the launcher takes the oldest, reports its progress, and takes the next.  Runs in the coordinator actor, one
+call at a time.  So the fleet cannot change between the check of a command, `if_version` included, and its effect.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from backend.coordinator.policy import Coordinator
 from backend.fleet import FleetSnapshot, MemberKind, MemberView, Operation, OperationState
 
 KEPT = 20
-"""Ended operations that are still shown."""
+"""Ended operations that are still shown; older ones are forgotten."""
 MOST_AT_ONCE = 16
-"""Members that one command may add."""
+"""Most members that one command may add."""
 
 
 class _Refusal(Exception):
@@ -42,7 +42,10 @@ class _Refusal(Exception):
 
 
 class Administration:
-    """The commands' side of a `Coordinator`.  `deadline_s` is for commands that name none; `name`, another one per process."""
+    """Takes commands for one `Coordinator`.
+
+    `deadline_s`: for commands that name none.  `name`: differs for each start of the coordinator's process.
+    """
 
     def __init__(self, policy: Coordinator, deadline_s: float, has_drafters: bool, name: str = "") -> None:
         self._policy = policy
@@ -54,21 +57,21 @@ class Administration:
 
     @property
     def operations(self) -> list[Operation]:
-        """Those that are waiting or running, and the last that ended; the newest last."""
+        """Operations that wait or run, and the last `KEPT` that ended; the newest last."""
         return list(self._operations.values())
 
     def snapshot(self, now: float) -> FleetSnapshot:
-        """The fleet at `now`, with what administrators have asked for."""
+        """The fleet at `now`, with pins and operations."""
         pins = {drafter: list(verifiers) for drafter, verifiers in self._policy.pins.items()}
         fleet = self._policy.snapshot(now)
         return msgspec.structs.replace(fleet, pins=pins, operations=self.operations, coordinator=self._name)
 
     def next_operation(self) -> Operation | None:
-        """What the launcher has to work on: the one it has begun, or the oldest."""
+        """The operation that the launcher has to work on: the running one, or else the oldest that waits."""
         return next((each for each in self._operations.values() if each.state in ("running", "waiting")), None)
 
     def progress(self, operation_id: int, state: OperationState, note: str, members: Sequence[str] | None = None) -> None:
-        """The launcher tells how an operation goes; one that is not known any more is ignored."""
+        """Takes the launcher's report on an operation.  Ignored if the operation is not known any more."""
         known = self._operations.get(operation_id)
         if known is None:
             return
@@ -81,7 +84,7 @@ class Administration:
             del self._operations[old]
 
     def submit(self, command: AnyCommand, now: float) -> Answer:
-        """Takes a command, or says why not."""
+        """Takes a command, or refuses it with a reason."""
         fleet = self._policy.snapshot(now)
         try:
             if command.if_version is not None and command.if_version != fleet.version:
@@ -105,7 +108,7 @@ class Administration:
             return self._restart(command, fleet)
         return self._swap(command, fleet)
 
-    # One method per command: check, say what it does, do it unless it is a dry run.
+    # One method per command: checks it, describes its effects, and carries it out unless it is a dry run.
 
     def _drain(self, command: Drain, fleet: FleetSnapshot, now: float) -> Done:
         view = _member(fleet, command.member)
@@ -178,7 +181,7 @@ class Administration:
             raise _Refusal("invalid", "there is nobody to restart")
         for member in members:
             _member(fleet, member)
-            # One at a time: the others serve meanwhile.
+            # Members restart one at a time, so all others serve meanwhile.
             if not command.force:
                 _check_others_serve(fleet, [member])
         self._check_idle(members)
@@ -204,7 +207,7 @@ class Administration:
         operation = Operation(self._next_id, **fields)
         self._next_id += 1
         self._operations[operation.id] = operation
-        # Whoever decided on the version before this has not reckoned with it.
+        # The version changes, since a command based on the earlier one does not take this operation into account.
         return Done(self._policy.changed(), effects, operation.id)
 
     def _manner(self, command: Remove | Restart) -> dict[str, Any]:
@@ -223,7 +226,7 @@ class Administration:
 
 
 def _member(fleet: FleetSnapshot, member_id: str, kind: MemberKind | None = None) -> MemberView:
-    """The member of that id, which is no gateway, and of that kind."""
+    """The member of that id and kind (None: verifier or drafter); refuses the command if there is none."""
     fitting = [view for view in fleet.members if view.member.kind == kind or (kind is None and view.member.kind != "gateway")]
     found = next((view for view in fitting if view.member.id == member_id), None)
     if found is not None:
@@ -239,7 +242,7 @@ def _check_deadline(deadline_s: float | None) -> None:
 
 
 def _check_others_serve(fleet: FleetSnapshot, leaving: Sequence[str]) -> None:
-    """At least one verifier goes on taking requests without these."""
+    """Refuses a command that would leave no verifier that takes requests."""
     serving = [v.member.id for v in fleet.members if v.member.kind == "verifier" and v.member.state == "ready"]
     if set(serving) & set(leaving) and not set(serving) - set(leaving):
         raise _Refusal("last_verifier", f"{serving[0]} is the last verifier that takes requests; force does it all the same")

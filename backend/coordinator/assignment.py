@@ -1,8 +1,8 @@
-"""What the assignment rule is asked and answers: a `Situation` in, changes of bindings out.  Pure.
+"""The interface of assignment rules: a `Situation` in, changes of bindings out.  Pure.
 
-A binding says that a drafter serves a verifier.  Both ends may have several: a verifier's requests are split evenly over its
-drafters (`backend/speculation/pairing.py`), a drafter takes the rounds of all its verifiers in turn.  Pins and members that
-left are respected here, whatever the rule (`water_filling.py`).
+A binding says that a drafter serves a verifier.  Both may have several: a verifier's requests are split evenly over its
+drafters (`backend/speculation/pairing.py`), and a drafter takes the rounds of all its verifiers in turn.  `Bindings` applies
+pins and drops members that left, so a rule (`water_filling.py`) need not.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ class VerifierLoad:
 
     id: str
     requests: float = 0.0
-    """Running and waiting, averaged over a moment; what matters is how many a step holds."""
+    """Requests in a step, or waiting if none runs; a short-term average."""
     plain_s: float | None = None
-    """A step over the present requests without drafts."""
+    """Seconds of a step over the present requests without drafts."""
     drafted_s: float | None = None
-    """A step over the present requests with as many draft tokens each as it has asked for of late."""
+    """Seconds of a step over the present requests with drafts of the length that it has asked for lately."""
     length: float | None = None
-    """Acceptance length with so many draft tokens."""
+    """Acceptance length of such drafts."""
     overlap: float = 0.0
-    """Share of drafting that goes on while the verifier computes: 0 draft, then verify; 1 both at once."""
+    """Share of drafting that happens while the verifier computes.  0: it drafts, then verifies; 1: both at once."""
     may_skip: bool = True
-    """Drafts nothing where that is faster (mode `auto`)."""
+    """Whether it stops drafting if plain steps are faster (mode `auto`)."""
     bare_s: float | None = None
-    """Seconds per token of each request while nobody drafts for it: plain steps, or what its prompt lookups make of them."""
+    """Seconds per token of each request without a drafter: of plain steps, or of steps with look-ups if these are faster."""
 
 
 @dataclass
@@ -42,29 +42,29 @@ class DrafterSpeed:
 
     id: str
     fixed_s: float | None = None
-    """Time of a round whatever its size."""
+    """Seconds of a round, apart from its requests."""
     per_request_s: float | None = None
-    """Further time per request in it."""
+    """Further seconds per request in a round."""
     down_for: frozenset[str] = frozenset()
-    """Verifiers whose circuit breaker for it is open: they do not wait for it."""
+    """Verifiers whose circuit breaker for this drafter is open: they do not wait for it."""
 
     def set_down(self, verifier_id: str, is_down: bool) -> None:
-        """What a verifier's circuit breaker says of it."""
+        """Notes whether a verifier's circuit breaker for this drafter is open."""
         if (verifier_id in self.down_for) != is_down:
             self.down_for ^= {verifier_id}
 
 
 @dataclass(frozen=True)
 class Situation:
-    """All that a decision depends on.  `verifiers` and `drafters` are those fit to work, in the order of their ids."""
+    """All that a decision depends on.  `verifiers` and `drafters` are the fit ones, sorted by id."""
 
     now: float
     verifiers: Sequence[VerifierLoad]
     drafters: Sequence[DrafterSpeed]
     bindings: Mapping[Pair, float] = field(default_factory=dict)
-    """Since when, by pair; the ends need not be fit any more."""
+    """Pair -> since when it is bound.  Its members need not be fit any more."""
     pins: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """By drafter: it serves those of these verifiers that are fit, and nobody else.  An empty list keeps it out of service."""
+    """Drafter -> the only verifiers that it serves, as far as they are fit.  An empty list keeps it out of service."""
 
 
 @dataclass(frozen=True)
@@ -87,21 +87,18 @@ Action = Bind | Unbind
 
 
 class AssignmentPolicy(Protocol):
-    """A rule for who drafts for whom.  A function of the situation alone: deciding changes nothing."""
+    """A rule that assigns drafters to verifiers.  A function of the situation alone, without state of its own."""
 
     def decide(self, situation: Situation) -> list[Action]:
-        """What to change, `Unbind`s first.
+        """The changes to make, `Unbind`s first.
 
-        Pairs that are not fit or contradict a pin go, free drafters are bound, and what is uneven may be evened out.
+        Unbinds pairs that are not fit or contradict a pin, binds free drafters, and may move drafters or even out sharing.
         """
         ...
 
 
 class Bindings:
-    """A draft of the assignment: starts as it is now, without what cannot stay, and ends as the decision.
-
-    `since` of a pair bound here is None: it was not there before.
-    """
+    """The assignment while a rule works on it: first the present pairs that are fit and contradict no pin, and pinned ones."""
 
     def __init__(self, situation: Situation) -> None:
         verifiers = {each.id for each in situation.verifiers}
@@ -121,29 +118,27 @@ class Bindings:
                         self.bind(verifier, drafter)
 
     def bind(self, verifier: str, drafter: str) -> None:
-        """Adds a pair."""
         self.of_verifier[verifier].add(drafter)
         self.of_drafter[drafter].add(verifier)
 
     def unbind(self, verifier: str, drafter: str) -> None:
-        """Takes a pair away."""
         self.of_verifier[verifier].discard(drafter)
         self.of_drafter[drafter].discard(verifier)
 
     def since(self, verifier: str, drafter: str) -> float | None:
-        """Since when a pair is bound; None: only in this draft."""
+        """Since when a pair is bound; None: it is new."""
         return self._before.get((verifier, drafter))
 
     def free(self) -> list[str]:
-        """Drafters that serve nobody and are not told to, by id."""
+        """Drafters without a verifier that are not pinned, sorted."""
         return sorted(each for each, serves in self.of_drafter.items() if not serves and each not in self.pins)
 
     def bare(self) -> list[str]:
-        """Verifiers that nobody drafts for, by id."""
+        """Verifiers without a drafter, sorted."""
         return sorted(each for each, served in self.of_verifier.items() if not served)
 
     def actions(self) -> list[Action]:
-        """What leads from the situation to this draft, in a stable order."""
+        """The changes that lead from the situation to these bindings, in a stable order."""
         after = {(verifier, drafter) for verifier, served in self.of_verifier.items() for drafter in served}
         gone, new = sorted(self._before.keys() - after), sorted(after - self._before.keys())
         return [*(Unbind(*pair) for pair in gone), *(Bind(*pair) for pair in new)]

@@ -1,6 +1,6 @@
-"""What an administrator may ask of a fleet, and the answers.  Pure data, in any process.
+"""Administrators' commands to a fleet, and the answers.  Pure data, in any process.
 
-The command line sends these to the coordinator, and so does the gateway for its `/admin` endpoints: one check, one meaning.
+The command line and the gateway's `/admin` endpoints send the same commands to the coordinator, which checks them.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import msgspec
 
 
 class Command(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="command"):
-    """What all commands have."""
+    """Fields that all commands have."""
 
     if_version: int | None = None
-    """Refused unless the fleet is still at this version."""
+    """Refuse the command unless the fleet is still at this version."""
     dry_run: bool = False
-    """Says what would happen, and changes nothing."""
+    """Answer with the effects, and change nothing."""
 
 
 class Drain(Command, frozen=True, tag="drain"):
@@ -26,9 +26,9 @@ class Drain(Command, frozen=True, tag="drain"):
     migrate: bool = False
     """Move its requests at once."""
     deadline_s: float | None = None
-    """Move those that are left after so many seconds; None: they may take as long as they need."""
+    """Move the requests that are left after so many seconds; None: they may take as long as they need."""
     force: bool = False
-    """Also the last verifier that takes requests."""
+    """Drain even the last verifier that takes requests."""
 
 
 class Resume(Command, frozen=True, tag="resume"):
@@ -44,7 +44,7 @@ class Remove(Command, frozen=True, tag="remove"):
     migrate: bool = False
     deadline_s: float | None = None
     force: bool = False
-    """Also the last verifier; and when requests are left after the deadline, they end with an error."""
+    """Remove even the last verifier.  Requests that are left after the deadline end with an error."""
 
 
 class Add(Command, frozen=True, tag="add"):
@@ -55,14 +55,14 @@ class Add(Command, frozen=True, tag="add"):
 
 
 class Assign(Command, frozen=True, tag="assign"):
-    """`drafter` serves `verifiers` and nobody else, whatever the policy thinks; None gives it back to the policy."""
+    """Pins `drafter` to `verifiers`: it serves no others, whatever the policy would decide.  None unpins it."""
 
     drafter: str
     verifiers: list[str] | None = None
 
 
 class Restart(Command, frozen=True, tag="restart"):
-    """One after the other: drained, ended, started again.  None: every verifier and drafter."""
+    """Drains, ends and starts `members` again, one after the other.  None: every verifier and drafter."""
 
     members: list[str] | None = None
     migrate: bool = True
@@ -71,31 +71,31 @@ class Restart(Command, frozen=True, tag="restart"):
 
 
 class SwapDrafter(Command, frozen=True, tag="swap-drafter"):
-    """`drafter` drafts with the head in directory `path` from the next round on; one that does not fit changes nothing."""
+    """`drafter` drafts with the head in directory `path` from the next round on.  A head that does not fit changes nothing."""
 
     drafter: str
     path: str
 
 
 AnyCommand = Drain | Resume | Remove | Add | Assign | Restart | SwapDrafter
-"""Told apart by `command`."""
+"""On the wire, the field `command` says which it is."""
 
 
 COMMANDS: dict[str, type[AnyCommand]] = {str(each.__struct_config__.tag): each for each in get_args(AnyCommand)}
-"""As `command` names them."""
+"""By their name in the field `command`."""
 
 Reason = Literal["invalid", "unknown_member", "version_mismatch", "conflict", "last_verifier"]
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
-    """The command was taken (or would be: `dry_run`)."""
+    """The command was taken, or would have been without `dry_run`."""
 
     version: int
     """The fleet's version afterwards."""
     effects: list[str]
-    """What it changes, in words; empty when everything is as asked already."""
+    """What changes, in words; empty if the fleet already is as the command asks."""
     operation: int | None = None
-    """The operation that carries it out, where that takes time."""
+    """The operation that carries the command out, if the launcher has to."""
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):

@@ -1,4 +1,4 @@
-"""One member as the coordinator's registry keeps it, and what it counts.  Pure; `policy.py` owns all of them."""
+"""The coordinator's registry entry for a member, and the registry's counters.  Pure; owned by `policy.py`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from backend.fleet import DrafterStats, Draining, Member, MemberState, MemberVie
 
 @dataclass
 class Counters:
-    """What the registry has counted; `FleetSnapshot.counters` says what each means."""
+    """The registry's counters; `FleetSnapshot.counters` explains each."""
 
     registrations: int = 0
     restarts: int = 0
@@ -29,14 +29,14 @@ class Entry:
     state: MemberState
     drain: bool = False
     migrate_at: float | None = None
-    """When the requests of a draining verifier are to be moved; None: never."""
+    """When to move the requests of a draining verifier elsewhere; None: never."""
     seen_version: int = 0
     verifier: VerifierStats | None = None
     drafter: DrafterStats | None = None
 
     @property
     def is_fit(self) -> bool:
-        """Whether it may be assigned."""
+        """Whether the member may be part of an assignment."""
         return self.state == "ready" and not self.drain
 
     def view(self, now: float) -> MemberView:
@@ -48,10 +48,10 @@ class Entry:
     def _drain(self, now: float) -> Draining | None:
         if self.drain:
             return Draining(self.migrate_at is not None and now >= self.migrate_at)
-        # A member that drains of itself is about to be ended by somebody else.
+        # A member that reports itself as draining, without an order, is about to be ended from outside.
         return Draining(migrate=True, ordered=False) if self.state == "draining" else None
 
 
 def route(member: Member) -> tuple[str, str, str, str]:
-    """What the peers of a member connect to; another route needs another generation."""
+    """What the peers of a member depend on.  If any of it changes, its assignments need a new generation."""
     return member.incarnation, member.address, member.server_key, member.head

@@ -1,4 +1,4 @@
-"""What members and the coordinator exchange besides `backend.fleet`.  Pure data, in any process."""
+"""Messages between members and the coordinator, beside those of `backend.fleet`.  Pure data, in any process."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from backend.transport.sockets import ServerKeys
 
 
 class CoordinatorUnavailable(CommandError):
-    """The coordinator did not answer in time, or does not exist.  Members go on as they are and try again."""
+    """The coordinator did not answer in time, or does not exist.  Members keep their last orders and try again."""
 
 
 class Credentials(msgspec.Struct, frozen=True):
-    """What a member is given when it registers."""
+    """The answer to a registration."""
 
     fleet_keys: ServerKeys | None
-    """The fleet's CURVE client pair; None where every socket is `ipc://`."""
+    """The fleet's CURVE client key pair; None if all sockets are `ipc://`."""
 
 
 class FleetInfo(msgspec.Struct, frozen=True):
-    """What the launcher tells the coordinator once, for gateways and tools that join the fleet later."""
+    """Given to the coordinator once, by the launcher, for gateways and tools that join the fleet later."""
 
     settings_json: str
     """`Settings.model_dump_json()` of the fleet."""
@@ -39,14 +39,14 @@ class Report(msgspec.Struct, frozen=True):
     verifier: VerifierStats | None = None
     drafter: DrafterStats | None = None
     seen_version: int = 0
-    """A gateway's: the snapshot it acts upon."""
+    """From a gateway: the version of the snapshot that it acts on."""
 
 
 class Progress(msgspec.Struct, frozen=True):
-    """What the launcher tells of an operation."""
+    """The launcher's report on an operation."""
 
     operation: int
     state: OperationState
     note: str
     members: list[str] | None = None
-    """Set where the operation has decided on its members itself (`add`)."""
+    """Set if the launcher has chosen the operation's members (`add`)."""

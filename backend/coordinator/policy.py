@@ -1,11 +1,12 @@
-"""Membership under leases, and the assignment of drafters to verifiers.  Pure: events and `now` in, answers out.
+"""Keeps the fleet's members under leases, and assigns drafters to verifiers.  Pure: events and `now` in, answers out.
 
 Runs in the coordinator actor; tests and the simulator drive the same code with a clock of their own (`now` is seconds on any
-clock that never goes back).  `tick` is the whole policy: expire leases, and decide who drafts for whom, at once when a member
-came, left or was pinned, else every `DECIDE_EVERY_S`.  The decision itself is a pure function of what is known
-(`assignment.py`, `water_filling.py`).  Every change takes the next value of one counter, which
-serves as the snapshot's version and as the generation of the assignments made at that moment; so generations only grow, and
-they go on growing over a restart of the coordinator when `first_version` comes from a clock.
+clock that never goes back).  `tick` is the whole policy: it expires leases and decides the assignment.  It decides at once when
+a member came, left or was pinned, else every `DECIDE_EVERY_S`.  The decision is a pure function of the situation
+(`assignment.py`, `water_filling.py`).
+
+Every change takes the next value of one counter.  That is the snapshot's version, and the generation of assignments made by the
+change.  So generations only grow; they do so even over a restart of the coordinator if `first_version` comes from a clock.
 """
 
 from __future__ import annotations
@@ -39,18 +40,18 @@ from backend.fleet import (
 )
 
 FORGET_LOST_S = 60.0
-"""A lost member stays in the snapshot for so long, so that people see it."""
+"""A lost member stays in the snapshot for so long, so that people can see it."""
 LEASE_S = 2.0
-"""A member that was silent for so long is lost."""
+"""A member that does not report for so long is lost."""
 START_LEASE_S = 120.0
-"""A member that starts is not expected to report: loading a model may hold its interpreter for long."""
+"""Lease of a member that is starting: loading a model may block its interpreter, and its reports, for long."""
 SPARE_SHARE_S = 5e-6
-"""Per member: while many come at once, decisions are at least so far apart, and take a part of the time only."""
+"""Least time between two decisions, per member, so that deciding does not take all the time while many join at once."""
 
 UNKNOWN = Orders(known=False)
 
 DECIDE_EVERY_S = 0.5
-"""Between two looks at the assignment while nobody comes or goes."""
+"""Time between two decisions while membership and pins do not change."""
 
 
 @dataclass
@@ -62,10 +63,10 @@ class Coordinator:
     rule: AssignmentPolicy = field(default_factory=WaterFilling)
     _entries: dict[str, Entry] = field(default_factory=dict)
     _since: dict[Pair, float] = field(default_factory=dict)
-    """When each pair was bound."""
+    """When each assigned pair was bound."""
     _generation: dict[Pair, int] = field(default_factory=dict)
     _drafters: dict[str, set[str]] = field(default_factory=dict)
-    """Of each verifier that has any."""
+    """Verifier -> its drafters."""
     _pins: dict[str, list[str]] = field(default_factory=dict)
     _verifier_rates: dict[str, VerifierRates] = field(default_factory=dict)
     _drafter_speeds: dict[str, DrafterSpeed] = field(default_factory=dict)
@@ -74,9 +75,9 @@ class Coordinator:
     _next_expiry: float = math.inf
     _decided_at: float = -math.inf
     _is_dirty: bool = False
-    """Somebody came, left, became fit or unfit, or was pinned since the last decision."""
+    """Whether a member came, left, became fit or unfit, or was pinned since the last decision."""
     _fit: tuple[list[VerifierLoad], list[DrafterSpeed]] | None = None
-    """Kept while nobody comes or goes: sorting thousands takes longer than deciding."""
+    """The fit members, sorted; None after a change.  Kept, since sorting thousands takes longer than deciding."""
 
     def __post_init__(self) -> None:
         self._version = self.first_version
@@ -84,7 +85,7 @@ class Coordinator:
     # Events.
 
     def register(self, member: Member, now: float) -> None:
-        """Takes a member in.  A known id with another incarnation is a restart: its bindings are dropped."""
+        """Adds a member, or takes it in again.  A known id with another incarnation is a restart: its bindings are dropped."""
         self._expire(now)
         self.counters.registrations += 1
         known = self._entries.get(member.id)
@@ -92,7 +93,7 @@ class Coordinator:
             self._changed()
         entry = Entry(member, now, member.state)
         if known is not None:
-            # A drain is about the place in the fleet: it holds for the next process there, until it is ended.
+            # A drain belongs to the member's id: it holds for the next process with this id, until the drain is ended.
             entry.drain, entry.migrate_at = known.drain, known.migrate_at
             if known.member.incarnation != member.incarnation:
                 self.counters.restarts += 1
@@ -132,7 +133,7 @@ class Coordinator:
         return Orders(known=True, drafters=self._drafters_of(member_id), drain=entry.drain)
 
     def deregister(self, member_id: str, incarnation: str, now: float) -> None:
-        """Lets a member go; an incarnation that is not the present one is ignored."""
+        """Removes a member that leaves.  Ignored if the incarnation is not the present one."""
         if self._current(member_id, incarnation) is None:
             return
         self._unbind_member(member_id)
@@ -142,7 +143,7 @@ class Coordinator:
     def drain(self, member_id: str, now: float, migrate_after_s: float | None = None) -> bool:
         """Orders a member to take no new work; False when there is no such member.
 
-        A verifier's requests are moved elsewhere after `migrate_after_s`, never with None.  Asked again, the latest word holds.
+        A verifier's requests are moved elsewhere after `migrate_after_s`; None: never.  A later call replaces an earlier one.
         """
         entry = self._entries.get(member_id)
         if entry is None:
@@ -155,9 +156,9 @@ class Coordinator:
         return True
 
     def pin(self, drafter_id: str, verifier_ids: Sequence[str], now: float) -> None:
-        """Has a drafter serve these verifiers, as far as they are fit, and nobody else; none: it stays out of service.
+        """Has a drafter serve these verifiers, as far as they are fit, and no others.  An empty list takes it out of service.
 
-        Members need not exist yet.  The order holds until `unpin`.
+        Members need not exist yet.  The pin holds until `unpin`.
         """
         self._pins[drafter_id] = list(dict.fromkeys(verifier_ids))
         self._is_dirty = True
@@ -183,7 +184,7 @@ class Coordinator:
         return True
 
     def changed(self) -> int:
-        """Something about the fleet changed that is kept elsewhere; returns the version from here on."""
+        """Raises the version for a change of the fleet that is kept elsewhere, and returns it."""
         self._version += 1
         return self._version
 
@@ -198,11 +199,11 @@ class Coordinator:
 
     @property
     def pins(self) -> Mapping[str, Sequence[str]]:
-        """What `pin` was told and `unpin` has not taken back."""
+        """The pins in force: drafter -> verifiers."""
         return self._pins
 
     def situation(self, now: float) -> Situation:
-        """What a decision at `now` depends on."""
+        """All that a decision at `now` depends on."""
         if self._fit is None:
             fit = sorted(key for key, entry in self._entries.items() if entry.is_fit)
             self._fit = (
@@ -212,7 +213,7 @@ class Coordinator:
         return Situation(now, *self._fit, self._since, self._pins)
 
     def snapshot(self, now: float) -> FleetSnapshot:
-        """The fleet at `now`, members and assignments in the order of their ids."""
+        """The fleet at `now`, with members and assignments sorted by id."""
         self.tick(now)
         if self._is_dirty:
             self._decide(now)
@@ -240,7 +241,7 @@ class Coordinator:
                 entry.state = "lost"
                 self.counters.leases_expired += 1
                 self._changed()
-        # Reports only put an expiry off: until then there is nothing to look for.
+        # Reports only delay expiries, so none can happen before this time.
         self._next_expiry = min((e.heard + self._lease_of(e) for e in self._entries.values()), default=math.inf)
 
     def _decide(self, now: float) -> None:
@@ -260,7 +261,7 @@ class Coordinator:
     # Details.
 
     def _changed(self) -> None:
-        """Membership is not what it was."""
+        """Membership has changed: the next `tick` decides."""
         self._version += 1
         self._is_dirty, self._fit = True, None
 
@@ -300,7 +301,7 @@ class Coordinator:
         return entry if entry is not None and entry.member.incarnation == incarnation else None
 
     def _lease_of(self, entry: Entry) -> float:
-        """How long it may be silent before something is done about it."""
+        """Seconds without a report after which the member is lost, or a lost one is removed."""
         if entry.state == "lost":
             return FORGET_LOST_S
         return self.lease_s if entry.state != "starting" else max(self.lease_s, START_LEASE_S)

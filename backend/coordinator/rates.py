@@ -1,8 +1,8 @@
-"""What members do per second and per round, from the cumulative counters they report.  Pure; `now` is passed in.
+"""Computes a verifier's present load, times and acceptance from its reports.  Pure; `now` is passed in.
 
-`VerifierRates` keeps the `VerifierLoad` of its member up to date.  Loads and times are averages that forget with time
-(`SMOOTHING_S`); acceptance forgets with drafts, so that a pause does not erase it.  The first report of a process that has
-restarted only sets a new mark.
+`VerifierRates` keeps the `VerifierLoad` of its member up to date.  Averages of loads and times decay with time (`SMOOTHING_S`).
+Acceptance decays with the number of newer drafts, so that a pause does not erase it.  Counters are cumulative: after a restart
+the first report only gives the new starting values.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from backend.coordinator.assignment import DrafterSpeed, VerifierLoad
 from backend.fleet import LOOKUP, DraftCounters, VerifierStats
 
 SMOOTHING_S = 2.0
-"""Loads and times are averaged over so long."""
+"""Time constant of the averages of loads and times."""
 REMEMBERED_DRAFTS = 200.0
-"""Drafts after which an older acceptance counts for half."""
+"""A report of 200 drafts weighs as much as all acceptance before it."""
 
 
 @dataclass
@@ -28,7 +28,7 @@ class Average:
     value: float | None = None
 
     def note(self, value: float, seconds: float) -> None:
-        """What held during the last `seconds`."""
+        """Takes the value that held during the last `seconds`."""
         if self.value is None:
             self.value = value
         else:
@@ -45,7 +45,7 @@ class VerifierRates:
         self._last: tuple[VerifierStats, float] | None = None
 
     def observe(self, stats: VerifierStats, now: float, drafters: Mapping[str, DrafterSpeed]) -> None:
-        """Takes a report; `drafters` are the fleet's, to be told who does without them."""
+        """Takes a report.  Notes in `drafters`, the fleet's, which circuit breakers this verifier has opened or closed."""
         last, self._last = self._last, (stats, now)
         known = last is not None and last[0].started_at == stats.started_at
         seconds = now - last[1] if last is not None and known else 0.0
@@ -56,9 +56,9 @@ class VerifierRates:
             self._plain_s.note(stats.plain_step_s, seconds)
         if stats.running and stats.drafted_step_s > 0:
             self._drafted_s.note(stats.drafted_step_s, seconds)
-        # In the other modes people have chosen that drafters draft.
+        # In the other modes verifiers always draft, because the operator chose so.
         if stats.running and stats.lookup_step_s > 0 and stats.mode == "auto":
-            # Look-ups that do not pay are not verified.
+            # Never slower than plain steps: look-ups that do not pay are not verified.
             self._bare_s.note(min(stats.lookup_step_s / stats.lookup_length, stats.plain_step_s), seconds)
         load.plain_s, load.drafted_s, load.bare_s = self._plain_s.value, self._drafted_s.value, self._bare_s.value
         load.may_skip = stats.mode == "auto"
@@ -70,7 +70,7 @@ class VerifierRates:
         drafts = accepted = 0
         for drafter_id, counters in new.drafters.items():
             before = old.drafters.get(drafter_id, DraftCounters())
-            # What a verifier drafts itself says nothing of drafters.
+            # Look-ups are the verifier's own drafts and say nothing about drafters.
             if drafter_id != LOOKUP:
                 drafts += counters.drafts - before.drafts
                 accepted += counters.accepted_tokens - before.accepted_tokens
@@ -84,7 +84,7 @@ class VerifierRates:
 
 
 def _overlap(stats: VerifierStats) -> float:
-    """How much of drafting the present plan hides behind verification."""
+    """Share of verifications whose outcome was drafted ahead."""
     if stats.plan_outcomes:
         hits = sum(each.ahead_hits for each in stats.drafters.values())
         asked = hits + sum(each.ahead_misses for each in stats.drafters.values())

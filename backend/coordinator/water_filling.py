@@ -1,19 +1,20 @@
-"""Who drafts for whom: each drafter goes where one more brings the most tokens per second (water-filling).  Pure.
+"""Assigns each drafter where one more gains the most tokens per second (water-filling).  Pure.
 
-A verifier with n requests and a drafters sends each of them n / a requests a step.  From what members report it makes
+A verifier with n requests and a drafters sends each of them n / a requests per step.  From what members report, its speed is
+predicted as
 
-    draft  = fixed + per_request * n / a        of a usual drafter; more, the less of one it has
+    draft  = fixed + per_request * n / a        for typical drafters; longer if it has less than one
     cycle  = verify + draft - overlap * min(verify, draft)
-    tokens per second = n * acceptance length / cycle,      or n / plain step where it may skip drafts
+    tokens per second = n * acceptance length / cycle,      or n / plain step if that is more and it may skip drafts
 
-and without drafters what plain steps or its prompt lookups make.  A drafter counts by its speed, for a half if half as fast as
-usual, and for less to those who share it: another with as many requests is met at work half of the time.  What was not measured
-yet is taken to be as elsewhere.
+and without drafters from its plain steps or look-ups.  A drafter counts by its speed: one half as fast as the typical one is a
+half.  A shared drafter counts for less: it is busy half of the time if another verifier has as many requests.  Values that were
+not measured yet are taken from the other members.
 
-Free drafters are placed one after the other.  Then drafters move while that promises `min_gain` of what both verifiers make;
-none that was bound less than `min_dwell_s` ago, for measurements are noisy and a new drafter costs each request one opening.
-Who has none shares the one with the fewest verifiers, unless it is faster alone or all of them together lose more than
-`min_gain`.
+Free drafters are placed one after the other.  Then drafters move, while a move gains at least the share `min_gain` of what both
+verifiers make.  A drafter that was bound less than `min_dwell_s` ago stays: measurements are noisy, and a new drafter costs
+each request one opening.  A verifier without a drafter shares the drafter with the fewest verifiers, unless it is faster alone,
+or all verifiers of that drafter together lose more than `min_gain`.
 """
 
 from __future__ import annotations
@@ -27,28 +28,28 @@ from typing import NamedTuple
 from backend.coordinator.assignment import Action, Bindings, DrafterSpeed, Pair, Situation, VerifierLoad
 
 PLAIN_S, DRAFTED, LENGTH, FIXED_S, PER_REQUEST_S = 0.03, 1.2, 2.0, 5e-3, 5e-4
-"""Before anything of the kind was measured: a plain step, a drafted one over it, acceptance length, and a drafter's round."""
+"""Before any measurement: plain step, drafted step relative to it, acceptance length, a round's fixed time and per request."""
 IDLE, ACTIVE = 0.1, 0.5
-"""Requests that a verifier without any counts for, and from which on it has some."""
+"""An idle verifier counts as having 0.1 requests; from 0.5 on it counts as active."""
 CAPACITY = 0.1, 4.0
-"""A drafter counts for so much of a usual one at least and at most."""
+"""Least and most that a drafter counts for, relative to a typical one."""
 TOGETHER = 1, 2, 4, 8, 16
-"""One drafter more may be worth nothing where several are worth much: gains are looked for so far ahead."""
+"""Numbers of further drafters that are tried: one more may be worth nothing where several are worth much."""
 UNSKIPPED = 0.01
-"""Where drafts do not pay, drafting still counts for so much: it leads off plateaus."""
+"""Share of the drafted speed that counts even where drafts do not pay.  Without it, such assignments would all look equal."""
 MOVES = 8
-"""In one decision at most."""
+"""Most moves in one decision."""
 
 
 @dataclass(frozen=True)
 class WaterFilling:
-    """See the module's text."""
+    """The rule described in the module's docstring."""
 
     min_gain: float = 0.05
     min_dwell_s: float = 5.0
 
     def decide(self, situation: Situation) -> list[Action]:
-        """Places, moves, shares."""
+        """Places free drafters, moves drafters, shares them."""
         fleet = _Fleet(situation)
         if situation.verifiers and situation.drafters:
             fleet.place()
@@ -61,12 +62,12 @@ class WaterFilling:
 
 
 def predicted(situation: Situation, pairs: Iterable[Pair]) -> float:
-    """Tokens per second of the fleet, were it assigned like this."""
+    """Predicted tokens per second of the fleet with this assignment."""
     return _Fleet(replace(situation, bindings=dict.fromkeys(pairs, 0.0), pins={})).total()
 
 
 class _Fleet:
-    """One decision on its way."""
+    """The state of one decision."""
 
     def __init__(self, situation: Situation) -> None:
         self.bindings = Bindings(situation)
@@ -87,7 +88,7 @@ class _Fleet:
     # -- the steps -----------------------------------------------------------------------------------------------------
 
     def place(self) -> None:
-        """Free drafters, the fastest first."""
+        """Binds the free drafters, fastest first."""
         free = sorted(self.bindings.free(), key=lambda each: -self._capacity[each])
         needs = [(*self._need(verifier), verifier) for verifier in self._held]
         heapq.heapify(needs)
@@ -102,7 +103,7 @@ class _Fleet:
                 heapq.heappush(needs, need)
 
     def move(self, min_gain: float, bound_before: float) -> bool:
-        """The best move of one drafter, or of all of a verifier's; False where none is worth it."""
+        """Makes the best move, of one drafter or of all drafters of a verifier.  False if no move pays."""
         offers = [(giver, leaving) for giver in self._held for leaving in self._leaving(giver, bound_before)]
         takers = {size: self._takers(1 << size) for size in {len(leaving).bit_length() - 1 for _, leaving in offers}}
         best: tuple[float, str, str, list[str]] | None = None
@@ -122,13 +123,13 @@ class _Fleet:
         return True
 
     def _leaving(self, giver: str, bound_before: float) -> list[list[str]]:
-        """Its slowest drafter, and all of them, as far as they serve nobody else and may go."""
+        """What `giver` may give away: its slowest movable drafter, and all of them.  Shared drafters do not count."""
         may = [each for each in self._movable(giver, bound_before) if len(self.bindings.of_drafter[each]) == 1]
         slowest = sorted(may, key=lambda each: (each not in self._down, self._capacity[each]))[:1]
         return [slowest, may] if len(may) > 1 else [may] if may else []
 
     def _gain(self, giver: str, taker: str, leaving: list[str]) -> tuple[float, float]:
-        """What a move brings both, and what they make now.  Who gives the last away will share what the other has."""
+        """The gain of a move, and the present speed of both verifiers.  A giver of its last drafter will share the taker's."""
         giver_held, taker_held = self._held[giver], self._held[taker] + sum(self._capacity[each] for each in leaving)
         now = self._worth(giver, giver_held) + self._worth(taker, self._held[taker])
         less = giver_held - sum(self._part(giver, each) for each in leaving)
@@ -139,7 +140,7 @@ class _Fleet:
         return self._worth(giver, less) + self._worth(taker, taker_held) - now, now
 
     def share(self, most_lost: float) -> None:
-        """Verifiers without a drafter, those with the most requests first."""
+        """Has verifiers without a drafter share one, those with the most requests first."""
         shared = [(self._sharers(each), each) for each in self.bindings.of_drafter if each not in self.bindings.pins]
         heapq.heapify(shared)
         for verifier in sorted(self.bindings.bare(), key=lambda each: (-self._loads[each].requests, each)):
@@ -161,7 +162,7 @@ class _Fleet:
                 heapq.heappush(shared, each)
 
     def stop_needless_sharing(self, bound_before: float) -> None:
-        """A verifier that has a drafter of its own leaves those it shares, unless that costs; shares are evened out."""
+        """Has verifiers with a drafter of their own leave shared ones, unless that costs speed.  Then evens out sharing."""
         of_drafter = self.bindings.of_drafter
         for verifier, served in self.bindings.of_verifier.items():
             for drafter in self._movable(verifier, bound_before):
@@ -193,13 +194,13 @@ class _Fleet:
         return (max(drafted, load.requests / load.plain_s) if load.may_skip else drafted) + unskipped * drafted
 
     def _need(self, verifier: str) -> tuple[float, float]:
-        """Sorts those first to whom one more drafter brings the most, per drafter of as many as are best."""
+        """Sort key: first the verifier that gains the most per further drafter, over the numbers in `TOGETHER`."""
         held, now = self._held[verifier], self._worth(verifier, self._held[verifier])
         gain = max((self._worth(verifier, held + count) - now) / count for count in TOGETHER)
         return -gain, -self._loads[verifier].requests
 
     def _takers(self, count: int) -> list[str]:
-        """To whom so many usual drafters more bring the most: as many as may be excluded, and one more."""
+        """The verifiers that gain the most by `count` more drafters: as many as may be excluded, and one more."""
         worth, held = self._worth, self._held
         gains = {each: worth(each, held[each] + count) - worth(each, held[each]) for each in held}
         return heapq.nlargest(2 + len(self._down), gains, key=gains.__getitem__)
@@ -213,7 +214,7 @@ class _Fleet:
     # -- bindings ------------------------------------------------------------------------------------------------------
 
     def _part(self, verifier: str, drafter: str) -> float:
-        """How much of a usual drafter a verifier has in this one."""
+        """What this drafter counts for at a verifier, relative to a typical drafter of its own."""
         if verifier in self._down.get(drafter, ()):
             return 0.0
         others, loads = self.bindings.of_drafter[drafter] - {verifier}, self._loads
@@ -228,7 +229,7 @@ class _Fleet:
         return len(serves & self._active), len(serves)
 
     def _movable(self, verifier: str, bound_before: float) -> list[str]:
-        """Its drafters that may be taken away; what was bound in this decision may, as nobody has been told."""
+        """The verifier's drafters that may be unbound; those bound in this decision may, since it is not in force yet."""
         found = []
         for drafter in sorted(self.bindings.of_verifier[verifier]):
             since = self.bindings.since(verifier, drafter)
@@ -256,7 +257,7 @@ def _usual(values: Iterable[float | None], default: float) -> float:
 
 
 class _Load(NamedTuple):
-    """A `VerifierLoad` without gaps."""
+    """A `VerifierLoad` with all values known or assumed."""
 
     requests: float
     plain_s: float
@@ -268,7 +269,7 @@ class _Load(NamedTuple):
 
 
 def _completed(loads: Sequence[VerifierLoad]) -> dict[str, _Load]:
-    """What is not known of a verifier is taken from the others."""
+    """Fills in what was not measured of a verifier from the others, or else from the constants above."""
     plain_s = _usual((each.plain_s for each in loads), PLAIN_S)
     ratios = (each.drafted_s / each.plain_s if each.drafted_s and each.plain_s else None for each in loads)
     drafted, length = _usual(ratios, DRAFTED), _usual((each.length for each in loads), LENGTH)

@@ -1,7 +1,7 @@
 """The drafter as a Ray actor.
 
-Three threads: Ray's (constructor, `swap_head`, `stop`), the drafting thread (`process.py`), and the membership's.  Should the
-drafting thread die, the process exits, for Ray to restart it: a drafter that reports and drafts nothing helps nobody.
+Three threads: Ray's (constructor, `swap_head`, `stop`), the drafting thread (`process.py`), and the membership's.  If the
+drafting thread dies, the process exits so that Ray restarts it: a drafter that reports but does not draft is of no use.
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ CRASHED = 70
 
 
 class DrafterActor(MemberActor):
-    """A drafter.  Verifiers let go of it within a report or two, and need nothing from it when it ends."""
+    """A drafter.  It may end at any time: verifiers drop it within a report or two, and need nothing from it."""
 
     kind: ClassVar[MemberKind] = "drafter"
 
     def swap_head(self, head_dir: str) -> str | None:
-        """Drafts with another head or draft model from now on; why not, when it does not fit.  Verifiers learn of it from the
-        coordinator."""
+        """Drafts with another head or draft model from now on.  Returns why not, if it does not fit.
+
+        Verifiers learn of the new head from the coordinator.
+        """
         try:
             self._process.swap_head(head_dir)
         except (CheckpointError, TimeoutError) as error:

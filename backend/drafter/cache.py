@@ -1,11 +1,11 @@
-"""Which sequence owns which rows of the drafter's KV cache.  Pure bookkeeping, drafter thread; `head.py` owns the tensors.
+"""Keeps track of which sequence owns which rows of the drafter's KV cache.  Pure; drafter thread; `head.py` owns the tensors.
 
-A sequence's rows carry positions: row p stands for the target's feature of position p and the token at p + 1.  Rows are kept
-in ascending position; a position that never arrived is simply missing.  Only rows made from true features are counted here.
-Those that drafting makes lie behind a sequence's last row and are never committed: the next rows overwrite them.
+Each row has a position: row p is computed from the target's feature at position p and the token at p + 1.  Rows are kept in
+ascending position; a position whose feature was lost is left out.  Only rows made from true features are counted here.  Rows
+that drafting makes lie behind a sequence's last row, and the next true rows overwrite them.
 
-Features are functions of the target's prefix alone, so rows 0..m-1 serve any sequence whose tokens 0..m are the same, of any
-verifier.  Blocks of `BLOCK` tokens are found by a chain of hashes, then compared token by token.
+Features depend on the target's prefix alone, so rows 0..m-1 serve any sequence with the same tokens 0..m, of any verifier.  A
+shared prefix is found by a chain of hashes over blocks of `BLOCK` tokens, then compared token by token.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BLOCK = 16
 
 @dataclass(eq=False)
 class Sequence:
-    """One request's tokens and rows.  `spans` are runs of consecutive positions, `[first position, rows]`."""
+    """One request's tokens and rows: `length` rows in `spans`, runs of consecutive positions, `[first position, rows]`."""
 
     key: Hashable
     tokens: list[int]
@@ -40,18 +40,18 @@ class Sequence:
     start: int = 0
     """First row of its stretch in the cache."""
     room: int = 0
-    """Rows of its stretch; 0: it has none."""
+    """Rows of its stretch; 0: it has no stretch."""
     chain: list[int] = field(default_factory=list)
-    """Hashes of the leading token blocks under which others may find it."""
+    """Hashes of leading token blocks, under which other sequences may find it."""
     is_current: bool = True
-    """Whether its rows come from the weights that the target has now."""
+    """Whether its rows come from the target's present weights."""
     tip: tuple[int, Tensor] | None = None
-    """The base length of its last round, and the head's output `[1, hidden]` for the last row of it: drafting starts here."""
+    """Where drafting starts: the base length of its last round, and the head's output `[1, hidden]` for the last row."""
     ahead: tuple[int, list[int]] = (0, [])
-    """A position, and tokens whose rows lie from there on, behind its last one: true rows, if the text goes on so."""
+    """A position, and tokens whose rows from there on lie behind the last true row.  They become true if these tokens come."""
     sampling: Sampling = GREEDY
     trial: Trial | None = None
-    """What it would have drafted with more noise or less, until the text says which is right."""
+    """First tokens drafted with different taus, until the text shows which is right."""
 
     @property
     def unbroken(self) -> int:
@@ -65,7 +65,7 @@ class Sequence:
 
 
 class RowCache:
-    """All sequences of all verifiers.  `move(source, target, rows)` copies rows when a sequence has to move."""
+    """The sequences of all verifiers.  `move(source, target, rows)` copies cache rows; the stretches do not overlap."""
 
     def __init__(self, capacity: int, move: Callable[[int, int, int], None]) -> None:
         self._extents = Extents(capacity)
@@ -84,7 +84,7 @@ class RowCache:
 
     @property
     def usage(self) -> float:
-        """Share of the cache that open sequences hold; the rest is free or can be taken from closed ones."""
+        """Share of the cache that open sequences hold; the rest is free, or held by closed ones and can be taken."""
         return self._open_rows / self._extents.capacity
 
     def __len__(self) -> int:
@@ -103,11 +103,11 @@ class RowCache:
         return sequence
 
     def peek(self, key: Hashable) -> Sequence | None:
-        """An open sequence, left as it is."""
+        """An open sequence, without marking it as used."""
         return self._open.get(key)
 
     def open(self, key: Hashable, tokens: list[int], limit: int, now: float) -> Sequence:
-        """A new sequence; takes over or copies at most `limit` leading rows from one with the same prefix."""
+        """Starts a sequence, with at most `limit` leading rows taken over or copied from one with the same prefix."""
         self.close(key)
         sequence = Sequence(key, tokens, last_used=now)
         self._open[key] = sequence
@@ -119,13 +119,13 @@ class RowCache:
         return sequence
 
     def extend_tokens(self, sequence: Sequence, base_len: int, tokens: list[int]) -> None:
-        """`tokens[-1]` stands at `base_len - 1`; what contradicts it is dropped, rows included."""
+        """Makes the text `base_len` long and end with `tokens`.  Drops later or different tokens, and their rows."""
         kept = splice(sequence.tokens, base_len, tokens)
         self._unchain(sequence, kept // BLOCK)
         self.truncate(sequence, kept - 1)
 
     def truncate(self, sequence: Sequence, position: int) -> None:
-        """Drops all rows at `position` and after."""
+        """Drops all rows at `position` and behind."""
         while sequence.spans and sequence.end > position:
             first, rows = sequence.spans[-1]
             kept = max(position - first, 0)
@@ -137,9 +137,9 @@ class RowCache:
         self._unchain(sequence, (sequence.unbroken + 1) // BLOCK)
 
     def reserve(self, sequence: Sequence, rows: int, pinned: Collection[Sequence] = ()) -> bool:
-        """Room for `rows` more rows behind its last, if need be at the cost of others, `pinned` excepted.
+        """Makes room for `rows` rows behind the sequence's last.  Other sequences may lose theirs, except `pinned` ones.
 
-        When even that does not suffice it loses its own earlier rows; False when there is no room at all.
+        If that is not enough, the sequence loses its own earlier rows.  False when there is no room at all.
         """
         while (wanted := sequence.length + rows) > sequence.room:
             taken = self._extents.take(wanted)
@@ -152,7 +152,7 @@ class RowCache:
         return True
 
     def spare(self, sequence: Sequence, rows: int) -> bool:
-        """Room for `rows` rows behind its last that nobody will commit: at the cost of closed sequences, or not at all."""
+        """Makes room for `rows` scratch rows behind the sequence's last, taking only from closed sequences; else False."""
         while (wanted := sequence.length + rows) > sequence.room:
             taken = self._extents.take(wanted)
             if taken is not None:
@@ -165,9 +165,9 @@ class RowCache:
         return True
 
     def append(self, sequence: Sequence, position: int, rows: int) -> int:
-        """Counts `rows` rows from `position` on as committed; returns the first one's place in the cache.
+        """Counts `rows` rows from `position` on as committed.  Returns the place of the first in the cache.
 
-        Room must have been reserved, and `position` must not lie before the sequence's end.
+        Raises `ValueError` if room was not reserved, or if `position` lies before the sequence's end.
         """
         if position < sequence.end or sequence.length + rows > sequence.room:
             raise ValueError("rows appended without truncation or room")
@@ -180,7 +180,7 @@ class RowCache:
         return place
 
     def adopt(self, sequence: Sequence) -> None:
-        """Commits the rows that were made ahead for tokens which have come, but for that of the last token."""
+        """Commits the rows made ahead for tokens that have come, without the last token's: drafting starts by computing it."""
         position, tokens = sequence.ahead
         sequence.ahead = (0, [])
         rows = common_prefix(sequence.tokens[position + 1 : -1], tokens)
@@ -189,9 +189,9 @@ class RowCache:
             self.publish(sequence)
 
     def invalidate(self) -> None:
-        """The target's weights were exchanged: no new sequence may begin with rows there are now.
+        """The target's weights were exchanged: no new sequence may reuse present rows.
 
-        Open ones, of other verifiers, keep theirs; they end soon enough.
+        Open sequences keep their rows: they belong to other verifiers, and end soon enough.
         """
         for sequence in list(self._closed):
             self._forget(sequence)
@@ -200,7 +200,7 @@ class RowCache:
             self._unchain(sequence, 0)
 
     def publish(self, sequence: Sequence) -> None:
-        """Lets others find the rows this sequence has by now."""
+        """Lets new sequences find the rows that this one has by now."""
         if not sequence.is_current:
             return
         tokens, chain = sequence.tokens, sequence.chain
@@ -210,7 +210,7 @@ class RowCache:
             self._index.setdefault(chain[-1], sequence)
 
     def close(self, key: Hashable) -> None:
-        """The request is over; its rows stay for others until the room is needed."""
+        """The request is over.  Its rows stay for reuse until their room is needed."""
         sequence = self._open.pop(key, None)
         if sequence is None:
             return
@@ -227,7 +227,7 @@ class RowCache:
         return [key for key, sequence in self._open.items() if sequence.last_used < before]
 
     def _find(self, tokens: list[int]) -> Sequence | None:
-        """A sequence that shares the most leading blocks; its tokens are still to be compared."""
+        """The sequence that shares the most leading blocks by hash; the caller has to compare its tokens."""
         found, link = None, 0
         for at in range(0, len(tokens) - BLOCK + 1, BLOCK):
             link = _link(link, tokens[at : at + BLOCK])
@@ -265,12 +265,12 @@ class RowCache:
             self._closed.move_to_end(sequence)
 
     def _evict(self, keep: Sequence, pinned: Collection[Sequence]) -> bool:
-        """Frees the rows of the sequence least recently used, closed ones first; False when none is left."""
+        """Frees the rows of the least recently used sequence, closed ones first; False when none is left."""
         for sequence in (*self._closed, *self._open.values()):
             if sequence.room and sequence is not keep and sequence not in pinned:
                 self.evictions += 1
                 if sequence.is_open:
-                    # It goes on without context; whoever sends its next rows need not know.
+                    # The sequence goes on without context; its verifier need not know.
                     self._drop_rows(sequence)
                 else:
                     self._forget(sequence)

@@ -1,8 +1,8 @@
 """Proposes with a draft model: a small language model with the target's vocabulary, decoded like a head but without features.
 
-Drafter thread.  Row p of the cache is the token at p.  So what rows a request lacks can be computed from its text at any time,
-and a drafted token's row stays when the token is accepted.  The books of `cache.py` are kept for heads, whose row p needs the
-token at p + 1; so a sequence there begins with one more token, `START`, and is that much longer.
+Drafter thread.  Row p of the cache is computed from the token at p.  So missing rows can be computed from a request's text at
+any time, and a drafted token's row stays if the token is accepted.  `cache.py` is made for heads, whose row p needs the token
+at p + 1.  To fit it, a sequence there begins with an extra token `START`, and all its lengths are greater by one.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from backend.wire.drafting import Outcome
 
 START = -1
 BATCH_ROWS = 2048
-"""Rows that a batch fills at most: a long prompt is read over several batches, while others get their drafts."""
+"""Most rows computed per batch: a long prompt is read over several batches, while other requests get their drafts."""
 
 
 class ModelProposer(EagleProposer):
     """A draft model behind the `Proposer` protocol."""
 
     def open(self, key: Hashable, tokens: list[int], rows: int, now: float, sampling: Sampling = GREEDY) -> None:
-        """Starts a sequence; rows of an earlier one with the same prefix are reused."""
+        """Starts a sequence.  Reuses rows of an earlier one with the same prefix."""
         super().open(key, [START, *tokens], 1, now, sampling)
 
     def commit(self, key: Hashable, base_len: int, tokens: list[int], rows: int, now: float) -> bool:
-        """Takes the newest tokens, and the rows that it has for them."""
+        """Takes the newest tokens, and commits rows already computed for them."""
         known = super().commit(key, base_len + 1, tokens, rows, now)
         sequence = self._cache.peek(key)
         if sequence is not None and tokens:
@@ -35,15 +35,14 @@ class ModelProposer(EagleProposer):
         return known
 
     def length(self, key: Hashable) -> int | None:
-        """Tokens a sequence is known to have."""
         length = super().length(key)
         return None if length is None else length - 1
 
     def invalidate(self) -> None:
-        """Nothing here depends on the target's weights."""
+        """Does nothing: rows do not depend on the target's weights."""
 
     def draft(self, batch: Sequence[Ask]) -> list[Drafted]:
-        """Computes the rows that the sequences lack, then decodes those that want drafts, together."""
+        """Computes the rows that the sequences lack, then decodes together those that are to be drafted for."""
         left = BATCH_ROWS
         asks = []
         for ask in batch:
@@ -52,7 +51,7 @@ class ModelProposer(EagleProposer):
             if sequence is None or base_len != len(sequence.tokens) or base_len + MAX_DRAFT > self._cache.capacity:
                 asks.append(Ask(ask.key, base_len, 0, None))
                 continue
-            # Where rows were lost to another sequence, those behind them mean nothing.
+            # Rows behind a gap, left when earlier rows were given to another sequence, are of no use.
             self._cache.truncate(sequence, sequence.unbroken)
             missing = base_len - 1 - sequence.unbroken
             rows = min(missing, left)
@@ -62,12 +61,11 @@ class ModelProposer(EagleProposer):
         drafts = super().draft(asks)
         for ask, drafted in zip(asks, drafts, strict=True):
             if drafted is not NOTHING:
-                # The last token was drawn from a row, and got none.
+                # The last draft token has no row: nothing was drafted after it.
                 self._note_ahead(ask.key, drafted.tokens[:-1])
         return drafts
 
     def imagine(self, batch: Sequence[Premise]) -> list[list[Outcome]]:
-        """Drafts for likely ends of verifications."""
         found = super().imagine([replace(premise, base_len=premise.base_len + 1) for premise in batch])
         for premise, outcomes in zip(batch, found, strict=True):
             if outcomes:

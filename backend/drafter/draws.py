@@ -1,7 +1,7 @@
-"""How the rows of a batch choose their draft tokens, and where each draft ends.  Drafter thread.
+"""Chooses the draft tokens of a batch's rows, and decides where each draft ends.  Drafter thread.
 
 A row's token maximises `log q(v) + tau G(seed, position, v)`, where q is `softmax(logits / temperature)` over the head's
-vocabulary.  A greedy row's maximises `log q(v)` at temperature 1.  The largest sum is the token's value.
+vocabulary.  A greedy row's token maximises `log q(v)` at temperature 1.  The maximum is the token's value.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from backend.speculation.chances import chance
 
 
 class Draws:
-    """Rows that are drawn together; `token_ids` are the columns' tokens (None: their numbers)."""
+    """Draws tokens for the rows of a batch.  `token_ids`: the token of each column; None: column number = token id."""
 
     def __init__(
         self, samplings: Sequence[Sampling], taus: Sequence[int], token_ids: Tensor | None, device: torch.device
@@ -34,12 +34,12 @@ class Draws:
         self.scales = torch.tensor(scales, dtype=torch.float32, device=device)
 
     def pick(self, logits: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of `logits` `[rows, vocabulary]` at `positions` `[rows]`: the columns, their values and their leads."""
+        """Chosen columns, their values and their leads, `[rows]` each; `logits` `[rows, vocabulary]`, `positions` `[rows]`."""
         columns, scores, leads = noise.choose(logits, self._seeds, positions, self._betas, self.scales, self._token_ids)
         return columns, scores - self._totals(logits), leads
 
     def survey(self, logits: Tensor, positions: Tensor, count: int, others: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The `count` best columns and their values, `[rows, count]`, and the values of `others`, one column per row."""
+        """The `count` best columns and their values, `[rows, count]` each, and the values `[rows]` of the columns `others`."""
         columns, scores = noise.rank(logits, self._seeds, positions, self._betas, self.scales, count, self._token_ids)
         ids = others if self._token_ids is None else self._token_ids[others]
         noises = noise.gumbel(self._seeds, positions, ids.unsqueeze(1)).squeeze(1)
@@ -48,12 +48,12 @@ class Draws:
         return columns, scores - totals.unsqueeze(1), further - totals
 
     def _totals(self, logits: Tensor) -> Tensor:
-        """What turns scores into values: the logarithm of the sum of exponentials, `[rows]`."""
+        """Score minus this is a value: the logarithm of the softmax's denominator, `[rows]`."""
         return (logits * self._betas.unsqueeze(1) if self._is_tempered else logits).logsumexp(1)
 
 
 class Ends:
-    """Where each draft of a batch ends, decided token by token; `limits` are the tokens there is room for."""
+    """Decides token by token where each draft of a batch ends.  `limits`: tokens that each draft has room for."""
 
     def __init__(self, limits: Sequence[int], untils: Sequence[Until], samplings: Sequence[Sampling]) -> None:
         self.kept = [max(min(limit, until.k), 0) for limit, until in zip(limits, untils, strict=True)]
@@ -66,7 +66,7 @@ class Ends:
         self._taken = 0
 
     def take(self, values: Tensor, leads: Tensor) -> bool:
-        """The next token of every row; whether any draft goes on after it.  Reads the signs only where they may end one."""
+        """Takes the signs of every row's next token; whether any draft goes on.  Waits for the device only if signs matter."""
         if self._survivals:
             both = torch.stack((values, leads), dim=1).tolist()
             for row, survival in list(self._survivals.items()):
@@ -87,7 +87,7 @@ class Ends:
             self._survivals[row] = survival
 
     def cut(self, tokens: list[Tensor], values: list[Tensor], leads: list[Tensor]) -> list[Drafted]:
-        """The drafts of all rows, from each step's `[rows]`."""
+        """The drafts of all rows; the lists have one tensor `[rows]` per step."""
         rows = torch.stack(tokens, dim=1).tolist()
         signs = torch.stack((torch.stack(values, dim=1), torch.stack(leads, dim=1)), dim=2).flatten(1).tolist()
         pairs = zip(rows, signs, self.kept, strict=True)

@@ -1,6 +1,6 @@
-"""Proposes with an EAGLE head: extends the cache by the target's true features, then decodes K tokens, with the shared noise.
+"""Proposes with an EAGLE head: extends the cache by the target's true features, then decodes K tokens with the shared noise.
 
-Drafter thread.  Both halves are batched over the sequences of a round, whichever verifier they come from.
+Drafter thread.  Both parts are batched over all sequences of a batch, from all verifiers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from backend.wire.drafting import Outcome
 
 
 def compute_dtype(stored: str, device: torch.device) -> torch.dtype:
-    """The head's own type; on a CPU float32, which is faster there and never worse."""
+    """The head's own type; on a CPU float32, which is faster there and no less exact."""
     return torch.float32 if device.type == "cpu" else TORCH_DTYPES.get(stored, torch.float32)
 
 
@@ -46,7 +46,7 @@ class EagleProposer:
                 where,
                 compute_dtype(config.dtype, where),
                 self._cache.capacity,
-                # Rows of a batch go on drafting past their own end while others are not done.
+                # A batch drafts on until its last row is done, so rows may go past their own end.
                 self.max_position + MAX_DRAFT,
             )
         raw = weights.projection
@@ -61,15 +61,14 @@ class EagleProposer:
         self._head.move(source, target, rows)
 
     def open(self, key: Hashable, tokens: list[int], rows: int, now: float, sampling: Sampling = GREEDY) -> None:
-        """Starts a sequence; rows of an earlier one with the same prefix are reused up to its own features."""
+        """Starts a sequence.  Reuses rows of an earlier one with the same prefix, up to where its own features begin."""
         self._cache.open(key, tokens, len(tokens) - 1 - rows, now).sampling = sampling
 
     def commit(self, key: Hashable, base_len: int, tokens: list[int], rows: int, now: float) -> bool:
-        """Takes the newest tokens."""
         sequence = self._cache.get(key, now)
         if sequence is None:
             return False
-        # A request that is computed anew after a preemption repeats itself, and that takes nothing back.
+        # After a preemption the verifier repeats positions that are known here.  An empty round must not take tokens back.
         if rows or tokens or base_len > len(sequence.tokens):
             self._cache.extend_tokens(sequence, base_len, tokens)
             sequence.tip = None if tokens else sequence.tip
@@ -81,31 +80,27 @@ class EagleProposer:
         self._cache.close(key)
 
     def length(self, key: Hashable) -> int | None:
-        """Tokens a sequence is known to have."""
         sequence = self._cache.peek(key)
         return None if sequence is None else len(sequence.tokens)
 
     def requests(self) -> list[Hashable]:
-        """Open requests."""
         return self._cache.open_keys()
 
     def close_idle(self, before: float) -> None:
-        """Closes sequences unheard of since `before`."""
         for key in self._cache.idle_since(before):
             self._cache.close(key)
 
     def invalidate(self) -> None:
-        """Rows made from the target's earlier features serve no further sequence."""
+        """Rows made from features of the target's old weights serve no further sequence."""
         self._cache.invalidate()
 
     def usage(self) -> Usage:
-        """Counters and load."""
         held = self._cache
         return Usage(len(held), held.usage, held.prefix_rows_reused, held.evictions)
 
     @torch.inference_mode()
     def draft(self, batch: Sequence[Ask]) -> list[Drafted]:
-        """Extends all sequences in one pass, then decodes those that want drafts, together."""
+        """Extends all sequences in one pass, then decodes together those that are to be drafted for."""
         limits = [max(min(ask.until.k, MAX_DRAFT, self.max_position - ask.base_len), 0) for ask in batch]
         depth = max(limits, default=0)
         extended, drafting = self._reserve(batch, limits, max(depth - 1, 0))
@@ -121,7 +116,7 @@ class EagleProposer:
 
     @torch.inference_mode()
     def imagine(self, batch: Sequence[Premise]) -> list[list[Outcome]]:
-        """Drafts for likely ends of verifications; the rows it computes lie where the next true ones will be written."""
+        """Drafts for likely outcomes of verifications.  Its cache rows are scratch: the next true rows overwrite them."""
         likely = Shape.of(batch)
         chosen: dict[int, cache.Sequence] = {}
         for i, premise in enumerate(batch):
@@ -142,7 +137,7 @@ class EagleProposer:
     def _reserve(
         self, batch: Sequence[Ask], limits: list[int], scratch: int
     ) -> tuple[dict[int, cache.Sequence], dict[int, cache.Sequence]]:
-        """Commits each ask's rows to the cache's books; those that found room, by their index: to extend, to draft."""
+        """Reserves cache rows, and commits true ones.  Returns sequences to extend, and to draft for, by index in `batch`."""
         sequences = [self._cache.peek(ask.key) for ask in batch]
         pinned = {sequence for sequence in sequences if sequence is not None}
         extended: dict[int, cache.Sequence] = {}
@@ -165,7 +160,7 @@ class EagleProposer:
         return extended, drafting
 
     def _extend(self, batch: Sequence[Ask], extended: dict[int, cache.Sequence]) -> None:
-        """Computes the new rows in one pass, and publishes them."""
+        """Computes the new rows in one pass, and lets other sequences find them."""
         ids: list[int] = []
         positions: list[int] = []
         places: list[int] = []
@@ -195,7 +190,7 @@ class EagleProposer:
             self._cache.publish(sequence)
 
     def _decode(self, sequences: list[cache.Sequence], ends: Ends, depth: int) -> list[Drafted]:
-        """A draft of at most `depth` tokens per sequence, from their tips."""
+        """Drafts at most `depth` tokens per sequence, starting from each sequence's tip."""
         head = self._head
         samplings = [s.sampling for s in sequences]
         taus = [self._taus.in_force(sampling.temperature) for sampling in samplings]
@@ -206,7 +201,7 @@ class EagleProposer:
         logits, feature = head.read(tips(sequences))
         first = logits
         for step in range(depth):
-            # The token drafted from a row is the next row's.
+            # The token drafted from a row becomes the input of the next row.
             columns, value, lead = draws.pick(logits, positions[step] + head.token_offset)
             tokens.append(head.target_ids(columns))
             values.append(value)
@@ -223,7 +218,7 @@ class EagleProposer:
     def _try_rivals(
         self, sequences: list[cache.Sequence], taus: list[int], logits: Tensor, positions: Tensor, chosen: Tensor
     ) -> None:
-        """Notes what another tau would have drafted first, where the head stands on true features."""
+        """Notes the first token that another tau would have drafted.  Only the first one follows from true features."""
         samplings = [s.sampling for s in sequences]
         rivals = [self._taus.rival(sampling.temperature) for sampling in samplings]
         others = Draws(samplings, rivals, self._head.draft_to_target, self._head.device)
@@ -234,7 +229,7 @@ class EagleProposer:
                 sequence.trial = Trial(base_len, sequence.sampling.temperature, {tau: own, rival: other})
 
     def _learn(self, sequence: cache.Sequence, first: int, tokens: list[int]) -> None:
-        """The text has `tokens` from position `first` on."""
+        """Learns which tau was right: the text has `tokens` from position `first` on."""
         trial = sequence.trial
         if trial is not None and first + len(tokens) > trial.base_len:
             sequence.trial = None
@@ -243,5 +238,5 @@ class EagleProposer:
 
 
 def _is_at(sequence: cache.Sequence, base_len: int) -> bool:
-    """Whether drafting can start at `base_len`: nothing came since the round that ended there."""
+    """Whether drafting can start at `base_len`: the latest round ended there, and no token came since."""
     return sequence.tip is not None and sequence.tip[0] == base_len == len(sequence.tokens)

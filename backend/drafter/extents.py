@@ -1,7 +1,7 @@
-"""Contiguous stretches of cache rows, by the buddy system (Knuth, TAOCP 1, 2.5).  Pure; drafter thread.
+"""Allocates contiguous stretches of cache rows, by the buddy system (Knuth, TAOCP 1, 2.5).  Pure; drafter thread.
 
 Every sequence keeps its rows in one stretch, so that attention reads them in place.  A stretch holds a power of two times
-`UNIT` rows; a sequence that outgrows its own moves to one twice as long, which costs a constant per row over its life.
+`UNIT` rows.  A sequence that outgrows its stretch moves to one twice as long; over its life that costs a constant per row.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Extents:
         self.largest = max(size for _, size in self._top_level) * UNIT
 
     def size_for(self, rows: int) -> int:
-        """Rows of the stretch that `rows` rows get."""
+        """Size of the stretch for `rows` rows."""
         return UNIT << max((max(rows, 1) - 1) // UNIT, 0).bit_length()
 
     def take(self, rows: int) -> tuple[int, int] | None:

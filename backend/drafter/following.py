@@ -1,8 +1,8 @@
-"""Fetches what a head shares with its target from a verifier whose weights were exchanged.  Drafting thread.
+"""After an exchange of the target's weights, fetches the tensors that a head shares with its target.  Drafting thread.
 
-One tensor after the other, one part at a time: the verifier answers between two steps and the drafter takes it between two
-batches, so that both go on meanwhile.  A drafter that gets no answer keeps what it has, and asks again when it hears of anyone
-who runs these weights.
+Tensors come from a verifier, one after the other and in parts.  The verifier answers between two steps, and the drafter takes a
+part between two batches, so that both go on meanwhile.  A drafter that gets no answer keeps its old tensors, and asks any
+verifier with these weights that it hears from next.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from backend.wire.drafting import Hello, Part, TargetTensor, Want
 logger = logging.getLogger(__name__)
 
 PATIENCE_S = 2.0
-"""Without an answer for so long, whoever comes along is asked."""
+"""After so long without an answer, another verifier with these weights is asked."""
 ROWS, WIDTH = 1 << 22, 1 << 17
-"""No matrix of a target is larger."""
+"""Larger matrices are refused: no target has them."""
 
 
 @dataclass(frozen=True)
 class _Known:
-    """Weights of a target, as a verifier has greeted with them."""
+    """A target's weights, as named in a verifier's greeting."""
 
     target: str
     verifier_id: str = ""
@@ -37,12 +37,12 @@ class _Known:
 
 @dataclass
 class _Fetch:
-    """What is asked for, and what has come of it."""
+    """A fetch in progress."""
 
     known: _Known
     session: Session
     names: list[TargetTensor]
-    """Still to come, the one at hand first."""
+    """Tensors still to come, the present one first."""
     asked_at: float
     first: int = 0
     data: bytearray = field(default_factory=bytearray)
@@ -54,7 +54,7 @@ class _Fetch:
 
 
 class Following:
-    """`names()`: the tensors that the present head shares with its target.  `take` is given all of them when they are there."""
+    """Fetches `names()`, the tensors that the present head shares with its target, and then passes all of them to `take`."""
 
     def __init__(self, names: Callable[[], Collection[TargetTensor]], take: Callable[[dict[str, Tensor]], None]) -> None:
         self._names = names
@@ -63,7 +63,7 @@ class Following:
         self._fetch: _Fetch | None = None
 
     def greeted(self, session: Session, hello: Hello, now: float) -> Want | None:
-        """A verifier has said which weights it runs; what to ask it for."""
+        """A verifier has greeted, naming its weights.  Returns what to ask it for, if anything."""
         session.target = hello.target
         known = _Known(hello.target, hello.verifier_id, hello.weights)
         if not hello.weights or not self._differs(known):
@@ -76,7 +76,7 @@ class Following:
         return self._fetch.want if self._fetch is not None else None
 
     def remind(self, session: Session, now: float) -> Want | None:
-        """What to ask this verifier for, where another has not answered."""
+        """What to ask this verifier for if another one has not answered in time."""
         fetch = self._fetch
         if fetch is None or now - fetch.asked_at < PATIENCE_S or session.target != fetch.known.target:
             return None
@@ -84,7 +84,7 @@ class Following:
         return fetch.want
 
     def receive(self, session: Session, part: Part, frames: Sequence[bytes], now: float) -> Want | None:
-        """Takes a part; what to ask for next.  Raises `Malformed`."""
+        """Takes a part.  Returns what to ask for next, if anything.  Raises `Malformed`."""
         fetch = self._fetch
         if fetch is None or fetch.session is not session or (part.name, part.first) != (fetch.names[0], fetch.first):
             return None
@@ -115,10 +115,10 @@ class Following:
         return None
 
     def reset(self) -> None:
-        """Nobody is known any more."""
+        """All sessions were dropped: gives up the fetch in progress."""
         self._fetch = None
 
     def _differs(self, known: _Known) -> bool:
-        """Names may be given twice: a verifier that has exchanged its weights since has others."""
+        """Whether these weights are new here.  A verifier may reuse a name for other weights, with a new number."""
         have = self._have
         return known.target != have.target or (known.verifier_id == have.verifier_id and known.weights != have.weights)

@@ -1,8 +1,8 @@
 """The arithmetic of an EAGLE head or a draft model and its KV cache, in plain torch on a CPU or GPU.  Drafter thread.
 
-Written for small batches, where every operator call and every byte of weights counts: the embedding's share of layer 0's input
-projection is computed per token beforehand (or at least its norm is), q, k and v are one product, and in the last layer rows
-that nobody drafts from contribute keys and values only.  Semantics are those of vLLM's `llama_eagle3`, `llama_eagle` and
+Written for small batches, where every operator call and every byte of weights counts.  The embedding's share of layer 0's input
+projection is computed per token beforehand (or at least its norm is).  q, k and v are one product.  In the last layer, rows
+that no draft starts from contribute keys and values only.  Semantics are those of vLLM's `llama_eagle3`, `llama_eagle` and
 `mimo_mtp`.  A draft model is a head without features: its rows begin as embeddings.
 """
 
@@ -19,21 +19,21 @@ from backend.models.checkpoint import HeadWeights
 from backend.models.head_config import DRAFT_MODEL
 
 TABLE_BYTES = 64 * 2**20
-"""Largest precomputed table of embeddings already projected by layer 0."""
+"""Largest table of embeddings projected beforehand by layer 0; larger ones are projected when used."""
 TABLE_CHUNK = 8192
-"""Embeddings converted at a time."""
+"""Embeddings converted at a time; bounds memory."""
 QUERY_CHUNK = 512
-"""Query rows per attention call of an inner layer; bounds its mask."""
+"""Query rows per attention call of an inner layer; bounds the size of its mask."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """A forward pass over rows of several sequences, one after the other.
+    """The input of a forward pass: new rows of several sequences, one sequence after the other.
 
-    `ids`, `positions`, `places` are `[rows]` int64: the token, the row's position, its row of the cache.
-    `starts`, `lengths`: each sequence's first row in the cache and its rows there, these included; `counts`: these alone.
-    `masks`, where a sequence's rows are branches that share what lies before them: per sequence what each of its rows may
-    attend to, `[counts * group, at least lengths]`, 0 or minus infinity; None: every row sees those before it.
+    `ids`, `positions`, `places` are `[rows]` int64: the row's token, its position, and its row of the cache.
+    `starts`, `lengths`, `counts`: per sequence its first row in the cache, its rows there with the new ones, and its new rows.
+    `masks`: None: every row attends to those before it.  If rows are branches that share what lies before them: per sequence a
+    mask of what each new row may attend to, `[counts * group, at least lengths]`, 0 or minus infinity.
     """
 
     ids: Tensor
@@ -77,7 +77,7 @@ class Head:
         config = weights.config
         self.config = config
         self.device, self.dtype = device, dtype
-        # One padded call per step suits a GPU; in-place reads, sequence by sequence, suit a CPU.
+        # A GPU is faster with one padded call per step, a CPU with reads in place, sequence by sequence.
         self.gather = device.type == "cuda"
         self.heads, self.kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         self.group = self.heads // self.kv_heads
@@ -87,7 +87,7 @@ class Head:
         self.rotations = rotation_table(config.rope, self.head_dim, positions).to(device)
         self.is_eagle3 = config.kind == "eagle3"
         self.takes_features = config.kind != DRAFT_MODEL
-        # A head's row is made of the feature at its position and the token after it, a draft model's of the token there.
+        # A head's row p reads the feature at p and the token at p + 1; a draft model's row p reads the token at p.
         self.token_offset = int(self.takes_features)
         self.table, self.table_weight, self.feature_fc = self._input_tables(weights.embedding)
         self.layers = [self._layer(index) for index in range(config.num_layers)]
@@ -96,7 +96,7 @@ class Head:
         self.norm = self._vector("norm.weight")
         self.lm_head = self._on_device(weights.lm_head.t())
         mapping = weights.draft_to_target
-        # A whole vocabulary in its own order needs none, and its noise is drawn faster.
+        # A full vocabulary in the target's order needs no mapping, and its noise is drawn faster without.
         is_whole = mapping is None or torch.equal(mapping, torch.arange(weights.config.vocab_size))
         self.draft_to_target = None if mapping is None or is_whole else mapping.to(device)
         self._source = {}
@@ -113,16 +113,15 @@ class Head:
             self.cache[:, target : target + rows].copy_(self.cache[:, source : source + rows])
 
     def forward(self, rows: Rows, features: Tensor | None, keep: Tensor | None) -> Tensor:
-        """Writes the cache rows; returns `[kept, hidden]`, the outputs before the final norm.
+        """Computes the rows and writes them to the cache.  Returns `[kept, hidden]`, the outputs before the final norm.
 
-        `features` is `[rows, hidden]`; a draft model looks at none.  `keep`: indices of the rows whose outputs are wanted, in
-        the sequences' order, one per sequence of `rows`; None: all of them, each being its sequence's only row or one of its
-        branches.
+        `features` is `[rows, hidden]`; a draft model ignores it.  `keep`: index of the row whose output is returned, one per
+        sequence, in the sequences' order.  None: all rows; each must then be its sequence's only new row or a branch.
         """
         part = self._embed(rows.ids)
         rotations = self.rotations.index_select(0, rows.positions)
         if self.feature_norm is not None and features is not None:
-            # As MTP layers were trained: without the embedding at position 0, and on normed features.
+            # MTP layers were trained without the embedding at position 0, and on normed features.
             part = part.masked_fill((rows.positions == 0).unsqueeze(1), 0.0)
             features = self._rms(features, self.feature_norm)
         hidden = part
@@ -146,16 +145,16 @@ class Head:
         return hidden
 
     def read(self, output: Tensor) -> tuple[Tensor, Tensor]:
-        """Of outputs `[n, hidden]`: logits `[n, draft vocabulary]` in float32, features `[n, hidden]` of the next step."""
+        """From outputs `[n, hidden]`: logits `[n, draft vocabulary]` in float32, features `[n, hidden]` for the next step."""
         normed = self._normed(output)
         return (normed @ self.lm_head).float(), normed if self.config.norm_output else output
 
     def feature(self, output: Tensor) -> Tensor:
-        """The features `[n, hidden]` of the next step alone."""
+        """From outputs `[n, hidden]`: features `[n, hidden]` for the next step."""
         return self._normed(output) if self.config.norm_output else output
 
     def target_ids(self, ids: Tensor) -> Tensor:
-        """The target's token ids for the draft vocabulary's, of any shape."""
+        """Maps token ids of the draft vocabulary, of any shape, to the target's."""
         return ids if self.draft_to_target is None else self.draft_to_target[ids]
 
     def _normed(self, output: Tensor) -> Tensor:
@@ -166,7 +165,7 @@ class Head:
         return part if self.table_weight is None else part @ self.table_weight
 
     def _project(self, index: int, layer: _Layer, hidden: Tensor, part: Tensor) -> tuple[Tensor, Tensor]:
-        """What the layer adds to, and its queries, keys and values `[rows, query_width + 2 * kv_heads * head_dim]`."""
+        """The layer's residual, and its queries, keys and values `[rows, query_width + 2 * kv_heads * head_dim]`."""
         if index == 0 and self.hidden_norm is not None:
             normed = self._rms(hidden, self.hidden_norm)
             residual = normed if self.config.norm_before_residual else hidden
@@ -184,7 +183,7 @@ class Head:
         rotate_(vectors, rotations)
 
     def _attend_last(self, index: int, queries: Tensor, rows: Rows) -> Tensor:
-        """One query row per sequence, which sees all of its sequence's rows: `[sequences, query_width]` twice."""
+        """Attention of one query row per sequence to all rows of its sequence.  Queries, result: `[sequences, query_width]`."""
         folded = queries.view(-1, 1, self.kv_heads, self.group, self.head_dim)
         if self.gather and len(rows.starts) > 1:
             return self._attend_padded(index, folded.squeeze(1), rows).reshape(-1, self.query_width)
@@ -196,9 +195,9 @@ class Head:
         return (attended[0] if len(attended) == 1 else torch.cat(attended)).reshape(-1, self.query_width)
 
     def _attend_branches(self, index: int, queries: Tensor, rows: Rows, masks: list[Tensor]) -> Tensor:
-        """Rows of one sequence see what their mask lets them: `[rows, query_width]` twice.
+        """Attention of each row as its sequence's mask allows.  Queries and result: `[rows, query_width]`.
 
-        Branches are laid out as further queries of one call, so the rows they share are read once, in place.
+        All branches of a sequence are queries of one call, so the rows they share are read once, in place.
         """
         attended = []
         at = 0
@@ -216,7 +215,7 @@ class Head:
         return attended[0] if len(attended) == 1 else torch.cat(attended)
 
     def _attend_padded(self, index: int, queries: Tensor, rows: Rows) -> Tensor:
-        """All sequences in one call over gathered rows `[sequences, longest]`; queries: `[sequences, kv_heads, group, dim]`."""
+        """Attention in one call over rows padded to the longest.  In and out: `[sequences, kv_heads, group, head_dim]`."""
         starts, lengths = torch.tensor([rows.starts, rows.lengths], device=self.device).unsqueeze(-1)
         longest = torch.arange(max(rows.lengths), device=self.device)
         visible = longest < lengths
@@ -228,7 +227,7 @@ class Head:
         )
 
     def _attend_all(self, index: int, queries: Tensor, rows: Rows) -> Tensor:
-        """Every row attends to its sequence's rows up to itself (inner layers only): `[rows, query_width]` twice."""
+        """Attention of every row to its sequence's rows up to itself (inner layers).  In and out: `[rows, query_width]`."""
         attended = torch.empty_like(queries)
         at = 0
         for start, length, count in zip(rows.starts, rows.lengths, rows.counts, strict=True):
@@ -261,8 +260,10 @@ class Head:
         return functional.rms_norm(values, weight.shape, weight, self.config.rms_norm_eps)
 
     def _input_tables(self, embedding: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Per token, what the embedding adds to the first product: the table, what it is yet to be multiplied with (None:
-        done beforehand), and EAGLE-1's weight for the feature."""
+        """What each token's embedding adds to the first product, a row per token.
+
+        Also returns the matrix that rows have yet to be multiplied with (None: done beforehand), and EAGLE-1's for features.
+        """
         hidden = self.config.hidden_size
         if not self.takes_features:
             return self._on_device(embedding), None, None
@@ -285,7 +286,7 @@ class Head:
         if fits:
             return table, None, feature_fc
         if bias is not None:
-            # A constant column carries the bias through the product.
+            # A constant column adds the bias within the product.
             table = functional.pad(table, (0, 1), value=1.0)
             on_embedding = torch.cat((on_embedding, bias.unsqueeze(1)), dim=1)
         return table, self._on_device(on_embedding.t()), feature_fc
@@ -315,7 +316,7 @@ class Head:
         )
 
     def _fused(self, prefix: str, names: tuple[str, ...]) -> tuple[Tensor, Tensor | None]:
-        """Projections stacked into one `[out, in]` and its bias; queries and keys in paired order."""
+        """Stacks projections into one matrix `[out, in]` and its bias; queries and keys in the paired order (`rope.py`)."""
         weights = [self._paired(name, self._source[f"{prefix}.{name}.weight"]) for name in names]
         biases = [self._source.get(f"{prefix}.{name}.bias") for name in names]
         present = [self._paired(name, bias) for name, bias in zip(names, biases, strict=True) if bias is not None]

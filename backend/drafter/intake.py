@@ -1,4 +1,4 @@
-"""Checks what a verifier sends before anything of it is believed.  Pure but for torch's view of the raw frame; drafter thread.
+"""Checks messages of verifiers before they are used.  Pure but for torch's view of the raw frame; drafter thread.
 
 A round is taken whole or refused whole, so that a refusal leaves every sequence as it was.
 """
@@ -19,7 +19,7 @@ TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16":
 
 
 class Malformed(Exception):
-    """A message that may not be sent; the text says why, without repeating any of it."""
+    """A message breaks the protocol.  The text says why, without repeating any content."""
 
 
 def features_of(message: Round, frames: Sequence[bytes], proposer: Proposer, ring: RingReader | None) -> Tensor | None:
@@ -56,13 +56,13 @@ def features_of(message: Round, frames: Sequence[bytes], proposer: Proposer, rin
 
 
 def _frame(message: Round, frames: Sequence[bytes], expected: int, ring: RingReader | None) -> bytearray:
-    """The raw features, in memory of our own: torch wants to be able to write to it."""
+    """The raw features, copied: torch requires writable memory."""
     if message.at is None:
         return bytearray(frames[0] if frames else b"")
     if frames and frames[0]:
         raise Malformed("features in the message and in the ring")
     if ring is None:
-        # Whoever greets again is told whether there is one.
+        # The answer to a new greeting says whether the drafter reads the ring.
         raise Malformed(HELLO_FIRST)
     try:
         return ring.read(message.at, expected)

@@ -1,7 +1,7 @@
-"""The drafter's side of learning: its trainer's process, and which head drafts.
+"""The drafter's side of learning: runs the trainer's process, and decides which head drafts.
 
-A thread of the drafter's process.  It puts what the trainer publishes in place and takes it back where live acceptance falls.
-Whatever happens to the trainer costs what it would have learned: it is started again, and drafting goes on.
+A thread of the drafter's process.  It puts a published head in place, and takes it back if live acceptance falls.  A trainer
+that fails is started again; drafting goes on meanwhile, and only training time is lost.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ logger = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 0.5
 RESTART_S, LONGEST_RESTART_S = 10.0, 600.0
-"""Pause before a trainer that has ended is started again; it doubles while none says anything."""
+"""Pause before a trainer that has ended is started again.  It doubles until a trainer reports something."""
 JOIN_S = 5.0
 SHARED_MEMORY = Path("/dev/shm")
 KEPT_VERSIONS = 4
 RING_BYTES = 256 << 20
-"""Of the sequences a drafter learns from; the oldest go first."""
+"""Size of the replay ring; the oldest sequences are removed first."""
 
 
 class Learner:
-    """One drafter's.  `swap` puts a head in place; it raises `CheckpointError` or `TimeoutError`."""
+    """Learning of one drafter.  `swap` puts a head in place; it raises `CheckpointError` or `TimeoutError`."""
 
     def __init__(
         self, directory: Path, target_dir: str, start_dir: str, settings: DraftingSettings, swap: Callable[[str], None]
     ) -> None:
-        """`directory` is this drafter's own; `start_dir` the head it begins with where it has learned none yet.
+        """`directory` is this drafter's own; `start_dir` the head it begins with if it has learned none yet.
 
         Raises `CheckpointError` when another drafter uses the directory.
         """
@@ -59,16 +59,16 @@ class Learner:
         self._lock = _lock(directory)
         self._version, newest = newest_version(directory / VERSIONS)
         self.head_dir = newest or start_dir
-        """The present head's."""
+        """Directory of the present head."""
         self._previous_dir = start_dir
-        """That of the latest head before it whose acceptance is known."""
+        """Directory of the latest earlier head whose acceptance is known."""
         self._newer = ""
-        """The file of what the target has now instead of what is in its directory."""
+        """File of target tensors that replace those in the target's directory; empty: none."""
         self._ring_dir = Path(settings.ring_dir) / directory.name if settings.ring_dir else _ring_in_memory(directory)
         self._is_own_ring = settings.ring_dir is None
         self._device = "cpu"
         self._trains = settings.learning != "on" or self._version > 0
-        """A given head does once it needs to, and goes on then."""
+        """A head that the user gave is trained from when its acceptance is low or has fallen."""
         self._watch = Watch()
         self._writer = ReplayWriter(ReplayRing(self._ring_dir, RING_BYTES))
         self.lessons = Lessons(self._writer, self._watch)
@@ -82,7 +82,6 @@ class Learner:
         self._thread = threading.Thread(target=self._run, name="learner", daemon=True)
 
     def start(self, device: str) -> None:
-        """Begins to train on `device`."""
         self._device = device
         self._thread.start()
 
@@ -98,7 +97,7 @@ class Learner:
         self._lock.close()
 
     def follow(self, newer: Mapping[str, Tensor]) -> None:
-        """The trainer goes on with these of the target's tensors.  Any thread."""
+        """Has the trainer go on with these new tensors of the target.  Any thread."""
         try:
             path = self._directory / "target.safetensors"
             part = path.with_suffix(".part")
@@ -111,7 +110,7 @@ class Learner:
         self._tell(Followed(self._newer))
 
     def stats(self) -> Learning:
-        """What it has done so far."""
+        """What was learned so far, as counters."""
         latest = self._latest
         return Learning(
             version=self._version,
@@ -152,7 +151,7 @@ class Learner:
             self._restart_s = min(2 * self._restart_s, LONGEST_RESTART_S)
             return
         self._restart_s = RESTART_S
-        # A comparison is rarer than a progress report.
+        # Most reports have no comparison: keep the latest one.
         self._latest = msgspec.structs.replace(
             news,
             present=news.present or self._latest.present,
@@ -163,7 +162,7 @@ class Learner:
             self._prune()
 
     def _exchange(self, head_dir: str) -> bool:
-        """Drafts with this head from now on, where it can be."""
+        """Drafts with this head from now on.  False if that fails."""
         try:
             self._swap(head_dir)
         except (CheckpointError, TimeoutError) as error:
@@ -208,7 +207,7 @@ class Learner:
                 trainer.stdin.write(msgspec.json.encode(order) + b"\n")
                 trainer.stdin.flush()
             except (OSError, ValueError):
-                # It has ended, or its pipe was closed just now; the next one begins with what holds then.
+                # The trainer has ended, or its pipe was just closed.  The next one starts from the state of then.
                 pass
 
     def _start_trainer(self) -> None:
@@ -237,7 +236,7 @@ class Learner:
                 try:
                     pipe.close()
                 except OSError:
-                    # What was not written any more.
+                    # Buffered orders could not be written any more.
                     pass
 
 
@@ -253,6 +252,6 @@ def _lock(directory: Path) -> IO[str]:
 
 
 def _ring_in_memory(directory: Path) -> Path:
-    """Found again after a crash, and private to this user."""
+    """A directory in shared memory, found again after a crash, and private to this user."""
     name = f"outrider-ring-{os.getuid()}-{hashlib.sha256(str(directory.resolve()).encode()).hexdigest()[:12]}"
     return SHARED_MEMORY / name if os.access(SHARED_MEMORY, os.W_OK) else directory / "ring"

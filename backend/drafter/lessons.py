@@ -1,7 +1,7 @@
-"""What passes a drafter and is of use to one that learns: sequences with their features, and whether drafts were right.
+"""Collects what a drafter learns from: sequences with their features, and whether drafts were right.
 
-Drafter thread.  `Lessons` notes what `DrafterService` is told and answers.  Sequences that may be learned from go to the replay
-ring when they end; those of requests that opted out are only drafted for.
+Drafter thread.  `DrafterService` calls `Lessons` for what it receives and what it answers.  A sequence goes to the replay ring
+when it ends, unless its request has opted out of learning.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from backend.speculation.tokens import UNKNOWN, splice
 from backend.wire.drafting import Commit, Open, Outcome
 
 RECORDED = 16
-"""Sequences that are recorded at a time; others pass."""
+"""Most sequences recorded at a time; further ones are not recorded."""
 CONTEXT = 256
-"""Rows of a prompt that are kept, its last ones."""
+"""Only the last 256 rows of a prompt are kept."""
 SHORTEST = 16
-"""Rows of an answer that are worth a file."""
+"""Answers of fewer rows are not worth a file."""
 
 
 @dataclass
 class _Record:
-    """Rows of one sequence so far, without a gap from `first` on."""
+    """Rows of one sequence so far, from position `first` on, without a gap."""
 
     first: int
     prompt: int
@@ -47,14 +47,14 @@ class _Text:
     tokens: list[int]
     record: _Record | None
     pending: list[tuple[int, list[int], int]] = field(default_factory=list)
-    """Drafts that are not judged yet: base length, tokens that must stand there first, the draft's first token.
+    """Drafts that are not judged yet: base length, tokens that must come there first, and the draft's first token.
 
-    Only that one is judged: how long a draft is depends on the verifier's load.
+    Only the first token is judged, because the length of a draft depends on the verifier's load.
     """
 
 
 class Lessons:
-    """All open sequences."""
+    """Records all open sequences of a drafter."""
 
     def __init__(self, writer: ReplayWriter, watch: Watch) -> None:
         self._writer = writer
@@ -97,12 +97,12 @@ class Lessons:
         self._writer.put(Replay(said, features, record.first, record.prompt, record.temperature))
 
     def forget(self, keys: Sequence[Hashable]) -> None:
-        """These sequences are no longer heard of."""
+        """Drops these sequences; they do not go to the ring."""
         for key in keys:
             self._drop(self._texts.pop(key, None))
 
     def keep(self, keys: Iterable[Hashable]) -> None:
-        """Only these sequences are still heard of."""
+        """Drops all sequences but these."""
         self.forget(list(self._texts.keys() - set(keys)))
 
     def drafted(self, key: Hashable, base_len: int, first: Sequence[int]) -> None:
@@ -112,7 +112,7 @@ class Lessons:
             text.pending.append((base_len, [], first[0]))
 
     def imagined(self, key: Hashable, base_len: int, verifying: list[int], outcomes: Sequence[Outcome]) -> None:
-        """Drafts for outcomes of a verification were made; those of one that comes are judged."""
+        """Drafts for outcomes of a verification were made.  Only the draft for the outcome that comes will be judged."""
         text = self._texts.get(key)
         if text is not None:
             text.pending += [(base_len, [*verifying[: o.accepted], o.token], o.tokens[0]) for o in outcomes if o.tokens]
@@ -134,7 +134,7 @@ class Lessons:
         if start < record.end:
             kept = torch.cat(record.parts)[: start - record.first]
             record.parts, record.rows = [kept], len(kept)
-        # Each frame holds the whole round, and would stay for one request's sake.
+        # A copy: the view would keep the whole round's frame in memory.
         record.parts.append(features.clone())
         record.rows += rows
         surplus = min(record.prompt - CONTEXT - record.first, record.rows - 1)

@@ -1,4 +1,4 @@
-"""The drafter's loop: take what has come, draft, answer.  Runs on the drafting thread, which owns the socket and the proposer.
+"""The drafter's loop: receive messages, draft, answer.  Runs on the drafting thread, which owns the socket and the proposer.
 
 `stop`, `replace` and `stats` may be called from any thread.
 """
@@ -22,7 +22,7 @@ POLL_S = 0.5
 SWEEP_EVERY_S = 1.0
 PUBLISH_EVERY_S = 0.1
 MAX_DRAIN = 256
-"""Messages taken in one go, so that answers do not wait for a flood to end."""
+"""Messages received before the next batch at most, so that answers do not wait for a flood to end."""
 
 
 class DrafterLoop:
@@ -51,12 +51,12 @@ class DrafterLoop:
             self._house_keep(time.monotonic())
 
     def stop(self) -> None:
-        """Ends `run` after the batch at hand."""
+        """Ends `run` after the present batch."""
         self._stopping = True
         self._hub.wake()
 
     def replace(self, proposer: Proposer, timeout_s: float) -> None:
-        """Exchanges the proposer between two batches.  Raises `TimeoutError` when none ends in time."""
+        """Exchanges the proposer between two batches.  Raises `TimeoutError` when that does not happen in time."""
         done = threading.Event()
 
         def exchange() -> None:
@@ -69,7 +69,7 @@ class DrafterLoop:
             raise TimeoutError("the drafting thread does not come round")
 
     def stats(self) -> DrafterStats:
-        """The counters as of a moment ago."""
+        """The counters as last published."""
         return self._published
 
     def _receive(self) -> list[Reply]:

@@ -1,8 +1,9 @@
-"""What verifiers want next, until their requests are long enough for it.  Pure; drafter thread.
+"""Keeps the items of `Next` messages until they can be worked on.  Pure; drafter thread.
 
-A `Next` and the `Round` that brings its request to `base_len` travel on two sockets, so either may come first.  An item passes
-through at most three stages: *held* until the request has got there, *fresh* when a draft is owed at once, *waiting* to have
-its outcomes enumerated.  A newer item for the same request replaces it at any stage, and so does the request's moving on.
+A `Next` and the `Round` that makes its request `base_len` long travel on two sockets, so either may come first.  An item passes
+through at most three stages: *held* until its request has that length, *fresh* when a draft is due at once, and *waiting* for
+its outcomes to be enumerated.  At any stage an item is dropped when a newer one for its request comes, or when the request
+grows beyond it.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ from backend.drafter.proposer import MAX_OUTCOMES, Until
 from backend.wire.drafting import NextItem
 
 Key = tuple[str, int, str]
-"""Verifier, its epoch, request."""
+"""Verifier id, its epoch, request id."""
 
 MAX_HELD = 16384
-"""Items and unknown requests remembered at most; the oldest make room."""
+"""Most items held, and most unknown requests remembered; the oldest make room."""
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """One item of a `Next`; `since`: when it came, or when its request got there if that was later, seconds."""
+    """One item of a `Next`.  `since`: when it came, or when its request reached `base_len` if that was later; seconds."""
 
     key: Key
     epoch: int
@@ -39,11 +40,11 @@ class Wanted:
 
 
 class Nexts:
-    """At most one item per request."""
+    """The items of all requests, at most one per request."""
 
     def __init__(self) -> None:
         self.dropped = 0
-        """Items given up because they were replaced or outrun before anything, or all, of the answer was made."""
+        """Items that were dropped before their answer was complete."""
         self._held: dict[Key, Wanted] = {}
         self._fresh: dict[Key, Wanted] = {}
         self._waiting: dict[Key, Wanted] = {}
@@ -55,11 +56,11 @@ class Nexts:
         return bool(self._fresh or self._waiting)
 
     def want(self, wanted: Wanted, length: int | None) -> None:
-        """Takes an item; `length` is the request's, None when it is unknown."""
+        """Takes an item; `length` is its request's present one, None when the request is unknown."""
         key, base_len = wanted.key, wanted.item.base_len
         self._drop([key])
         if length is None:
-            # Its `Open` may be on the way, unless a `Commit` of it has come and found nobody.
+            # Its `Open` may be on the way, unless a `Commit` has come for it and found no such request.
             if self._strangers.get(key, (0, 0.0))[0] >= base_len:
                 self._arrive(wanted, known=False)
             else:
@@ -79,43 +80,42 @@ class Nexts:
         self._move(key, base_len, now, known=True)
 
     def unknown(self, key: Key, base_len: int, now: float) -> None:
-        """A round that came at `now` was about a request that is not there: nothing can be drafted for it at this length."""
+        """A round came at `now` for a request that is not known here: nothing can be drafted for it up to `base_len`."""
         self._strangers[key] = base_len, now
         if len(self._strangers) > MAX_HELD:
             del self._strangers[next(iter(self._strangers))]
         self._move(key, base_len, now, known=False)
 
     def forget(self, key: Key) -> None:
-        """The request is over."""
         self._strangers.pop(key, None)
         self._drop([key])
 
     def end(self, verifier_id: str, epoch: int) -> None:
-        """The verifier began another epoch."""
+        """This epoch of the verifier is over."""
         for key in {*self._held, *self._fresh, *self._waiting, *self._strangers}:
             if key[:2] == (verifier_id, epoch):
                 self.forget(key)
 
     def expire(self, before: float) -> None:
-        """Gives up what nobody came for since `before`."""
+        """Gives up held items, and unknown requests, older than `before`."""
         self._drop([key for key, wanted in self._held.items() if wanted.since < before])
         for key in [key for key, (_, since) in self._strangers.items() if since < before]:
             del self._strangers[key]
 
     def take_fresh(self) -> list[Wanted]:
-        """All items to be drafted for now; their requests may be unknown."""
+        """Takes all items whose fresh drafts are due; their requests may be unknown."""
         taken = list(self._fresh.values())
         self._fresh.clear()
         return taken
 
     def drafted(self, wanted: Wanted, tokens: list[int], now: float) -> None:
-        """A fresh draft was sent: next come its outcomes."""
+        """A fresh draft was made: now its outcomes wait, if they are asked for."""
         if tokens and wanted.item.outcomes:
             item = msgspec.structs.replace(wanted.item, verifying=tokens)
             self._waiting[wanted.key] = replace(wanted, item=item, since=now)
 
     def take_waiting(self, most: int) -> list[Wanted]:
-        """Items to enumerate, those that waited longest first: one, or as many as have `most` outcomes together."""
+        """Takes items to enumerate, longest waiting first: at least one, and no more than have `most` outcomes together."""
         taken: list[Wanted] = []
         total = 0
         for wanted in self._waiting.values():
@@ -129,7 +129,7 @@ class Nexts:
 
     def _move(self, key: Key, base_len: int, now: float, known: bool) -> None:
         for stage in (self._fresh, self._waiting):
-            # An owed draft is owed all the same where nothing can be drafted: the answer is empty.
+            # A fresh draft is due even if nothing can be drafted: the answer is empty.
             if key in stage and (stage[key].item.base_len != base_len or (stage is self._waiting and not known)):
                 self._drop([key])
         held = self._held.get(key)

@@ -27,7 +27,6 @@ class NgramProposer:
         self._evictions = 0
 
     def open(self, key: Hashable, tokens: list[int], rows: int, now: float, sampling: Sampling = GREEDY) -> None:
-        """Starts a request (again)."""
         self.close(key)
         self._lookups[key] = Lookup(tokens, *self._sizes)
         self._lookups[key].last_used = now
@@ -35,7 +34,6 @@ class NgramProposer:
         self._make_room(key)
 
     def commit(self, key: Hashable, base_len: int, tokens: list[int], rows: int, now: float) -> bool:
-        """Takes the newest tokens."""
         lookup = self._lookups.get(key)
         if lookup is None:
             return False
@@ -49,13 +47,12 @@ class NgramProposer:
         return True
 
     def close(self, key: Hashable) -> None:
-        """Ends a request."""
         lookup = self._lookups.pop(key, None)
         if lookup is not None:
             self._held -= len(lookup.tokens)
 
     def draft(self, batch: Sequence[Ask]) -> list[Drafted]:
-        """Looks each request up by itself; a look-up has no signs, so nothing ends it early."""
+        """A look-up for each request.  Look-ups have no signs, so no floor ends them early."""
         drafts: list[Drafted] = []
         for ask in batch:
             lookup = self._lookups.get(ask.key)
@@ -65,28 +62,24 @@ class NgramProposer:
         return drafts
 
     def imagine(self, batch: Sequence[Premise]) -> list[list[Outcome]]:
-        """The one outcome that a look-up speaks of: all is accepted, and the text goes on as it did before."""
+        """The one outcome that a look-up predicts: all is accepted, and the text goes on as after its earlier occurrence."""
         return [self._all_accepted(premise) for premise in batch]
 
     def length(self, key: Hashable) -> int | None:
-        """Tokens a request is known to have."""
         lookup = self._lookups.get(key)
         return None if lookup is None else len(lookup.tokens)
 
     def requests(self) -> list[Hashable]:
-        """Open requests."""
         return list(self._lookups)
 
     def close_idle(self, before: float) -> None:
-        """Ends requests unheard of since `before`."""
         for key in [key for key, lookup in self._lookups.items() if lookup.last_used < before]:
             self.close(key)
 
     def invalidate(self) -> None:
-        """Nothing here depends on the target's weights."""
+        """Does nothing: look-ups do not depend on the target's weights."""
 
     def usage(self) -> Usage:
-        """Counters and load."""
         return Usage(len(self._lookups), min(self._held / self._capacity, 1.0), 0, self._evictions)
 
     def _all_accepted(self, premise: Premise) -> list[Outcome]:

@@ -1,18 +1,19 @@
-"""Imagines how a verification may end, and drafts for each end: the mode `ahead` with an EAGLE head.  Drafter thread.
+"""Enumerates likely outcomes of a verification, and drafts for each: drafting ahead with an EAGLE head.  Drafter thread.
 
-While the target verifies `d[0..m-1]`, the head runs over the same tokens on features of its own making.  That yields its
+While the target verifies `d[0..m-1]`, the head runs over these tokens, on features that it makes itself.  That yields its
 distribution q_k at every position where the verification may stop.  An outcome (k, t) says that k tokens are accepted and t
 comes after them.  With c_i the chance that d_i is accepted,
 
     P(k, t) = c_0 ... c_{k-1} (1 - c_k) r_k(t),    t != d_k for k < m, and without (1 - c_k) for k = m
 
-where r_k is what comes where d_k does not.  The noise is known.  So among the values `log q_k + tau G` (of a greedy request
-`log q_k`) the largest are the likeliest tokens, and a softmax over the largest stands for their chances.  Where the verifier
-says how to judge values (`backend/speculation/chances.py`), c comes from there and r_k from the values without d_k.  Else
-both come from the values: a token's share in the softmax, which for a greedy request is q_k itself.
+where r_k is the distribution of the token that comes if d_k is rejected.  The noise is known.  So the tokens with the largest
+values `log q_k + tau G` (greedy requests: `log q_k`) are the likeliest; a softmax over these values estimates their chances.
+If the verifier has sent judges (`backend/speculation/chances.py`), c comes from them, and r_k from the values without d_k.
+Otherwise both come from the values: a token's share in the softmax, which for a greedy request is q_k itself.
 
-The likeliest outcomes are the branches of one tree: they share the sequence's rows and their part of the drafted ones, and
-are decoded together.  All of its rows lie behind the sequence's last row, in no one's books; the next true rows replace them.
+The likeliest outcomes are the branches of one tree.  They share the sequence's rows and part of the rows of the draft under
+verification, and are decoded together.  The tree's rows lie behind the sequence's last row and are not counted as its own; the
+next true rows overwrite them.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ from backend.wire.drafting import Outcome
 
 NEVER = float("-inf")
 UNLIKELY = -30.0
-"""The value of a token outside the draft vocabulary: the head gives it no probability."""
+"""The value given to a token outside the draft vocabulary, for which the head has no probability."""
 LEAST_CHANCE = 1e-6
-"""A judge that is surer than this is taken at this, so that logarithms stay finite."""
+"""Judged chances are kept this far from 0 and 1, so that logarithms stay finite."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes that all sequences of a batch are padded to: tokens verified, outcomes, tokens drafted for each."""
+    """Sizes that all sequences of a batch are padded to: tokens under verification, outcomes, tokens drafted per outcome."""
 
     depth: int
     width: int
@@ -49,7 +50,7 @@ class Shape:
 
     @classmethod
     def of(cls, batch: Many[Premise]) -> Shape:
-        """The smallest that fits all."""
+        """The smallest shape that fits all of `batch`."""
         return cls(
             max((len(premise.verifying) for premise in batch), default=0),
             max((min(premise.outcomes, MAX_OUTCOMES) for premise in batch), default=0),
@@ -64,7 +65,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class _Branches:
-    """The chosen outcomes, `[sequences, width]`: tokens accepted, the target's token after them, log-probability."""
+    """The chosen outcomes, `[sequences, width]` each: tokens accepted, the target's token after them, log-probability."""
 
     stops: Tensor
     tokens: Tensor
@@ -72,7 +73,7 @@ class _Branches:
 
 
 class Imagination:
-    """Enumerates outcomes with one head; keeps nothing between calls."""
+    """Enumerates outcomes with one head; keeps no state between calls."""
 
     def __init__(self, head: Head, taus: Taus, max_position: int) -> None:
         self._head = head
@@ -83,11 +84,11 @@ class Imagination:
         self._draft_vocab = head.lm_head.shape[1]
 
     def outcomes(self, premises: list[Premise], sequences: list[Sequence], shape: Shape) -> list[list[Outcome]]:
-        """The likeliest first.  Each sequence stands at its premise's length and has `shape.scratch` rows to spare."""
+        """Outcomes with drafts, likeliest first.  Sequences need their premise's length, and `shape.scratch` spare rows."""
         outputs = self._force(premises, sequences, shape.depth)
         branches = self._choose(premises, sequences, outputs, shape)
         stops, tokens, scores = branches.stops.tolist(), branches.tokens.tolist(), branches.scores.tolist()
-        # One limit per branch; what nobody asked for, or nobody can use, gets no tokens.
+        # One limit per branch: 0 for padding beyond the outcomes asked for, and for impossible outcomes.
         limits = [
             min(p.until.k, MAX_DRAFT, self._max_position - p.base_len - 1 - stop) if at < p.outcomes and score > NEVER else 0
             for p, own_stops, own_scores in zip(premises, stops, scores, strict=True)
@@ -110,7 +111,7 @@ class Imagination:
         ]
 
     def _force(self, premises: list[Premise], sequences: list[Sequence], depth: int) -> Tensor:
-        """The head's outputs when made to draft what is being verified: `[sequences, depth + 1, hidden]`."""
+        """The head's outputs when it is fed the draft under verification: `[sequences, depth + 1, hidden]`."""
         head = self._head
         padded = [premise.verifying + [0] * (depth - len(premise.verifying)) for premise in premises]
         ids = torch.tensor(padded, device=head.device).t().contiguous()
@@ -126,25 +127,25 @@ class Imagination:
         return torch.stack(outputs, dim=1)
 
     def _draws(self, sequences: list[Sequence], times: int) -> Draws:
-        """Each sequence's way to draw, `times` rows of it."""
+        """Draws for `times` rows of each sequence."""
         samplings = [s.sampling for s in sequences for _ in range(times)]
         taus = [self._taus.in_force(sampling.temperature) for sampling in samplings]
         return Draws(samplings, taus, self._head.draft_to_target, self._head.device)
 
     def _choose(self, premises: list[Premise], sequences: list[Sequence], outputs: Tensor, shape: Shape) -> _Branches:
-        """The most probable outcomes by the module's formula; `[sequences, stops]` throughout."""
+        """The most probable outcomes, by the module's formula.  Tensors begin with `[sequences, stops]`."""
         device, count, stops = self._head.device, len(premises), shape.depth + 1
         logits = self._head.read(outputs.flatten(0, 1))[0]
         draws = self._draws(sequences, stops)
         first = [p.base_len - 1 + self._head.token_offset for p in premises]
         at = torch.tensor(first, device=device).unsqueeze(1) + torch.arange(stops, device=device)
-        # One more than can be chosen, since the verified token is not an outcome.
+        # One token more than can be chosen, since the verified token is no outcome.
         size = min(max(shape.width, 1) + 1, self._draft_vocab)
         drafted = torch.tensor([self._own_ids(p.verifying, stops) for p in premises], device=device)
         lengths = torch.tensor([len(p.verifying) for p in premises], device=device).unsqueeze(1)
         columns, values, verified = draws.survey(logits, at.flatten(), size, drafted.clamp(min=0).flatten())
         columns, values = columns.view(count, stops, size), values.view(count, stops, size)
-        # Behind the last verified token stands none that could be accepted.
+        # At the last stop there is no token to accept.
         stop = torch.arange(stops, device=device)
         verified = verified.view(count, stops).masked_fill(drafted < 0, UNLIKELY).masked_fill(stop >= lengths, NEVER)
         others = values.masked_fill(columns == drafted.unsqueeze(-1), NEVER)
@@ -158,7 +159,10 @@ class Imagination:
     def _fates(
         self, premises: list[Premise], sequences: list[Sequence], draws: Draws, verified: Tensor, others: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Logarithms: of each verified token's chance, and of what makes values the chances of what comes instead of it."""
+        """Logarithms of each verified token's chance, and of a factor: `[sequences, stops]` each.
+
+        The factor times exp(value) is the chance that a verification which gets here ends with the token of that value.
+        """
         rest = others.logsumexp(-1).clamp(min=torch.finfo(torch.float32).min)
         is_sampled = (draws.scales > 0).view(verified.shape)
         total = torch.where(is_sampled, torch.logaddexp(rest, verified), 0.0)
@@ -174,11 +178,11 @@ class Imagination:
                 accepted[i, :count] = judged.log()
                 ended[i] = -rest[i]
                 ended[i, :count] += torch.log1p(-judged)
-        # The stop behind the last token has no successor.
+        # At the last stop no token is verified: its chance must not count.
         return accepted.masked_fill(verified == NEVER, 0.0), ended
 
     def _own_ids(self, verifying: list[int], count: int) -> list[int]:
-        """Draft vocabulary ids, -1 where there is none, padded with it to `count`."""
+        """The tokens' ids in the draft vocabulary, -1 for tokens outside it; padded with -1 to `count`."""
         known = self._draft_ids
         own = [token if token < self._draft_vocab else -1 for token in verifying]
         if known is not None:
@@ -188,16 +192,16 @@ class Imagination:
     def _branch(
         self, sequences: list[Sequence], outputs: Tensor, branches: _Branches, ends: Ends, shape: Shape
     ) -> list[Drafted]:
-        """The drafts of all outcomes, `width` per sequence.
+        """The drafts for all outcomes, `width` per sequence.
 
-        The rows of one step lie together, one per branch, behind those of the verified draft.
+        In the cache, the rows of the draft under verification come first, then for each step one row per branch.
         """
         head, device = self._head, self._head.device
         count, width = branches.tokens.shape
         stride = torch.arange(count, device=device).unsqueeze(1) * (shape.depth + 1)
         feature = head.feature(outputs.flatten(0, 1).index_select(0, (stride + branches.stops).flatten()))
         last, places = steps_behind(sequences, shape.depth + 1, device)
-        # Those beyond the last position are cut off later; they only have to stay within the table.
+        # Tokens beyond the last position are cut off later; until then positions must stay within the table.
         positions = (last[0].unsqueeze(1) + branches.stops).flatten()
         furthest = len(head.rotations) - 1
         first = (places[-1].unsqueeze(1) + torch.arange(width, device=device)).flatten()
@@ -221,7 +225,7 @@ class Imagination:
         return ends.cut(tokens, values, leads)
 
     def _masks(self, sequences: list[Sequence], stops: Tensor, shape: Shape) -> list[Tensor]:
-        """Per sequence, what its branches may see: all its rows, the drafted ones before the stop, and their own."""
+        """Per sequence, what each branch may attend to: the sequence's rows, the draft's rows before its stop, and its own."""
         head, (count, width) = self._head, stops.shape
         drafted = torch.arange(shape.depth, device=head.device) < stops.unsqueeze(-1)
         own = torch.eye(width, dtype=torch.bool, device=head.device).repeat(1, shape.steps)
@@ -232,13 +236,13 @@ class Imagination:
 
 
 def tips(sequences: Many[Sequence]) -> Tensor:
-    """The outputs that drafting starts from, `[sequences, hidden]`."""
+    """The sequences' tips, the outputs that drafting starts from: `[sequences, hidden]`."""
     outputs = [sequence.tip[1] for sequence in sequences if sequence.tip is not None]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
 def steps_behind(sequences: Many[Sequence], steps: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Positions and places of the rows behind each sequence's last, `[steps, sequences]` each."""
+    """Positions and cache places of the next `steps` rows behind each sequence's last: `[steps, sequences]` each."""
     first = [[sequence.tip[0] - 1 if sequence.tip else 0 for sequence in sequences], [s.start + s.length for s in sequences]]
     packed = torch.tensor(first, device=device).unsqueeze(1) + torch.arange(steps, device=device).view(1, -1, 1)
     return packed[0], packed[1]

@@ -1,6 +1,6 @@
 """A drafter without Ray: builds the proposer, binds the socket and runs the loop on a thread of its own.
 
-`start`, `stop` and `stats` are called by whoever owns the process: the Ray actor, or a test.
+The owner of the process (the Ray actor, or a test) calls `start`, `stop` and `stats`.
 """
 
 from __future__ import annotations
@@ -40,16 +40,17 @@ logger = logging.getLogger(__name__)
 JOIN_S = 10.0
 SWAP_TIMEOUT_S = 60.0
 IDLE_TTL_S = 120.0
-"""A sequence unheard of for so long is forgotten."""
+"""A sequence without a message for so long is forgotten."""
 
 
 @dataclass(frozen=True)
 class DrafterModel:
-    """What to draft with: the directory of an EAGLE head or a draft model, None for prompt lookup; and the target it serves.
+    """What a drafter drafts with, and for which target.
 
-    Verifiers send the features that `fleet_head` takes, or none.
-    `learning_dir`: where drafters keep the heads they learn, features are raw then; None: they do not learn.
-    `newer`: tensors that the target has now instead of those in its directory.
+    `head_dir`: the directory of an EAGLE head or a draft model; None for prompt lookup.
+    `fleet_head`: the head whose features verifiers send; None: they send none.
+    `learning_dir`: where drafters keep the heads they learn (features are raw then); None: they do not learn.
+    `newer`: target tensors that replace those in the target's directory.
     """
 
     target_dir: str
@@ -59,7 +60,7 @@ class DrafterModel:
     newer: Mapping[str, Tensor] = field(default_factory=dict)
 
     def shared(self) -> set[TargetTensor]:
-        """The target's tensors that the head drafts with, or is taught by.  Raises `CheckpointError`."""
+        """Names of the target's tensors that the head drafts with or is trained against.  Raises `CheckpointError`."""
         if self.head_dir is None or not _is_head(self.head_dir, self.target_dir):
             return set()
         taught: set[TargetTensor] = {"lm_head.weight", "norm.weight"} if self.learning_dir is not None else set()
@@ -67,14 +68,14 @@ class DrafterModel:
 
 
 def pin_cores(cores: Sequence[int]) -> None:
-    """Keeps this thread, and those it starts, on the given cores, one compute thread each; none given: as it is."""
+    """Keeps this thread, and threads it starts, on the given cores, with one compute thread per core.  No cores: no change."""
     if cores:
         os.sched_setaffinity(0, cores)
         torch.set_num_threads(len(cores))
 
 
 def build_proposer(model: DrafterModel, settings: DraftingSettings) -> Proposer:
-    """Loads the weights, or prompt lookup's few numbers.  Raises `CheckpointError`."""
+    """Loads the model's weights; for prompt lookup, reads the target's configuration.  Raises `CheckpointError`."""
     if model.head_dir is None:
         target = text_config(read_config(model.target_dir))
         try:
@@ -143,11 +144,9 @@ class DrafterProcess:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the drafting thread runs."""
         return self._thread.is_alive()
 
     def start(self) -> None:
-        """Begins to serve."""
         self._thread.start()
         if self._learner is not None:
             self._learner.start(_device(self._settings))
@@ -166,13 +165,14 @@ class DrafterProcess:
 
     @property
     def takes_features(self) -> bool:
-        """Whether verifiers have to send it any."""
+        """Whether verifiers have to send features to this drafter."""
         return self._service.takes_features
 
     def swap_head(self, head_dir: str) -> None:
         """Drafts with the head or draft model in `head_dir` from the next batch on.  Any thread but the drafting one.
 
-        Raises `CheckpointError` when it does not fit the target or what verifiers send; the present one is kept.
+        Raises `CheckpointError`, and keeps the present model, if the new one does not fit the target or what verifiers send.
+        Raises `TimeoutError` if the drafting thread is stuck.
         """
         if self._learner is not None:
             raise CheckpointError("this drafter learns its heads itself")
@@ -197,7 +197,7 @@ class DrafterProcess:
         self._model, self._shared = model, shared
 
     def _follow(self, newer: dict[str, Tensor]) -> None:
-        """The target has other weights.  Drafting thread, which goes on meanwhile."""
+        """Adopts the target's new weights on a new thread.  Called on the drafting thread, which goes on."""
         self._newest = newer
         threading.Thread(target=self._adopt, args=(newer,), name="following", daemon=True).start()
 
@@ -215,12 +215,11 @@ class DrafterProcess:
             self._learner.follow(newer)
 
     def stats(self) -> DrafterStats:
-        """Counters and load."""
         stats = self._loop.stats()
         return stats if self._learner is None else msgspec.structs.replace(stats, learning=self._learner.stats())
 
     def _run(self) -> None:
-        # The socket was bound by the thread that built us and is used by this one alone from now on.
+        # The socket was bound by the thread that built this object.  From now on only this thread uses it.
         with unlink_ipc_on_exit(self.address, self._local_address):
             try:
                 self._loop.run()

@@ -1,4 +1,4 @@
-"""What every kind of drafter can do: the seam between the protocol (`service.py`) and the ways to propose.  Pure."""
+"""The interface between the protocol (`service.py`) and the ways to propose: what every kind of drafter can do.  Pure."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from backend.wire.drafting import Outcome
 
 MAX_DRAFT = 64
-"""No draft is longer, whatever was asked for."""
+"""Longest draft, even if a verifier asks for more tokens."""
 MAX_OUTCOMES = 64
-"""No more outcomes are enumerated for a request, whatever was asked for."""
+"""Most outcomes enumerated per request, even if a verifier asks for more."""
 
 
 COOLEST = 1e-5
@@ -28,7 +28,7 @@ class Sampling:
     """How the verifier chooses a request's tokens."""
 
     seed: int
-    """As the int64 of the same bits."""
+    """The unsigned 64-bit seed, read as int64."""
     temperature: float
     """0: greedy."""
 
@@ -43,9 +43,9 @@ GREEDY = Sampling(0, 0.0)
 
 @dataclass(frozen=True)
 class Until:
-    """When a draft ends: after `k` tokens, or before the first whose survival by `judges` falls below `floor`.
+    """When a draft ends: after `k` tokens, or before the first whose survival falls below `floor`.
 
-    `judges` are the weights of `chances` for greedy and for sampled requests, or none.
+    `judges`: the weights (`chances.py`) for greedy and for sampled requests; empty: `floor` has no effect.
     """
 
     k: int
@@ -53,14 +53,14 @@ class Until:
     judges: Sequence[Sequence[float]] = ()
 
     def judge(self, sampling: Sampling) -> Sequence[float] | None:
-        """The weights that hold for a request."""
+        """The weights for a request with this sampling; None without judges."""
         return self.judges[sampling.temperature > 0] if self.judges else None
 
 
 class Drafted(NamedTuple):
-    """A draft, with value and lead of each token, or without any of these.
+    """A draft.  `signs`: value and lead of each token; empty: unknown.
 
-    `first`: the token it would begin with, also where that was too unlikely to be sent; empty: not known.
+    `first`: its first token, even if that was too unlikely to be sent; empty: unknown.
     """
 
     tokens: list[int]
@@ -73,10 +73,10 @@ NOTHING = Drafted([], [])
 
 @dataclass(frozen=True)
 class Ask:
-    """One request's share of a batch: extend it by true features, then draft; `until.k` is 0 where no draft is wanted.
+    """One request's share of a batch: extend its cache by true features, then draft.  `until.k` = 0: do not draft.
 
-    `features` is `[rows, hidden]` on the CPU: the features of positions `base_len - 1 - rows .. base_len - 2`; None where the
-    proposer takes none.
+    `features` is `[rows, hidden]` on the CPU: the features of positions `base_len - 1 - rows .. base_len - 2`.  None if the
+    proposer takes no features.
     """
 
     key: Hashable
@@ -88,7 +88,7 @@ class Ask:
 
 @dataclass(frozen=True)
 class Premise:
-    """One request's share of an enumeration: `verifying` is being verified at `base_len`, draft for how that may end."""
+    """One request's share of an enumeration: how the verification of `verifying`, behind `base_len` tokens, may end."""
 
     key: Hashable
     base_len: int
@@ -108,21 +108,21 @@ class Usage:
 
 
 class Proposer(Protocol):
-    """Knows requests by key.  Called by one thread; `now` is seconds of any monotonic clock."""
+    """Drafts for requests, which it knows by key.  Called by one thread; `now` is seconds of any monotonic clock."""
 
     kind: str
     hidden: int
-    """Width of a feature row; 0: takes none."""
+    """Width of a feature row; 0: takes no features."""
     vocab_size: int
     max_position: int
     batch_outcomes: int
-    """How many outcomes to enumerate in one go at most: more keep whoever waits for a fresh draft waiting."""
+    """Most outcomes to enumerate in one batch.  A larger batch makes requests wait longer for fresh drafts."""
 
     def open(self, key: Hashable, tokens: list[int], rows: int, now: float, sampling: Sampling = GREEDY) -> None:
-        """Starts a request (again) with all its tokens; features of the last `rows` positions are about to come."""
+        """Starts a request, or starts it again, with all its tokens.  Features of the last `rows` positions will follow."""
 
     def commit(self, key: Hashable, base_len: int, tokens: list[int], rows: int, now: float) -> bool:
-        """The newest tokens, `tokens[-1]` at `base_len - 1`; False when the request is unknown."""
+        """Takes a request's newest tokens, `tokens[-1]` at `base_len - 1`.  False when the request is unknown."""
 
     def close(self, key: Hashable) -> None:
         """The request is over."""
@@ -130,23 +130,23 @@ class Proposer(Protocol):
     def draft(self, batch: Sequence[Ask]) -> list[Drafted]:
         """The draft for each of the batch's (distinct, open) requests, in order.
 
-        An ask without rows is answered from what the last one left, if the request is still as long as it was then.
+        An ask without rows drafts from the state that the previous ask left, if the request's length has not changed.
         """
 
     def imagine(self, batch: Sequence[Premise]) -> list[list[Outcome]]:
-        """At most `outcomes` outcomes with their drafts per (distinct) request, in order; changes nothing."""
+        """For each (distinct) request, in order, at most `outcomes` outcomes with their drafts.  Changes no request."""
 
     def length(self, key: Hashable) -> int | None:
-        """Tokens an open request is known to have."""
+        """Tokens of an open request, as far as known here; None: no such request."""
 
     def requests(self) -> list[Hashable]:
-        """Open requests."""
+        """Keys of the open requests."""
 
     def close_idle(self, before: float) -> None:
-        """Ends requests unheard of since `before`."""
+        """Ends requests without a message since `before`."""
 
     def invalidate(self) -> None:
-        """What was kept of ended requests fits the target no longer: its weights were exchanged."""
+        """The target's weights were exchanged: rows made from the old weights must not serve new requests."""
 
     def usage(self) -> Usage:
         """Counters and load."""

@@ -20,7 +20,7 @@ def rotation_table(rope: Rope, head_dim: int, positions: int) -> Tensor:
 
 
 def pair_order(head_dim: int) -> Tensor:
-    """`[head_dim]`: where each dimension of the paired order lies in the checkpoint's."""
+    """`[head_dim]`: for each dimension of the paired order, its index in the checkpoint's order."""
     half = torch.arange(head_dim // 2)
     return torch.stack((half, half + head_dim // 2), dim=1).flatten()
 

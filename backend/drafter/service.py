@@ -1,12 +1,12 @@
 """The drafter's side of the protocol, without sockets: messages in, messages out.  Drafter thread.
 
-`receive` takes one message and answers greetings and nonsense at once; rounds queue up.  `work` takes as many waiting rounds,
-of whatever verifiers, as can share a batch, adds the fresh drafts that are owed, and has the proposer extend and draft.
-Outcomes are enumerated only when neither rounds nor fresh drafts wait (`nexts.py`).
+`receive` takes one message.  It answers greetings and malformed messages at once; rounds queue up.  `work` makes one batch of
+as many waiting rounds as can share it, from all verifiers, and adds the fresh drafts that are due.  Then the proposer extends
+its cache and drafts.  Outcomes are enumerated only when neither rounds nor fresh drafts wait (`nexts.py`).
 
 A verifier has two sockets: `features`, which sends rounds, and `drafts`, which sends `Next` and gets all answers.  Both greet
-with the same verifier and epoch; the epoch of a `Next` is only echoed.  Refusals of rounds go to `drafts` too, unless nobody
-has greeted; which requests must be opened again is said to `features`, whose owner opens them.
+with the same verifier and epoch; the epoch of a `Next` is only echoed.  Refusals of rounds go to `drafts`, too, unless the
+verifier has to greet again.  `Unknown`, which names requests to be opened again, goes to `features`, whose owner opens them.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ MAX_BATCH_ROUNDS = 64
 
 
 class DrafterService:
-    """Protocol, sequences' life and counters of one drafter, over any `Proposer`."""
+    """One drafter's protocol, life of sequences, and counters, over any `Proposer`."""
 
     def __init__(
         self,
@@ -81,31 +81,30 @@ class DrafterService:
         self._waiting: deque[Waiting] = deque()
         self._nexts = Nexts()
         self._weights: dict[str, int] = {}
-        """Of each verifier that has exchanged its weights: how often."""
+        """How often each verifier has exchanged its weights, if at all."""
         self._unknown: dict[bytes, list[str]] = {}
-        """By features socket: requests of the batch at hand that are to be opened again."""
+        """Requests of the present batch that must be opened again, by features socket."""
         self._counters = DrafterStats(drafter_id, 0.0)
         self._line = Line()
 
     @property
     def takes_features(self) -> bool:
-        """Whether its proposer drafts from features."""
+        """Whether the proposer drafts from features."""
         return self._proposer.hidden > 0
 
     @property
     def has_work(self) -> bool:
-        """Whether there is anything for `work` to do."""
         return bool(self._waiting) or self._nexts.is_due
 
     def handle(self, identity: bytes, frames: Sequence[bytes]) -> list[Reply]:
-        """One message, and all that is to be done about it."""
+        """Takes one message and does all work that waits.  Returns the replies."""
         replies = self.receive(identity, frames)
         while self.has_work:
             replies += self.work()
         return replies
 
     def receive(self, identity: bytes, frames: Sequence[bytes]) -> list[Reply]:
-        """Takes one message; what it asks for waits for `work`."""
+        """Takes one message.  Rounds and drafts it asks for wait for `work`."""
         now = self._clock()
         try:
             if not frames:
@@ -130,7 +129,7 @@ class DrafterService:
         return []
 
     def work(self) -> list[Reply]:
-        """One batch: rounds and fresh drafts if any wait, else outcomes."""
+        """Computes one batch: rounds and fresh drafts if any wait, else outcomes."""
         started = self._clock()
         asks: list[Ask] = []
         rounds = self._take_rounds(asks, started)
@@ -147,7 +146,7 @@ class DrafterService:
         return self._answer(fresh, drafts, started, finished) + unknown
 
     def replace(self, proposer: Proposer) -> None:
-        """Drafts with another proposer from now on.  Verifiers have to greet again, and then open their requests again."""
+        """Drafts with another proposer from now on.  Verifiers have to greet again and open their requests again."""
         for session in self._sessions.values():
             self._end(session)
         self._sessions.clear()
@@ -159,7 +158,7 @@ class DrafterService:
         self._proposer = proposer
 
     def sweep(self) -> None:
-        """Forgets requests unheard of for the configured time."""
+        """Forgets requests without a message for the configured time."""
         before = self._clock() - self._idle_ttl_s
         self._proposer.close_idle(before)
         if self._lessons is not None:
@@ -171,7 +170,7 @@ class DrafterService:
         self._spans.expire(before)
 
     def stats(self, started_at: float) -> DrafterStats:
-        """A copy of the counters, with the present load; `started_at` is the process's, Unix seconds."""
+        """A copy of the counters, with the present load; `started_at`: when the process started, Unix seconds."""
         usage = self._proposer.usage()
         heard_after = self._clock() - self._idle_ttl_s
         return msgspec.structs.replace(
@@ -198,7 +197,7 @@ class DrafterService:
                 self._end(session)
             session = Session(hello.verifier_id, hello.epoch)
             self._sessions[hello.verifier_id] = session
-        # The same socket may greet for another role or verifier; what it said last holds.
+        # A socket may greet again for another role or verifier; its last greeting counts.
         self._peers[identity] = session, hello.role
         if hello.role == "features":
             session.features = identity
@@ -216,7 +215,7 @@ class DrafterService:
         return [] if wish is None else [(identity, encode(wish))]
 
     def _end(self, session: Session) -> None:
-        """A new epoch has begun: the old one's requests are over, its sockets strangers, its rounds unwanted."""
+        """Ends the session of an old epoch: forgets its requests, sockets and waiting rounds."""
         session.close_ring()
         for identity in [i for i, (owner, _) in self._peers.items() if owner is session]:
             del self._peers[identity]
@@ -242,7 +241,7 @@ class DrafterService:
     def _refuse(self, identity: bytes, reason: str) -> list[Reply]:
         self._counters.rejected += 1
         session, role = self._peers.get(identity, (None, "drafts"))
-        # Who has to greet again must hear it himself.
+        # A socket that has to greet again must get the refusal itself.
         elsewhere = session is not None and role == "features" and reason != HELLO_FIRST
         listener = session.drafts if session is not None and elsewhere else None
         return [(listener or identity, encode(Refused(reason)))]
@@ -258,7 +257,7 @@ class DrafterService:
                 self._nexts.want(wanted, self._proposer.length(key))
 
     def _take_rounds(self, asks: list[Ask], now: float) -> list[Waiting]:
-        """The rounds that waited longest, up to the first that needs another's outcome."""
+        """Takes the rounds that waited longest, up to the first that repeats a request of the batch."""
         rounds: list[Waiting] = []
         asked: set[Key] = set()
         while self._waiting and len(rounds) < MAX_BATCH_ROUNDS:
@@ -273,13 +272,13 @@ class DrafterService:
         return rounds
 
     def _join_fresh(self, asks: list[Ask]) -> list[tuple[Wanted, int | None]]:
-        """Adds fresh drafts that are owed to a batch's questions; returns them with their places among these."""
+        """Adds the fresh drafts that are due to `asks`.  Returns each with its index there; None: its answer is empty."""
         places = {ask.key: index for index, ask in enumerate(asks)}
         fresh: list[tuple[Wanted, int | None]] = []
         for wanted in self._nexts.take_fresh():
             item, place = wanted.item, places.get(wanted.key)
             if place is not None and asks[place].base_len == item.base_len:
-                # The round that brought the request here is in the same batch.
+                # The round that made the request so long is in the same batch.
                 asks[place] = replace(asks[place], until=wanted.until)
             elif place is not None:
                 place = None
@@ -290,7 +289,7 @@ class DrafterService:
         return fresh
 
     def _imagine(self, started: float) -> list[Reply]:
-        """Enumerates outcomes of what is being verified."""
+        """Drafts ahead: enumerates outcomes of verifications that are running."""
         batch = self._nexts.take_waiting(self._proposer.batch_outcomes)
         premises = [Premise(w.key, w.item.base_len, w.until, w.item.verifying, w.item.outcomes) for w in batch]
         found = self._proposer.imagine(premises)
@@ -308,7 +307,7 @@ class DrafterService:
         return replies
 
     def _by_peer(self, wishes: Sequence[Wanted]) -> Iterable[tuple[bytes, int, list[int]]]:
-        """Who waits for these: a drafts socket, the epoch to echo, and which of `wishes` are its."""
+        """Groups `wishes` by the peer that waits for them: its drafts socket, the epoch to echo, and indices in `wishes`."""
         groups: dict[tuple[bytes, int], list[int]] = {}
         for place, wanted in enumerate(wishes):
             session = self._sessions.get(wanted.key[0])
@@ -317,7 +316,7 @@ class DrafterService:
         return [(listener, epoch, places) for (listener, epoch), places in groups.items()]
 
     def _apply(self, waiting: Waiting, asks: list[Ask], now: float) -> None:
-        """Takes a round's news, and adds to `asks` what is to be computed of it."""
+        """Takes a round's tokens, and adds to `asks` the rows that must be computed."""
         proposer, at = self._proposer, 0
         for item in waiting.message.items:
             key = waiting.key(item.request_id)
@@ -348,7 +347,7 @@ class DrafterService:
                     self._lessons.opened(key, item, features)
                 else:
                     self._lessons.committed(key, item, features)
-            # Not always the item's own: what is computed anew after a preemption takes nothing back.
+            # Not always `item.base_len`: a round computed anew after a preemption takes no tokens back.
             self._nexts.reached(key, proposer.length(key) or 0, waiting.arrived)
             asks.append(Ask(key, item.base_len, item.rows, features))
 

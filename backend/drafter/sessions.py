@@ -1,4 +1,4 @@
-"""Who a drafter talks to: one session per verifier and epoch, and the rounds that wait.  Drafter thread."""
+"""A drafter's sessions, one per verifier and epoch, and the rounds that wait.  Drafter thread."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Session:
-    """One verifier in one epoch."""
+    """One verifier in one epoch; `features` and `drafts` are its sockets' identities."""
 
     verifier_id: str
     epoch: int
@@ -25,10 +25,10 @@ class Session:
     ring: RingReader | None = None
     last_heard: float = 0.0
     target: str = ""
-    """Names the weights it runs (`Hello.target`)."""
+    """Name of the weights that the verifier runs (`Hello.target`)."""
 
     def map_ring(self, ref: RingRef | None) -> None:
-        """Maps the ring a features socket offers; without one its frames come in the messages."""
+        """Maps the shared-memory ring that a features socket offers.  Without a ring, features come in the messages."""
         self.close_ring()
         if ref is not None:
             try:
@@ -37,7 +37,7 @@ class Session:
                 logger.info("the ring of %s is out of reach, its sockets serve: %s", self.verifier_id, error)
 
     def close_ring(self) -> None:
-        """Lets go of the ring."""
+        """Unmaps the ring, if there is one."""
         if self.ring is not None:
             self.ring.close()
             self.ring = None
@@ -45,7 +45,7 @@ class Session:
 
 @dataclass(frozen=True)
 class Waiting:
-    """A round whose turn has not come."""
+    """A round that waits for a batch."""
 
     session: Session
     message: Round

@@ -1,6 +1,6 @@
-"""A drafter's spans: one per traced request, from `Open` to `Close`, with what drafting for it took.  Drafter thread.
+"""A drafter's tracing spans: one per traced request, from `Open` to `Close`, with the time spent drafting.  Drafter thread.
 
-Rounds are many and short: they are summed up in the request's span and get none of their own.
+Rounds are many and short.  They have no spans of their own, but are summed up in the request's span.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class _Request:
 
 
 class DraftSpans:
-    """Follows the traced requests of one drafter; without `tracing`, none.  `now` is the service's clock."""
+    """The spans of one drafter's traced requests; without `tracing` there are none.  `now` is on the service's clock."""
 
     def __init__(self, tracing: Tracing | None, drafter_id: str) -> None:
         self._tracing = tracing
@@ -32,7 +32,7 @@ class DraftSpans:
         self._requests: dict[Hashable, _Request] = {}
 
     def opened(self, key: tuple[str, int, str], traceparent: str, now: float) -> None:
-        """A request begins here, or begins again."""
+        """A request was opened on this drafter, perhaps again."""
         self.closed(key, "reopened")
         if self._tracing is None or not traceparent:
             return
@@ -42,7 +42,7 @@ class DraftSpans:
             self._requests[key] = _Request(span, now)
 
     def drafted(self, key: Hashable, tokens: int, spent_s: float, now: float) -> None:
-        """It was part of a batch that took `spent_s`, and got a draft of so many tokens."""
+        """A request got a draft of so many tokens, in a batch that took `spent_s`."""
         known = self._requests.get(key)
         if known is not None:
             known.heard = now
@@ -51,14 +51,14 @@ class DraftSpans:
             known.drafting_s += spent_s
 
     def imagined(self, key: Hashable, outcomes: int, spent_s: float) -> None:
-        """So many of its outcomes were drafted ahead, in a batch that took `spent_s`."""
+        """So many of a request's outcomes were drafted ahead, in a batch that took `spent_s`."""
         known = self._requests.get(key)
         if known is not None:
             known.outcomes += outcomes
             known.imagining_s += spent_s
 
     def closed(self, key: Hashable, reason: str) -> None:
-        """It is over here."""
+        """Ends a request's span; `reason` becomes an attribute."""
         known = self._requests.pop(key, None)
         if known is None:
             return
@@ -75,11 +75,11 @@ class DraftSpans:
         known.span.end(time.time_ns())
 
     def expire(self, before: float) -> None:
-        """Closes those unheard of since `before`: their `Close` was lost, or their verifier."""
+        """Ends spans of requests not drafted for since `before`: their `Close`, or their verifier, was lost."""
         for key in [key for key, known in self._requests.items() if known.heard < before]:
             self.closed(key, "idle")
 
     def end(self, verifier_id: str, epoch: int) -> None:
-        """A verifier's epoch is over, and its requests with it."""
+        """Ends the spans of a verifier's epoch."""
         for key in [key for key in self._requests if isinstance(key, tuple) and key[:2] == (verifier_id, epoch)]:
             self.closed(key, "epoch")

@@ -1,8 +1,8 @@
-"""How much of the shared noise a drafter adds, learnt by temperature.  Pure; drafter thread.
+"""Learns, by temperature, how much of the shared noise a drafter should add.  Pure; drafter thread.
 
-A draft token maximises `log q + tau G`.  Were q the target's own distribution, tau = 1 would always be right.  A head's is
-flatter or more peaked, and then another tau agrees with the target more often.  So beside the tau in force one other of a small
-grid says what it would draft, in turn; the text that follows shows which of them was right.
+A draft token maximises `log q + tau G`.  If q were the target's own distribution, tau = 1 would always be right.  A head's q is
+flatter or more peaked, so another tau may agree with the target more often.  Beside the tau in force, one other tau of a small
+grid is tried on each draft's first token, in turn.  The text that follows shows which of them was right.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from dataclasses import dataclass
 GRID = (0.7, 0.85, 1.0, 1.15, 1.3)
 START = GRID.index(1.0)
 TRIES = 50
-"""Comparisons before a tau counts: with fewer its rate is off by 0.07 (one standard error) or more."""
+"""Comparisons of every tau before one is chosen.  With fewer, a rate is off by 0.07 (one standard error) or more."""
 MEMORY = 0.999
-"""What a hit is worth at the next one: some 1000 count."""
+"""Weight of a comparison after each newer one: about the last 1000 count."""
 HOTTEST = 2.0
-"""Temperatures above it share a place; OpenAI's interface allows none."""
+"""Temperatures above it share one entry; OpenAI's interface allows none above."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What each tried tau, by its place in the grid, drafts at `base_len`."""
+    """The token that each tried tau, by index in the grid, would draft at `base_len`."""
 
     base_len: int
     temperature: float
@@ -37,17 +37,17 @@ class Taus:
         self._turn = 0
 
     def in_force(self, temperature: float) -> int:
-        """The place in the grid of the tau to draft with."""
+        """Index in the grid of the tau to draft with."""
         return self._in_force.get(_bucket(temperature), START)
 
     def rival(self, temperature: float) -> int:
-        """The one to compare it with now."""
+        """Index in the grid of the tau to try beside it, this time."""
         others = [place for place in range(len(GRID)) if place != self.in_force(temperature)]
         self._turn += 1
         return others[self._turn % len(others)]
 
     def learn(self, trial: Trial, token: int) -> None:
-        """The text went on with `token`."""
+        """Scores a trial: the text went on with `token`."""
         bucket = _bucket(trial.temperature)
         rates = self._rates.setdefault(bucket, [[0.0, 0.0] for _ in GRID])
         for place, drafted in trial.tokens.items():

@@ -1,4 +1,4 @@
-"""vLLM, and all that depends on its insides.  No other package imports it.
+"""All code that uses vLLM.  No other package imports vLLM.
 
-The core (`build.py`, `scheduler.py`, `runner.py`, `sampling.py`, `worker.py`) lives in a verifier, `front/` in a gateway.
+The core (`build.py`, `scheduler.py`, `runner.py`, `sampling.py`, `worker.py`) runs in a verifier, `front/` in a gateway.
 """

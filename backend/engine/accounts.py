@@ -1,4 +1,4 @@
-"""What speculation does for the requests that ask for their account.  Engine process, engine thread."""
+"""Accounts of speculation, for the requests that ask for one (`Asked.account`).  Engine process, engine thread."""
 
 from __future__ import annotations
 
@@ -15,18 +15,20 @@ class _Open:
 
 
 class Accounts:
-    """The requests of one verifier that asked, by vLLM's ids; `gateway` is vLLM's client index."""
+    """The accounts of one verifier's requests, by vLLM's ids; `gateway` is vLLM's client index.
+
+    Calls about other requests have no effect.
+    """
 
     def __init__(self) -> None:
         self._open: dict[str, _Open] = {}
         self._ended: dict[int, list[Account]] = {}
 
     def began(self, request_id: str, gateway: int) -> None:
-        """A request that asks was taken in."""
         self._open[request_id] = _Open(gateway, Account(request_id))
 
     def verified(self, request_id: str, source: str, drafter: str, drafted: int, accepted: int, waited_s: float) -> None:
-        """One verification, before which the step waited so long for drafts; `drafted` is 0 where it had none."""
+        """Counts a verification (`drafted` 0: without a draft).  Its step had waited `waited_s` for drafts."""
         known = self._open.get(request_id)
         if known is None:
             return
@@ -46,13 +48,12 @@ class Accounts:
         tally.accepted += accepted
 
     def emitted(self, request_id: str, tokens: int) -> None:
-        """Tokens left for the gateway: of what was accepted, those up to the request's end."""
+        """Counts tokens sent to the gateway: those up to the request's end."""
         known = self._open.get(request_id)
         if known is not None:
             known.account.tokens += tokens
 
     def ended(self, request_id: str) -> None:
-        """The request is over."""
         known = self._open.pop(request_id, None)
         if known is not None:
             self._ended.setdefault(known.gateway, []).append(known.account)

@@ -1,4 +1,4 @@
-"""LoRA adapters: what vLLM must be told so that a target model can serve them.  Reads files; no engine."""
+"""vLLM's engine arguments for LoRA adapters, and the numbers of adapters.  Reads files; needs no engine."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ from typing import Any
 from backend.config.settings import VerifierSettings
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""The values that vLLM takes for the largest rank."""
+"""The values that vLLM accepts for `max_lora_rank`."""
 DEFAULT_RANK = 16
-"""The largest rank where adapters may only come later; vLLM's own default."""
+"""`max_lora_rank` at least, if adapters may be loaded later; vLLM's own default."""
 
 
 def adapter_arguments(verifier: VerifierSettings) -> dict[str, Any]:
-    """vLLM's engine arguments for these adapters; none without any.  Raises `ValueError` for one that cannot be read."""
+    """vLLM's engine arguments for the configured adapters; empty without adapters.
+
+    Raises `ValueError` for an adapter that cannot be read.
+    """
     if not verifier.adapters and not verifier.adapters_loadable:
         return {}
     largest = max([DEFAULT_RANK * verifier.adapters_loadable, *(_rank(*each) for each in verifier.adapters.items())])
@@ -24,7 +27,7 @@ def adapter_arguments(verifier: VerifierSettings) -> dict[str, Any]:
 
 
 def adapter_number(name: str, path: str) -> int:
-    """vLLM's number of an adapter: the same at every gateway, since verifiers tell adapters apart by it alone."""
+    """vLLM's number of an adapter.  It is equal at every gateway, because verifiers identify adapters by it alone."""
     return int.from_bytes(hashlib.sha256(f"{name}\0{path}".encode()).digest()[:4], "big") >> 1 or 1
 
 

@@ -1,6 +1,6 @@
 """Builds vLLM's engine core for a verifier.  Engine process, engine thread.
 
-No vLLM source is changed: the mode becomes a speculative configuration, a scheduler class and a worker class.
+vLLM's source stays unchanged: a mode is a speculative configuration, a scheduler class and a worker class.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ def engine_arguments(settings: Settings, paths: ResolvedModels, verifier_id: str
         arguments["async_scheduling"] = False
         arguments["scheduler_cls"] = "backend.engine.scheduler.DraftingScheduler"
     if verifier.fixed_responses:
-        # What a request must emit next depends on how much it has emitted: the worker has to know when it samples.
+        # A fixed response's next token depends on how many it has emitted, which the worker must know when it samples.
         arguments["async_scheduling"] = False
     unknown = set(verifier.engine_args) - set(EngineArgs.__dataclass_fields__)
     if unknown:
         raise EngineSetupError(f"verifier.engine_args: vLLM has no argument {', '.join(sorted(unknown))}")
     merged = arguments | verifier.engine_args
     if "speculative_config" in verifier.engine_args:
-        # Said of our own configuration: which head, and how many tokens, is ours to say.
+        # Merged, not replaced: our method, head and number of tokens stay, except what an operator sets here.
         merged["speculative_config"] = (arguments["speculative_config"] or {}) | verifier.engine_args["speculative_config"]
     return merged
 
@@ -88,8 +88,8 @@ def build_config(settings: Settings, paths: ResolvedModels, verifier_id: str) ->
         )
     structured = config.structured_outputs_config
     if settings.model == DEMO and structured.backend in ("auto", "xgrammar", "guidance"):
-        # It knows Python: where JSON may hold space, it would indent for ever.  In mode native vLLM makes the drafter's
-        # configuration of this one, and refuses it there beside `auto`; each request brings the backend that it is for.
+        # The demo model knows Python: where JSON allows whitespace, it would indent for ever.  In mode `native` vLLM makes the
+        # drafter's configuration of this one, and there refuses the option with `auto`.  Each request names its backend.
         structured.disable_any_whitespace = True
         structured.backend = "xgrammar" if structured.backend == "auto" else structured.backend
     if settings.mode not in REMOTE_MODES:
@@ -99,20 +99,20 @@ def build_config(settings: Settings, paths: ResolvedModels, verifier_id: str) ->
 
 
 def build_core(config: VllmConfig, on_lost_rank: Callable[[], None]) -> EngineCore:
-    """vLLM's engine core, weights loaded and KV cache allocated; the caller steps it.
+    """vLLM's engine core with weights loaded and KV cache allocated; the caller steps it.
 
-    `on_lost_rank` is called, on a thread of vLLM's, when the process of a tensor-parallel rank has died.
+    vLLM calls `on_lost_rank`, on one of its own threads, when the process of a tensor-parallel rank has died.
     """
     return EngineCore(config, Executor.get_class(config), log_stats=False, executor_fail_callback=on_lost_rank)
 
 
 def draft_source(settings: Settings, paths: ResolvedModels) -> str:
-    """How drafts made by vLLM itself are named in the counters."""
+    """The name that the counters use for drafts made by vLLM itself."""
     return "ngram" if paths.drafter_kind == "ngram" else "native"
 
 
 def _dtype(target_dir: str) -> str:
-    """Keeps a float32 model in float32, where vLLM would round it: exact comparisons of modes depend on it."""
+    """`float32` for a float32 model, which vLLM would round: exact comparisons of modes depend on it.  Else `auto`."""
     own = text_config(read_config(target_dir))
     own_dtype = own.get("dtype") or own.get("torch_dtype")
     return "float32" if own_dtype == "float32" else "auto"
@@ -143,7 +143,7 @@ def _speculative_config(settings: Settings, paths: ResolvedModels) -> dict[str, 
 
 
 def _worker_options(settings: Settings, paths: ResolvedModels, verifier_id: str) -> dict[str, Any]:
-    """What scheduler and worker read back from `additional_config` (which is part of vLLM's compile-cache key)."""
+    """Options that scheduler and worker read from `additional_config` (which is part of vLLM's compile-cache key)."""
     remote = settings.mode in REMOTE_MODES
     head_dir = paths.drafter_dir if remote and paths.drafter_kind == "eagle" else None
     aux_layers: list[int] = []

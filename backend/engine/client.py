@@ -1,6 +1,6 @@
-"""A synchronous client of the engine wire: what a gateway does, without HTTP.  Used by the benchmark, rollouts and tests.
+"""A synchronous client of the engine wire.  Used by benchmarks, rollouts and tests.
 
-Any process; one thread owns a client.  Of vLLM it needs the request and output structs and their codec, never an engine.
+Any process; a client belongs to one thread.  Uses vLLM's request and output structs and their codec, but no engine.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ POLL_S = 0.2
 
 
 class EngineRefused(Exception):
-    """The verifier does not talk to this client; the message is its reason."""
+    """The verifier refused this client's greeting; the message is the verifier's reason."""
 
 
 @dataclass
@@ -40,24 +40,26 @@ class Answer:
     outputs: list[EngineCoreOutput] = field(default_factory=list)
     sent_at: float = 0.0
     first_at: float = 0.0
-    """When the first token came; 0 before."""
+    """When the first token came; 0 until then."""
     last_at: float = 0.0
     account: Account | None = None
-    """Where it was asked for."""
+    """None unless `Asked.account` asked for it."""
 
 
 def sampling(max_tokens: int, temperature: float) -> SamplingParams:
-    """Exactly `max_tokens` tokens, greedy at temperature 0."""
+    """Parameters for exactly `max_tokens` tokens; greedy at temperature 0."""
     return SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True)
 
 
 FreeSampling = Callable[[int, int | None], SamplingParams]
-"""A request's parameters, from the most tokens it may take and its seed."""
+"""Makes a request's parameters from its `max_tokens` and its seed."""
 
 
 def free_sampling(given: Mapping[str, Any], eos_token_ids: Sequence[int], tokenizer: Any, vocab_size: int) -> FreeSampling:
-    """What every request draws by, its most tokens and its seed apart: `given` by vLLM's names, for a Hugging Face `tokenizer`;
-    one of `eos_token_ids` ends it, unless it ignores these.  Raises `ValueError` for values that vLLM refuses.
+    """Sampling parameters that all requests share, as a function of `max_tokens` and seed.
+
+    `given` has vLLM's names; `tokenizer` is a Hugging Face one.  One of `eos_token_ids` ends a request, unless `given` says
+    `ignore_eos`.  Raises `ValueError` for values that vLLM refuses.
     """
     bias = given.get("logit_bias")
     try:
@@ -82,17 +84,17 @@ def free_sampling(given: Mapping[str, Any], eos_token_ids: Sequence[int], tokeni
 
 
 def fixed_sampling(tokens: list[int], temperature: float) -> SamplingParams:
-    """Exactly these tokens; see `fixed.py`."""
+    """Parameters for a fixed response of these tokens; see `fixed.py`."""
     params = sampling(len(tokens), temperature)
     params.extra_args = {FIXED_RESPONSE: tokens}
     return params
 
 
 class EngineClient:
-    """Connects to one verifier; returns when it has answered the greeting.
+    """A connection to one verifier; the constructor waits for the answer to its greeting.
 
-    `watch` is called while waiting and raises when waiting is in vain (the verifier's process has ended).  Several clients of
-    one thread may share a `hub`, which its owner polls and closes; a tcp address needs the verifier's `server_key`.
+    `watch` is called during waits and may raise to end them (if the verifier's process has ended).  Several clients of one
+    thread may share a `hub`, which its owner polls and closes.  A tcp address requires the verifier's `server_key`.
     Raises `EngineRefused`, `TimeoutError`.
     """
 
@@ -113,14 +115,14 @@ class EngineClient:
         self.stats_at = 0.0
         """When `stats` arrived, in `time.monotonic()` seconds."""
         self.rows = RowBatch()
-        """What came in answer to `ask_rows`."""
+        """Rows received in answer to `ask_rows`."""
         self.rows_awaited = 0
-        """Answers to `ask_rows` still out."""
+        """Calls of `ask_rows` that have no answer yet."""
         self.heard_at = time.monotonic()
         self.welcome: EngineWelcome | None = None
         self.refusals: list[str] = []
         self.results: dict[int, str | None] = {}
-        """What has come of `call`, by its number: why it failed, or None."""
+        """Results of `call` by number: why it failed, or None."""
         self._calls = 0
         self._watch = watch
         self._name = name
@@ -139,8 +141,10 @@ class EngineClient:
         asked: Asked | None = None,
         **fields: Any,
     ) -> str:
-        """Sends one request, to be continued after the `emitted` output tokens; `asked` as in `Addition`; `fields` replace
-        further fields of vLLM's `EngineCoreRequest`.  Returns its id."""
+        """Sends a request, to be continued after the `emitted` output tokens; returns its id.
+
+        `fields` replace further fields of vLLM's `EngineCoreRequest`.
+        """
         request_id = request_id or f"req-{uuid.uuid4().hex[:8]}"
         values: dict[str, Any] = {
             "request_id": request_id,
@@ -159,32 +163,31 @@ class EngineClient:
         return request_id
 
     def abort(self, request_id: str) -> None:
-        """Ends a request early."""
         self.dealer.send(*self._speech.abort([request_id]))
 
     def call(self, method: str, *args: Any) -> int:
-        """Calls a method of the verifier's engine core; returns the number of its result."""
+        """Calls a method of the verifier's engine core; returns the key of its result in `results`."""
         number = self._calls = self._calls + 1
         self.dealer.send(*self._speech.call(number, method, args))
         return number
 
     @property
     def weights(self) -> Weights:
-        """Which weights of the target the verifier runs, as far as it has said."""
+        """The target's weights that the verifier runs, as it last reported them."""
         said = self.stats or self.welcome
         return said.weights if said is not None else Weights()
 
     def ping(self) -> None:
-        """Tells the verifier that this client lives; `run_until` does it by itself."""
+        """Tells the verifier that this client is alive; `run_until` does so by itself."""
         self.dealer.send(*self._speech.ping())
 
     def ask_rows(self) -> None:
-        """Asks for the rows the verifier keeps (`verifier.kept_rows`); they are added to `rows`."""
+        """Asks for the rows that the verifier keeps (`verifier.kept_rows`); they are added to `rows`."""
         self.dealer.send(*self._speech.ask_rows())
         self.rows_awaited += 1
 
     def fetch_rows(self, timeout_s: float = 120.0) -> RowBatch:
-        """All rows up to now.  Raises `TimeoutError`."""
+        """Waits for and returns all rows up to now.  Raises `TimeoutError`."""
         if not self.rows_awaited:
             self.ask_rows()
         self.run_until(lambda: not self.rows_awaited, timeout_s)
@@ -192,7 +195,7 @@ class EngineClient:
         return taken
 
     def run_until(self, condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
-        """Receives until `condition()`.  Raises `TimeoutError` after `timeout_s`, and what `watch` raises."""
+        """Receives until `condition()` is true.  Raises `TimeoutError` after `timeout_s`, and what `watch` raises."""
         deadline = time.monotonic() + timeout_s
         pinged = 0.0
         while not condition():
@@ -213,29 +216,28 @@ class EngineClient:
             self._take(frames)
 
     def finish_all(self, timeout_s: float = 300.0) -> None:
-        """Waits for the end of every request."""
+        """Waits until every request has ended."""
         self.run_until(lambda: all(a.finish_reason is not None for a in self.answers.values()), timeout_s)
 
     def generate(
         self, prompts: Sequence[list[int]], params: SamplingParams | list[SamplingParams], **fields: Any
     ) -> list[Answer]:
-        """All prompts at once; answers in the same order."""
+        """Sends all prompts at once; returns their answers in the same order."""
         each = params if isinstance(params, list) else [params] * len(prompts)
         ids = [self.add(prompt, p, **fields) for prompt, p in zip(prompts, each, strict=True)]
         self.finish_all()
         return [self.answers.pop(request_id) for request_id in ids]
 
     def fresh_stats(self) -> VerifierStats:
-        """Counters published after this call."""
+        """Waits for counters that were published after this call."""
         for _ in range(2):
-            # The first may have been on its way already.
+            # The first ones may have been sent before this call.
             self.stats = None
             self.run_until(lambda: self.stats is not None)
         assert self.stats is not None
         return self.stats
 
     def close(self) -> None:
-        """Closes the socket."""
         if self._shares_hub:
             self.hub.drop(self.dealer)
         else:
@@ -264,7 +266,7 @@ class EngineClient:
             if self.welcome is None or heard.reason != "unknown":
                 self.refusals.append(heard.message)
             else:
-                # Silent for longer than the lease, as between two rounds of a rollout: what was asked is forgotten too.
+                # Silent for longer than the lease, as between two rounds of a rollout: the verifier has forgotten all.
                 self.rows_awaited = 0
                 self.dealer.send(*self._speech.hello(self._name))
 

@@ -1,7 +1,7 @@
-"""Counts what a verifier does, in every mode alike.  Engine process, engine thread.
+"""Counts a verifier's steps, verifications and tokens.  Engine process, engine thread.
 
-`Counters` owns the cumulative `VerifierStats`.  `CountingScheduler` is mixed into vLLM's scheduler and reads each step's
-outcome where vLLM itself decides it, so that plain, native and remote decoding are measured with the same code.
+`Counters` owns the cumulative `VerifierStats`.  `CountingScheduler`, a mixin over vLLM's scheduler, reads each step's outcome
+where vLLM decides it.  So all modes are measured with the same code.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from backend.wire.engine import Asked
 
 @dataclass(frozen=True)
 class StepOrders:
-    """What our scheduler tells our runner with a step; hangs on vLLM's `SchedulerOutput` as `outrider`."""
+    """What our scheduler tells our runner with a step: attribute `outrider` of vLLM's `SchedulerOutput`."""
 
     resumed: dict[str, list[int]]
     """Output tokens of requests that another verifier has begun (`runner.ResumedOutputs`)."""
     hurried: bool
     """Whether drafters need this step's features at once."""
     heads: dict[str, str] = field(default_factory=dict)
-    """What is to draft for the step's new requests, where drafters differ (`speculation/preference.py`)."""
+    """The head chosen for each new request, if drafters differ (`speculation/preference.py`)."""
 
 
 class Drafted(NamedTuple):
@@ -39,27 +39,27 @@ class Drafted(NamedTuple):
     drafter_id: str
     ahead: bool = False
     draft_s: float = 0.0
-    """Its drafter's compute for the round."""
+    """Seconds that the drafter computed for the round."""
     source: str = "native"
-    """As in `Tally`."""
+    """See `Tally.source`."""
 
 
 UNDRAFTED = Drafted("")
 
 
 class Counters:
-    """The verifier's counters; busy + idle = wall."""
+    """The verifier's counters; busy + idle = wall time."""
 
     def __init__(self, stats: VerifierStats) -> None:
         self.stats = stats
         self.line = Line()
 
     def drafter(self, drafter_id: str) -> DraftCounters:
-        """The counters of one drafter, made when first asked for."""
+        """One drafter's counters, created at the first call."""
         return self.stats.drafters.setdefault(drafter_id, DraftCounters())
 
     def verification(self, drafter_id: str, drafted: int, accepted: int, teacher_forced: bool = False) -> None:
-        """One drafted verification: `accepted` of `drafted` tokens were kept.  Those of fixed responses are counted apart."""
+        """Counts a drafted verification.  Fixed responses have separate counters."""
         counters = self.stats.teacher_forced if teacher_forced else self.drafter(drafter_id)
         counters.drafts += 1
         counters.draft_tokens += drafted
@@ -74,37 +74,37 @@ class Counters:
         of_version.accepted_tokens += accepted
 
     def _of_version(self, counters: DraftCounters) -> Verified:
-        """Those of the weights in force; the oldest are given up for them."""
+        """The counters for the current weights, in place of the oldest if needed."""
         by_version, version = counters.by_version, self.stats.weights.version
         if version not in by_version and len(by_version) == VERSIONS:
             del by_version[next(iter(by_version))]
         return by_version.setdefault(version, Verified())
 
     def dropped(self, drafter_id: str, reason: str, n: int = 1) -> None:
-        """Drafts of `drafter_id` that could not be used."""
+        """Counts drafts of `drafter_id` that could not be used."""
         dropped = self.drafter(drafter_id).dropped
         dropped[reason] = dropped.get(reason, 0) + n
 
     def step(self, busy_s: float, verify_s: float, *, ran: bool) -> None:
-        """One engine step took `busy_s`, of which the target's forward and sampling `verify_s`.
+        """Counts an engine step of `busy_s`, of which `verify_s` for the target's forward pass and sampling.
 
-        It counts as a step if it `ran` the target: vLLM also steps where it finds nothing that it may schedule.
+        Only a step that `ran` the target counts as one: vLLM also steps when it can schedule nothing.
         """
         self.stats.steps += ran
         self.stats.busy_s += busy_s
         self.stats.verify_s += verify_s
 
     def busy(self, seconds: float) -> None:
-        """Work outside of steps: messages, bookkeeping."""
+        """Counts work outside of steps: messages, bookkeeping."""
         self.stats.busy_s += seconds
 
     def idle(self, cause: str, seconds: float) -> None:
-        """The engine could have computed and did not."""
+        """Counts time in which the engine could have computed and did not."""
         self.stats.idle_s[cause] = self.stats.idle_s.get(cause, 0.0) + seconds
 
 
 class CountingScheduler:
-    """Mixin over a vLLM scheduler."""
+    """Mixin over a vLLM scheduler that counts, records and traces."""
 
     records: Recording | None = None
     spans: EngineSpans | None = None
@@ -116,24 +116,24 @@ class CountingScheduler:
     _prefill_tokens: int = 0
     _resumed: int = 0
     _awaited_s: float = 0.0
-    """Seconds that steps have waited for drafts until now."""
+    """Total seconds that steps have waited for drafts."""
     _waited_s: float = 0.0
-    """Those before the last step."""
+    """Seconds that the last step waited for drafts."""
     _emitted: int = 0
-    """Tokens since the last step that was noted."""
+    """Tokens emitted since the last step that was noted."""
     hurried: bool = True
-    """See `StepOrders`."""
+    """See `StepOrders.hurried`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.counters = Counters(VerifierStats("", 0.0, "off", 0))
-        """Those of the warm-up; the verifier's own take their place."""
+        """Counters of the warm-up; `VerifierProcess` replaces them."""
         self.accounts = Accounts()
 
     def schedule(self, throttle_prefills: bool = False) -> Any:
-        """vLLM's method of the same name; between its end and the outcome lies the target's own work."""
+        """vLLM's method of the same name; from its end to `update_from_output` the target computes."""
         output = super().schedule(throttle_prefills)  # type: ignore[misc]
-        # A request that another verifier has begun enters the batch with output; see `runner.ResumedOutputs`.
+        # A request that another verifier has begun enters the batch with output tokens; see `runner.ResumedOutputs`.
         requests: Any = self.requests  # type: ignore[attr-defined]
         resumed = {
             new.req_id: list(requests[new.req_id].output_token_ids)
@@ -153,7 +153,7 @@ class CountingScheduler:
         return output
 
     def take_verify_s(self) -> float:
-        """Seconds of target forward and sampling since the last call."""
+        """Seconds of the target's forward passes and sampling since the last call."""
         taken, self._verify_s = self._verify_s, 0.0
         return taken
 
@@ -187,7 +187,7 @@ class CountingScheduler:
         super().add_request(request)  # type: ignore[misc]
 
     def finish_requests(self, request_ids: Any, finished_status: Any) -> Any:
-        """vLLM's method of the same name: requests that end by someone's wish, and not by their own tokens."""
+        """vLLM's method of the same name, for requests that do not end by their own tokens."""
         ended = super().finish_requests(request_ids, finished_status)  # type: ignore[misc]
         if not self._updating:
             for request in ended:
@@ -195,23 +195,23 @@ class CountingScheduler:
         return ended
 
     def note_verification(self, request_id: str, drafted: int, accepted: int) -> Drafted:
-        """One verification of this step, `drafted` is 0 where it had no draft; returns whose the draft was."""
+        """Counts a verification (`drafted` 0: no draft); returns where its draft came from."""
         if not drafted:
             return UNDRAFTED
         self.counters.verification(self.source_name, drafted, accepted, self.is_teacher_forced(request_id))
         return Drafted(self.source_name)
 
     def is_teacher_forced(self, request_id: str) -> bool:
-        """Whether the request's response is fixed; False once it is gone."""
+        """Whether the request's response is fixed; False for a request that is gone."""
         request = self.requests.get(request_id)  # type: ignore[attr-defined]
         return request is not None and fixed_response(request.sampling_params) is not None
 
     def plan_in_force(self) -> Plan:
-        """What drafters are asked for at present."""
+        """What drafters are currently asked for."""
         return Plan(self.num_spec_tokens)  # type: ignore[attr-defined]
 
     def record_step(self, seconds: float, verify_s: float) -> None:
-        """The loop has accounted for a step."""
+        """Makes the step's row; the loop calls it after it has counted the step's time."""
         if self.records is not None:
             scheduler: Any = self
             _, waiting = scheduler.get_request_counts()
@@ -219,7 +219,7 @@ class CountingScheduler:
             self.records.stepped(self.counters.stats, seconds, verify_s, self.plan_in_force(), waiting, usage)
 
     def note_step(self, seconds: float) -> None:
-        """The step that just ended took `seconds`, bookkeeping and sending included."""
+        """Notes the step that just ended; `seconds` includes bookkeeping and sending."""
         stats = self.counters.stats
         stats.resumed += self._resumed
         awaited_s, emitted = stats.idle_s["awaiting_draft"], self._emitted
@@ -288,7 +288,7 @@ class CountingScheduler:
         self.accounts.ended(request_id)
 
     def read_load(self, stats: VerifierStats) -> None:
-        """Puts the present load and speed into `stats`."""
+        """Writes the current load and speed into `stats`."""
         scheduler: Any = self
         stats.speed = self.counters.line.read()
         stats.running, stats.waiting = scheduler.get_request_counts()

@@ -1,20 +1,17 @@
-"""Replacements for two of vLLM's CPU kernels, and a third that is kept up to date.  Worker process.
+"""Repairs of vLLM on the CPU: two replaced kernels, and an output matrix that is packed again.  Worker process.
 
-The first breaks sampling under speculation.
+`expand`: vLLM 0.32 expands per-request sampling parameters (temperature, top-k, top-p) to per-token ones with a Triton kernel.
+The CPU stand-in for that kernel converts every tensor to int64 and drops the copy it wrote to.  The caller then divides logits
+by uninitialised memory: at temperature 1, tokens that vLLM's rejection sampler verifies on the CPU do not follow the target's
+distribution.  (vllm/utils/cpu_triton_utils.py, `_expand_kernel_impl`; upstream report: vllm-project/vllm pull request 42638.)
+Only sampled requests in mode `native` use this kernel.  The replacement goes where vLLM's registry of platform kernels would
+put it.  The registry itself is not used: it searches every loaded module for references, and fails on some of them.
 
-vLLM 0.32 expands per-request sampling parameters (temperature, top-k, top-p) to per-token ones with a Triton kernel.  Its CPU
-stand-in converts every tensor to int64 and drops the copy it wrote to, so the caller divides logits by uninitialised memory:
-at temperature 1, tokens that vLLM's rejection sampler verifies on the CPU do not follow the target's distribution.
-(vllm/utils/cpu_triton_utils.py, `_expand_kernel_impl`; upstream report: vllm-project/vllm pull request 42638.)  Greedy requests
-never reach it, nor do modes other than `native` (`sampling.py`).
+`count_at_least`: vLLM compiles its own kernel when a request first asks for log probabilities, which stops the verifier for
+seconds.
 
-Its replacement is put where vLLM's own registry of platform kernels would put it.  The registry itself is not used: it searches
-every loaded module for references, and trips over some of them.
-
-The second compiles itself when a request first asks for log probabilities: the verifier would stand still for seconds.
-
-The third is the product with the output matrix, of which vLLM keeps a packed copy on a CPU.  Where the matrix is tied to the
-embedding no weight of that name is ever loaded, so an exchange of weights leaves the copy as it was, and the model wrong.
+`repack_output_matrix`: on a CPU, vLLM keeps a packed copy of the output matrix.  If that matrix is tied to the embedding, no
+weight of its name is ever loaded.  So an exchange of weights would leave the old copy in place, and the model wrong.
 (vllm/model_executor/model_loader/reload/layerwise.py, `finalize_layerwise_processing`.)
 """
 
@@ -35,9 +32,9 @@ def expand(
     replace_to: int,
     max_num_tokens: int = 0,
 ) -> None:
-    """Writes each request's value once per token: `per_request` `[requests]`, `output` `[tokens]`.
+    """Writes each request's value once per token: `per_request` `[requests]` to `output` `[tokens]`.
 
-    `cu_num_tokens` `[requests]` counts tokens up to and including each request.
+    `cu_num_tokens` `[requests]` is the cumulative number of tokens, up to and including each request.
     """
     counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
     values = torch.where(per_request == replace_from, replace_to, per_request)
@@ -45,23 +42,23 @@ def expand(
 
 
 def count_at_least(rows: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """How many of each row of `rows` `[rows, entries]` are no less than the row's of `values` `[rows, 1]`."""
+    """For each row of `rows` `[rows, entries]`, how many entries are at least the row's value in `values` `[rows, 1]`."""
     return (rows >= values).sum(-1)
 
 
 def repair_cpu_kernels() -> None:
-    """Call once vLLM has registered its own CPU kernels; where Triton runs on the CPU, the first stays vLLM's."""
+    """Replaces the two kernels, after vLLM has registered its own.  Where Triton runs on the CPU, `expand` stays vLLM's."""
     sampler.batched_count_greater_than = count_at_least
     if HAS_TRITON:
         return
     launcher = rejection_sampler._expand
     launcher.kernel = KernelOverride(rejection_sampler.expand_kernel, expand)
-    # The launcher remembers its kernel's argument names.
+    # The launcher caches its kernel's argument names.
     vars(launcher).pop("_kernel_arg_names", None)
 
 
 def repack_output_matrix(model: torch.nn.Module) -> None:
-    """Call when weights have been exchanged."""
+    """Packs the output matrix again; must be called after every exchange of weights."""
     for layer in model.modules():
         if isinstance(layer, ParallelLMHead):
             layer.quant_method.process_weights_after_loading(layer)

@@ -1,4 +1,4 @@
-"""A verifier's receiving sockets towards its drafters, and the assignment itself.  Engine process, engine thread."""
+"""A verifier's `drafts` sockets: requests for drafts and their answers.  Engine process, engine thread."""
 
 from __future__ import annotations
 
@@ -36,24 +36,24 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class _Link:
-    """The receiving socket towards one drafter."""
+    """The `drafts` socket to one drafter."""
 
     ref: DrafterRef
     dealer: Dealer
     hello: bytes
     greeted_at: float = float("-inf")
     exchanges: int | None = None
-    """Of its head, as it last said."""
+    """`Welcome.exchanges`, as last reported; None before the first."""
 
     def greet(self, now: float) -> None:
-        """Says who we are, unless that was said a moment ago."""
+        """Sends `Hello`, at most once per `GREET_EVERY_S`."""
         if now - self.greeted_at >= GREET_EVERY_S:
             self.greeted_at = now
             self.dealer.send(self.hello)
 
 
 class DraftLinks:
-    """The receiving sockets towards the assigned drafters, and the assignment itself."""
+    """The `drafts` sockets to the assigned drafters, and the assignment itself."""
 
     def __init__(self, hub: Hub, core: EngineCore, verifier_id: str, counters: Counters) -> None:
         self._hub = hub
@@ -62,19 +62,22 @@ class DraftLinks:
         self._verifier_id = verifier_id
         self._counters = counters
         self._links: dict[str, _Link] = {}
-        # Answers carry the epoch they were asked in: a process that restarts must not accept its predecessor's.
+        # Answers carry the epoch of their question.  It starts at the clock: a restarted process must not accept answers to its
+        # predecessor.
         self._epoch = time.time_ns() & 0xFFFF_FFFF_FFFF
         self._weights, self._target = 0, ""
 
     def set_drafters(self, refs: list[DrafterRef]) -> None:
-        """Applies a new assignment between two steps, on the scheduler's side and on every worker."""
+        """Applies a new assignment to scheduler and workers, between two steps."""
         wanted = {ref.id: ref for ref in refs}
         if wanted != {drafter_id: link.ref for drafter_id, link in self._links.items()}:
             self._connect(refs, wanted)
 
     def renew(self, loaded: Weights) -> None:
-        """The target has other weights: drafters forget what they have of its features, all requests are opened anew, and heads
-        follow in what they share with it."""
+        """Connects to all drafters anew after an exchange of the target's weights, and so opens all requests again.
+
+        Drafters then drop old features and fetch what their heads share with the target.
+        """
         refs = [link.ref for link in self._links.values()]
         self._weights += 1
         self._target = f"{loaded.update} {loaded.version} {loaded.path or ''}" if loaded != Weights() else ""
@@ -104,7 +107,7 @@ class DraftLinks:
         logger.info("drafters: %s", ", ".join(sorted(wanted)) or "none")
 
     def receive(self, now: float) -> None:
-        """Takes every answer that has arrived."""
+        """Takes in every message that has arrived from drafters."""
         for drafter_id, link in self._links.items():
             while (frames := link.dealer.receive()) is not None:
                 try:
@@ -129,7 +132,7 @@ class DraftLinks:
                     self._counters.dropped(drafter_id, "invalid")
 
     def _give(self, link: _Link, asked: Want) -> None:
-        """Answers with a part of one of the target's tensors, if it can be read now."""
+        """Answers `Want` with a part of one of the target's tensors, if all ranks can read it now."""
         if asked.first < 0 or self._core.model_executor.is_sleeping:
             return
         pieces: list[TargetRows | None] = self._core.collective_rpc("target_rows", args=(asked.name, asked.first))
@@ -140,7 +143,7 @@ class DraftLinks:
             link.dealer.send(encode(part), b"".join(piece.data for piece in held))
 
     def ask(self, now: float) -> None:
-        """Drafters are told what to draft next for the requests whose step has ended."""
+        """Tells each drafter what to draft next for the requests whose step has ended."""
         for drafter_id, items in self._scheduler.ask(now).items():
             link = self._links.get(drafter_id)
             if link is not None:
@@ -148,10 +151,10 @@ class DraftLinks:
                 link.dealer.send(encode(Next(self._epoch, items, judges)))
 
     def read_counters(self, stats: VerifierStats) -> None:
-        """Adds what the sending worker counted since the last call.
+        """Adds what the sending worker counted since the last call, and the plan in force.
 
-        A drafter that the worker had to greet again knows us no more: it is greeted here too, or its answers would go nowhere.
-        So is one that does not answer; to a drafter that knows us a greeting is nothing new.
+        A drafter that the worker had to greet again is greeted here too, or its answers would go nowhere.  So is a drafter that
+        does not answer; a repeated greeting changes nothing.
         """
         for shipped in self._core.collective_rpc("take_drafting_counters"):
             for drafter_id, n in shipped.bytes_sent.items():

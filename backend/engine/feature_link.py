@@ -1,6 +1,6 @@
-"""One drafter as the worker sees it: its socket, its ring, and how far each request's features have been shipped to it.
+"""The worker's connection to one drafter: socket, ring, and how far each request's features have been sent.
 
-Worker's process, on the thread that runs the model; part of `features.py`.
+Worker process, on the thread that runs the model; part of `features.py`.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from backend.wire.drafting import (
 logger = logging.getLogger(__name__)
 
 QUEUED_ROUNDS = 64
-"""Rounds that may wait for a drafter that does not read; further ones are dropped."""
+"""Rounds that may queue for a drafter that does not read; further rounds are dropped."""
 
 RING_FROM_BYTES = 65536
-"""Smaller frames go with the message: up to here the socket is as quick."""
+"""Bytes.  Smaller frames travel in the message: up to this size the socket is as fast as the ring."""
 
 GREET_EVERY_S = 0.5
-"""A drafter that refuses every round until it is greeted is greeted this often at most."""
+"""Shortest time between two greetings of a drafter, which refuses every round until it is greeted."""
 
 Projection = Callable[[torch.Tensor], torch.Tensor]
-"""Features of the target, `[rows, n * target_hidden]`, as a drafter takes them: `[rows, hidden]`."""
+"""Maps features of the target, `[rows, n * target_hidden]`, to what a drafter takes, `[rows, hidden]`."""
 
 
 class FeatureLink:
-    """One drafter: its socket, and how far each request's features have been shipped to it."""
+    """The `features` socket to one drafter.  `next_row`: position of the first row not yet sent, by open request."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class FeatureLink:
         self.ref = ref
         self.project = project
         self._verifier_id, self._epoch, self._weights = verifier_id, epoch, weights
-        # Only on one host, which an ipc address says.
+        # A ring needs one host, which an ipc address implies.
         self._ring_bytes = ring_bytes if ref.address.startswith("ipc://") else 0
         self._ring: RingWriter | None = None
         self._ring_is_read = False
@@ -65,23 +65,22 @@ class FeatureLink:
         self.socket = Dealer(connect_dealer(wire, ref.address, identity, ref.server_key, QUEUED_ROUNDS))
         self.next_row: dict[str, int] = {}
         self.cold: set[str] = set()
-        """Requests whose earlier rows are to be handed over yet."""
+        """Requests whose earlier rows have yet to be handed over."""
         self.closed: list[Close] = []
         self._greet(time.monotonic())
 
     def leave(self, frame: bytes) -> int | None:
-        """Puts a large frame into the ring; None where it has to travel in the message."""
+        """Writes a large frame into the ring; returns its position, or None: it must travel in the message."""
         if self._ring is None or not self._ring_is_read or len(frame) < RING_FROM_BYTES:
             return None
         return self._ring.write(frame)
 
     def close(self) -> None:
-        """Ends the connection."""
         self.socket.close()
         self._drop_ring()
 
     def listen(self) -> bool:
-        """Reads what the drafter says to this socket; True when it was greeted again."""
+        """Takes in the drafter's messages; returns whether it was greeted again."""
         greeted = False
         while (frames := self.socket.receive()) is not None:
             try:
@@ -109,7 +108,7 @@ class FeatureLink:
         return True
 
     def _greet(self, now: float) -> None:
-        """Offers a new ring each time: how much of an old one was read is not known."""
+        """Sends `Hello` and offers a new ring: how much the drafter has read of an old ring is unknown."""
         self._greeted_at = now
         self._drop_ring()
         if self._ring_bytes:

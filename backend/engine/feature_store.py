@@ -1,9 +1,9 @@
-"""The features of live requests, kept in host memory so that a drafter that is new to a request starts warm.
+"""Keeps the features of running requests in host memory, for drafters that are new to a request.
 
-Pure bookkeeping of bytes; worker's process, on the thread that runs the model.  A drafter computes its KV cache from these
-rows, so whoever gets them all is in the state that the old drafter was in, whether that one is still there or not.  Of each
-request the newest consecutive rows are kept.  When memory is short, the request that holds the most gives up the older half of
-its rows: it loses distant context on its next drafter, and nothing else.
+Pure bookkeeping of bytes; worker process, on the thread that runs the model.  A drafter computes its KV cache from these rows.
+So a drafter that gets all of them reaches the state of the request's previous drafter, even if that one is gone.  The newest
+consecutive rows of each request are kept.  When memory is short, the request with the most bytes gives up the older half of its
+rows: its next drafter then lacks distant context, nothing else.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class _Kept:
 
 
 class FeatureStore:
-    """At most `capacity` bytes."""
+    """Feature rows of at most `capacity` bytes in total."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -35,12 +35,12 @@ class FeatureStore:
         """Bytes."""
 
     def add(self, request_id: str, start: int, rows: bytes, row_bytes: int) -> None:
-        """Rows of the positions from `start` on were computed; those known already (after a preemption) are not kept twice."""
+        """Keeps the rows of the positions from `start` on.  Skips rows it has already (recomputed after a preemption)."""
         if not rows:
             return
         kept = self._kept.get(request_id)
         if kept is not None and start > kept.end:
-            # What lies before a gap is of no use: a drafter takes rows in order, and the newest ones count the most.
+            # Rows before a gap are useless: a drafter takes rows in order, and the newest matter most.
             self.forget(request_id)
             kept = None
         if kept is None:
@@ -56,17 +56,17 @@ class FeatureStore:
             self._give_up(row_bytes)
 
     def clear(self) -> None:
-        """Forgets everything: the target has other weights."""
+        """Forgets all rows, as required after an exchange of the target's weights."""
         self._kept.clear()
         self.held = 0
 
     def start(self, request_id: str, end: int) -> int:
-        """Position of the first row kept for a request whose rows reach up to `end`; `end` itself when there are none."""
+        """Position of the first row kept for a request; `end` if no consecutive rows reach from there up to `end`."""
         kept = self._kept.get(request_id)
         return kept.start if kept is not None and kept.start <= end <= kept.end else end
 
     def rows(self, request_id: str, start: int, end: int, row_bytes: int) -> bytes:
-        """The rows of the positions `start .. end - 1`, all of which must be kept."""
+        """The rows of the positions `start .. end - 1`.  Raises `ValueError` unless all of them are kept."""
         kept = self._kept[request_id]
         if not kept.start <= start <= end <= kept.end:
             raise ValueError("rows that are not kept")
@@ -75,13 +75,12 @@ class FeatureStore:
         return kept.chunks[0][(start - kept.start) * row_bytes : (end - kept.start) * row_bytes]
 
     def forget(self, request_id: str) -> None:
-        """The request is over."""
         kept = self._kept.pop(request_id, None)
         if kept is not None:
             self.held -= kept.held
 
     def _give_up(self, row_bytes: int) -> None:
-        """The older half of the rows of the request that has the most."""
+        """Drops the older half of the rows of the request that holds the most bytes."""
         request_id = max(self._kept, key=lambda each: self._kept[each].held)
         kept = self._kept[request_id]
         rows = max((kept.end - kept.start) // 2, 1)

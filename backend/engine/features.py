@@ -1,16 +1,16 @@
-"""Ships features to the drafters: the worker's half of the drafting wire.
+"""Sends features to the drafters: the worker's half of the drafting wire.
 
-Runs in the worker's process (tensor-parallel rank 0 alone) on the thread that runs the model.  Per engine step and drafter one
-`Round` leaves: for each request the rows the target has just computed, projected by the EAGLE head's `fc` so that one hidden
-width and not three crosses the wire.  Sending never blocks: when a drafter's queue is full the round is dropped, the drafter
-keeps a gap, and the request loses acceptance, nothing else.
+Worker process (tensor-parallel rank 0 only), on the thread that runs the model.  In each engine step, one `Round` goes to each
+drafter.  It holds, per request, the rows that the target has just computed.  The EAGLE head's `fc` projects them first, so one
+hidden width crosses the wire instead of three.  Sending never blocks.  When a drafter's queue is full, the round is dropped and
+the drafter keeps a gap: acceptance falls, nothing else.
 
-A drafter that is new to a request (assigned a moment ago, restarted, or the request's other drafter left) gets the features of
-all its positions at once, as far as `FeatureStore` has kept them: its drafts are then accepted as those of the old one were.
-Only so many rows are handed over per step; until its turn comes a request is drafted for without that context.
+A drafter that is new to a request (just assigned, restarted, or replacing another one) gets the features of all its positions,
+as far as `FeatureStore` has kept them.  Its drafts are then accepted as often as its predecessor's.  The rows handed over per
+step are limited.  Until its turn comes, a request is drafted for without that context.
 
-What comes back on these sockets is read once per step: a drafter that does not know us any more is greeted again, and requests
-it does not know are opened again.
+Answers on these sockets are read once per step.  A drafter that has forgotten this verifier is greeted again; requests that it
+has forgotten are opened again.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from backend.wire.drafting import (
 logger = logging.getLogger(__name__)
 
 HANDOVER_ROWS = 8192
-"""Rows handed over to one drafter per step, so that the others' drafts are not kept waiting; also per message."""
+"""Rows handed over to one drafter per step, and per message; with more, other requests' drafts would wait longer."""
 
 DTYPE_NAMES: dict[torch.dtype, FeatureDtype] = {
     torch.float32: "float32",
@@ -52,7 +52,7 @@ DTYPE_NAMES: dict[torch.dtype, FeatureDtype] = {
 
 @dataclass
 class Handover:
-    """Requests that a drafter was given with rows computed before it knew them."""
+    """Counts requests handed over to a drafter, and their earlier rows."""
 
     requests: int = 0
     rows: int = 0
@@ -61,7 +61,7 @@ class Handover:
 
 @dataclass(frozen=True)
 class Shipped:
-    """Bytes sent, rounds dropped at a full queue and hand-overs, per drafter, and the drafters that were greeted again."""
+    """Per drafter: bytes sent, rounds dropped at a full queue, hand-overs.  `greeted`: those greeted again."""
 
     bytes_sent: Counter[str] = field(default_factory=Counter)
     overflows: Counter[str] = field(default_factory=Counter)
@@ -71,7 +71,7 @@ class Shipped:
 
 @dataclass(frozen=True)
 class Identity:
-    """What a drafter is told of a request when it is opened (see `Open`)."""
+    """What a drafter is sent about a request that is opened (see `Open`)."""
 
     trace: str = ""
     seed: int = 0
@@ -82,7 +82,7 @@ class Identity:
 
 @dataclass(frozen=True)
 class _Rows:
-    """A step's features by request, as they travel."""
+    """A step's features by request id, encoded for the wire."""
 
     of: dict[str, bytes] = field(default_factory=dict)
     dtype: FeatureDtype = "float32"
@@ -92,12 +92,12 @@ class _Rows:
 
 
 class FeatureShipper:
-    """The sockets to all drafters of this verifier, and what each knows of each request."""
+    """The `features` sockets to all drafters, and which rows each drafter has of each request."""
 
     hurried: bool = True
-    """Whether drafters need the rows now; otherwise they may be sent later."""
+    """Whether drafters need the rows now, not later."""
     identity_of: Callable[[str], Identity] = staticmethod(lambda request_id: Identity())
-    """Asked once, when a request is opened on a drafter."""
+    """Called when a request is opened on a drafter."""
 
     def __init__(
         self,
@@ -106,27 +106,27 @@ class FeatureShipper:
         ring_bytes: int = 0,
         handover_bytes: int = 0,
     ) -> None:
-        """`projection(head)` is what is applied to features for drafters with that head; see `DrafterRef.head`."""
+        """`projection(head)` is applied to features for drafters with that head (`DrafterRef.head`)."""
         self._verifier_id = verifier_id
         self._ring_bytes = ring_bytes
         self._projection = projection
         self._weights = 0
         self._assigned: dict[str, str] = {}
-        """Drafters and their heads as the scheduler has them, those without a link included: both must choose the same drafter
-        for a request."""
+        """Heads by drafter id, equal to the scheduler's table, drafters without a link included: both must choose the same
+        drafter for a request."""
         self.chosen: dict[str, str] = {}
-        """The head that the scheduler has chosen for a request, where drafters differ."""
+        """The head that the scheduler has chosen for a request, if drafters differ."""
         self._store = FeatureStore(handover_bytes)
         self._postponed = Postponed()
         self._links: dict[str, FeatureLink] = {}
         self._epoch = 0
         self._shipped = Shipped()
-        """Since it was last taken."""
+        """Counts since the last `take_counters`."""
 
     def set_drafters(self, wire: Wire, refs: list[DrafterRef], epoch: int, weights: int = 0) -> None:
-        """Connects to new drafters, leaves those no longer assigned.  `epoch` is shared with the scheduler's sockets.
+        """Connects to new drafters and leaves those no longer assigned.  The scheduler's sockets have the same `epoch`.
 
-        With other `weights` of the target every drafter is connected to anew, and earlier features are not handed over.
+        After a change of `weights`, all drafters are connected to anew, and features of the old weights are dropped.
         """
         wanted = {ref.id: ref for ref in refs}
         for drafter_id, link in list(self._links.items()):
@@ -142,20 +142,20 @@ class FeatureShipper:
             if ref.id not in self._links:
                 self._connect(wire, ref)
         for drafter_id, link in self._links.items():
-            # Should such a request come back, it is opened anew: what it did elsewhere is unknown here.
+            # A request that comes back is opened again, because this drafter has missed what happened meanwhile.
             self._close(link, [r for r in link.next_row if self._drafter_of(r) != drafter_id], "moved")
 
     def _connect(self, wire: Wire, ref: DrafterRef) -> None:
         try:
             project = self._projection(ref.head) if ref.takes_features else None
         except CheckpointError as error:
-            # It would draft from what it takes for features: rather no drafts.
+            # Without its projection the drafter would get wrong features; no drafts are better.
             logger.error("drafter %s is not used: %s", ref.id, error)
             return
         self._links[ref.id] = FeatureLink(wire, ref, project, self._verifier_id, self._epoch, self._weights, self._ring_bytes)
 
     def finish(self, request_ids: Iterable[str]) -> None:
-        """These requests are over; drafters are told with the next round."""
+        """Forgets requests that have ended; drafters learn of it with the next round."""
         over = list(request_ids)
         self._postponed.forget(over)
         for request_id in over:
@@ -172,8 +172,10 @@ class FeatureShipper:
                 link.closed.append(Close(request_id, reason))
 
     def ship(self, spans: list[Span], hidden: torch.Tensor | None) -> None:
-        """Sends this step's rows, or puts them aside.  `hidden`: `[num_tokens, width]` before `fc`, or None when drafters need
-        no features."""
+        """Sends this step's rows, or postpones them if drafters are in no hurry.
+
+        `hidden`: `[num_tokens, width]`, before `fc`; None if drafters need no features.
+        """
         if hidden is not None:
             if not self.hurried and not self._postponed.is_full:
                 self._postponed.add(spans, hidden)
@@ -200,7 +202,7 @@ class FeatureShipper:
         return drafter_for(request_id, having(self._assigned, self.chosen.get(request_id)))
 
     def _rows_for(self, link: FeatureLink, spans: list[Span], hidden: torch.Tensor | None, rows: _Rows) -> _Rows:
-        """Of the fleet's rows, or its head's own, or none."""
+        """The rows for this drafter: none, `rows` (the fleet's head), or rows projected for the drafter's own head."""
         if not link.ref.takes_features:
             return _Rows()
         return self._features(spans, hidden, link.project) if link.ref.head else rows
@@ -227,7 +229,7 @@ class FeatureShipper:
                     link.next_row.pop(unsent.request_id, None)
 
     def _send(self, link: FeatureLink, items: list[Open | Commit | Close], frame: bytes, rows: _Rows) -> bool:
-        """One round, what is closed first; False when the drafter's queue is full."""
+        """Sends one round, pending `Close` items first; returns False if the drafter's queue is full."""
         at = link.leave(frame)
         header = encode(Round(self._epoch, rows.dtype, rows.width, [*link.closed, *items], at))
         if link.socket.send(header, frame if at is None else b""):
@@ -238,14 +240,14 @@ class FeatureShipper:
         return False
 
     def _hand_over(self, link: FeatureLink, span: Span, rows: _Rows, room: int) -> tuple[Open | Commit, bytes, int] | None:
-        """Opens a request with all rows that are kept: the last part of it, its features, and how many rows were handed over.
+        """Opens a request on a drafter with all rows that are kept.
 
-        None when there are no earlier rows, the drafter has them, or it is not this request's turn.  Whoever has more rows
-        than fit one message is given them in several, each an extension of the one before.
+        Returns the message, its features, and the number of rows handed over.  If they need several messages, all but the last
+        are sent here.  None if there are no earlier rows, the drafter has them, the step's limit is used up, or sending failed.
         """
         request_id, end = span.request_id, span.start + span.rows
         start = self._store.start(request_id, end)
-        # What is kept was projected for the fleet's own head.
+        # The kept rows were projected for the fleet's own head and fit no other.
         if (
             link.ref.head
             or not rows.width
@@ -280,7 +282,7 @@ class FeatureShipper:
         return item, frame, count
 
     def _item(self, link: FeatureLink, span: Span, with_features: bool) -> tuple[Open | Commit, int]:
-        """The message for one request and the first row of its span that the drafter does not have yet."""
+        """The message for one request, and the first row of its span that the drafter does not have."""
         base_len = span.start + span.rows + 1
         known = link.next_row.get(span.request_id)
         link.next_row[span.request_id] = max(span.start + span.rows, known or 0)
@@ -306,12 +308,12 @@ class FeatureShipper:
         )
 
     def _features(self, spans: list[Span], hidden: torch.Tensor | None, project: Projection | None) -> _Rows:
-        """All rows of these spans, projected together."""
+        """The spans' rows, projected in one call and copied to the host."""
         if hidden is None:
             return _Rows()
         picked = pick_rows(spans, hidden)
         projected = picked if project is None else project(picked)
-        # The step's own read-back of the sampled tokens has already synchronised the stream: this copy waits for `fc` alone.
+        # vLLM has synchronised the stream to read the sampled tokens, so this copy waits for `fc` only.
         raw = projected.contiguous().cpu()
         row_bytes = raw.shape[-1] * raw.element_size()
         joined = raw.view(torch.uint8).numpy().tobytes()
@@ -323,6 +325,6 @@ class FeatureShipper:
         return _Rows(of, DTYPE_NAMES[raw.dtype], raw.shape[-1], row_bytes)
 
     def take_counters(self) -> Shipped:
-        """What happened since the last call."""
+        """Counts since the last call."""
         taken, self._shipped = self._shipped, Shipped()
         return taken

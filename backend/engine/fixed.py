@@ -1,12 +1,12 @@
-"""Fixed responses: requests that must emit given tokens while their drafts are verified for real.
+"""Fixed responses: requests that must emit given tokens, with real drafting and verification.
 
-A rollout replays a trace: every request carries its response in `SamplingParams.extra_args` (see `FIXED_RESPONSE`).
-The target runs and samples as ever; then a fixed request's outcome is replaced: its drafts are accepted as far as they agree
-with the response, and the response's next token takes the place of the verifier's own.  No more can be emitted: the
-KV of later draft positions was computed with the draft's own tokens.  Acceptance then measures agreement with the trace and not
-with the target (*teacher-forced*), and is counted apart.
+A rollout can replay a trace: every request carries its response in `SamplingParams.extra_args` (see `FIXED_RESPONSE`).
+The target runs and samples as usual.  Then the outcome is replaced: draft tokens are accepted as far as they agree with the
+response, and the response's next token takes the place of the verifier's own.  More tokens cannot be emitted, because the KV
+cache of later positions was computed with the draft's tokens.  Acceptance then measures agreement with the trace, not with the
+target (*teacher-forced*), and is counted separately.
 
-`FixedResponses` runs in the worker's process on the thread that runs the model, `refuse_unfit` in the engine thread.
+`FixedResponses` runs in the worker process, on the thread that runs the model; `refuse_unfit` runs in the engine thread.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from backend.wire.engine import FIXED_RESPONSE
 
 
 def fixed_response(params: SamplingParams | None) -> list[int] | None:
-    """The tokens a request must emit; None for a request that is free."""
+    """The tokens a request must emit; None for a request without a fixed response."""
     if params is None or not params.extra_args:
         return None
     fixed: list[int] | None = params.extra_args.get(FIXED_RESPONSE)
@@ -29,10 +29,10 @@ def fixed_response(params: SamplingParams | None) -> list[int] | None:
 
 
 def forced_row(fixed: Sequence[int], emitted: int, draft: Sequence[int]) -> list[int]:
-    """What one verification yields: the draft tokens that agree with `fixed` from token `emitted` on, then one more.
+    """What one verification emits: the draft tokens that agree with `fixed` from token `emitted` on, then one more token.
 
-    The last is the response's next token.  Behind the response's end it is a filler that the scheduler cuts off, as it cuts off
-    any token behind `max_tokens`; without it the last draft token would count as not accepted.
+    That token is the response's next one.  After the response's end it is a filler, which the scheduler cuts off at
+    `max_tokens`.  Without the filler, the last draft token would not count as accepted.
     """
     accepted = 0
     while accepted < len(draft) and emitted + accepted < len(fixed) and draft[accepted] == fixed[emitted + accepted]:
@@ -42,7 +42,7 @@ def forced_row(fixed: Sequence[int], emitted: int, draft: Sequence[int]) -> list
 
 
 def refuse_unfit(request: EngineCoreRequest, allowed: bool, vocab_size: int, max_model_len: int) -> None:
-    """Raises `ValueError` when a request's fixed response cannot be honoured exactly."""
+    """Raises `ValueError` if a request's fixed response cannot be emitted exactly."""
     params = request.sampling_params
     fixed = fixed_response(params)
     if fixed is None or params is None:
@@ -62,10 +62,13 @@ def refuse_unfit(request: EngineCoreRequest, allowed: bool, vocab_size: int, max
 
 
 class FixedResponses:
-    """Mixin over vLLM's V1 model runner, without asynchronous scheduling: the tokens so far have to be known here."""
+    """Mixin over vLLM's V1 model runner.
+
+    Asynchronous scheduling must be off: sampling requires the tokens that a request has emitted so far.
+    """
 
     def _sample(self, logits: Any, spec_decode_metadata: Any) -> Any:
-        """vLLM's method of the same name; `sampled_token_ids` is `[requests, 1 + longest draft]`, -1 where nothing is."""
+        """vLLM's method of the same name; `sampled_token_ids` is `[requests, 1 + longest draft]`, padded with -1."""
         output = super()._sample(logits, spec_decode_metadata)  # type: ignore[misc]
         runner: Any = self
         sampled = output.sampled_token_ids

@@ -1,7 +1,6 @@
-"""The verifier's side of the gateway wire.  Engine process, engine thread.
+"""The verifier's side of the engine wire.  Engine process, engine thread.
 
-Knows which gateway sent which request, decodes what they send with vLLM's own codec, and aborts the requests of a gateway
-that has gone silent.
+Knows which gateway sent which request, decodes messages with vLLM's own codec, and aborts the requests of a silent gateway.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ UTILITIES = frozenset(
         "reset_prefix_cache",
     }
 )
-"""Engine methods a gateway may call."""
+"""Methods of vLLM's engine core that a gateway may call."""
 SWAPPING = frozenset(
     {
         "catch_up",
@@ -75,7 +74,7 @@ SWAPPING = frozenset(
         "wake_up",
     }
 )
-"""Methods of `WeightControl` a gateway may call."""
+"""Methods of `WeightControl` that a gateway may call; their time is idle time of cause `swap`."""
 
 
 @dataclass
@@ -86,7 +85,7 @@ class _Gateway:
 
 
 class GatewayPort:
-    """Requests in, outputs out."""
+    """Takes in gateways' requests and sends outputs.  `lease_s`: how long a gateway may be silent."""
 
     def __init__(
         self,
@@ -151,22 +150,21 @@ class GatewayPort:
                 self._router.send(gateway.identity, ACCOUNTS, msgspec.msgpack.encode(accounts))
 
     def send_stats(self, stats: VerifierStats) -> None:
-        """Sends the counters to every gateway; one that does not read misses some."""
+        """Sends the counters to every gateway whose queue has room."""
         payload = msgspec.msgpack.encode(stats)
         for gateway in self._by_identity.values():
             self._router.send(gateway.identity, STATS, payload)
 
     def take_swapping_s(self) -> float:
-        """Seconds that went into sleeping, waking and loading weights since the last call."""
+        """Seconds spent on sleeping, waking and loading weights since the last call."""
         taken, self._swapping_s = self._swapping_s, 0.0
         return taken
 
     def connections_refused(self) -> int:
-        """How many were turned away for want of the fleet's keys."""
         return self._router.connections_refused()
 
     def expire(self, now: float) -> None:
-        """Aborts what silent gateways had asked for."""
+        """Aborts the requests of gateways whose lease has run out."""
         for gateway in [g for g in self._by_identity.values() if now - g.last_heard > self._lease_s]:
             logger.warning("gateway %d is silent; its requests are aborted", gateway.index)
             self._forget(gateway)
@@ -217,7 +215,7 @@ class GatewayPort:
             add_request(self._core, request, addition.emitted, addition.noise_seed, addition.asked)
             self._router.send(gateway.identity, TAKEN, addition.request_id.encode())
         except Exception as error:
-            # Whatever is wrong with one request, unreadable frames included, must not end the engine for the others.
+            # An error in one request, unreadable frames included, must not end the engine for the others.
             logger.warning("request refused: %s: %s", type(error).__name__, error)
             output = EngineCoreOutput(addition.request_id, [], finish_reason=FinishReason.ERROR)
             self.send_outputs({gateway.index: EngineCoreOutputs(outputs=[output])})
@@ -233,17 +231,17 @@ class GatewayPort:
                 function = getattr(self._weights if swapping else self._core, method)
                 result = function(*EngineCoreProc._convert_msgspec_args(function, arguments))
                 if isinstance(result, Future):
-                    # It is answered when it is done.
+                    # The gateway gets the answer when the call is done.
                     result.add_done_callback(lambda done: self._answer_late(gateway, call_id, done))
                     return
                 output.result = UtilityResult(result)
             except Exception as error:
-                # The caller gets it; the engine goes on.
+                # The caller gets the error; the engine goes on.
                 output.failure_message = f"{type(error).__name__}: {error}"
             if swapping:
                 ended = time.monotonic()
                 self._swapping_s += ended - began
-                # Nobody could be heard meanwhile.
+                # No gateway could renew its lease meanwhile.
                 for each in self._by_identity.values():
                     each.last_heard = ended
         self.send_outputs({gateway.index: EngineCoreOutputs(utility_output=output)})

@@ -5,7 +5,7 @@
     step      vLLM schedules, runs and samples
     publish   outputs to the gateways; features have already left for the drafters
 
-All time is accounted for: each stretch is either busy or idle for one cause, so busy + idle = wall.
+All time is counted, either as busy or as idle for one cause: busy + idle = wall time.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.25
-"""How often counters are published and leases looked at."""
+"""How often counters are published and gateways' leases checked."""
 
 
 class EngineLoop:
-    """See the module's text."""
+    """The loop; see the module."""
 
     def __init__(
         self,
@@ -67,12 +67,12 @@ class EngineLoop:
     # -- other threads -------------------------------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """Ends `run` after the present step."""
+        """Makes `run` return after the current step."""
         self._stopping.set()
         self._hub.wake()
 
     def set_drafters(self, refs: list[DrafterRef]) -> None:
-        """Orders a new assignment."""
+        """Has the engine thread apply a new assignment."""
         if self._drafters is not None:
             links = self._drafters
             self._orders.put(lambda: links.set_drafters(refs))
@@ -81,7 +81,7 @@ class EngineLoop:
     # -- the engine thread ---------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Until `stop`."""
+        """Loops until `stop`."""
         self._mark = time.monotonic()
         while not self._stopping.is_set():
             self._receive()
@@ -96,7 +96,7 @@ class EngineLoop:
         while not self._orders.empty():
             self._counters.busy(self._lap())
             self._orders.get_nowait()()
-            # Another head's projection may have to be loaded for it.
+            # A new drafter's head may have a projection that must be loaded.
             self._counters.idle("swap", self._lap())
         self._gateways.receive(now)
         if swapping_s := self._gateways.take_swapping_s():
@@ -112,7 +112,7 @@ class EngineLoop:
             self._tick(now)
 
     def _wait(self) -> tuple[str, float] | None:
-        """Why and how long not to step; None: step now."""
+        """Idle cause and seconds for which not to step; None: step now."""
         now = time.monotonic()
         if self._weights is not None and self._weights.is_paused:
             return "swap", self._next_tick - now
@@ -124,7 +124,7 @@ class EngineLoop:
                 self._scheduler.learn()
                 return "awaiting_draft", max(min(until, self._next_tick) - time.monotonic(), 0.0)
         if self._stalled:
-            # Requests exist and none can run yet: a grammar is compiling, or KV is on its way.
+            # Requests exist but none can run: a grammar is compiling, or KV cache is on its way.
             self._stalled = False
             return "no_work", 0.001
         return None

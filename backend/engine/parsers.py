@@ -1,7 +1,7 @@
 # ruff: noqa: RUF001  (models write such characters)
-"""Which of vLLM's parsers reads a model's tool calls and its reasoning, from the model's family.  Reads files; no vLLM engine.
+"""Chooses vLLM's parsers for a model's tool calls and reasoning.  Reads files; needs no vLLM engine.
 
-A family is told by `model_type` of config.json and by what the chat template writes.  The tables follow vLLM 0.32's pages
+The model's family decides: `model_type` in config.json, and strings in the chat template.  The tables follow vLLM 0.32's pages
 "Tool Calling" and "Reasoning Outputs" (docs.vllm.ai), which name a parser for each model.
 """
 
@@ -14,13 +14,13 @@ from pathlib import Path
 from backend.models.head_config import read_config, text_config
 
 ANY_MODEL = "outrider_json"
-"""Our parser for models of no known family (`backend.engine.front.any_model`): calls that are required or named, by grammar."""
+"""Our parser for models of unknown family (`backend.engine.front.any_model`): a grammar produces required or named calls."""
 
 NO_PARSER = "none"
 AUTO = "auto"
 
 Row = tuple[str, str, str]
-"""Model types (`*` at the end: any ending), what the chat template must contain, and the parser.  The first that fits wins."""
+"""Model types (`*` at the end: any ending), a string in the chat template, and the parser.  The first match wins."""
 
 TOOLS: tuple[Row, ...] = (
     ("gpt_oss", "", "openai"),
@@ -90,14 +90,14 @@ REASONING: tuple[Row, ...] = (
 
 
 def tool_parser(asked: str, model_dir: str, chat_template: str | None = None) -> str | None:
-    """The name of the tool call parser; `asked` is a name, `auto` or `none`."""
+    """The name of the tool call parser, or None; `asked` is a name, `auto` or `none`."""
     if asked != AUTO:
         return None if asked == NO_PARSER else asked
     return _first(TOOLS, model_dir, chat_template) or ANY_MODEL
 
 
 def reasoning_parser(asked: str, model_dir: str, chat_template: str | None = None) -> str | None:
-    """The name of the reasoning parser, likewise; None for a model that does not reason aloud."""
+    """The name of the reasoning parser; None for a model without reasoning text.  `asked` is a name, `auto` or `none`."""
     if asked != AUTO:
         return None if asked == NO_PARSER else asked
     return _first(REASONING, model_dir, chat_template)
@@ -116,18 +116,18 @@ def _fits(types: str, model_type: str) -> bool:
 
 
 def _given(chat_template: str) -> str:
-    """A template that a setting names by its file, or is."""
+    """The template of a setting that holds either a file's path or the template itself."""
     path = Path(chat_template)
     return path.read_text() if len(chat_template) < 4096 and path.is_file() else chat_template
 
 
 def template_of(model_dir: str) -> str:
-    """The model's chat templates as one text; empty where it has none."""
+    """The model's chat templates as one text; empty if it has none."""
     folder = Path(model_dir)
     texts = [path.read_text() for path in sorted(folder.glob("*.jinja"))]
     config = folder / "tokenizer_config.json"
     if config.is_file():
         written = json.loads(config.read_text()).get("chat_template") or ""
-        # Some have several: a list of names and templates.
+        # Some models have several templates: a list of names and templates.
         texts += [written] if isinstance(written, str) else [str(each.get("template", "")) for each in written]
     return "\n".join(texts)

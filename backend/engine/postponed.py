@@ -1,9 +1,8 @@
-"""Rows that no drafter waits for yet.  Pure bookkeeping of spans and tensors; worker's process, on the model's thread.
+"""Feature rows that are sent later, because no drafter waits for them.  Pure bookkeeping of spans and tensors.
 
-While drafters are not asked, projecting and sending every step's rows at once would make plain steps dearer than
-those of a server that never speculates.  They are put aside as they are, and go out together when drafts are asked for again,
-or when there are many: the drafter then extends its cache over all of them in one round.  Rows of requests that end meanwhile
-never go out.
+Worker process, on the model's thread.  While no drafts are asked for, projecting and sending every step's rows would make plain
+steps slower than without speculation.  So rows are set aside unprojected.  They are sent together when drafts are asked for
+again, or when there are many; the drafter then extends its cache in one round.  Rows of requests that end first are never sent.
 """
 
 from __future__ import annotations
@@ -15,17 +14,17 @@ from typing import NamedTuple
 import torch
 
 MOST_ROWS = 4096
-"""Rows of live requests put aside before they go out all the same: whoever drafts next has to take them in first."""
+"""Rows of running requests at which all are sent: a drafter must take them in before it can draft."""
 MOST_BYTES = 64 * 2**20
-"""And bytes, those of requests that have ended included: they are memory of the target's device."""
+"""Bytes at which all are sent, those of ended requests included: they occupy memory of the target's device."""
 
 
 class Span(NamedTuple):
-    """What one request computed in a step, or in several.
+    """The rows that one request computed in a step, or in several.
 
-    Rows `offset .. offset + rows - 1` of the hidden states are the features of positions `start .. start + rows - 1`, all of
-    them final (rejected draft positions are not part of it).  `tokens(a, b)` gives the request's token ids `a .. b-1`; it may
-    be called in the step the span is of, not later.
+    Rows `offset .. offset + rows - 1` of the hidden states are the features of positions `start .. start + rows - 1`.  All of
+    them are final: positions of rejected draft tokens are excluded.  `tokens(a, b)` gives the request's token ids `a .. b-1`;
+    it is valid only during the span's own step.
     """
 
     request_id: str
@@ -36,7 +35,7 @@ class Span(NamedTuple):
 
 
 def pick_rows(spans: list[Span], hidden: torch.Tensor) -> torch.Tensor:
-    """The spans' rows one after the other; a view where they lie so already.  `hidden`: `[num_tokens, width]`."""
+    """The spans' rows, concatenated; a view of `hidden` if they are contiguous there.  `hidden`: `[num_tokens, width]`."""
     at = 0
     for span in spans:
         if span.offset != at:
@@ -48,7 +47,7 @@ def pick_rows(spans: list[Span], hidden: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class _Aside:
-    """One request's rows: of positions `start` and on, `places` among all that is put aside."""
+    """One request's rows: positions from `start` on; `places` are their indices among all postponed rows."""
 
     start: int
     places: list[int] = field(default_factory=list)
@@ -59,11 +58,11 @@ class _Aside:
 
 
 class Postponed:
-    """The rows of the steps since they last went out."""
+    """The rows of all steps since rows were last sent."""
 
     def __init__(self) -> None:
         self.rows = 0
-        """Of requests that still run."""
+        """Rows of requests that still run."""
         self._blocks: list[torch.Tensor] = []
         self._total = 0
         self._bytes = 0
@@ -71,17 +70,17 @@ class Postponed:
 
     @property
     def is_full(self) -> bool:
-        """Whether they must go out now."""
+        """Whether the rows must be sent now."""
         return self.rows >= MOST_ROWS or self._bytes >= MOST_BYTES
 
     def add(self, spans: list[Span], hidden: torch.Tensor) -> None:
-        """Puts a step's rows aside.  `hidden`: `[num_tokens, width]`; copied, for the runner uses its memory again."""
+        """Sets a step's rows aside.  `hidden` `[num_tokens, width]` is copied, because the runner reuses its memory."""
         block = pick_rows(spans, hidden)
         block = block.clone() if block.data_ptr() == hidden.data_ptr() else block
         for span in spans:
             aside = self._asides.get(span.request_id)
             if aside is None or aside.end != span.start:
-                # Computed anew after a preemption, rows take the place of those before.
+                # After a preemption, recomputed rows replace the earlier ones.
                 self.rows -= len(aside.places) if aside is not None else 0
                 aside = self._asides[span.request_id] = _Aside(span.start)
             aside.places.extend(range(self._total, self._total + span.rows))
@@ -91,15 +90,15 @@ class Postponed:
         self._bytes += block.numel() * block.element_size()
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """These requests are over."""
+        """Drops the rows of requests that have ended."""
         for request_id in request_ids:
             aside = self._asides.pop(request_id, None)
             self.rows -= len(aside.places) if aside is not None else 0
 
     def with_present(self, spans: list[Span], hidden: torch.Tensor) -> tuple[list[Span], torch.Tensor]:
-        """What was put aside and the present step, as if all had been computed now; nothing is aside any more.
+        """Takes out all postponed rows, merged with the current step's as if all had been computed in it.
 
-        Of requests that are not in the present step nothing is kept: they are over, or will be computed anew.
+        Rows of requests that are not in this step are dropped: these have ended or will be recomputed.
         """
         if not self._blocks:
             return spans, hidden

@@ -1,8 +1,8 @@
-"""Makes the rows of a verifier: what its steps, verifications and requests came to.  Engine process, engine thread.
+"""Makes a verifier's records: rows of steps, verifications, requests and decisions.  Engine process, engine thread.
 
-Told by `counting.CountingScheduler` what happens, in the order it happens: `began` (a request), then per step `verified` and
-`prefilled` as the outcome comes in, `emitted` once vLLM has decided what the client gets, `stepped` when the loop has accounted
-for the step's time.  Times are differences of `VerifierStats`, so rows add up to the counters.
+`counting.CountingScheduler` calls the methods in the order of events.  `began` is called once per request.  In each step,
+`verified` and `prefilled` follow the target's outcome, `emitted` follows vLLM's decision on what the client gets, and `stepped`
+follows the loop's count of the step's time.  Times are differences of `VerifierStats`, so rows add up to the counters.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class _Request:
     draft_tokens: int = 0
     accepted: int = 0
     outcome: tuple[int, int, int, int, str, bool] = NO_OUTCOME
-    """Of a verification whose tokens are not cut to the request's stop yet: its step and the arguments of `verified`."""
+    """A verification whose tokens vLLM has not yet cut at the request's stop: its step, then the arguments of `verified`."""
 
 
 class Recording:
-    """One incarnation's rows in the making.
+    """The rows of one incarnation of a verifier.
 
-    `put` takes them in the order they happen: a step's verifications and requests come before it.  It may cost a step no more
-    than the time to put a row aside: no lock that is held for long, no file, no socket, never a wait.
+    `put` gets the rows in order of events: a step's verifications and requests come before the step.  `put` must return at
+    once: no file, no socket, no waiting, no lock that is held for long.
     """
 
     def __init__(self, put: Callable[[Row], None]) -> None:
@@ -70,11 +70,11 @@ class Recording:
         teacher_forced: bool = False,
         brought_tokens: int = 0,
     ) -> None:
-        """A request came in; its rows are kept under `name`."""
+        """Notes a new request; its rows will carry `name`."""
         self._requests[request_id] = _Request(name, arrived_at, prompt_tokens, teacher_forced, brought_tokens)
 
     def ended(self, request_id: str, reason: str) -> None:
-        """A request is over: finished, or aborted."""
+        """Makes the row of a request that has finished or was aborted."""
         request = self._requests.pop(request_id, None)
         if request is None:
             return
@@ -99,20 +99,20 @@ class Recording:
     def verified(
         self, request_id: str, base_len: int, draft_tokens: int, accepted: int, drafter: str, ahead: bool, draft_s: float = 0.0
     ) -> None:
-        """Of `draft_tokens` (0: there was no draft) `accepted` were the verifier's own; drafting took `draft_s` seconds."""
+        """Notes a verification: `accepted` of `draft_tokens` (0: no draft).  `draft_s`: seconds that drafting took."""
         self._draft_s = max(self._draft_s, draft_s)
         request = self._requests.get(request_id)
         if request is not None:
             request.outcome = (self._steps, base_len, draft_tokens, accepted, drafter, ahead)
 
     def prefilled(self, tokens: int) -> None:
-        """The step has run and computed so many prompt tokens."""
+        """Notes that the step has run and computed `tokens` prompt tokens."""
         self._ran = True
         self._prefill += tokens
         self._now = time.time()
 
     def emitted(self, request_id: str, tokens: int) -> None:
-        """So many tokens of a verification go to the client."""
+        """Makes the row of a verification of which `tokens` tokens go to the client."""
         request = self._requests.get(request_id)
         if request is None or request.outcome[0] != self._steps:
             return
@@ -136,7 +136,7 @@ class Recording:
         )
 
     def stepped(self, stats: VerifierStats, seconds: float, verify_s: float, plan: Plan, waiting: int, kv_usage: float) -> None:
-        """The loop has accounted for a step of `seconds` that followed `plan`; nothing happens if the target did not run."""
+        """Makes the row of a step of `seconds` that followed `plan`; does nothing if the target did not run."""
         if not self._ran:
             return
         began_s = stats.busy_s + sum(stats.idle_s.values()) - seconds
@@ -170,7 +170,7 @@ class Recording:
         self._reset()
 
     def decided(self, plan: Plan, load: Load, choice: Choice, plain_step_s: float) -> None:
-        """Mode `auto` asks its drafters for something else from now on; `load` is what it expects of drafts."""
+        """Makes the row of a decision: mode `auto` changes its plan.  `load` holds what it expects of drafts."""
         prospect = load.drafted if plan.k else load.alone
         row = DecisionRow(
             step=self._steps,

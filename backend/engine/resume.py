@@ -1,13 +1,13 @@
-"""Takes a request into the engine, also one that another verifier has begun.  Engine process, engine thread.
+"""Adds requests to the engine, also requests that another verifier has begun.  Engine process, engine thread.
 
-A moved request comes with the tokens its client already has.  They are *output* tokens here too, exactly as vLLM treats those
-of a request it has preempted: the prefill runs over prompt and output, and penalties, `min_tokens`, `max_tokens`, stop tokens
-and the grammar go on where they were.  vLLM's own model runner starts every request without output, so the scheduler names
-the tokens in its output (`counting.py`) and the runner takes them in (`runner.ResumedOutputs`).
+A moved request comes with the tokens its client already has.  They stay *output* tokens, as vLLM treats the tokens of a request
+that it has preempted.  The prefill runs over prompt and output; penalties, `min_tokens`, `max_tokens`, stop tokens and the
+grammar continue from there.  vLLM's model runner starts every request without output.  So the scheduler passes these tokens on
+(`counting.py`) and the runner takes them in (`runner.ResumedOutputs`).
 
-A sampled request goes on exactly as it would have: its noise is a function of its seed and of the token's place.  Mode `native`
-keeps vLLM's own sampler, whose generator cannot be put back to where it was.  There a seeded request goes on with a new seed,
-which follows from the first one and the place of the cut: the distribution is the same, the very tokens are not.
+A sampled request continues exactly as it would have, because its noise depends only on its seed and each token's position.
+Mode `native` has vLLM's own sampler, whose generator cannot be restored.  There a seeded request continues with a new seed,
+derived from the first seed and the number of tokens emitted: the distribution is the same, the tokens are not.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ def add_request(
     noise_seed: int | None = None,
     asked: Asked | None = None,
 ) -> None:
-    """Adds `request` to the engine, to go on after its `emitted` output tokens; `noise_seed` and `asked` as in `Addition`.
+    """Adds `request` to the engine, to continue after its `emitted` output tokens; `noise_seed` and `asked` as in `Addition`.
 
-    Raises what vLLM raises for a request it cannot take, and `ValueError` when the tokens cannot be its output.
+    Raises what vLLM raises for a request that it refuses, and `ValueError` if `emitted` cannot be the request's output.
     """
     if emitted:
         _check(core, request, emitted)
-        # They left with the first token.
+        # The prompt's log probabilities were sent with the first token.
         request.sampling_params.prompt_logprobs = None
     if request.sampling_params is not None and request.sampling_params.extra_args:
-        # Clients may name arguments, too (`vllm_xargs`); these are the verifier's.
+        # Clients may pass extra arguments (`vllm_xargs`), but these two belong to the verifier.
         theirs = request.sampling_params.extra_args
         request.sampling_params.extra_args = {name: theirs[name] for name in theirs.keys() - {NOISE_SEED, LOGPROBS_MODE}}
     if request.sampling_params is None:
-        # It embeds or scores, and draws nothing.
+        # A pooling request samples nothing.
         pass
     elif core.vllm_config.additional_config["outrider"]["shared_noise"]:
         _seed(request.sampling_params, noise_seed)
@@ -61,7 +61,7 @@ def add_request(
     made.outrider = asked
     if emitted:
         made.append_output_token_ids(list(emitted))
-        # Its prompt was counted where the request began, and the client's usage has been told of cached tokens.
+        # The verifier that began the request has counted its prompt and reported its cached tokens.
         made.prefill_stats = None
         if made.use_structured_output:
             _advance_grammar(core.structured_output_manager, made, list(emitted))
@@ -69,7 +69,7 @@ def add_request(
 
 
 def continued_seed(seed: int, emitted: int) -> int:
-    """The seed of a request that goes on after `emitted` tokens: never the first one again, which would repeat its draws."""
+    """The seed for a request that continues after `emitted` tokens.  Reusing `seed` would repeat the first draws."""
     digest = hashlib.blake2b(f"{seed}/{emitted}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
@@ -92,8 +92,8 @@ def _check_vocabulary(core: EngineCore, tokens: Sequence[int], name: str) -> Non
 
 
 def _seed(params: Any, noise_seed: int | None) -> None:
-    """Moves the seed to where our sampler reads it: vLLM would make a generator of it, which nobody draws from."""
-    # Not `sampling_type`: vLLM keeps what it once said, and would make the generator all the same.
+    """Moves the seed to where our sampler reads it.  vLLM would create an unused generator from `params.seed`."""
+    # `sampling_type` must not be read here: vLLM caches its value, and would still create the generator.
     if params.temperature < GREEDY_BELOW:
         return
     seed = params.seed if params.seed is not None else noise_seed
@@ -107,9 +107,9 @@ def _add_argument(params: Any, name: str, value: Any) -> None:
 
 
 def _advance_grammar(manager: Any, request: Any, emitted: list[int]) -> None:
-    """The request waits for its grammar until it has been compiled *and* has accepted what was emitted.
+    """Makes the request wait until its grammar is compiled *and* has accepted the `emitted` tokens.
 
-    Both happen on the manager's own threads: one that compiles slowly must not hold up everybody's step.
+    Both happen on threads of vLLM's manager: a slow grammar must not delay the steps of other requests.
     """
     structured = request.structured_output_request
     compiled = structured._grammar
@@ -117,7 +117,7 @@ def _advance_grammar(manager: Any, request: Any, emitted: list[int]) -> None:
 
 
 def _advanced(manager: Any, request: Any, compiled: Any, emitted: list[int]) -> Any:
-    # First in, first out: whatever compiles it was submitted before this, so waiting here cannot block its thread.
+    # The pool is first in, first out: compilation was submitted before this call, so waiting here cannot block it.
     grammar = compiled.result() if isinstance(compiled, Future) else compiled
     start, _ = manager._get_constraint_bounds(request, emitted, spec_tokens_committed=True)
     if start > len(emitted):

@@ -1,9 +1,11 @@
-"""What we add to vLLM's V1 model runner.  Worker process, on the thread that runs the model.
+"""Mixins for vLLM's V1 model runner.  Worker process, on the thread that runs the model.
 
-`RemoteDrafting` hands every step's final features to the `FeatureShipper`.  `SeededPrefill` repairs seeded requests of mode
-`native` whose prompt takes several chunks on the CPU.  `UndraftedSteps` spares steps without drafts vLLM's tables of drafts
-and, in mode `native`, its rejection sampler.  `ResumedOutputs` takes in requests that another verifier has begun.  They are
-mixed into whichever runner class vLLM chose (see `worker.py`).
+- `RemoteDrafting` passes every step's final features to the `FeatureShipper`.
+- `SeededPrefill` repairs seeded requests in mode `native` on the CPU when their prompt takes several chunks.
+- `UndraftedSteps` skips vLLM's draft tables, and in mode `native` its rejection sampler, in steps without drafts.
+- `ResumedOutputs` takes in requests that another verifier has begun.
+
+`worker.py` mixes them into the runner class that vLLM chose.
 """
 
 from __future__ import annotations
@@ -27,11 +29,11 @@ from backend.wire.engine import GREEDY_BELOW, NOISE_SEED, NOT_LEARNED
 
 
 class SeededPrefill:
-    """Keeps seeded generators out of the samples that an unfinished prefill throws away.
+    """Sets a request's seeded generator aside while vLLM samples a token for an unfinished prefill.
 
-    vLLM draws a token for a non-final prefill chunk, discards it, and rewinds the request's generator by an offset; CPU
-    generators have no offset and raise.  Here such a request's generator is set aside while the step samples, so there is
-    nothing to rewind.  (vLLM 0.32, `v1/worker/gpu_model_runner.py`, `_bookkeeping_sync`.)
+    vLLM draws a token for a non-final prefill chunk, discards it, and rewinds the request's generator by an offset.  CPU
+    generators have no offset and raise.  A generator that is set aside draws nothing and needs no rewinding.
+    (vLLM 0.32, `v1/worker/gpu_model_runner.py`, `_bookkeeping_sync`.)
     """
 
     def sample_tokens(self, grammar_output: Any) -> Any:
@@ -52,22 +54,21 @@ class SeededPrefill:
 
 @functools.lru_cache(maxsize=64)
 def _tables(requests: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Nothing, each request's place, no draft for any of them, and how many tokens the first n sample; read only."""
+    """For a step of n requests without drafts: an empty tensor, `0..n-1`, n zeros, and `1..n`.  Cached, so read only."""
     each = torch.arange(requests, dtype=torch.int32, device=device)
     return torch.empty(0, dtype=torch.int32, device=device), each, torch.zeros_like(each), each + 1
 
 
 class UndraftedSteps:
-    """A step without a single draft token is sampled as a plain step.
+    """Samples a step without any draft token as a plain step.
 
-    With speculation configured, vLLM (mode `native`) sends every step through its rejection sampler.  Given no draft tokens at
-    all, that one fails on the CPU for a request with `top_k` and without `top_p` (the maximum of nothing), and the engine with
-    it.  What it would do without drafts is what the plain sampler does.  (vLLM 0.32, `v1/sample/ops/topk_topp_sampler.py`,
-    `apply_top_k_only`.)
+    With speculation configured (mode `native`), vLLM sends every step through its rejection sampler.  Without draft tokens that
+    sampler takes the maximum of an empty tensor, on the CPU, for a request with `top_k` and no `top_p`: the engine fails.
+    The plain sampler gives the same result.  (vLLM 0.32, `v1/sample/ops/topk_topp_sampler.py`, `apply_top_k_only`.)
     """
 
     def _calc_spec_decode_metadata(self, num_draft_tokens: Any, cu_num_scheduled_tokens: Any) -> Any:
-        """vLLM's method of the same name, which takes a percent of a small model's step; without drafts it comes to this."""
+        """vLLM's method of the same name, with a shortcut for steps without drafts: it takes 1 % of a small model's step."""
         if num_draft_tokens.any():
             return super()._calc_spec_decode_metadata(num_draft_tokens, cu_num_scheduled_tokens)  # type: ignore[misc]
         device = self.device  # type: ignore[attr-defined]
@@ -89,12 +90,12 @@ class UndraftedSteps:
 
 
 class ResumedOutputs:
-    """Requests that arrive with output tokens.
+    """Takes in new requests that already have output tokens.
 
-    vLLM's V1 runner gives a new request an empty output; `scheduler_output.outrider.resumed` (from `CountingScheduler`) names
-    the tokens of those that have some.  They must be there before the request enters the batch, where penalties, `min_tokens`
-    and the length of the prefill are read from them.  (vLLM 0.32, `v1/worker/gpu_model_runner.py`, `_update_states`; vLLM's
-    V2 runner is told by vLLM itself.)
+    vLLM's V1 runner starts every new request with an empty output.  `CountingScheduler` lists existing output tokens in
+    `scheduler_output.outrider.resumed`.  They must be set before the request enters the batch: penalties, `min_tokens` and the
+    length of the prefill depend on them.  (vLLM 0.32, `v1/worker/gpu_model_runner.py`, `_update_states`.  vLLM's V2 runner gets
+    these tokens from vLLM itself.)
     """
 
     def _update_states(self, scheduler_output: Any) -> Any:
@@ -118,24 +119,24 @@ class ResumedOutputs:
 
 
 class RemoteProposer:
-    """The proposer that vLLM is configured with when drafts come from elsewhere: it proposes nothing.
+    """The proposer in vLLM's configuration when drafters are remote: it proposes nothing.
 
-    vLLM's `custom_class` method gives its scheduler and its runner their speculative paths.  `RemoteDrafting` takes the place
-    of the call to `propose`.
+    vLLM's method `custom_class` switches on the speculative paths of scheduler and runner.  `RemoteDrafting` replaces the call
+    to `propose`.
     """
 
     def __init__(self, vllm_config: Any) -> None:
         pass
 
     def load_model(self, *args: Any) -> None:
-        """No weights here; vLLM's CPU runner calls it all the same."""
+        """Does nothing: there are no weights, but vLLM's CPU runner calls this method."""
 
     def propose(self, *args: Any) -> None:
-        """Never called; vLLM looks whether it is there."""
+        """Never called; vLLM checks that the method exists."""
 
 
 class RemoteDrafting:
-    """Ships features instead of proposing.  `shipper` is None on every rank but the one that sends."""
+    """Ships features to drafters instead of proposing drafts.  `shipper` is None except on the rank that sends."""
 
     shipper: FeatureShipper | None
     aux_layers: tuple[int, ...]
@@ -143,9 +144,10 @@ class RemoteDrafting:
     ships_features: bool
 
     def set_up_drafting(self, shipper: FeatureShipper | None, aux_layers: tuple[int, ...], ships_features: bool) -> None:
-        """Call between construction and `load_model`.
+        """Must be called between construction and `load_model`.
 
-        EAGLE-3 heads name `aux_layers`; without them the last hidden state is the feature (EAGLE-1), or nothing is (n-gram).
+        `aux_layers` are the layers that an EAGLE-3 head reads.  If empty, the last hidden state is the feature (EAGLE-1), or
+        there are no features (n-gram).
         """
         self.shipper = shipper
         if shipper is not None:
@@ -155,7 +157,7 @@ class RemoteDrafting:
         self.use_aux_hidden_state_outputs = bool(aux_layers)
 
     def execute_model(self, scheduler_output: Any, intermediate_tensors: Any = None) -> Any:
-        """vLLM's method of the same name; finished requests are noted first, also in a step that runs nothing."""
+        """vLLM's method of the same name; first reports finished requests to drafters, also in a step that runs nothing."""
         if self.shipper is not None:
             self.shipper.finish(scheduler_output.finished_req_ids)
             if not scheduler_output.total_num_scheduled_tokens:
@@ -166,7 +168,7 @@ class RemoteDrafting:
         return self.aux_layers or None
 
     def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
-        # vLLM's own test is for the whole batch: one request near the context's end would stop drafting for all.
+        # vLLM's own test covers the whole batch: one request near its context limit would stop drafting for all requests.
         return common_attn_metadata is not None
 
     def propose_draft_token_ids(
@@ -181,7 +183,7 @@ class RemoteDrafting:
         common_attn_metadata: Any,
         slot_mappings: Any,
     ) -> list[list[int]]:
-        """vLLM's method of the same name; `hidden_states` is `[num_tokens, hidden]`, one aux tensor per layer likewise."""
+        """vLLM's method of the same name.  `hidden_states`, and the aux tensor of each layer, is `[num_tokens, hidden]`."""
         if self.shipper is not None:
             spans = self._spans(scheduler_output, sampled_token_ids, spec_decode_metadata)
             self.shipper.hurried = scheduler_output.outrider.hurried
@@ -190,7 +192,7 @@ class RemoteDrafting:
         return [[] for _ in sampled_token_ids]
 
     def take_draft_token_ids(self) -> None:
-        """vLLM asks after each step; drafts reach the scheduler by their own socket."""
+        """Returns None: vLLM asks after each step, but drafts reach the scheduler through a socket of their own."""
         return None
 
     def _drafter_input(self, hidden_states: torch.Tensor, aux_hidden_states: list[torch.Tensor] | None) -> torch.Tensor | None:
@@ -204,7 +206,7 @@ class RemoteDrafting:
         if params is None:
             return Identity()
         arguments = params.extra_args or {}
-        # A fixed response was not drawn with this noise.
+        # A fixed response was not sampled with this noise.
         sampled = params.temperature >= GREEDY_BELOW and fixed_response(params) is None
         seed, temperature = (arguments.get(NOISE_SEED, 0), params.temperature) if sampled else (0, 0.0)
         learn = not arguments.get(NOT_LEARNED)
@@ -220,7 +222,7 @@ class RemoteDrafting:
         of = scheduler_output.num_scheduled_tokens
         for i, request_id in enumerate(batch.req_ids):
             scheduled, tokens = of[request_id], sampled[i]
-            # Of the drafted rows those behind the accepted ones are not final.
+            # Rows of rejected draft tokens are not final.
             rows = scheduled - drafted[i] + len(tokens) - 1 if tokens else scheduled
             spans.append(Span(request_id, starts[i], offset, rows, _reader(texts[i])))
             offset += scheduled

@@ -1,13 +1,12 @@
-"""Samples every token of a step with the noise of its request.  Worker process, on the thread that runs the model.
+"""Samples the tokens of a step with each request's noise.  Worker process, on the thread that runs the model.
 
-A request's noise G(seed, t, v) (`backend/noise`) makes its token at position t the one that maximises log p_t(v) + G: a draw
-from p_t, and yet a function of the seed and of what stands before it.  A draft token is accepted while it is that very token,
-and the first one that differs is replaced by it, so the text is the same whatever was drafted (Gumbel coupling,
-arXiv 2408.07978).  Greedy requests are the case without noise.
+The token at position t is the v that maximises log p_t(v) + G(seed, t, v), with noise G from `backend/noise`.  That is a sample
+of p_t, but it depends only on the seed and the preceding tokens.  A draft token is accepted while it equals the sampled token;
+the sampled token replaces the first draft token that differs.  So the text is the same for any draft (Gumbel coupling,
+arXiv 2408.07978).  Greedy requests have no noise.
 
 The target's distribution p comes from vLLM's own processors, applied to each row as if the draft tokens before it had been
-emitted.  vLLM's rejection sampler has no part in this, so what that one cannot do (`min_p`, `logit_bias`, custom processors)
-works here as in plain decoding.
+emitted.  vLLM's rejection sampler is not used; what it does not support (`min_p`, `logit_bias`, custom processors) works here.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from backend.wire.engine import GREEDY_BELOW, LOGPROBS_MODE, NOISE_SEED
 class Rows:
     """The rows of logits in a step: request i has `drafted[i] + 1` of them, one after the other.
 
-    `request` and `depth` are `[rows]`: whose row it is, and how many draft tokens stand before it.
+    `request` and `depth` are `[rows]`: the index of the row's request, and the number of draft tokens before the row.
     """
 
     def __init__(self, drafted: Sequence[int], device: torch.device) -> None:
@@ -56,13 +55,13 @@ class Rows:
         return per_request[self.on_device] if self.deepest else per_request
 
     def table(self) -> Tensor:
-        """The row of each request and depth, `[requests, deepest + 1]`; a request's last row stands for those it lacks."""
+        """The row of each request and depth, `[requests, deepest + 1]`; a request's last row fills up missing depths."""
         depths = np.minimum(np.arange(self.deepest + 1), np.asarray(self.drafted)[:, None])
         return torch.as_tensor(self.starts[:, None] + depths, device=self.device)
 
 
 class SharedNoise:
-    """Mixin over vLLM's V1 model runner: `_sample` draws with the requests' own noise."""
+    """Mixin over vLLM's V1 model runner: `_sample` draws with each request's own noise."""
 
     def _sample(self, logits: Any, spec_decode_metadata: Any) -> SamplerOutput:
         """vLLM's method of the same name; `logits` is `[rows, vocabulary]`."""
@@ -96,7 +95,7 @@ def _seed_of(state: Any) -> int:
 
 
 def _wants_raw(state: Any, mode: str) -> bool:
-    """Whether a request's log probabilities are the model's; `mode` is vLLM's `logprobs_mode`."""
+    """Whether a request's log probabilities are the model's; `mode` is vLLM's `logprobs_mode`, the default."""
     return bool(_argument(state, LOGPROBS_MODE, mode).startswith("raw"))
 
 
@@ -106,7 +105,7 @@ def _argument(state: Any, name: str, default: Any) -> Any:
 
 
 def _draw(logits: Tensor, metadata: SamplingMetadata, rows: Rows, seeds: Any, positions: Any) -> Tensor:
-    """The winning token of each row, `[rows]`; `logits` carry the temperature."""
+    """The sampled token of each row, `[rows]`; `logits` are already divided by the temperature."""
     assert metadata.temperature is not None
     scales = rows.spread((metadata.temperature >= GREEDY_BELOW).to(torch.float32))
     on_device = async_tensor_h2d(np.stack((seeds, positions.astype(np.int64))), device=logits.device)
@@ -114,15 +113,15 @@ def _draw(logits: Tensor, metadata: SamplingMetadata, rows: Rows, seeds: Any, po
 
 
 def _accepted(chosen: Tensor, drafts: Tensor | None, rows: Rows) -> Tensor:
-    """What each verification emits, `[requests, deepest + 1]`, -1 behind its end.
+    """The tokens that each verification emits, `[requests, deepest + 1]`, padded with -1.
 
-    `chosen` `[rows]` is the verifier's own token of each row, `drafts` are all draft tokens in row order.
+    `chosen` `[rows]` is the verifier's own token of each row.  `drafts` holds all draft tokens in row order.
     """
     if drafts is None:
         return chosen.unsqueeze(1)
     table = rows.table()
     own = chosen[table]
-    # Drafts lie as rows do, but for the one row more that every request before this one has.
+    # `drafts` has the order of the rows, but each request has one row more than draft tokens.
     draft_at = (table[:, :-1] - async_tensor_h2d(np.arange(len(rows.drafted))[:, None], device=table.device)).clamp_(
         max=len(drafts) - 1
     )
@@ -139,10 +138,10 @@ def _accepted(chosen: Tensor, drafts: Tensor | None, rows: Rows) -> Tensor:
 def _processed(
     logits: Tensor, metadata: SamplingMetadata, rows: Rows, sampler: Any, raw: np.ndarray[Any, Any] | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Logits after all processors and temperature, and those that log-probabilities are made of.
+    """Logits after all processors and temperature, and the logits from which log probabilities are computed.
 
-    `raw` `[requests]` says whose are made of the logits as they came; None: nobody asks for any.  `-inf` stands at tokens that
-    cannot be drawn.  The steps and their order are those of vLLM's `Sampler.forward`.
+    `raw` `[requests]`: whose log probabilities come from the unprocessed logits; None: no request asks for any.  Tokens that
+    cannot be drawn have logit `-inf`.  Steps and order follow vLLM's `Sampler.forward`.
     """
     kept = logits.to(torch.float32, copy=True) if raw is not None and raw.any() else None
     logits = logits.to(torch.float32)
@@ -163,7 +162,7 @@ def _processed(
 
 
 def _constrain(logits: Tensor, metadata: SamplingMetadata, rows: Rows) -> Tensor:
-    """`Sampler.apply_logits_processors` for rows that have draft tokens before them."""
+    """vLLM's `Sampler.apply_logits_processors`, for rows that follow draft tokens."""
     if metadata.allowed_token_ids_mask is not None:
         logits.masked_fill_(rows.spread(metadata.allowed_token_ids_mask), float("-inf"))
     spec = metadata.spec_token_ids or []
@@ -213,9 +212,10 @@ def _is_idle(processor: Any) -> bool:
 
 
 def _apply_by_depth(processor: Any, logits: Tensor, metadata: SamplingMetadata, rows: Rows) -> Tensor:
-    """Applies a processor, which knows requests by their place in the batch, to one row of each request at a time.
+    """Applies a processor depth by depth, to one row of each request at a time.
 
-    The output of each request, which the processor may hold, is as long meanwhile as it would be in plain decoding.
+    Processors identify requests by place in the batch and may hold their output lists.  At each depth these lists are as long
+    as in plain decoding.
     """
     if _is_idle(processor):
         return logits
@@ -233,7 +233,7 @@ def _apply_by_depth(processor: Any, logits: Tensor, metadata: SamplingMetadata, 
 
 @contextmanager
 def _emitted(metadata: SamplingMetadata, depth: int) -> Iterator[None]:
-    """The requests' outputs, longer by their first `depth` draft tokens."""
+    """Within the block, each request's output list is extended by its first `depth` draft tokens."""
     outputs = metadata.output_token_ids
     lengths = [len(output) if output is not None else 0 for output in outputs]
     for output, spec in zip(outputs, metadata.spec_token_ids or [], strict=False):
@@ -250,7 +250,7 @@ def _emitted(metadata: SamplingMetadata, depth: int) -> Iterator[None]:
 def _logprobs(
     logits: Tensor | None, sampled: Tensor, metadata: SamplingMetadata, rows: Rows, sampler: Any
 ) -> LogprobsTensors | None:
-    """Of every place of `sampled`; vLLM filters out those behind a verification's end."""
+    """Log probabilities at every place of `sampled`; vLLM drops those of the padding (-1)."""
     if logits is None:
         return None
     of, tokens = logits, sampled.flatten().clamp(min=0)
@@ -270,9 +270,9 @@ def _logprobs(
 
 @contextmanager
 def all_logits_processors() -> Iterator[None]:
-    """While vLLM's runner is built: it gets every logits processor, as it would without speculation.
+    """Within the block, vLLM's runner is built with all logits processors, as without speculation.
 
-    With speculation vLLM keeps only `min_tokens` and refuses custom ones, because its rejection sampler cannot apply them.
+    With speculation vLLM keeps only `min_tokens` and refuses custom processors: its rejection sampler cannot apply them.
     (vLLM 0.32, `v1/sample/logits_processor/__init__.py`, `build_logitsprocs`.)
     """
     build = gpu_model_runner.build_logitsprocs

@@ -1,7 +1,7 @@
-"""vLLM's scheduler, taught to verify drafts that are made elsewhere.  Engine process, engine thread.
+"""vLLM's scheduler, extended to verify drafts from remote drafters.  Engine process, engine thread.
 
-`DraftingScheduler` is vLLM's verbs and nothing more: what to verify, whom to ask, how long to wait and what to learn from it is
-decided by `backend/speculation/speculator.py`.  The waiting itself happens in `loop.py`, never in here.
+`DraftingScheduler` only connects vLLM's methods with `backend/speculation/speculator.py`.  The speculator decides what to
+verify, which drafters to ask, how long to wait, and what to learn.  The waiting itself happens in `loop.py`.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class PlainScheduler(CountingScheduler, Scheduler):
 
 
 class PlainAsyncScheduler(CountingScheduler, AsyncScheduler):
-    """Modes `off` and `native` where vLLM schedules ahead of the device."""
+    """Modes `off` and `native` with vLLM's asynchronous scheduling, counted."""
 
 
 class DraftingScheduler(CountingScheduler, Scheduler):
-    """Remote drafting."""
+    """Modes with remote drafting: `sync`, `ahead` and `auto`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -53,16 +53,16 @@ class DraftingScheduler(CountingScheduler, Scheduler):
         self._decoding: list[str] = []
         self._tokens, self._with_prefill = 0, False
         self.made_up: int | None = None
-        """While warming up: draft tokens of no meaning per request.  Nothing is learned then but what steps take."""
+        """During warm-up: number of meaningless draft tokens per request.  Then only step times are learned."""
         self._changes = 0
-        # A constant table stops vLLM from padding resumed requests with K rejected placeholders: with drafts of any length
-        # there is no uniform batch to preserve, and the placeholders would count as drafted.
+        # A constant table stops vLLM from padding resumed requests with K placeholder draft tokens, which would count as
+        # drafted.  The padding keeps batches uniform; here drafts differ in length anyway.
         self.dynamic_sd_lookup = [self.num_spec_tokens] * (self.max_num_running_reqs + 1)
 
     # -- drafters ------------------------------------------------------------------------------------------------------
 
     def set_drafters(self, refs: list[DrafterRef]) -> None:
-        """The assignment changed; requests that waited for a drafter now gone go on without."""
+        """Applies a new assignment; requests that wait for a removed drafter go on without."""
         for ref in refs:
             old = self._refs.get(ref.id)
             if old is not None and old != ref:
@@ -73,7 +73,7 @@ class DraftingScheduler(CountingScheduler, Scheduler):
         self.speculator.set_drafters({ref.id: ref.head for ref in refs})
 
     def take_drafts(self, drafter_id: str, drafts: Drafts, now: float) -> None:
-        """An answer came in from a drafter."""
+        """Takes in a drafter's fresh drafts; counts their times and drops."""
         if drafter_id not in self._refs:
             return
         counters, draft_s, queue_s = self.counters.drafter(drafter_id), drafts.draft_us / 1e6, drafts.queue_us / 1e6
@@ -93,11 +93,11 @@ class DraftingScheduler(CountingScheduler, Scheduler):
             self.speculator.timed(len(drafts.items), k, draft_s, queue_s, longest, now)
 
     def take_ahead(self, drafter_id: str, message: Ahead) -> None:
-        """Blocks of outcomes came in from a drafter."""
+        """Takes in drafts made ahead, for likely outcomes."""
         self.speculator.take_blocks(drafter_id, message.items, message.draft_us / 1e6)
 
     def ask(self, now: float) -> dict[str, list[NextItem]]:
-        """What every drafter is to draft for the requests whose step has ended."""
+        """What each drafter should draft next for the requests whose step has ended."""
         asks = self.speculator.ask(now)
         for drafter_id, items in asks.items():
             ahead = [item for item in items if item.outcomes]
@@ -108,13 +108,13 @@ class DraftingScheduler(CountingScheduler, Scheduler):
         return asks
 
     def wait_until(self, now: float) -> float | None:
-        """Until when the next step should wait for drafts; None: begin now.  Nothing waits when the engine is being paused."""
+        """Until when the next step should wait for drafts; None: begin now, as during a pause."""
         if not self.speculator.questions.pending or self._pause_state != PauseState.UNPAUSED:
             return None
         return self.speculator.hold(self._decoding, self._prefill_ahead(), now)
 
     def learn(self) -> None:
-        """What the last step said is learned from, while there is time."""
+        """Compares earlier drafts with the last step's text; called in spare time."""
         self.speculator.learn(self._waited_s)
         self._waited_s = 0.0
         if self.speculator.changes != self._changes:
@@ -127,7 +127,6 @@ class DraftingScheduler(CountingScheduler, Scheduler):
     # -- counting ------------------------------------------------------------------------------------------------------
 
     def note_verification(self, request_id: str, drafted: int, accepted: int) -> Drafted:
-        """One verification of this step."""
         draft = self.speculator.verified(request_id) if drafted else None
         if draft is None:
             return UNDRAFTED
@@ -135,17 +134,16 @@ class DraftingScheduler(CountingScheduler, Scheduler):
         return Drafted(draft.source.drafter_id, draft.source.kind == "ahead", draft.draft_s, draft.source.kind)
 
     def plan_in_force(self) -> Plan:
-        """What drafters are asked for at present."""
         return self.speculator.plan
 
     def note_step(self, seconds: float) -> None:
-        """The step that just ended; prefill is another matter than verifying."""
+        """Notes the step that just ended; a step with prefill does not measure verifying."""
         super().note_step(seconds)
         if not self._with_prefill:
             self.speculator.stepped(self._tokens, seconds)
 
     def read_plan(self, stats: VerifierStats) -> None:
-        """Puts what is decided and who is down into `stats`."""
+        """Writes the plan, expected step times and drafters with open circuit breakers into `stats`."""
         plan, at, speculator = self.plan_in_force(), self.speculator.step_times.at, self.speculator
         stats.drafters_down = speculator.questions.down()
         stats.plan_k, stats.plan_outcomes, stats.plan_changes = plan.k, plan.outcomes, speculator.changes
@@ -199,15 +197,15 @@ class DraftingScheduler(CountingScheduler, Scheduler):
         return chosen
 
     def get_grammar_bitmask(self, scheduler_output: Any) -> Any:
-        """vLLM's method of the same name, called when the step was launched: time to learn from the one before."""
+        """vLLM's method of the same name, called while the device computes: time to learn from the step before."""
         self.learn()
         return super().get_grammar_bitmask(scheduler_output)
 
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:
-        """vLLM offers its own proposer's (empty) drafts after each step; they must not replace those that arrive."""
+        """Does nothing: vLLM's own proposer's (empty) drafts must not replace remote ones."""
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        """vLLM's method of the same name; afterwards the requests that go on are to be drafted for."""
+        """vLLM's method of the same name; then tells the speculator which requests continue and need drafts."""
         requests = self.requests
         began = {r: requests[r].num_tokens for r in scheduler_output.num_scheduled_tokens if r in requests}
         outputs = super().update_from_output(scheduler_output, model_runner_output)
@@ -226,7 +224,7 @@ class DraftingScheduler(CountingScheduler, Scheduler):
         return super()._free_request(request, *args, **kwargs)
 
     def _prefill_ahead(self) -> int:
-        """Prompt tokens that the next step is likely to compute."""
+        """Estimate of the prompt tokens that the next step will compute."""
         room = self.max_num_scheduled_tokens
         chunks = sum(r.num_tokens - r.num_computed_tokens for r in self.running if r.is_prefill_chunk)
         if len(self.waiting) and len(self.running) < self.max_num_running_reqs:

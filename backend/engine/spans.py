@@ -1,7 +1,7 @@
-"""A verifier's spans: one per traced request, with its queueing, prefill and decoding below it.  Engine thread.
+"""A verifier's spans: one per traced request, with child spans for queueing, prefill and decoding.  Engine thread.
 
-The drafters' spans belong below the verifier's.  Its context reaches the worker, which opens the request on a drafter with
-it, in the request's sampling parameters: `extra_args` are vLLM's place for what it does not interpret.
+Drafters' spans are children of the verifier's span.  Its context reaches the worker in the request's sampling parameters
+(`extra_args`, which vLLM does not interpret).  The worker opens the request on a drafter with it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class EngineSpans:
         self._requests: dict[str, _Request] = {}
 
     def began(self, request: Any) -> None:
-        """vLLM's scheduler takes the request in."""
+        """Starts the span of a traced request that vLLM's scheduler has taken in."""
         if not request.trace_headers:
             return
         now = time.time_ns()
@@ -58,14 +58,14 @@ class EngineSpans:
         params.extra_args = {**(params.extra_args or {}), TRACE_ARGUMENT: span.headers["traceparent"]}
 
     def scheduled(self, request_ids: Iterable[str]) -> None:
-        """These run in a step for the first time (or again, after a preemption)."""
+        """Notes a step's requests; a request's first step ends its queueing."""
         for request_id in request_ids:
             known = self._requests.get(request_id)
             if known is not None and not known.scheduled_ns:
                 known.scheduled_ns = time.time_ns()
 
     def verified(self, request_id: str, drafted: int, accepted: int, drafter_id: str) -> None:
-        """One verification; `drafted` is 0 where it had no draft."""
+        """Counts one verification (`drafted` 0: without a draft)."""
         known = self._requests.get(request_id)
         if known is None:
             return
@@ -77,14 +77,14 @@ class EngineSpans:
             known.drafters.add(drafter_id)
 
     def emitted(self, request_id: str, tokens: int) -> None:
-        """Tokens left for the gateway."""
+        """Counts tokens sent to the gateway; the first ones end the prefill."""
         known = self._requests.get(request_id)
         if known is not None:
             known.first_ns = known.first_ns or time.time_ns()
             known.tokens += tokens
 
     def ended(self, request_id: str, reason: str) -> None:
-        """The request is over, by its own tokens or by someone's wish."""
+        """Ends the span of a request that has finished or was aborted."""
         known = self._requests.pop(request_id, None)
         if known is None:
             return

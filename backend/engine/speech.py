@@ -1,6 +1,6 @@
-"""The engine wire as its client speaks it: messages to frames, frames to messages (`backend/wire/engine.py`).  No socket.
+"""The client's codec of the engine wire: messages to frames, frames to messages (`backend/wire/engine.py`).  No sockets.
 
-Gateways (`gateway/engine_link.py`) and synchronous clients (`client.py`) use it, each with sockets of its own.
+Used by gateways (`gateway/engine_link.py`) and synchronous clients (`client.py`), which have sockets of their own.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _pack = msgspec.msgpack.encode
 
 
 class Taken(NamedTuple):
-    """The verifier's engine has this request now."""
+    """The verifier's engine has this request."""
 
     request_id: str
 
@@ -59,7 +59,7 @@ class EngineSpeech:
         self._decoder = MsgpackDecoder(EngineCoreOutputs)
 
     def hello(self, name: str) -> list[Buffer]:
-        """Who we are."""
+        """The greeting of a client called `name`."""
         return [HELLO, _pack(EngineHello(ENGINE_WIRE_VERSION, vllm.__version__, name))]
 
     def add(
@@ -70,30 +70,29 @@ class EngineSpeech:
         noise_seed: int | None = None,
         asked: Asked | None = None,
     ) -> list[Buffer]:
-        """A request to be continued after its `emitted` tokens; its outputs come under `place_id`."""
+        """A request, to be continued after its `emitted` tokens; its outputs will carry the id `place_id`."""
         return [ADD, _pack(Addition(place_id, list(emitted), noise_seed, asked)), *self._encoder.encode(request)]
 
     def abort(self, place_ids: Sequence[str]) -> list[Buffer]:
-        """These end without further outputs."""
+        """Aborts these requests: they end without further outputs."""
         return [ABORT, _pack(list(place_ids))]
 
     def call(self, call_id: int, method: str, args: Sequence[Any]) -> list[Buffer]:
-        """A method of the verifier's engine core; the answer comes among its outputs."""
+        """Calls a method of the engine core; the result comes with `EngineCoreOutputs`."""
         return [UTILITY, *self._encoder.encode([call_id, method, list(args)])]
 
     def ask_rows(self) -> list[Buffer]:
-        """What the verifier keeps of its steps."""
+        """Asks for the rows that the verifier keeps."""
         return [ROWS]
 
     def ping(self) -> list[Buffer]:
-        """We live."""
         return [PING]
 
     def hear(self, frames: Sequence[Buffer]) -> Any:
-        """One message: vLLM's outputs, `Taken`, a list of `Account`, `VerifierStats`, `EngineWelcome`, `Refusal`, `RowBatch`;
-        None for an echo.
+        """Decodes vLLM's outputs, `Taken`, a list of `Account`, `VerifierStats`, `EngineWelcome`, `Refusal`, `RowBatch`; None
+        for a ping's echo.
 
-        Raises `msgspec.DecodeError`, `IndexError`, `UnicodeError` for what cannot be read, `UnknownKind`.
+        Raises `UnknownKind`, and `msgspec.DecodeError`, `IndexError` or `UnicodeError` for an unreadable message.
         """
         kind, rest = bytes(frames[0]), frames[1:]
         if kind == OUTPUTS:

@@ -1,6 +1,6 @@
-"""Reads what a drafter's head shares with the target out of vLLM's model, some rows at a time.  Worker process, every rank.
+"""Reads what a drafter's head shares with the target from vLLM's model, in parts.  Worker process, every rank.
 
-Whichever way new weights came, by directory, wire or a transfer engine, this is where all of them are.
+New weights may come by directory, wire or transfer engine; the model has all of them.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from backend.engine.features import DTYPE_NAMES
 from backend.wire.drafting import FeatureDtype, TargetTensor
 
 PART_BYTES = 4 * 2**20
-"""Read and sent in one go, between two steps."""
+"""Read and sent at once, between two steps."""
 LENT: dict[TargetTensor, TargetTensor] = {"lm_head.weight": "embed_tokens.weight"}
-"""Where an output matrix that is tied to the embedding is found."""
+"""Read instead if the first is missing: an output matrix tied to the embedding has no name."""
 
 
 @dataclass(frozen=True)
 class TargetRows:
-    """Rows `first` and on of a tensor `[of, width]`: how many all ranks have of them together, and those of this rank."""
+    """A part of a tensor `[of, width]`: `rows` rows over all ranks together; `data` holds those of this rank."""
 
     rows: int
     of: int
@@ -31,9 +31,10 @@ class TargetRows:
 
 
 def read(model: nn.Module, name: TargetTensor, first: int, rank: int, ranks: int) -> TargetRows | None:
-    """At most `PART_BYTES` of it; `of` is 0 where the model has none in a type that travels.
+    """Reads at most `PART_BYTES` of a tensor, from row `first` on.  None while the weights are being exchanged.
 
-    Ranks hold consecutive rows of a matrix, and each the whole of a vector.  None while the weights are being exchanged.
+    `of` is 0 if the model has no such tensor in a dtype that can be sent.  Each rank holds consecutive rows of a matrix, or
+    the whole of a vector.
     """
     tensor = _find(model, name)
     if tensor is not None and tensor.is_meta:
@@ -42,7 +43,7 @@ def read(model: nn.Module, name: TargetTensor, first: int, rank: int, ranks: int
         return TargetRows(0, 0, 0, "float32", b"")
     shard = tensor.detach()
     if shard.dim() == 1:
-        # Its one row is the first rank's.
+        # A vector counts as one row, which the first rank sends.
         shard, ranks = shard[None], 1
     held, width = len(shard), shard.shape[1]
     of = held * ranks
@@ -52,7 +53,7 @@ def read(model: nn.Module, name: TargetTensor, first: int, rank: int, ranks: int
 
 
 def _find(model: nn.Module, name: TargetTensor) -> Tensor | None:
-    """The parameter with the shortest name that ends so; adapters wrap the layers they change."""
+    """The parameter with the shortest name that ends in `name`; adapters wrap the layers they change."""
     found = {each.replace(".base_layer.", "."): tensor for each, tensor in model.named_parameters()}
     wanted = [each for each in found if each == name or each.endswith(f".{name}")]
     if wanted:

@@ -1,6 +1,6 @@
-"""A transfer engine of vLLM's for weights that come over our own wire: safetensors' bytes, some tensors at a time.
+"""A vLLM weight transfer engine for weights that come over our own wire: safetensors bytes, some tensors at a time.
 
-Worker process.  `verifier.engine_args.weight_transfer_config` puts one of vLLM's own in its place (NCCL, CUDA IPC, ...).
+Worker process.  `verifier.engine_args.weight_transfer_config` selects one of vLLM's own instead (NCCL, CUDA IPC, ...).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Shape = tuple[int, ...]
 
 @dataclass
 class NoInfo(WeightTransferInitInfo):
-    """There is nothing to connect."""
+    """Empty: this engine has nothing to connect."""
 
 
 @dataclass
@@ -33,7 +33,7 @@ class Tensors(WeightTransferUpdateInfo):
 
 
 class WireTransfer(WeightTransferEngine[NoInfo, Tensors]):
-    """Loads what it is given."""
+    """Loads tensors from the bytes it gets."""
 
     init_info_cls = NoInfo
     update_info_cls = Tensors
@@ -49,7 +49,7 @@ class WireTransfer(WeightTransferEngine[NoInfo, Tensors]):
         finalize_layerwise_reload(self.model, self.model_config)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        # The base class synchronizes an accelerator, which need not be there.
+        # The base class's method synchronizes an accelerator, even where there is none.
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: Tensors) -> None:
@@ -62,13 +62,12 @@ class WireTransfer(WeightTransferEngine[NoInfo, Tensors]):
 
 
 def register() -> None:
-    """Makes it known to vLLM in this process."""
     if NAME not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(NAME, WireTransfer)
 
 
 def shapes_in(data: bytes) -> dict[str, Shape]:
-    """The tensors that a safetensors file's bytes hold; raises `ValueError` for other bytes."""
+    """The shapes, by name, of the tensors in a safetensors file's bytes.  Raises `ValueError` for other bytes."""
     try:
         length = int.from_bytes(data[:8], "little")
         header = json.loads(data[8 : 8 + length])

@@ -1,7 +1,7 @@
-"""A few steps before a verifier says that it is ready.  Engine thread, before the loop.
+"""Runs and measures a few steps before a verifier reports ready.  Engine thread, before the loop.
 
-First steps are slow (kernels are chosen, buffers grow), and the budget of draft tokens rests on what steps take:
-a step over 16 requests and 64 draft tokens is far from what a line through plain steps says.
+First steps are slow: kernels are chosen, buffers grow.  The budget of draft tokens depends on measured step times, also of
+steps with drafts: for 16 requests with 64 draft tokens, a line through plain steps is far off.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ BATCHES = (1, 4, 16, 64)
 STEPS = 8
 PROMPT = 8
 UNLIKE = 2
-"""Steps of a batch that are unlike those to come: prefill, and the first of its shape."""
+"""First steps of each batch that are not measured: the prefill, and the first step of the batch's shape."""
 
 
 def warm_up(core: EngineCore) -> None:
-    """Decodes small batches of made-up tokens; nothing of them stays in the prefix cache or the counters.
+    """Decodes small batches of made-up tokens; none of them stay in the prefix cache or the counters.
 
-    A model that embeds or scores decodes nothing.
+    Does nothing for a model that embeds or scores.
     """
     if core.vllm_config.model_config.runner_type == "pooling":
         return
     scheduler: Any = core.scheduler
     drafting = isinstance(scheduler, DraftingScheduler)
     scheduler.made_up = 0
-    # vLLM compiles some kernels when they are first wanted.
+    # vLLM compiles the kernels for log probabilities at their first use.
     _decode(core, 1, logprobs=1)
     for k in {0, scheduler.num_spec_tokens} if drafting else {0}:
         scheduler.made_up = k

@@ -1,9 +1,8 @@
-"""The target's weights while the engine lives: pause, sleep, load others.  Engine process, engine thread.
+"""Pauses the engine, puts the target's weights to sleep, and loads other weights.  Engine process, engine thread.
 
-Requests are kept, unless a pause aborts them: the scheduler is paused, so that they wait, and what was computed with the old
-weights (KV of running requests, prefix cache) is thrown away, so that they go on as if they had been preempted.  All of it is
-vLLM's own API; what this build of vLLM cannot do is a `NotImplementedError`, what was asked for wrongly a `ValueError`, and
-neither has changed anything unless it says so.
+Requests wait while the scheduler is paused, unless a pause aborts them.  KV cache and prefix cache of the old weights are
+thrown away, so requests continue as after a preemption.  Methods raise `NotImplementedError` for what this build of vLLM cannot
+do, and `ValueError` for wrong calls.  After either, nothing has changed unless the method says so.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ PAUSE_MODES = ("abort", "wait", "keep")
 
 
 class WeightControl:
-    """What a gateway may do with a verifier's weights.  `target_dir` is what was loaded at the start.
+    """The operations on a verifier's weights that gateways may call.  `target_dir`: the directory loaded at the start.
 
-    Methods with `version` and `update` load weights and say what they are then called, see `Weights`.
+    `version` and `update` name the new weights; see `Weights`.
     """
 
     def __init__(self, core: EngineCore, target_dir: str, can_sleep: bool) -> None:
@@ -44,29 +43,31 @@ class WeightControl:
         self.loaded = self._from_disk = Weights()
         self.can_sleep = can_sleep
         self.on_changed: Callable[[], None] = lambda: None
-        """Called when the engine is paused (before what may take long), goes on, or has other weights."""
+        """Called when the engine pauses (before anything slow), resumes, or has other weights."""
         self.on_outputs: Callable[[dict[int, EngineCoreOutputs] | None], None] = lambda outputs: None
-        """Takes what steps that were under way still bring, and the ends of requests that a pause aborts."""
+        """Gets the outputs of steps under way at a pause, and the ends of requests that it aborts."""
         self.on_renewed: Callable[[], None] = lambda: None
         """Called when other weights have been loaded."""
         self._draining: Future[None] | None = None
         self._clears = False
-        # An update by tensors: what has come of it, and whether the engine was paused before.
+        # During an update by tensors: the names received, and whether the engine was paused before.
         self._received: set[str] | None = None
         self._was_paused = False
         core.set_weight_version(self.loaded.version)
 
     @property
     def is_paused(self) -> bool:
-        """Whether nothing is computed.  A pause that waits for running requests begins when they have ended."""
+        """Whether the engine computes nothing.  A pause of mode `wait` begins when the running requests have ended."""
         draining = self._core.scheduler.pause_state == PauseState.PAUSED_NEW and self._core.scheduler.has_unfinished_requests()
         return bool(self._core.is_sleeping()) and not draining
 
     # Pausing
 
     def pause(self, mode: str = "abort", clear_cache: bool = True) -> Future[None] | None:
-        """Requests wait from here on.  Those at hand end (`abort`), go on to their end (`wait`; the future tells when all
-        have), or stand still (`keep`).  `clear_cache` empties the prefix cache, unless they stand still."""
+        """Pauses: new requests wait.  Present requests end (`abort`), finish (`wait`), or stop where they are (`keep`).
+
+        The future of `wait` is done when all have finished.  `clear_cache` empties the prefix cache, except with `keep`.
+        """
         if mode not in PAUSE_MODES:
             raise ValueError(f"mode must be one of {', '.join(PAUSE_MODES)}")
         if mode == "wait":
@@ -83,7 +84,7 @@ class WeightControl:
         return None
 
     def look(self) -> None:
-        """Ends a pause's wait when nothing runs any more."""
+        """Completes a pause of mode `wait` once all requests have finished."""
         if self._draining is not None and not self._core.scheduler.has_unfinished_requests():
             draining, self._draining = self._draining, None
             self._pause()
@@ -91,7 +92,7 @@ class WeightControl:
             draining.set_result(None)
 
     def resume(self) -> None:
-        """Requests go on."""
+        """Ends a pause."""
         self._refuse_during_update()
         if self._core.model_executor.is_sleeping:
             raise ValueError("wake the weights up first")
@@ -102,9 +103,9 @@ class WeightControl:
             self._draining = None
 
     def sleep(self, level: int = 1, mode: str = "keep") -> None:
-        """Level 0 only pauses; 1 moves the weights to the host's memory and gives the KV cache's back; 2 drops both.
+        """Level 0 only pauses.  Level 1 also moves the weights to host memory and frees the KV cache; 2 drops both.
 
-        Requests at hand are kept, or aborted with `mode` `abort`.
+        Present requests are kept, or aborted with `mode` `abort`.
         """
         if level not in (0, 1, 2):
             raise ValueError("level must be 0, 1 or 2")
@@ -118,10 +119,10 @@ class WeightControl:
         self._core.sleep(level, "keep")
 
     def wake_up(self, tags: list[str] | None = None) -> bool:
-        """Undoes `sleep`, all of it or the `tags` (`weights`, `kv_cache`); True when requests go on."""
+        """Undoes `sleep`, for all or only the `tags` (`weights`, `kv_cache`); returns whether requests go on."""
         if set(tags or ()) - {"weights", "kv_cache"}:
             raise ValueError("tags are weights and kv_cache")
-        # vLLM warns where nothing but the scheduler is to be woken.
+        # With other tags, vLLM logs a warning if only the scheduler has to be woken.
         awake = self._core.wake_up(tags if self._core.model_executor.is_sleeping else ["scheduling"])
         self.on_changed()
         return bool(awake)
@@ -129,10 +130,10 @@ class WeightControl:
     # Weights from a directory
 
     def reload_weights(self, path: str | None = None, version: str | None = None, update: int | None = None) -> None:
-        """Loads a checkpoint of the same architecture from `path`, or from where the present one came from.
+        """Loads a checkpoint of the same architecture from `path`, or again from the directory last loaded.
 
-        Keeps the engine paused if it was; it must not sleep deeper than that.  Should loading fail although all shapes fit, the
-        earlier weights are loaded again, and if that fails too the process ends: half a model must not answer.
+        The engine stays paused if it was; its weights must not sleep.  If loading fails although all shapes fit, the earlier
+        weights are loaded again.  If that fails too, the process ends: a half-loaded model must not answer.
         """
         self._refuse_during_update()
         wanted = path or self._directory
@@ -151,18 +152,18 @@ class WeightControl:
         self._from_disk = self.loaded
 
     def catch_up(self, path: str, version: str, update: int) -> None:
-        """The same where the fleet's update has not been seen here."""
+        """Loads the weights of the fleet's `update`, unless this verifier has that update or a later one."""
         if self.loaded.update < update:
             self.reload_weights(path, version, update)
 
     # Weights as tensors, over the wire or by vLLM's own transfer engines
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Connects vLLM's transfer engine, where `verifier.engine_args.weight_transfer_config` names one, to a trainer."""
+        """Connects vLLM's transfer engine, if `verifier.engine_args.weight_transfer_config` names one, to a trainer."""
         self._transfer("init_weight_transfer_engine", init_info=init_info)
 
     def start_weight_update(self) -> None:
-        """Pauses; what follows are tensors."""
+        """Pauses the engine and begins an update by tensors."""
         self._refuse_during_update()
         if self._core.model_executor.is_sleeping:
             raise ValueError("wake the weights up first")
@@ -177,9 +178,9 @@ class WeightControl:
         self._received = set()
 
     def update_weights(self, update_info: Any) -> None:
-        """Some tensors: safetensors' bytes, or what vLLM's transfer engine is to receive.
+        """Loads some tensors: safetensors bytes, or a description of what vLLM's transfer engine should receive.
 
-        Bytes that do not fit are refused, and the update goes on.  Should vLLM fail, the last from a directory are back.
+        After bytes that do not fit, the update goes on.  If vLLM fails, the last weights from a directory are loaded again.
         """
         if self._received is None:
             raise ValueError("start_weight_update comes first")
@@ -195,7 +196,7 @@ class WeightControl:
             raise
 
     def finish_weight_update(self, version: str | None = None, update: int | None = None) -> None:
-        """All tensors have come; goes on, if it was not paused before."""
+        """Ends an update by tensors; resumes, unless paused before.  On failure, the last weights from a directory are back."""
         if self._received is None:
             raise ValueError("start_weight_update comes first")
         missing = sorted(self._shapes.keys() - self._received) if self._received else []
@@ -211,7 +212,7 @@ class WeightControl:
         self._renewed(self._called(version, update, None), self._was_paused)
 
     def _give_up(self) -> None:
-        """An update by tensors has failed."""
+        """Ends a failed update by tensors."""
         logger.error("an update of the weights failed; loading the earlier ones again")
         self._received = None
         self._fall_back(self._was_paused)
@@ -224,7 +225,7 @@ class WeightControl:
 
     @cached_property
     def _shapes(self) -> Mapping[str, Shape]:
-        """What the checkpoint of the start holds."""
+        """Shapes of the tensors in the checkpoint of the start."""
         files = TensorFiles(self._target_dir)
         return {name: tuple(files.shape(name) or ()) for name in files.tensors}
 
@@ -240,7 +241,7 @@ class WeightControl:
         self._core.collective_rpc("reload_weights", kwargs={"weights_path": path})
 
     def _fall_back(self, stays_paused: bool) -> None:
-        """The last weights that came from a directory are loaded again, or the process ends."""
+        """Loads the last weights that came from a directory again; ends the process if that fails."""
         try:
             self._load(self._directory)
         except Exception as error:
@@ -254,7 +255,7 @@ class WeightControl:
             raise ValueError(f"{method}: {error}") from error
 
     def _renewed(self, loaded: Weights, stays_paused: bool) -> None:
-        """Other weights are there: nothing of the old ones is used any more."""
+        """After other weights were loaded: drops everything that the old ones computed."""
         self.loaded = loaded
         self._core.set_weight_version(loaded.version)
         self._core._reset_caches(reset_running_requests=True)
@@ -264,7 +265,7 @@ class WeightControl:
         self.on_changed()
 
     def _pause(self) -> None:
-        """Requests wait from here on; steps under way (vLLM's own pipelining) are finished first."""
+        """Pauses the scheduler and finishes the steps that vLLM's pipelining has under way."""
         self._core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
         while self._core.batch_queue:
             outputs, executed = self._core.step_fn()
@@ -281,7 +282,7 @@ class WeightControl:
 
 
 def check_same_shapes(path: str, known: Mapping[str, Shape]) -> None:
-    """Raises `ValueError` unless the directory holds the known tensors, by name and shape, and no others."""
+    """Raises `ValueError` unless the directory holds exactly the `known` tensors, by name and shape."""
     if not Path(path).is_dir():
         raise ValueError("no such directory on the verifier's machine")
     try:
@@ -292,7 +293,7 @@ def check_same_shapes(path: str, known: Mapping[str, Shape]) -> None:
 
 
 def check_shapes(known: Mapping[str, Shape | None], found: Mapping[str, Shape]) -> None:
-    """Raises `ValueError` naming tensors that differ."""
+    """Raises `ValueError`, naming up to three tensors, if names or shapes differ."""
     differing = sorted(name for name in known.keys() | found.keys() if known.get(name) != found.get(name))
     if differing:
         shown = ", ".join(f"{n}: {_shown(found.get(n))} instead of {_shown(known.get(n))}" for n in differing[:3])

@@ -1,7 +1,7 @@
-"""vLLM workers with our runner mixins.  Worker process; named by dotted path in `build.py`.
+"""vLLM workers with our runner mixins.  Worker process; `build.py` names the classes by dotted path.
 
-vLLM's CPU worker builds its runner inline, its GPU worker through a factory; swapping the runner's class between
-`init_device` and `load_model` works for both.
+vLLM's CPU worker builds its runner inline, its GPU worker through a factory.  Swapping the runner's class between `init_device`
+and `load_model` works for both.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from backend.transport import ServerKeys, Wire
 from backend.wire.drafting import TargetTensor
 
 KEPT_PROJECTIONS = 8
-"""Heads whose `fc` is kept at hand: each drafter may have another."""
+"""Heads whose `fc` stays loaded; drafters may have different ones."""
 HANDOVER_BYTES = 256 << 20
-"""Host memory for the features of running requests: drafters that take over start warm."""
+"""Host memory for the features of running requests, which drafters that take over need."""
 
 
 class _Mixed:
-    """What both workers share; `vllm_config.additional_config["outrider"]` says what to mix in."""
+    """Common to both workers; `vllm_config.additional_config["outrider"]` decides which mixins apply."""
 
     model_runner: Any
     vllm_config: Any
     wire: Wire | None = None
 
     def init_device(self) -> None:
-        """Builds vLLM's runner, then gives it our class."""
+        """Builds vLLM's runner, then swaps its class for one with our mixins."""
         options = self.vllm_config.additional_config["outrider"]
         with all_logits_processors() if options["shared_noise"] else nullcontext():
             super().init_device()  # type: ignore[misc]
@@ -72,17 +72,17 @@ class _Mixed:
         def projection(head: str) -> Projection | None:
             if options["raw_features"] or not (options["head_dir"] and options["aux_layers"]):
                 return None
-            # `fc` runs in the target's own type: features of a bfloat16 model gain nothing from more.
+            # `fc` runs in the target's dtype: a bfloat16 model's features gain nothing from more.
             from backend.models.checkpoint import load_fc
 
             return load_fc(head or options["head_dir"]).to(self.model_runner.device, self.model_runner.dtype)
 
-        # What the fleet was started with must load: an error here is one of the start.
+        # An unreadable head of the fleet's own must fail the start.
         projection("")
         return FeatureShipper(options["verifier_id"], projection, options["ring_bytes"], HANDOVER_BYTES)
 
     def set_drafters(self, refs: list[DrafterRef], epoch: int, fleet_keys: ServerKeys | None, weights: int = 0) -> None:
-        """The assignment changed; called by the engine's thread between two steps, on every rank."""
+        """Applies a new assignment; called between two steps, on every rank."""
         shipper = self.model_runner.shipper
         if shipper is None:
             return
@@ -91,29 +91,29 @@ class _Mixed:
         shipper.set_drafters(self.wire, refs, epoch, weights)
 
     def take_drafting_counters(self) -> Shipped:
-        """`FeatureShipper.take_counters` of the sending rank, empty on the others."""
+        """`FeatureShipper.take_counters` on the rank that sends; empty counters on the others."""
         shipper = self.model_runner.shipper
         return shipper.take_counters() if shipper is not None else Shipped()
 
     def target_rows(self, name: TargetTensor, first: int) -> TargetRows | None:
-        """This rank's share of `target_rows.read`."""
+        """The rows that `target_rows.read` returns for this rank."""
         rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         return target_rows.read(self.model_runner.get_model(), name, first, rank, ranks)
 
 
 class OutriderCpuWorker(_Mixed, CPUWorker):
-    """vLLM's CPU worker."""
+    """vLLM's CPU worker with our mixins."""
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
-        """vLLM's method of the same name."""
+        """vLLM's method of the same name; see `cpu_kernels.py`."""
         super().reload_weights(*args, **kwargs)
         repack_output_matrix(self.model_runner.get_model())
 
     def finish_weight_update(self) -> None:
-        """vLLM's method of the same name."""
+        """vLLM's method of the same name; see `cpu_kernels.py`."""
         super().finish_weight_update()
         repack_output_matrix(self.model_runner.get_model())
 
 
 class OutriderGpuWorker(_Mixed, Worker):
-    """vLLM's CUDA worker."""
+    """vLLM's CUDA worker with our mixins."""

@@ -1,4 +1,4 @@
-"""Who is in the fleet and what members tell each other.  Pure data and `speed.py`, in any process."""
+"""Data about the fleet: members, assignments, orders, counters, and the measured speed of steps.  Pure, in any process."""
 
 from backend.fleet.members import (
     Assignment,

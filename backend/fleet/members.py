@@ -1,4 +1,4 @@
-"""The fleet as the coordinator knows it and tells it: members, assignments, orders, operations.  Pure data, in any process.
+"""The fleet as the coordinator knows and publishes it: members, assignments, orders, operations.  Pure data, in any process.
 
 Members (verifiers, drafters, gateways) report to the coordinator a few times a second; the answer carries their orders.
 """
@@ -19,31 +19,31 @@ NODE_HOST = "node"
 
 
 class Member(msgspec.Struct, frozen=True):
-    """One process of the fleet as the coordinator knows it."""
+    """One process of the fleet, as it registers with the coordinator."""
 
     id: str
     kind: MemberKind
     incarnation: str
-    """Random per process start: a restarted member is the same `id` with another incarnation."""
+    """Random per process start: a restarted member has the same `id`, but another incarnation."""
     address: str
-    """Where it listens (`ipc://...` or `tcp://host:port`); empty for a gateway."""
+    """Where the member listens (`ipc://...` or `tcp://host:port`); empty for a gateway."""
     server_key: str
-    """Its CURVE public key (Z85) when `address` is tcp, else empty."""
+    """The member's CURVE public key (Z85) if `address` is tcp, else empty."""
     node: str
-    """The Ray address of its node."""
+    """The Ray address of the member's node."""
     pid: int
     model: str
     state: MemberState = "starting"
     head: str = ""
-    """A drafter's: the directory of the head or draft model that it has instead of the fleet's own; empty: it has that."""
+    """Drafters only: directory of the head or draft model; empty: the fleet's own."""
     node_id: str = ""
-    """The Ray node it runs on."""
+    """The Ray node that the member runs on."""
     local_address: str = ""
-    """Where it also listens for processes of that node (`ipc://...`); empty: only at `address`."""
+    """A further address (`ipc://...`) for processes of the same node; empty: none."""
     cores: tuple[int, ...] = ()
-    """CPU cores it is bound to; empty: it computes elsewhere, or wherever there is room."""
+    """CPU cores that the member is bound to; empty: not bound to cores."""
     takes_features: bool = True
-    """A drafter's: whether it has a head; a draft model needs tokens alone."""
+    """Drafters only: a head needs features; a draft model needs only tokens."""
 
 
 def reached_at(member: Member, node_id: str) -> str:
@@ -52,7 +52,7 @@ def reached_at(member: Member, node_id: str) -> str:
 
 
 class DrafterRef(msgspec.Struct, frozen=True):
-    """A drafter as one of its verifiers needs to know it."""
+    """What a verifier must know about a drafter that is assigned to it."""
 
     id: str
     incarnation: str
@@ -61,21 +61,21 @@ class DrafterRef(msgspec.Struct, frozen=True):
     generation: int
     """The assignment's generation; grows with every change of this pair."""
     head: str = ""
-    """The directory of the head that it has instead of the fleet's own: the verifier applies that head's projection."""
+    """`Member.head`; the verifier applies this head's projection to features."""
     takes_features: bool = True
 
 
 class Orders(msgspec.Struct, frozen=True):
-    """The coordinator's answer to a report.  `drafters` is for verifiers, in a stable order."""
+    """The coordinator's answer to a report.  `drafters`, in a stable order, are those assigned to a verifier."""
 
     known: bool
-    """False: the coordinator does not know this incarnation (it restarted, or the lease ran out); register again."""
+    """False: the coordinator restarted or the lease ran out; the member must register again."""
     drafters: list[DrafterRef] = msgspec.field(default_factory=list)
     drain: bool = False
 
 
 class Assignment(msgspec.Struct, frozen=True):
-    """One drafter bound to one verifier."""
+    """One drafter serves one verifier."""
 
     verifier_id: str
     drafter_id: str
@@ -83,12 +83,12 @@ class Assignment(msgspec.Struct, frozen=True):
 
 
 class Draining(msgspec.Struct, frozen=True):
-    """A member takes no new work; what it has may finish."""
+    """A drain: the member takes no new requests; those it has may finish."""
 
     migrate: bool
-    """Gateways move its requests elsewhere now: that was asked for, or the time to finish is over."""
+    """Whether gateways move its requests elsewhere now: ordered, or the time to finish is over."""
     ordered: bool = True
-    """False: nobody asked for it, the member itself is about to end."""
+    """False: the member's process is about to end by itself."""
 
 
 class MemberView(msgspec.Struct, frozen=True):
@@ -101,7 +101,7 @@ class MemberView(msgspec.Struct, frozen=True):
     drafter: DrafterStats | None = None
     drain: Draining | None = None
     seen_version: int = 0
-    """The last snapshot a gateway has acted upon; 0 for other members."""
+    """Gateways only: version of the last snapshot that the gateway has acted upon; else 0."""
 
 
 OperationKind = Literal["add", "remove", "restart", "swap-drafter"]
@@ -114,19 +114,19 @@ class Operation(msgspec.Struct, frozen=True):
     id: int
     kind: OperationKind
     members: list[str]
-    """The members it is about, in the order they are dealt with; of `add`, those that it has started."""
+    """The members concerned, in order of processing; for `add`, the members started so far."""
     state: OperationState = "waiting"
     note: str = ""
-    """What is being done, was done, or went wrong."""
+    """For people: what is being done, was done, or went wrong."""
     add: MemberKind | None = None
-    """What `add` is to start."""
+    """The kind of member that `add` starts."""
     path: str = ""
-    """The head that `swap-drafter` is to load."""
+    """The directory of the head that `swap-drafter` loads."""
     migrate: bool = False
-    """Requests are moved at once; else only after `deadline_s`."""
+    """Whether requests are moved at once; else only after `deadline_s`."""
     deadline_s: float = 0.0
     force: bool = False
-    """`remove` and `restart` go on although requests are left after the deadline; they end with an error."""
+    """Whether `remove` and `restart` go on if requests are left after the deadline, which end with an error."""
 
 
 class FleetSnapshot(msgspec.Struct, frozen=True):
@@ -137,11 +137,11 @@ class FleetSnapshot(msgspec.Struct, frozen=True):
     members: list[MemberView]
     assignments: list[Assignment]
     counters: dict[str, int]
-    """`registrations`, `restarts`, `leases_expired`, `assignments_made`, `assignments_dropped`, and of the latter
-    `reassignments`: those whose both ends were fit to go on; `decisions`."""
+    """`registrations`, `restarts`, `leases_expired`, `assignments_made`, `assignments_dropped`, `decisions`, and
+    `reassignments`: dropped assignments whose verifier and drafter could both have gone on."""
     pins: dict[str, list[str]] = {}
-    """Drafters that an administrator has bound, and to which verifiers."""
+    """Drafters that an operator has pinned, each with its verifiers."""
     coordinator: str = ""
-    """Another name for each process of the coordinator: one that Ray has restarted remembers no orders."""
+    """A new name for each process of the coordinator; a restarted one has forgotten all orders."""
     operations: list[Operation] = []
-    """Changes that take time, the newest last; those that ended are kept for a while."""
+    """Operations, the newest last; those that ended are kept for a while."""

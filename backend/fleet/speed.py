@@ -1,8 +1,8 @@
-"""How long a step takes over so many requests, measured where the steps are made and read by everyone else.  Pure.
+"""The duration of a step as a linear function of its number of requests.  Pure.
 
-A verifier notes each of its steps, a drafter each of its batches; both report the line through them.  Routing, balancing and
-the assignment of drafters read that line and measure nothing of their own.  What a step takes by its *tokens* is a verifier's
-own affair (`backend/speculation/step_times.py`): it decides how many draft tokens are verified.
+A verifier notes its steps, a drafter its batches; both report the line through them.  Routing, balancing and the assignment of
+drafters read that line and measure nothing themselves.  Duration by number of *tokens* stays inside a verifier, which decides
+with it how many draft tokens to verify (`backend/speculation/step_times.py`).
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from __future__ import annotations
 import msgspec
 
 KEEP = 0.995
-"""Weight that a step keeps when the next one comes: half of it after 138 steps."""
+"""Factor on the weight of earlier steps at each new step; it halves their weight in 138 steps."""
 PRIOR_STEPS = 20.0
-"""Weight, in steps, of the assumption below; it counts for nothing once batches of different sizes were seen."""
+"""Weight, in steps, of the assumption below, which hardly counts once batches of different sizes were measured."""
 PRIOR_SHARE = 0.5
-"""Share of a step's time that is taken to grow with its requests while all steps are alike."""
+"""Share of a step's time that is assumed to grow with its requests, while all batches had the same size."""
 RESPONSE_TOKENS = 128.0
-"""Assumed length of a response before the first one has ended."""
+"""Assumed length of a response, in tokens, until the first response has ended."""
 
 
 class Speed(msgspec.Struct, frozen=True, gc=False):
@@ -25,21 +25,21 @@ class Speed(msgspec.Struct, frozen=True, gc=False):
     fixed_s: float
     per_request_s: float
     tokens: float = 1.0
-    """What each request gains in a step: a verifier's acceptance length."""
+    """Tokens that each request gains per step; for a verifier, the mean acceptance length."""
 
     def step_s(self, requests: float) -> float:
-        """Seconds of a step over so many requests."""
+        """Seconds of a step over this many requests."""
         return self.fixed_s + requests * self.per_request_s
 
 
 class Line:
-    """The line through (requests, seconds) of past steps, by least squares; older steps weigh less."""
+    """A line through (requests, seconds) of past steps, by least squares; older steps have less weight."""
 
     def __init__(self) -> None:
         self._weight = self._x = self._y = self._xx = self._xy = self._tokens = 0.0
 
     def note(self, requests: int, seconds: float, tokens: float = 0.0) -> None:
-        """One step, in which all requests together gained so many tokens."""
+        """Adds a step; `tokens` is what all its requests together gained."""
         if requests < 1 or seconds <= 0:
             return
         self._weight = KEEP * self._weight + 1
@@ -50,7 +50,7 @@ class Line:
         self._tokens = KEEP * self._tokens + tokens
 
     def read(self) -> Speed | None:
-        """None before the first step."""
+        """The current line; None before the first step."""
         if not self._weight:
             return None
         x, y = self._x / self._weight, self._y / self._weight
@@ -62,7 +62,7 @@ class Line:
 
 
 def mean_speed(known: list[Speed]) -> Speed | None:
-    """What one that has not worked yet is taken for; None where nobody has."""
+    """The mean of known speeds, assumed for a member that has made no step yet; None if none is known."""
     if not known:
         return None
     n = len(known)

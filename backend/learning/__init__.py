@@ -1,1 +1,1 @@
-"""Drafters that learn from live traffic: the ring of replayed sequences, the trainer, and when a new head is published."""
+"""How drafters learn from live traffic: the replay ring of sequences, the trainer, and the rules for publishing a new head."""

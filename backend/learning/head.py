@@ -1,4 +1,4 @@
-"""An EAGLE-3 head for training: its layer, one decoding step, and the unrolled forward that trains it.
+"""An EAGLE-3 head for training: its layer, one decoding step, and the unrolled forward pass that trains it.
 
 Row p of the drafter carries the target's features of position p and the token at p + 1, and predicts the
 token at p + 2.  Features are the inputs of three target layers, joined and mapped to the hidden size by
@@ -17,7 +17,7 @@ from backend.learning.layers import MLP, Attention, LayerCache, RMSNorm, Rotary,
 
 @dataclass(frozen=True, slots=True)
 class DrafterShape:
-    """The sizes of a drafter's only layer, and the target layers whose inputs are its features."""
+    """The sizes of a head's only layer, and the target layers whose inputs are its features."""
 
     layer: Shape
     feature_layers: tuple[int, ...]
@@ -35,7 +35,7 @@ class DrafterBlock(nn.Module):
         self.mlp = MLP(shape)
 
     def join(self, embeddings: Tensor, feature: Tensor) -> Tensor:
-        """What attention reads: `[..., 2 * hidden]`."""
+        """The input of attention: `[..., 2 * hidden]`."""
         return torch.cat((self.input_layernorm(embeddings), self.hidden_norm(feature)), dim=-1)
 
     def finish(self, feature: Tensor, attended: Tensor) -> Tensor:
@@ -72,7 +72,6 @@ class Drafter(nn.Module):
         return block
 
     def cache(self, batch: int, capacity: int) -> LayerCache:
-        """An empty cache."""
         return LayerCache.empty(self.shape.layer, batch, capacity, self.fc.weight.detach())
 
     def logits(self, output: Tensor) -> Tensor:
@@ -81,7 +80,7 @@ class Drafter(nn.Module):
         return scores
 
     def step(self, tokens: Tensor, feature: Tensor, cache: LayerCache) -> Tensor:
-        """Run rows that follow what `cache` holds: `tokens` `[batch, n]`, `feature` and result `[batch, n, hidden]`."""
+        """Runs rows that follow those in `cache`: `tokens` `[batch, n]`, `feature` and result `[batch, n, hidden]`."""
         block = self.block
         start = cache.length
         rotation = self.rotary(torch.arange(start, start + tokens.shape[1], device=tokens.device))
@@ -91,11 +90,11 @@ class Drafter(nn.Module):
     def unroll(self, tokens: Tensor, features: Tensor, depth: int) -> list[Tensor]:
         """Outputs of `depth` chained steps from every row at once, each `[batch, rows, hidden]`.
 
-        `tokens` is `[batch, rows + depth]`, the first of them the token at position 1; `features` is
+        `tokens` is `[batch, rows + depth]` and begins with the token at position 1; `features` is
         `[batch, rows, n * hidden]`, the target's, from position 0.  Output j of row p has read the tokens
-        up to position p + 1 + j and predicts the one after.  In step j a row attends to the rows up to its
-        own that carry the target's features, and to its own earlier steps: what a draft of depth j sees
-        when it is decoded.
+        up to position p + 1 + j and predicts the next one.  In step j a row attends to the rows with the
+        target's features up to its own, and to its own earlier steps.  A draft of depth j attends to the
+        same rows when it is decoded.
         """
         rows = features.shape[1]
         feature: Tensor = self.fc(features)

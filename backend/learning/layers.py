@@ -1,7 +1,7 @@
-"""The layers of a Llama: norm, rotary positions, attention with a cache, and the gated network.
+"""The layers of a Llama for training: norm, rotary positions, attention with a cache, and the gated network.
 
-For training: of EAGLE heads (`head.py`) and of the demo's target.  Parameter names are those of transformers, so a state dict
-is a checkpoint.
+EAGLE heads (`head.py`) and the demo's target are made of them.  Parameter names are those of transformers, so a state dict can
+be saved as a checkpoint.
 """
 
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class Shape:
     rope_theta: float = 10_000.0
     rms_norm_eps: float = 1e-5
     rope: Rope | None = None
-    """With scaling; None: that of `rope_theta`."""
+    """Rotary parameters with scaling; None: `rope_theta` without scaling."""
     qk_norm: bool = False
 
 
@@ -152,7 +152,7 @@ class Attention(nn.Module):
         return self.merge(attended)
 
     def _attend_one(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attention of a single new token: the heads of a group stand in for tokens, so that no cache is copied."""
+        """Attention of a single new token.  A group's heads take the place of tokens, so that no cache is copied per head."""
         grouped = query.view(query.shape[0], self.kv_heads, -1, self.head_dim)
         return functional.scaled_dot_product_attention(grouped, key, value).view_as(query)
 
@@ -172,7 +172,7 @@ class MLP(nn.Module):
 
 
 def initialise(module: nn.Module) -> None:
-    """Normal weights of a scale that keeps activations of order one."""
+    """Draws normal weights, scaled so that activations stay of order one."""
     if isinstance(module, nn.Linear):
         nn.init.normal_(module.weight, std=module.in_features**-0.5)
     elif isinstance(module, nn.Embedding):

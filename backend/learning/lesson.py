@@ -1,16 +1,16 @@
-"""What a head is taught by, and how it is judged: unrolled steps over replayed sequences, against what the target said there.
+"""The loss that trains a head, and its measure: unrolled steps over replayed sequences, compared with the target's answers.
 
 Row p of a replay has the features of position p and the token at p + 1; its step j predicts the token at p + 2 + j.  The
-target's own scores for that token follow from its last hidden state at p + 1 + j, which is among the features.  So no teacher
-runs.
+target's scores for that token follow from its last hidden state at p + 1 + j, which is among the features.  So the target
+itself need not run.
 
-With p the target's distribution and q the head's, both at the request's temperature, a draft token is accepted about as often
-as a = sum_v min(p_v, q_v) says.  The loss of a row's step is
+With p the target's distribution and q the head's, both at the request's temperature, a draft token is accepted with a
+probability of about a = sum_v min(p_v, q_v).  The loss of a row's step is
 
     (1 - a) CE(p', q') + a (-log a)
 
-with CE the cross entropy at temperature 1, and the weight a not differentiated: where little is accepted, -log a says little of
-what to change (LK losses, arXiv 2602.23881).
+where p' and q' are at temperature 1, CE is the cross entropy, and the weight a is not differentiated.  While little is
+accepted, the gradient of -log a says little about what to change, so CE gets the weight (LK losses, arXiv 2602.23881).
 """
 
 from __future__ import annotations
@@ -25,15 +25,17 @@ from backend.learning.ring import Replay
 from backend.learning.trainable import LONGEST, Pupil
 
 STEP_WEIGHT = 0.9
+"""Weight of each draft token in the loss, relative to the one before."""
 LEAST = 1e-6
+"""Least overlap, so that logarithms stay finite."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Replays side by side, padded behind their ends.
+    """Replays, padded at their ends.
 
-    `tokens` `[batch, rows + 1]`, the first of them at each replay's position `first`; `features` `[batch, rows, width]`;
-    `answers` `[batch, rows + 1]`, whether the target said that token; `temperatures` `[batch]`.
+    `tokens` `[batch, rows + 1]`; `features` `[batch, rows, width]`, those of the same positions; `answers` `[batch, rows + 1]`,
+    whether the target generated that token; `temperatures` `[batch]`.
     """
 
     tokens: Tensor
@@ -43,7 +45,7 @@ class Batch:
 
 
 def collate(replays: Sequence[Replay], device: torch.device) -> Batch:
-    """The replays' last `LONGEST` rows."""
+    """A batch of the replays' last `LONGEST` rows."""
     parts = [_cut(replay) for replay in replays]
     rows = max(len(features) for _, features, _ in parts)
     width = parts[0][1].shape[1]
@@ -59,13 +61,13 @@ def collate(replays: Sequence[Replay], device: torch.device) -> Batch:
 
 
 def _cut(replay: Replay) -> tuple[Tensor, Tensor, int]:
-    """Tokens, features, and where in the tokens the answer begins."""
+    """The last `LONGEST` rows: tokens, features, and where in the tokens the answer begins."""
     start = max(len(replay.features) - LONGEST, 0)
     return replay.tokens[start:], replay.features[start:], replay.prompt - replay.first - start
 
 
 def loss_of(pupil: Pupil, batch: Batch, depth: int) -> tuple[Tensor, Tensor]:
-    """The loss, and `[depth]` how many draft tokens of each step would be accepted, after those before them."""
+    """The loss, and `[depth]` the share of each step's draft tokens that would be accepted if those before them were."""
     outputs, rows = _unroll(pupil, batch, depth)
     with torch.no_grad():
         goals = pupil.goals(batch.features)
@@ -90,10 +92,9 @@ def loss_of(pupil: Pupil, batch: Batch, depth: int) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def acceptance_lengths(pupil: Pupil, batch: Batch, depth: int) -> list[float | None]:
-    """Of each replay, tokens that a verification of a greedy draft of `depth` tokens would emit on average.
+    """For each replay, the mean tokens that a verification of a greedy draft of `depth` tokens would emit.
 
-    A draft counts as far as it says what was said.  So the tokens that its later steps read are those that were said.
-    None: the replay is too short.
+    A draft counts up to its first wrong token, so its later steps may read the text's tokens.  None: the replay is too short.
     """
     outputs, rows = _unroll(pupil, batch, depth)
     wanted = batch.answers[:, 2 : 2 + rows] & batch.answers[:, 1 + depth : 1 + depth + rows]
@@ -113,7 +114,7 @@ def _unroll(pupil: Pupil, batch: Batch, depth: int) -> tuple[list[Tensor], int]:
 
 
 def _overlap(drafted: Tensor, goal: Tensor, warmth: Tensor) -> Tensor:
-    """sum_v min(p_v, q_v) at each row's temperature; of a greedy row, q of the target's choice."""
+    """sum_v min(p_v, q_v) at each row's temperature; for a greedy row, q of the target's choice."""
     greedy = warmth == 0
     scale = torch.where(greedy, 1.0, warmth)[:, None]
     q = (drafted / scale).softmax(-1)

@@ -1,4 +1,4 @@
-"""Muon and AdamW side by side, at one schedule."""
+"""Muon and AdamW side by side, with one schedule."""
 
 from collections.abc import Iterable
 

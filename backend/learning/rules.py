@@ -1,4 +1,4 @@
-"""When a head begins to learn, when a candidate replaces it, and when a predecessor comes back.  Pure."""
+"""Decides when a head begins to learn, when a candidate replaces it, and when the previous head comes back.  Pure."""
 
 from __future__ import annotations
 
@@ -6,23 +6,24 @@ import math
 from collections.abc import Hashable, Sequence
 
 LEAST_GAIN = 0.02
-"""Of the acceptance length: a new head costs every running request its drafter's cache."""
+"""Least relative gain in acceptance length of a new head, which costs all running requests their cache on the drafter."""
 FEWEST = 8
-"""Sequences that a comparison needs."""
+"""Fewest sequences of a comparison."""
 SURE = 1.64
-"""Standard errors of a one-sided bound of 95 %."""
+"""Standard errors of a one-sided 95 % bound."""
 
 COMPARED = 4
-"""Drafts of a sequence that must have been compared with its text: shares of fewer say little."""
+"""Fewest compared drafts of a sequence: a share of fewer says little."""
 KEPT = 64
-"""Sequences, the latest."""
+"""Sequences, the latest, whose live acceptance is kept."""
 FEWEST_SEQUENCES = 4
+"""Fewest sequences for judging live acceptance."""
 TOLERATED = 0.95
-"""Share of the earlier acceptance that is not called less."""
+"""Live acceptance has fallen if it is below this share of the earlier one."""
 VERY_SURE = 3.0
-"""Standard errors: traffic changes by itself, and every token is one more test."""
+"""Standard errors by which it must differ: traffic changes by itself, and every token is one more test."""
 LOW = 0.6
-"""Acceptance below which a given head is worth teaching."""
+"""Live acceptance below which a given head begins to learn."""
 
 
 def bound_of_gain(present: Sequence[float], candidate: Sequence[float]) -> float | None:
@@ -37,13 +38,13 @@ def bound_of_gain(present: Sequence[float], candidate: Sequence[float]) -> float
 
 
 def is_worth_publishing(present: Sequence[float], candidate: Sequence[float]) -> bool:
-    """Whether the candidate is better for sure, and by enough."""
+    """Whether the candidate gains more than `LEAST_GAIN`, with 95 % confidence."""
     bound = bound_of_gain(present, candidate)
     return bound is not None and bound > LEAST_GAIN
 
 
 class Watch:
-    """Live acceptance before and after the latest head: of drafts compared with the text, those whose first token is right.
+    """Live acceptance of the present head and the one before it: the share of drafts whose first token is right.
 
     Each sequence is one observation: drafts for the same text are right or wrong together.
     """
@@ -53,16 +54,16 @@ class Watch:
         self._before: list[float] = []
         self._first: list[float] = []
         self.knows_previous = True
-        """Whether what later heads are compared with is of the head before the latest exchange: it was long enough in use."""
+        """Whether the head before the latest exchange was in use long enough for its acceptance to be known."""
 
     @property
     def acceptance(self) -> float | None:
-        """That of the present head, a mean over sequences; None: not known yet."""
+        """Live acceptance of the present head, a mean over sequences; None: not known yet."""
         shares = self._shares()
         return sum(shares) / len(shares) if shares else None
 
     def note(self, key: Hashable, is_right: bool) -> None:
-        """A draft of the present head for this sequence was compared with the text."""
+        """Notes whether the first token of a draft for this sequence was right."""
         right, seen = self._counts.get(key, (0, 0))
         self._counts[key] = right + is_right, seen + 1
         if len(self._counts) > KEPT:
@@ -81,12 +82,12 @@ class Watch:
 
     @property
     def has_fallen(self) -> bool:
-        """Whether the present head is accepted less than the one before, for sure and by enough."""
+        """Whether the present head is accepted clearly less than the one before."""
         return _is_less(self._before, self._shares())
 
     @property
     def needs_learning(self) -> bool:
-        """Whether few of the present head's drafts are accepted, or fewer than at first."""
+        """Whether the present head's acceptance is low, or clearly less than at first."""
         latest = self._shares()
         if len(self._first) < FEWEST_SEQUENCES or len(latest) < FEWEST_SEQUENCES:
             return False
@@ -98,11 +99,11 @@ class Watch:
 
 
 def _is_less(before: Sequence[float], after: Sequence[float]) -> bool:
-    """Whether acceptance fell, for sure and by enough."""
+    """Whether acceptance fell by enough, and with statistical confidence."""
     if len(before) < FEWEST_SEQUENCES or len(after) < FEWEST_SEQUENCES:
         return False
     (old, old_spread), (new, new_spread) = _moments(before), _moments(after)
-    # Few observations are often alike by chance.
+    # Few observations are often alike by chance: take the larger variance.
     error = math.sqrt(max(old_spread, new_spread) * (1 / len(before) + 1 / len(after)))
     return new < TOLERATED * old and old - new > VERY_SURE * error
 

@@ -1,4 +1,4 @@
-"""An EAGLE-3 head's directory as a module to train, and back.  Trainer's process."""
+"""Reads an EAGLE-3 head's directory into a module to train, and writes it back.  Trainer's process."""
 
 from __future__ import annotations
 
@@ -21,41 +21,44 @@ from backend.models.tensor_files import TensorFiles
 from backend.models.writing import replacing, write_checkpoint
 
 LONGEST = 1024
-"""Rows of a sequence that are trained on; also its rows that are kept."""
+"""Only the last 1024 rows of a sequence are trained on."""
 DEEPEST = 8
-"""Steps a head may be unrolled."""
+"""Most steps that a head may be unrolled for."""
 
 
 @dataclass
 class Pupil:
-    """A head in training, and what of its target judges it."""
+    """A head in training, with the target's tensors that it is trained against."""
 
     drafter: Drafter
     norm: Tensor
-    """The target's last, `[hidden]`."""
+    """Weight of the target's final norm, `[hidden]`."""
     eps: float
     place: int
-    """Which of the features is the target's last hidden state."""
+    """Index, among the joined features, of the target's last hidden state."""
     output: Tensor
-    """The target's output matrix, `[draft vocabulary, hidden]`: rows of tokens that the head can say."""
+    """The target's output matrix, `[draft vocabulary, hidden]`: only the rows of tokens that the head can draft."""
     own_ids: Tensor
-    """`[vocab]`: the head's own id of each token, -1 where it has none."""
+    """`[vocab]`: each token's id in the draft vocabulary, -1 for tokens outside it."""
     stored: dict[str, Tensor]
-    """Tensors of the file, under their names there."""
+    """All tensors of the head's files, under their names there."""
     names: dict[str, str]
-    """Our name of each of them -> its name there."""
+    """Canonical name -> name in the files."""
     config: dict[str, Any]
-    """The file's `config.json`.  The directory may be gone when the head is written."""
+    """The head's `config.json`, kept because its directory may be gone when the head is written."""
 
     def goals(self, features: Tensor) -> Tensor:
-        """The target's scores `[..., draft vocabulary]` of the token behind each feature's own."""
+        """The target's scores `[..., draft vocabulary]` for the token that follows each feature's position."""
         last = features.chunk(len(self.drafter.shape.feature_layers), dim=-1)[self.place]
         normed = functional.rms_norm(last.float(), last.shape[-1:], self.norm, self.eps)
         return functional.linear(normed.to(self.output.dtype), self.output).float()
 
 
 def load_pupil(head_dir: str, target_dir: str, device: torch.device, newer_file: str = "") -> Pupil:
-    """Reads a head to be trained; `newer_file` has tensors that the target has now.  Raises `CheckpointError`."""
+    """Reads a head to be trained.  Raises `CheckpointError`.
+
+    `newer_file`: target tensors that replace those in the target's directory; empty: none.
+    """
     newer = load_file(newer_file) if newer_file else {}
     target = text_config(read_config(target_dir))
     layers = int(target["num_hidden_layers"])
@@ -83,7 +86,7 @@ def load_pupil(head_dir: str, target_dir: str, device: torch.device, newer_file:
     assert weights.projection is not None
     state = {name: tensor.float() for name, tensor in weights.tensors.items()}
     drafter.load_state_dict(state | {"fc.weight": weights.projection.weight.float(), "lm_head.weight": weights.lm_head.float()})
-    # The output matrix is the larger part of many a head, and serves the target as it is.
+    # The output matrix is often the larger part of a head.  It is not trained: it fits the target as it is.
     drafter.lm_head.weight = torch.nn.Parameter(weights.lm_head.to(device, frozen), requires_grad=False)
     mapping = weights.draft_to_target
     ids = torch.arange(config.draft_vocab_size) if mapping is None else mapping
@@ -104,12 +107,12 @@ def load_pupil(head_dir: str, target_dir: str, device: torch.device, newer_file:
 
 
 def trained_tensors(drafter: Drafter) -> dict[str, Tensor]:
-    """What training changes, by canonical name."""
+    """The tensors that training changes, by canonical name."""
     return {name: tensor for name, tensor in drafter.state_dict().items() if not name.startswith("lm_head.")}
 
 
 def save_pupil(pupil: Pupil, tensors: dict[str, Tensor], directory: Path) -> None:
-    """Writes a head with these trained tensors, otherwise as the one it came from.  Raises `OSError`."""
+    """Writes a head: these trained tensors, and everything else as in the head that was read.  Raises `OSError`."""
     changed = {pupil.names[name]: tensor for name, tensor in tensors.items()}
     kept = {name: changed[name].to(old.dtype) if name in changed else old for name, old in pupil.stored.items()}
     with replacing(directory) as fresh:

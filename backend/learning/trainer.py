@@ -1,9 +1,8 @@
-"""Trains a drafter's head from the replay ring, compares it with the present one, and publishes it.
+"""Trains a drafter's head from the replay ring, compares it with the present head, and publishes it if it is better.
 
-`python -m backend.learning.trainer JOB`, a child process of the drafter that lives and ends with it: its standard input tells
-of heads that were taken back, and its end is the drafter's.  Its standard output has `News`, one JSON object a line.  It runs
-when nothing else wants the processor, and sleeps while the ring has nothing new.  What it needs to go on after a restart is in
-a file.
+`python -m backend.learning.trainer JOB`, a child process of the drafter.  Its standard input has orders (`TakenBack`,
+`Followed`), its standard output `News`, one JSON object per line.  It ends when its input closes.  It runs at idle priority,
+and sleeps while the ring has nothing new.  A checkpoint lets it go on after a restart.
 """
 
 from __future__ import annotations
@@ -32,24 +31,26 @@ from backend.learning.trainable import LONGEST, load_pupil, save_pupil, trained_
 logger = logging.getLogger(__name__)
 
 ROWS = 512
-"""Rows of a step at most."""
+"""Most rows in a training step."""
 SCORES = 1 << 26
-"""Scores (rows times vocabulary) of a step at most: they are what needs memory."""
+"""Most scores (rows times vocabulary) in a training step; they take most of the memory."""
 DEPTH = 4
+"""Tokens per draft that the head is trained for."""
 SHALLOW = (80, 240)
-"""Steps of training after which drafts of two tokens, and of all, are trained: the later ones build on the first."""
+"""Steps after which drafts of two tokens, and then of `DEPTH`, are trained: later tokens build on the first."""
 PASSES = 6
-"""How often a row is trained on, for as long as it is kept."""
+"""How often each row is trained on, if the ring keeps it so long."""
 WARM_UP = 10
+"""Steps over which the learning rates rise."""
 SLOWER_AFTER = 1000
-"""Steps after which rates fall with the square root."""
+"""Steps after which the learning rates fall, with the inverse square root."""
 MATRIX_RATE, OTHER_RATE = 0.015, 2e-3
 AVERAGED = 0.95
-"""Of the running mean of weights that candidates are: steadier than the weights of one step."""
+"""Decay of the running mean of weights.  Candidates are this mean: it is steadier than one step's weights."""
 RECENT = 0.1
-"""Weight of a step's loss in what is told."""
+"""Weight of a step's loss in the reported mean."""
 EXAMINED_EVERY = 40
-"""Steps."""
+"""Steps between two comparisons."""
 EXAMINED = 32
 """Held-out sequences of a comparison, the latest."""
 CHECKPOINT_S = 60.0
@@ -63,54 +64,55 @@ class Job(msgspec.Struct, frozen=True):
 
     target_dir: str
     head_dir: str
-    """The present head."""
+    """Directory of the head that drafts at present."""
     directory: str
-    """Its own: versions and checkpoint."""
+    """The trainer's own directory, for versions and its checkpoint."""
     ring_dir: str
     device: str = "cpu"
     newer: str = ""
-    """A file of tensors that the target has now instead of those in its directory."""
+    """A file of target tensors that replace those in its directory; empty: none."""
 
 
 class News(msgspec.Struct, frozen=True):
-    """How far it is; `published`: a directory that the drafter should draft with from now on."""
+    """A trainer's progress.  `published`: directory of a new head that the drafter should draft with; else empty."""
 
     steps: int
     seconds: float
     owed: int = 0
-    """Rows that it has yet to train on, each as often as it will."""
+    """Rows yet to be trained on, counted as often as each will be used."""
     loss: float | None = None
-    """Of the latest steps."""
+    """Mean over the latest steps."""
     present: float | None = None
     """Acceptance length of the present head on held-out sequences."""
     candidate: float | None = None
+    """Acceptance length of the candidate."""
     published: str = ""
 
 
 class TakenBack(msgspec.Struct, frozen=True, tag="taken back"):
-    """The drafter drafts with this head again."""
+    """Order: the drafter drafts with this earlier head again."""
 
     head_dir: str
 
 
 class Followed(msgspec.Struct, frozen=True, tag="followed"):
-    """The target has other weights; those that matter here are in this file."""
+    """Order: train against the target's new tensors, in this file."""
 
     newer: str
 
 
 @dataclass(frozen=True)
 class Examined:
-    """Mean acceptance lengths on the same held-out sequences."""
+    """Mean acceptance lengths of two heads on the same held-out sequences."""
 
     present: float
     candidate: float
     is_better: bool
-    """For sure, and by enough."""
+    """Whether the candidate should be published (`rules.is_worth_publishing`)."""
 
 
 class Trainer:
-    """The head, its optimizer, and what it has seen.  `step` and `examine` are for one thread."""
+    """The head in training, its optimizer, and its progress through the ring.  Used by one thread."""
 
     def __init__(self, job: Job) -> None:
         """Raises `CheckpointError`."""
@@ -128,7 +130,7 @@ class Trainer:
         self._resume()
 
     def _begin(self, head_dir: str) -> None:
-        """From the head in this directory on."""
+        """Starts training from the head in this directory."""
         self._present_dir = head_dir
         self._pupil = load_pupil(head_dir, self._job.target_dir, self._device, self._job.newer)
         drafter = self._pupil.drafter
@@ -140,12 +142,12 @@ class Trainer:
         self._scores: dict[int, float | None] = {}
 
     def take_back(self, head_dir: str) -> None:
-        """The present head is this one again; what was learned since is forgotten."""
+        """Goes back to this head, and forgets what was learned since."""
         self._begin(head_dir)
         self.checkpoint()
 
     def follow(self, newer: str) -> None:
-        """The target has these tensors now; all that was learned is kept."""
+        """Trains against the target's new tensors, in the file `newer`; what was learned is kept."""
         self.checkpoint()
         self._job = msgspec.structs.replace(self._job, newer=newer)
         self._begin(self._present_dir)
@@ -153,11 +155,11 @@ class Trainer:
 
     @property
     def is_due(self) -> bool:
-        """Whether candidates should be compared, and can be."""
+        """Whether it is time for a comparison, and enough sequences are held out for one."""
         return self._since >= EXAMINED_EVERY and sum(map(is_held_out, self._sizes)) >= FEWEST
 
     def step(self) -> bool:
-        """One step of training; False: there is nothing new to learn from."""
+        """Trains for one step.  False: the ring has too little new to learn from."""
         self._look()
         limit = min(ROWS, max(SCORES // self._pupil.output.shape[0], 64))
         numbers = [number for number in self._sizes if not is_held_out(number)]
@@ -206,7 +208,7 @@ class Trainer:
         return Examined(sum(present) / len(pairs), sum(proposed) / len(pairs), is_worth_publishing(present, proposed))
 
     def publish(self) -> str:
-        """Writes the candidate, which is the present head from now on; its directory.  Raises `OSError`."""
+        """Writes the candidate, from now on the present head.  Returns its directory.  Raises `OSError`."""
         versions = Path(self._job.directory) / VERSIONS
         directory = versions / f"{newest_version(versions)[0] + 1:06d}"
         save_pupil(self._pupil, self._mean, directory)
@@ -215,7 +217,7 @@ class Trainer:
         return str(directory)
 
     def checkpoint(self) -> None:
-        """Writes what is needed to go on.  Raises `OSError`."""
+        """Writes the trainer's state.  Raises `OSError`."""
         state = {
             "present": self._present_dir,
             "drafter": trained_tensors(self._pupil.drafter),
@@ -230,7 +232,7 @@ class Trainer:
         part.replace(path)
 
     def news(self, examined: Examined | None = None, published: str = "") -> News:
-        """How far it is."""
+        """The present progress."""
         present, candidate = (examined.present, examined.candidate) if examined else (None, None)
         return News(self.steps, round(self.seconds, 3), int(self._credit), self._loss, present, candidate, published)
 
@@ -252,7 +254,7 @@ class Trainer:
             self._begin(self._present_dir)
 
     def _look(self) -> None:
-        """Notices what the ring has got and lost."""
+        """Notes which sequences have come and gone."""
         numbers = self._ring.numbers()
         for number in numbers:
             if number > self._newest:
@@ -263,7 +265,7 @@ class Trainer:
                 self._newest = number
         there = set(numbers)
         self._sizes = {number: rows for number, rows in self._sizes.items() if number in there}
-        # It cannot always keep up: what is gone is not owed any more.
+        # Rows that have left the ring are not owed any more.
         self._credit = min(self._credit, PASSES * sum(self._sizes.values()))
 
     def _score(self, tensors: dict[str, Tensor], numbers: list[int]) -> dict[int, float | None]:
@@ -283,14 +285,14 @@ class Trainer:
 
 
 def newest_version(versions: Path) -> tuple[int, str | None]:
-    """The number and directory of the latest published head; 0 and None: there is none."""
+    """The number and directory of the latest published head; 0 and None if there is none."""
     found = [path for path in versions.glob("*") if path.name.isdecimal() and (path / "config.json").is_file()]
     latest = max(found, key=lambda path: int(path.name), default=None)
     return (int(latest.name), str(latest)) if latest is not None else (0, None)
 
 
 def _narrow(device: torch.device) -> torch.autocast:
-    """Products in bfloat16 where the device has units for them.  With a CPU's (AMX) a step takes two thirds of the time."""
+    """Products in bfloat16, if the device has units for it.  With a CPU's (AMX) a step takes two thirds of the time."""
     fast = device.type == "cuda" or bool(torch.cpu.get_capabilities().get("amx_bf16"))
     return torch.autocast(device.type, torch.bfloat16, enabled=fast)
 
@@ -331,14 +333,13 @@ def _tell(news: News) -> None:
 
 
 def _listen(orders: list[TakenBack | Followed]) -> None:
-    """Until the drafter ends, and then this process does."""
+    """Collects orders until the drafter ends, then ends this process."""
     for line in sys.stdin.buffer:
         orders.append(msgspec.json.decode(line, type=TakenBack | Followed))
     os._exit(0)
 
 
 def main() -> None:
-    """The process."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     give_way()
     torch.set_num_threads(1)
@@ -348,12 +349,12 @@ def main() -> None:
 
 
 def give_way() -> None:
-    """Lets everything else run first."""
+    """Gives this process the lowest priority, below all others."""
     os.nice(19)
     try:
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     except (AttributeError, OSError):
-        # Not Linux, or a sandbox that forbids it: being nice is the next best.
+        # Not Linux, or a sandbox forbids it: niceness 19 is the next best.
         pass
 
 

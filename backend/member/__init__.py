@@ -1,1 +1,1 @@
-"""How a process becomes a member of the fleet, stays one, and leaves: what verifiers and drafters have in common."""
+"""How verifiers and drafters join the fleet, stay in it, and leave it."""

@@ -1,8 +1,8 @@
-"""A member of the fleet as a Ray actor: what verifiers and drafters have in common.  Ray restarts it when it dies.
+"""The base class of verifiers and drafters as Ray actors.  Ray restarts an actor that dies.
 
-The constructor returns when the member serves: it registers, builds its process, and from then on reports (`membership.py`).
-The launcher cannot know the node it will run on: an address whose host is `node`, and the socket at which processes of its
-own node reach it, are completed here.
+The constructor registers the member, starts its process and its reports (`membership.py`), and returns when the member serves.
+The launcher does not know the node on which Ray will place the actor.  So two addresses are completed here: one whose host is
+`node`, and the socket for processes of the same node.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from backend.transport import ServerKeys, new_server_keys
 
 
 class MemberProcess(Protocol):
-    """What serves, without Ray."""
+    """The serving part of a member, without Ray."""
 
     address: str
-    """Where it listens; known once it has started."""
+    """The address at which it listens; final once it has started."""
 
     def start(self) -> None: ...
 
@@ -42,9 +42,9 @@ class MemberProcess(Protocol):
 
 
 class MemberActor(ABC):
-    """One member.  `settings` is `Settings.model_dump_json()`; `local`: processes of its node reach it over ipc too.
+    """One member.  `settings` is `Settings.model_dump_json()`.  `local`: processes of its node may reach it over ipc too.
 
-    `address` is `ipc://...` or `tcp://host:port` (port 0: any).  Raises what goes wrong while it starts: Ray then gives it up.
+    `address` is `ipc://...` or `tcp://host:port` (port 0: any).  Raises what goes wrong at the start; Ray then gives it up.
     """
 
     kind: ClassVar[MemberKind]
@@ -83,7 +83,7 @@ class MemberActor(ABC):
             cores=tuple(cores),
         )
         coordinator = CoordinatorHandle.connect(namespace)
-        # A tcp socket cannot be bound before the fleet's keys are known, nor its port be told before it is bound.
+        # A tcp socket needs the fleet's keys, so registration comes first; the port is reported once it is bound.
         fleet_keys = enter(coordinator, member).fleet_keys
         self._process: Any = self._build(member, loaded, paths, fleet_keys, server_keys)
         self._membership = Membership(coordinator, member, self._process.stats, self._obey)
@@ -93,7 +93,7 @@ class MemberActor(ABC):
         Departure(self._membership, self._is_idle, self.stop, loaded.gateway.drain_s).on_sigterm()
 
     def stop(self) -> None:
-        """Leaves the fleet and ends serving; the actor's process is ended by whoever called."""
+        """Leaves the fleet and ends serving; the caller must end the actor's process."""
         self._membership.leave_fleet()
         self._process.stop()
 
@@ -106,10 +106,10 @@ class MemberActor(ABC):
         fleet_keys: ServerKeys | None,
         server_keys: ServerKeys | None,
     ) -> MemberProcess:
-        """What serves; it is started once the member has joined the fleet."""
+        """Makes the serving part; it is started once the member has joined the fleet."""
 
     def _model(self, settings: Settings, paths: ResolvedModels, member_id: str) -> str:
-        """What people call its model."""
+        """The member's model, as shown to people."""
         return paths.name
 
     def _head(self, paths: ResolvedModels, member_id: str) -> tuple[str, bool]:
@@ -117,7 +117,7 @@ class MemberActor(ABC):
         return "", True
 
     def _is_idle(self) -> bool:
-        """Whether it may end without loss."""
+        """Whether the member has no work, so that it may end without loss."""
         return True
 
     def _obey(self, orders: Orders) -> None:
@@ -125,7 +125,7 @@ class MemberActor(ABC):
 
 
 def check_models(paths: ResolvedModels) -> None:
-    """The launcher found the models on its own node.  Raises `FileNotFoundError` when this node has them not."""
+    """Raises `FileNotFoundError` if this node lacks the models, which the launcher found on its own node."""
     for directory in (paths.target_dir, paths.drafter_dir, *(each.directory for each in paths.in_turn)):
         if directory is not None and not Path(directory).is_dir():
             node = ray.util.get_node_ip_address()
@@ -133,7 +133,7 @@ def check_models(paths: ResolvedModels) -> None:
 
 
 def on_this_node(address: str) -> str:
-    """`tcp://node:0` with this node's Ray address in place of `node`; any other address as it is."""
+    """Replaces the host `node` of a tcp address by this node's Ray address; returns other addresses unchanged."""
     prefix = f"tcp://{NODE_HOST}:"
     if not address.startswith(prefix):
         return address

@@ -1,8 +1,8 @@
-"""SIGTERM for a member's process: it takes no new work, its requests go elsewhere, then it ends.
+"""SIGTERM for a member's process: it takes no new work, its requests move elsewhere, then the process ends.
 
-Python runs the handler on the main thread, which in an actor is Ray's and looks for signals a hundred times a second; a thread
-of its own does the rest.  Ray takes the end for a failure and starts the actor again where the cluster still has room for it.
-SIGKILL, and what else Ray ends its workers with, leaves no time: then the gateways fail over.
+Python runs the handler on the main thread, in an actor Ray's, which checks for signals a hundred times a second.  A thread of
+its own drains.  Ray considers the end a failure and restarts the actor where the cluster has room.  SIGKILL, and Ray's other
+ways to end a worker, leave no time; then the gateways fail over.
 """
 
 from __future__ import annotations
@@ -21,11 +21,14 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 0.1
 SETTLED_S = 1.5
-"""Gateways ask for the fleet twice a second: whoever has had no work for so long after that gets none any more."""
+"""Seconds without work after which a member ends.  Gateways ask for the fleet twice a second, so all know of the drain then."""
 
 
 class Departure:
-    """`is_idle()` says whether the member has nothing to do, `stop()` ends its serving; both are called on another thread."""
+    """`is_idle()`: whether the member has no work; `stop()` ends its serving.  Both are called on another thread.
+
+    After `limit_s` seconds the member ends even if it has work.
+    """
 
     def __init__(self, membership: Membership, is_idle: Callable[[], bool], stop: Callable[[], None], limit_s: float) -> None:
         self._membership = membership
@@ -36,14 +39,14 @@ class Departure:
         self._began = threading.Event()
 
     def on_sigterm(self) -> None:
-        """From now on SIGTERM has this effect.  Only the main thread can say so; on another one it stays as it was."""
+        """Installs the handler, which only the main thread may do; on another one this logs a warning."""
         try:
             signal.signal(signal.SIGTERM, lambda number, frame: self.begin())
         except ValueError:
             logger.warning("SIGTERM will end this process without a drain: it does not run on its main thread")
 
     def begin(self) -> None:
-        """Leaves, once."""
+        """Begins the departure; further calls have no effect."""
         if not self._began.is_set():
             self._began.set()
             threading.Thread(target=self._leave, name="departure", daemon=True).start()

@@ -1,7 +1,7 @@
-"""How a member stays part of the fleet: registers, reports a few times a second, passes on its orders.
+"""Keeps a member in the fleet: registers it, reports a few times a second, and passes on the coordinator's orders.
 
-Runs as one thread of the member's process.  The coordinator may be away for as long as it likes: the member serves on with its
-last orders and registers again when the coordinator is back.
+Runs as one thread of the member's process.  While the coordinator is away, the member serves on with its last orders.  It
+registers again when the coordinator is back.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class Coordinator(Protocol):
 
 
 def enter(coordinator: Coordinator, member: Member, limit_s: float = ENTER_LIMIT_S) -> Credentials:
-    """Registers a process that has just started, as soon as the coordinator can be reached.
+    """Registers a member that has just started; waits for the coordinator if necessary.
 
-    Ray restarts an actor that dies, but not one whose constructor raises: a member that happens to start while the coordinator
-    is being restarted must not be lost.  Raises `CoordinatorUnavailable` after `limit_s` seconds.
+    Ray restarts an actor that dies, but not one whose constructor raises; the coordinator may be restarting just now.
+    Raises `CoordinatorUnavailable` after `limit_s` seconds.
     """
     deadline = time.monotonic() + limit_s
     while True:
@@ -55,9 +55,9 @@ def enter(coordinator: Coordinator, member: Member, limit_s: float = ENTER_LIMIT
 
 
 class Membership:
-    """One member's standing with the coordinator.
+    """One member's registration and reports.
 
-    `read_stats` is called on this object's thread; so is `obey`, with the orders of every report.
+    `read_stats` and `obey` are called on this object's thread; `obey` gets the orders that answer each report.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Membership:
         self._thread.start()
 
     def leave_fleet(self) -> None:
-        """Stops reporting and says goodbye."""
+        """Stops reporting and deregisters."""
         self._leave.set()
         self._thread.join(timeout=5)
         try:
@@ -99,17 +99,17 @@ class Membership:
         )
 
     def take_head(self, head: str, takes_features: bool) -> None:
-        """A drafter drafts with another head or draft model from now on."""
+        """This drafter now has another head or draft model; the next report registers it again."""
         self._member = msgspec.structs.replace(self._member, head=head, takes_features=takes_features)
 
     def drain(self, ordered: bool) -> None:
-        """Between `ready` and `draining`, as ordered; a member that starts goes on starting."""
+        """Switches between `ready` and `draining`, as ordered.  A member that is still starting stays `starting`."""
         state = self._member.state
         if state in ("ready", "draining"):
             self.become("draining" if ordered or self._retiring else "ready")
 
     def retire(self) -> None:
-        """Drains for good, whatever is ordered: this process is about to end."""
+        """Drains for good, regardless of later orders, because this process is about to end."""
         self._retiring = True
         self.drain(ordered=True)
 
@@ -134,5 +134,5 @@ class Membership:
 
 
 def _route(member: Member) -> tuple[str, str]:
-    """What the fleet must be told anew when it changes."""
+    """The part of a member whose change requires a new registration."""
     return member.address, member.head

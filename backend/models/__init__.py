@@ -1,1 +1,1 @@
-"""Models on disk: found and checked (`resolve.py`), their configurations and weights read; and the built-in pair (`demo/`)."""
+"""Models on disk: finds and checks them (`resolve.py`), reads configurations and weights; has the built-in pair (`demo/`)."""

@@ -1,6 +1,7 @@
-"""Says whether a drafter fits a target, in one line per misfit.  Any process; reads headers and vocabularies, never weights.
+"""Checks whether a drafter fits a target; one line per misfit.  Any process; reads headers and vocabularies, never weights.
 
-`errors` keep the pair from working at all; `warnings` let it work with few drafts accepted, which nothing would report later.
+With `errors` the pair cannot work at all.  With `warnings` it works, but few drafts may be accepted, and no error would ever
+say so.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ LM_HEAD = "lm_head.weight"
 
 @dataclass
 class Misfits:
-    """What is wrong with a pair of drafter and target; `kind` is what the drafter turned out to be."""
+    """What is wrong with a pair of drafter and target.  `kind`: what the drafter's files hold."""
 
     kind: Literal["eagle", "draft_model"] = "eagle"
     errors: list[str] = field(default_factory=list)
@@ -44,7 +45,7 @@ def check(head_dir: str, target_dir: str) -> list[str]:
 
 
 def find_misfits(head_dir: str, target_dir: str) -> Misfits:
-    """All misfits, errors and warnings apart."""
+    """All misfits, with errors and warnings in separate lists."""
     found = Misfits()
     try:
         if is_draft_model(TensorFiles(head_dir)):
@@ -77,7 +78,7 @@ def _check_model(model_dir: str, target_dir: str, found: Misfits) -> None:
 
 
 def _check_tokenizers(own: Path, target: Path, found: Misfits) -> None:
-    """Ids have to mean the same: a draft is ids."""
+    """Compares the tokenizers: a draft is token ids, so both models must give them the same meaning."""
     files = [directory / "tokenizer.json" for directory in (own, target)]
     if not all(file.is_file() for file in files):
         found.warnings.append("without a tokenizer.json in both directories nobody knows whether their tokens are the same")
@@ -94,7 +95,7 @@ def _check_tokenizers(own: Path, target: Path, found: Misfits) -> None:
 
 
 def _vocabulary(file: Path) -> dict[str, int]:
-    """A fast tokenizer's tokens and their ids, those added later included.  Raises `CheckpointError`."""
+    """A fast tokenizer's tokens and their ids, added tokens included.  Raises `CheckpointError`."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         listed = content["model"]["vocab"]
@@ -147,7 +148,7 @@ def _check_positions(head: HeadConfig, target: dict[str, Any], found: Misfits) -
 
 
 def misshapen(config: HeadConfig, files: TensorFiles) -> Iterator[str]:
-    """A line for each tensor that a drafter must bring and does not, or in another shape."""
+    """A line for each required tensor that is missing from the drafter's files, or has another shape."""
     names = canonical_names(files)
     for name, wanted in required_tensors(config).items():
         shape = files.shape(names[name]) if name in names else None
@@ -177,7 +178,7 @@ def _check_tensors(head: HeadConfig, files: TensorFiles, target_files: TensorFil
 
 
 def why_not_learning(head_dir: str, target_dir: str) -> str | None:
-    """What keeps a head that fits from learning from live traffic; None: nothing does.  Raises `CheckpointError`."""
+    """Why a head that fits its target cannot learn from live traffic; None: it can.  Raises `CheckpointError`."""
     head, layers = load_config(head_dir, target_dir), text_config(read_config(target_dir)).get("num_hidden_layers")
     if head.kind != "eagle3" or not head.uses_aux:
         return "only EAGLE-3 heads that join hidden states of the target learn"

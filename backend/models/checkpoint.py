@@ -1,6 +1,6 @@
-"""Loads an EAGLE head or a draft model from a directory.  Drafter process; `load_fc` and `load_config` also the verifier's.
+"""Loads an EAGLE head or a draft model from a directory.  Drafter process; the verifier also uses `load_fc`.
 
-The head's own embeddings and output matrix are used where it has them, the target's otherwise (just those tensors are read).
+A head without embeddings or output matrix of its own uses the target's (only these tensors of the target are read).
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ NOTHING_NEWER: Mapping[str, Tensor] = MappingProxyType({})
 class HeadWeights:
     """A drafter's tensors under canonical names (`layers.0.self_attn.q_proj.weight`, ...), on the CPU, as stored.
 
-    `embedding` is `[vocab, hidden]`, `lm_head` `[draft_vocab, hidden]`; `draft_to_target` maps a draft id to the target's
-    (`[draft_vocab]`, int64), None where both vocabularies are the same.
+    `embedding` is `[vocab, hidden]`, `lm_head` `[draft_vocab, hidden]`.  `draft_to_target` `[draft_vocab]`, int64, maps ids of
+    the draft vocabulary to the target's; None if both vocabularies are the same.
     """
 
     config: HeadConfig
@@ -45,27 +45,28 @@ class HeadWeights:
     lm_head: Tensor
     draft_to_target: Tensor | None
     max_position: int
-    """Positions the target may reach, and a draft model too; a head's own limit is often a default nobody meant."""
+    """The target's longest position; for a draft model at most its own.  A head's own limit is ignored: it is often a default
+    that was never adapted."""
     projection: FcProjection | None = None
-    """What the drafter itself has to apply to features; None: verifiers have applied it, or there is none."""
+    """The projection that the drafter has to apply to features; None: verifiers have applied it, or there is none."""
 
 
 def drafter_config(directory: str, target_dir: str) -> HeadConfig:
-    """The configuration of a head or a draft model, whichever the weights are.  Raises `CheckpointError`."""
+    """The configuration of the head or draft model in `directory`.  Raises `CheckpointError`."""
     load = load_model_config if is_draft_model(TensorFiles(directory)) else load_config
     return load(directory, target_dir)
 
 
 def borrowed(directory: str) -> set[Borrowed]:
-    """Which of embedding and output matrix a head takes from its target.  Raises `CheckpointError`."""
+    """Which of embedding and output matrix a head lacks and takes from its target.  Raises `CheckpointError`."""
     return set(get_args(Borrowed)) - canonical_names(TensorFiles(directory)).keys()
 
 
 def load_drafter(head_dir: str, target_dir: str, raw: bool = False, newer: Mapping[str, Tensor] = NOTHING_NEWER) -> HeadWeights:
-    """Reads a head or a draft model; `raw`: a head with its projection.
+    """Reads a head or a draft model; with `raw`, a head's projection, too.
 
-    `newer`: tensors that the target has now instead of those in its directory, see `borrowed`.
-    Raises `CheckpointError` naming the first thing that does not fit.
+    `newer`: target tensors that replace those in the target's directory, see `borrowed`.
+    Raises `CheckpointError`, which names the first misfit.
     """
     config = drafter_config(head_dir, target_dir)
     files = TensorFiles(head_dir)
@@ -75,12 +76,12 @@ def load_drafter(head_dir: str, target_dir: str, raw: bool = False, newer: Mappi
     optional = {n for n in names if n.endswith(".bias")} | ({EMBEDDING, LM_HEAD} & names.keys())
     keep = required_tensors(config).keys() | optional
     if config.kind != "eagle":
-        # The verifier applies EAGLE-3's `fc`; EAGLE-1's joins the embedding and stays here.
+        # EAGLE-3's `fc` is applied by the verifier, or read as `projection` below.  EAGLE-1's also reads the embedding.
         keep = {n for n in keep if not n.startswith(("fc.", "fc_norm."))}
     stored = files.read_many([names[name] for name in sorted(keep)])
     tensors = {name: stored[names[name]] for name in keep}
     if config.is_mtp:
-        # It joins feature and embedding the other way round.
+        # MTP layers join feature and embedding in the opposite order.
         tensors["fc.weight"] = torch.cat(tensors["fc.weight"].chunk(2, dim=1)[::-1], dim=1)
     embedding = tensors.pop(EMBEDDING, None)
     lm_head = tensors.pop(LM_HEAD, None)
@@ -90,7 +91,7 @@ def load_drafter(head_dir: str, target_dir: str, raw: bool = False, newer: Mappi
         assert embedding is not None, "`is_draft_model` saw it"
         _expect(EMBEDDING, embedding, config.draft_vocab_size, config.hidden_size)
         lm_head = embedding if lm_head is None else lm_head
-        # The target's tokens beyond its own vocabulary it reads as nothing.
+        # The target may have tokens beyond the draft model's vocabulary: their embeddings are zero.
         embedding = functional.pad(embedding, (0, 0, 0, max(config.vocab_size - len(embedding), 0)))
         longest = min(longest, config.max_position)
     embedding = borrow(target_dir, EMBEDDING, newer) if embedding is None else embedding
@@ -103,7 +104,10 @@ def load_drafter(head_dir: str, target_dir: str, raw: bool = False, newer: Mappi
 
 
 def borrow(target_dir: str, name: str, newer: Mapping[str, Tensor]) -> Tensor:
-    """The target's tensor of this name; its embedding where the output matrix is tied to it.  Raises `CheckpointError`."""
+    """The target's tensor of this name, from `newer` or its directory.  A tied output matrix is the embedding.
+
+    Raises `CheckpointError`.
+    """
     if name in newer:
         return newer[name]
     target = TensorFiles(target_dir)
@@ -114,13 +118,13 @@ def borrow(target_dir: str, name: str, newer: Mapping[str, Tensor]) -> Tensor:
 
 
 def _expect(name: str, tensor: Tensor, tokens: int, hidden: int) -> None:
-    # Padded vocabularies have rows to spare.
+    # More rows are allowed: vocabularies may be padded.
     if tensor.dim() != 2 or tensor.shape[0] < tokens or tensor.shape[1] != hidden:
         raise CheckpointError(f"tensor {name}: shape {list(tensor.shape)}, expected {[tokens, hidden]}")
 
 
 def _target_ids(offsets: Tensor, config: HeadConfig) -> Tensor:
-    """`d2t` holds offsets: draft id i is the target's i + d2t[i]."""
+    """The target's ids for the draft vocabulary.  `d2t` holds offsets: draft id i is the target's i + d2t[i]."""
     ids = offsets.to(torch.int64) + torch.arange(config.draft_vocab_size)
     if bool(((ids < 0) | (ids >= config.vocab_size)).any()):
         raise CheckpointError("tensor d2t: points outside the target's vocabulary")
@@ -129,10 +133,10 @@ def _target_ids(offsets: Tensor, config: HeadConfig) -> Tensor:
 
 @dataclass(frozen=True)
 class FcProjection:
-    """EAGLE-3's first projection, which runs beside the target so that one hidden width crosses the wire and not several.
+    """EAGLE-3's first projection, `fc`.  The verifier usually applies it, so that features on the wire are n times narrower.
 
-    `weight` is `[hidden, n * target_hidden]`; `norms` normalise the n features before it: one weight over all of them
-    (`norm_before_fc`) and one per feature (`fc_norm`), each optional.
+    `weight` is `[hidden, n * target_hidden]`.  The n features may be normalised before it: by `input_norm`, one weight over all
+    of them (`norm_before_fc`), and by `feature_norms`, one weight each (`fc_norm`).
     """
 
     weight: Tensor
@@ -141,10 +145,10 @@ class FcProjection:
     feature_norms: tuple[Tensor, ...]
     eps: float
     aux_layers: tuple[int, ...]
-    """Empty when the head's configuration names none: then the target's default."""
+    """The target layers whose inputs are the features; empty: the head's configuration names none, the default applies."""
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> FcProjection:
-        """A copy on another device, in another type."""
+        """A copy on `device`, of type `dtype`."""
 
         def moved(tensor: Tensor) -> Tensor:
             return tensor.to(device=device, dtype=dtype)
@@ -159,7 +163,7 @@ class FcProjection:
         )
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """`[rows, n * target_hidden]` -> `[rows, hidden]`: the target's features as the drafter takes them."""
+        """Projects raw features `[rows, n * target_hidden]` to those that the head's layer takes, `[rows, hidden]`."""
         if self.input_norm is not None:
             hidden = functional.rms_norm(hidden, hidden.shape[-1:], self.input_norm, self.eps)
         if self.feature_norms:
@@ -173,7 +177,7 @@ class FcProjection:
 
 
 def load_fc(head_dir: str) -> FcProjection:
-    """Reads `fc` alone; raises `CheckpointError`, also for a head that has none to apply (see `HeadConfig.uses_aux`)."""
+    """Reads a head's `fc` alone.  Raises `CheckpointError`, also for a head without one (see `HeadConfig.uses_aux`)."""
     config = load_config(head_dir)
     if not config.uses_aux:
         raise CheckpointError(f"{head_dir}: this head takes the target's last hidden state; it has no projection")

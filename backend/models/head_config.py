@@ -1,9 +1,9 @@
-"""What the `config.json` of a drafter says: an EAGLE head in either layout, or a draft model.  Pure data; imports no torch.
+"""Reads the `config.json` of a drafter: of an EAGLE head in either layout, or of a draft model.  Pure data; imports no torch.
 
-Two layouts exist.  SafeAILab's is a Llama configuration with a few extra keys; speculators' wraps one in
-`transformer_layer_config` and keeps the extra keys outside.  Defaults follow vLLM's reading of both.  A
-draft model is a language model of its own, in the layout of transformers.  Of a target's checkpoint with layers for
-multi-token prediction (MTP), the first of these is an EAGLE-1 head that norms what it joins.
+Heads have two layouts.  SafeAILab's is a Llama configuration with a few extra keys; speculators' wraps one in
+`transformer_layer_config` and keeps the extra keys outside.  Defaults follow vLLM's reading of both.  A draft model is a
+language model of its own, in the layout of transformers.  If a target's checkpoint has layers for multi-token prediction (MTP),
+the first of them is treated as an EAGLE-1 head with norms on its two inputs.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ HeadKind = Literal["eagle", "eagle3", "draft_model"]
 
 DRAFT_MODEL: Literal["draft_model"] = "draft_model"
 MTP_ARCHITECTURES = ("MiMoForCausalLM",)
-"""Targets whose MTP layers are dense blocks that the drafter computes."""
+"""Targets whose MTP layers the drafter can compute: dense blocks."""
 MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
-"""How configurations call the number of MTP layers."""
+"""Keys under which configurations give the number of MTP layers."""
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-"""Draft models by `model_type`."""
+"""Supported values of a draft model's `model_type`."""
 
 
 class CheckpointError(Exception):
-    """A checkpoint cannot be used; the message is one line for a person."""
+    """A checkpoint cannot be used; the message is one line for the user."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,10 @@ class HeadConfig:
     rope: Rope
     dtype: str
     unsupported: tuple[str, ...]
-    """Settings this drafter cannot honour, one line each."""
+    """Settings in the configuration that our drafter does not support, one line each."""
     aux_layers: tuple[int, ...] = ()
-    """Target layers whose inputs `fc` joins to a feature; empty when `uses_aux` is False, or the target is not known."""
+    """Target layers whose inputs `fc` joins to a feature; empty if `uses_aux` is False, or if neither the head nor a known
+    target says which."""
     uses_aux: bool = False
     """False: the feature is the target's last hidden state, and nothing is projected before the wire."""
     norm_before_residual: bool = False
@@ -68,7 +69,7 @@ class HeadConfig:
     fc_norm: bool = False
     norm_output: bool = False
     is_mtp: bool = False
-    """The first MTP layer of the target's own checkpoint."""
+    """Whether it is the first MTP layer of the target's own checkpoint."""
 
 
 def read_config(directory: str) -> dict[str, Any]:
@@ -92,12 +93,12 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def default_aux_layers(num_layers: int) -> tuple[int, ...]:
-    """The layers vLLM takes features from when neither the head nor the target's class names any."""
+    """The layers vLLM takes features from if neither the head nor the target's class names any."""
     return (2, num_layers // 2, num_layers - 3)
 
 
 def rope_of(config: dict[str, Any]) -> Rope:
-    """Rotary parameters of a transformers configuration, in its older or newer spelling."""
+    """Rotary parameters of a transformers configuration, under its older or newer keys."""
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
     theta = scaling.get("rope_theta") or config.get("rope_theta") or 10000.0
@@ -105,7 +106,7 @@ def rope_of(config: dict[str, Any]) -> Rope:
 
 
 def load_config(head_dir: str, target_dir: str | None = None) -> HeadConfig:
-    """Reads a head's configuration; `target_dir` supplies what it leaves to the target.  Raises `CheckpointError`."""
+    """Reads a head's configuration; values that it leaves to the target come from `target_dir`.  Raises `CheckpointError`."""
     return _load(_parse, head_dir, target_dir)
 
 
@@ -124,12 +125,12 @@ def _load(parse: Callable[[dict[str, Any], dict[str, Any]], HeadConfig], directo
 
 
 def mtp_layers(config: dict[str, Any]) -> int:
-    """How many layers for multi-token prediction a checkpoint says it has."""
+    """The number of layers for multi-token prediction in a checkpoint's configuration."""
     return max(int(config.get(name) or 0) for name in MTP_LAYERS)
 
 
 def same_features(new: HeadConfig, old: HeadConfig) -> str | None:
-    """Why a head cannot draft from what verifiers send for another; None: it can."""
+    """Why the head `new` cannot draft from the features that verifiers send for `old`; None: it can."""
     for what in ("kind", "hidden_size", "target_hidden_size", "vocab_size", "aux_layers"):
         if getattr(new, what) != getattr(old, what):
             return f"{what} is {getattr(new, what)}, the fleet's heads have {getattr(old, what)}"
@@ -180,7 +181,7 @@ def _parse(outer: dict[str, Any], target: dict[str, Any]) -> HeadConfig:
     vocab = int(target.get("vocab_size") or layer["vocab_size"])
     # An absent key means True in speculators' layout and False in the other (vLLM reads them so).
     before_residual = bool(outer.get("norm_before_residual", bool(speculators)))
-    # Heads' configurations may repeat their target's, but not its architecture.
+    # A head's configuration may repeat the target's number of MTP layers, but not its architecture.
     is_mtp = mtp_layers(outer) > 0 and bool(set(MTP_ARCHITECTURES) & set(outer.get("architectures") or []))
     eagle = outer.get("eagle_config") or {}
     before_fc = bool(eagle.get("norm_before_fc", outer.get("norm_before_fc", False)))

@@ -1,9 +1,8 @@
-"""The head that a growing drafter starts from: its target's own last layer, as an EAGLE-3 head.  Launcher's process.
+"""Makes the head that `--drafter grow` starts from: the target's own last layer, as an EAGLE-3 head.  Launcher's process.
 
-Its features are three hidden states of the target, the last of them the one that the target itself reads its tokens from.
-`fc` passes that one on, and attention does not look at embeddings yet.  So it begins as one more turn of the target's last
-layer; what token comes after the next it has to learn (`backend/learning/`).  Embeddings and output matrix are the target's
-and not stored.
+Its features are three hidden states of the target; the last of them is the target's final hidden state.  At first `fc` passes
+on only that one, and attention ignores embeddings.  So the head begins as a repetition of the target's last layer, and has to
+learn which token comes after the next (`backend/learning/`).  Embeddings and output matrix are the target's and not stored.
 """
 
 from __future__ import annotations
@@ -36,13 +35,13 @@ KEPT = (
 
 
 def feature_layers(layers: int) -> tuple[int, int, int]:
-    """Whose inputs a growing head reads, in a target of so many layers; the last is what its final norm reads."""
+    """The layers whose inputs are features, in a target of so many.  The last, `layers`, is the input of the final norm."""
     early = min(2, layers - 2)
     return early, max(layers // 2, early + 1), layers
 
 
 def write_initial_head(target_dir: str, directory: Path, name: str) -> None:
-    """Makes `directory` a head in speculators' layout for the target `name`.  Raises `CheckpointError`, `OSError`."""
+    """Writes a head for the target `name` to `directory`, in speculators' layout.  Raises `CheckpointError`, `OSError`."""
     target = text_config(read_config(target_dir))
     try:
         config = _config(target, name)

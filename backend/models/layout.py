@@ -1,4 +1,4 @@
-"""Which tensors a drafter must hold, and under which names the layouts keep them.  Pure data, any process."""
+"""Which tensors a drafter's files must hold, and how each layout names them.  Pure data, any process."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ MTP_NAMES = {
     "input_proj.": "fc.",
     "final_layernorm.": "norm.",
 }
-"""Beginnings of tensors of an MTP layer that are none of its block, and our names."""
+"""Prefixes of an MTP layer's tensors outside its block -> canonical prefixes."""
 
 
 def canonical_names(files: TensorFiles) -> dict[str, str]:
-    """Our name of every tensor in a drafter's files -> its name there (`midlayer.` is `layers.0.` to us).
+    """Canonical name -> name in the files, for every tensor of a drafter (`midlayer.` becomes `layers.0.`).
 
-    Of a checkpoint with MTP layers, those of the first.
+    For a checkpoint with MTP layers, only the tensors of the first MTP layer.
     """
     mtp = [name for name in files.tensors if name.startswith(MTP_PREFIX)]
     if mtp:
@@ -35,14 +35,14 @@ def _of_mtp(name: str) -> str:
 
 
 def is_draft_model(files: TensorFiles) -> bool:
-    """Whether these are weights of a whole language model: EAGLE heads have an `fc` or norm their features."""
+    """Whether these are weights of a whole language model.  EAGLE heads differ: they have an `fc` or a norm for features."""
     names = canonical_names(files)
     whole = {"embed_tokens.weight", "norm.weight", "layers.0.input_layernorm.weight"}
     return whole <= names.keys() and not {"fc.weight", "layers.0.hidden_norm.weight"} & names.keys()
 
 
 def required_tensors(config: HeadConfig) -> dict[str, Shape]:
-    """Shapes of what the drafter itself must bring, `fc` included; projections are `[out, in]`."""
+    """Shapes of the tensors that the drafter's own files must hold, `fc` included; projections are `[out, in]`."""
     hidden = config.hidden_size
     shapes: dict[str, Shape] = {}
     if config.kind == DRAFT_MODEL:

@@ -1,7 +1,7 @@
-"""Which models a fleet runs: names become directories, and what cannot work is refused before anything heavy starts.
+"""Finds the models that a fleet runs: turns names into directories, and refuses misfits before anything heavy starts.
 
-Runs in the launcher's process (and in `outrider check-config`); everyone else is handed a `ResolvedModels`.  Only headers and
-JSON files are read here, and neither torch nor vLLM is imported.
+Runs in the launcher's process (and in `outrider check-config`); all other processes get its result, a `ResolvedModels`.  Only
+headers and JSON files are read here, and neither torch nor vLLM is imported.
 """
 
 from __future__ import annotations
@@ -42,33 +42,35 @@ class ModelError(ConfigError):
 
 
 class OwnDrafter(msgspec.Struct, frozen=True):
-    """What one drafter drafts with."""
+    """The model of one drafter."""
 
     directory: str | None
+    """None for prompt lookup."""
     kind: DrafterKind
     name: str = ""
-    """As it was asked for; empty: as `--drafter` says."""
+    """The name given in `--drafter`; empty: all of `--drafter`."""
 
 
 class ResolvedModels(msgspec.Struct, frozen=True):
     """The models of a fleet, as local directories.
 
-    Where drafters have different models, `drafter_dir` and `drafter_kind` are those that verifiers send features for, if any.
+    If drafters have different models, `drafter_dir` and `drafter_kind` are those of the first EAGLE head, for which verifiers
+    send features; without a head, those of the first drafter.
     """
 
     target_dir: str
     drafter_dir: str | None
-    """The directory of the EAGLE head or draft model; None where `drafter_kind` is neither."""
+    """The directory of the EAGLE head or draft model; None if `drafter_kind` is neither."""
     drafter_kind: DrafterKind
     name: str = ""
-    """The target's own name, as it was asked for: a Hugging Face id, a directory's name, or `demo`."""
+    """The target's name: a Hugging Face id, the name of its directory, or `demo`."""
     in_turn: tuple[OwnDrafter, ...] = ()
-    """What drafters have, taking turns by their numbers; empty: all have the one above."""
+    """If drafters have different models: `drafter-N` has entry N modulo the length.  Empty: all have the one above."""
     learning_dir: str | None = None
     """Where drafters keep the heads that they learn; None: they do not learn."""
 
     def drafter(self, member_id: str) -> OwnDrafter:
-        """What the drafter `drafter-N` has."""
+        """The model of the drafter `drafter-N`."""
         number = member_id.rpartition("-")[2]
         if not self.in_turn or not number.isdigit():
             return OwnDrafter(self.drafter_dir, self.drafter_kind)
@@ -76,12 +78,12 @@ class ResolvedModels(msgspec.Struct, frozen=True):
 
 
 def resolve(settings: Settings, say: Say) -> ResolvedModels:
-    """Finds (and downloads, where a name is not a directory) the models and checks that they go together.
+    """Finds the models, downloads those whose name is not a directory, and checks that they fit together.
 
-    Raises `ModelError`.  `say` gets warnings and the news that a download starts.
+    Raises `ModelError`.  `say` gets warnings, and a line when a download starts.
     """
     if not _is_path(settings.model):
-        # Before anything is downloaded.
+        # Checked before anything is downloaded.
         check_combination(settings)
     target = find("--model", settings.model, TARGET_DIR, say)
     check_target(target)
@@ -101,7 +103,7 @@ def resolve(settings: Settings, say: Say) -> ResolvedModels:
 
 
 def drafter_names(settings: Settings) -> list[str]:
-    """What `--drafter` names, one or several."""
+    """The names in `--drafter`, one or several."""
     return [name.strip() for name in settings.drafter.split(",")]
 
 
@@ -116,7 +118,7 @@ def _drafter(name: str, target: Path, settings: Settings, say: Say) -> OwnDrafte
 
 
 def _check_features(found: Sequence[OwnDrafter], first: OwnDrafter, target: Path) -> None:
-    """Refuses heads that would need other features than the first one."""
+    """Refuses heads that need other features than the first one."""
     heads = [each.directory for each in found if each.kind == "eagle" and each.directory != first.directory]
     if heads and first.directory is not None:
         own = load_config(first.directory, str(target))
@@ -146,7 +148,7 @@ def check_combination(settings: Settings) -> None:
 
 
 def check_without_download(settings: Settings, say: Say) -> None:
-    """As much of `resolve` as needs no network and writes nothing.  Raises `ModelError`."""
+    """Checks as much as possible without network access and without writing anything.  Raises `ModelError`."""
     if all(name in (DEMO, NGRAM, MTP) or _is_path(name) for name in (settings.model, *drafter_names(settings))):
         resolve(settings, say)
     else:
@@ -186,7 +188,7 @@ def check_target(directory: Path) -> None:
 
 
 def check_ranks(target: Path, settings: Settings) -> None:
-    """Refuses tensor parallelism that vLLM cannot cut this model for."""
+    """Refuses a number of tensor-parallel ranks that vLLM cannot split this model over."""
     config, ranks = read_json(target / "config.json", "--model"), settings.verifier.tensor_parallel
     heads = text_config(config).get("num_attention_heads")
     if isinstance(heads, int) and heads % ranks:
@@ -194,7 +196,10 @@ def check_ranks(target: Path, settings: Settings) -> None:
 
 
 def check_drafter(name: str, drafter: Path, target: Path, settings: Settings, say: Say) -> DrafterKind:
-    """Refuses a head or draft model that does not fit the target; says what would merely cost acceptance, and which it is."""
+    """Refuses a head or draft model that does not fit the target; `say` gets warnings about what merely lowers acceptance.
+
+    Returns which of the two it is.
+    """
     read_json(drafter / "config.json", "--drafter")
     missing = missing_weights(drafter)
     if missing:
@@ -208,7 +213,7 @@ def check_drafter(name: str, drafter: Path, target: Path, settings: Settings, sa
 
 
 def _learn(found: Sequence[OwnDrafter], target: Path, settings: Settings) -> str:
-    """Refuses heads that cannot learn here; where they keep what they learn."""
+    """Refuses heads that cannot learn.  Returns the directory for learned heads."""
     heads = [each.directory for each in found if each.kind == "eagle" and each.directory is not None]
     for head in heads:
         if reason := why_not_learning(head, str(target)):
@@ -219,7 +224,7 @@ def _learn(found: Sequence[OwnDrafter], target: Path, settings: Settings) -> str
 
 
 def _learning_dir(settings: Settings, target: Path) -> Path:
-    """Its own for each target and head that learning begins with."""
+    """The directory for learned heads: as set, or one for each target and `--drafter`."""
     if settings.drafting.learning_dir is not None:
         return Path(settings.drafting.learning_dir)
     digest = hashlib.sha256(f"{target}\n{settings.drafter}".encode()).hexdigest()[:8]
@@ -238,7 +243,7 @@ def _with_mtp_layers(target: Path) -> Path:
 
 
 def _initial_head(target: Path, settings: Settings) -> Path:
-    """The head that drafters begin with, made where it is not there yet."""
+    """The directory of the head that learning begins with; makes the head if there is none yet."""
     head = _learning_dir(settings, target) / "start"
     if not head.is_dir() or find_misfits(str(head), str(target)).errors:
         try:
@@ -251,7 +256,7 @@ def _initial_head(target: Path, settings: Settings) -> Path:
 
 
 def missing_weights(directory: Path) -> str | None:
-    """What is missing of a checkpoint's weights, in words; None when they are there."""
+    """Which of a checkpoint's weights are missing, in words; None: all are there."""
     for index in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
         if not (directory / index).is_file():
             continue
@@ -283,10 +288,10 @@ def _is_path(name: str) -> bool:
 
 
 def _download(option: str, name: str, say: Say) -> Path:
-    """The hub's snapshot of a repository, from the local cache where it is there or the hub cannot be reached."""
+    """The hub's snapshot of a repository; from the local cache if it is complete there or the hub cannot be reached."""
     if not REPOSITORY.fullmatch(name):
         raise ModelError(f"{option} {name}: neither a directory nor a Hugging Face id")
-    # Imported here: it takes a second, and the demo needs none of it.
+    # Imported here, since the import takes a second and the demo does without.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 
@@ -305,6 +310,6 @@ def _download(option: str, name: str, say: Say) -> Path:
     except LocalEntryNotFoundError as error:
         why = "HF_HUB_OFFLINE is set" if offline else "the Hugging Face hub cannot be reached"
         raise ModelError(f"{option} {name}: no such directory, not in the local cache, and {why}") from error
-    except Exception as error:  # the hub client raises its HTTP library's errors too
+    except Exception as error:  # the hub client also raises errors of its HTTP library
         raise ModelError(f"{option} {name}: download failed: {' '.join(str(error).split())[:200]}") from error
     return directory

@@ -11,7 +11,7 @@ from backend.models.head_config import Rope
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
-    """`[head_dim / 2]`, float64; Llama 3's scaling stretches long wavelengths and leaves short ones."""
+    """`[head_dim / 2]`, float64.  Llama 3's scaling stretches long wavelengths and leaves short ones as they are."""
     base = rope.theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     if rope.kind == "default":
         return base

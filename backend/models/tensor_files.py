@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint directory by name: shapes from headers alone, data only of what is asked for.
+"""Reads the tensors of a checkpoint directory by name: shapes from headers alone, and data only of the tensors asked for.
 
 Any process.  Handles `.safetensors` and `.bin`, whole or sharded.  torch is imported only when data (or a `.bin`, which has no
 header) is read, so that checking a checkpoint stays cheap.
@@ -33,7 +33,7 @@ class TensorFiles:
     def __init__(self, directory: str) -> None:
         self.directory = Path(directory)
         self.tensors: dict[str, TensorInfo] = {}
-        # Directories may also hold the same weights under another vendor's names, or pickles that are no weights.
+        # Only the first pattern that matches: there may be copies under another vendor's names, or pickles that are no weights.
         for pattern in ("model*.safetensors", "*.safetensors", "pytorch_model*.bin", "*.bin"):
             for path in sorted(self.directory.glob(pattern)):
                 read = self._read_safetensors_header if path.suffix == ".safetensors" else self._read_bin_shapes
@@ -74,7 +74,7 @@ class TensorFiles:
     def _read_safetensors_header(self, path: Path) -> None:
         try:
             with safe_open(path, framework="np") as opened:
-                for name in opened.keys():  # noqa: SIM118 (it is no mapping)
+                for name in opened.keys():  # noqa: SIM118 (it is not a mapping)
                     self.tensors[name] = TensorInfo(path, tuple(opened.get_slice(name).get_shape()))
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{path}: not a safetensors file ({error})") from error

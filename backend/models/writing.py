@@ -1,4 +1,4 @@
-"""Checkpoints are written here: a directory is there whole or not at all.  Launcher, trainers and the laboratory."""
+"""Writes checkpoints: a directory appears whole or not at all.  Launcher, trainers and the laboratory."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 WEIGHTS = "model.safetensors"
 DRAFT_LENGTH = 4
-"""Draft tokens that a head proposes to whoever asks its configuration."""
+"""Draft length that a written head's configuration suggests to other servers."""
 
 
 @contextmanager
 def replacing(directory: Path) -> Iterator[Path]:
-    """A fresh directory to fill, which takes the place of `directory` when the block ends without an error."""
+    """Yields a new directory to fill.  It replaces `directory` when the block ends without an error."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     fresh = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
     fresh.chmod(0o755)
@@ -36,7 +36,7 @@ def replacing(directory: Path) -> Iterator[Path]:
 
 
 def write_checkpoint(directory: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Puts `config.json` and weights into a directory that is there.  Raises `OSError`."""
+    """Writes `config.json` and weights into an existing directory.  Raises `OSError`."""
     from safetensors.torch import save_file
 
     kept = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
@@ -53,7 +53,7 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 def speculators_config(
     layer: Mapping[str, Any], features: Sequence[int], verifier: str, architectures: Sequence[str]
 ) -> dict[str, Any]:
-    """`config.json` of an EAGLE-3 head with the whole vocabulary: its layer, the target layers it reads, and the target."""
+    """`config.json` of an EAGLE-3 head with the whole vocabulary: its `layer`, the target layers it reads, and the target."""
     return {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",

@@ -1,13 +1,13 @@
-"""Noise that a verifier and its drafters share, and the choice of a token by it.  Any process and thread.
+"""The Gumbel noise that a verifier and its drafters share, and the sampling of tokens with it.  Any process and thread.
 
 A request has a seed of 64 bits.  `G(seed, t, v)` is Gumbel noise for token `v` at absolute position `t`: the token that
 maximises `log p(v) + G` is a sample of p.  The noise comes from a counter-based generator, Philox 4x32-10 (Salmon et al.,
-SC11), so whoever knows the seed computes it for one token alone.  The key is the seed's lower and upper half, the counter
-`(v >> 2, t, 0, 0)`, and token `v` takes word `v & 3` of the answer, `x`.  Then
+SC11), so it can be computed from the seed for a single token.  The key is the seed's lower and upper half, the counter
+`(v >> 2, t, 0, 0)`.  Token `v` takes word `v & 3` of the result, called `x`.  Then
 
-    U = (x + 1/2) / 2**32,    E = -log U,    G = -log E,
+    U = (x + 1/2) / 2**32,    E = -log U,    G = -log E.
 
-all finite: G lies between -3.13 and 22.88.
+All are finite: G lies between -3.13 and 22.88.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from torch import Tensor
 from backend.noise import cpu
 
 _OWN_NUMBERS = np.empty((0, cpu.TILE), np.uint64), np.empty(0, np.int64), np.empty(0, np.int64)
-"""The layout of columns that are their own tokens: there is nothing to look up."""
+"""The layout if a column's number is its token id: empty."""
 
 
 class Choice(NamedTuple):
-    """What `choose` found, for each of R rows."""
+    """The result of `choose`: tensors `[R]`, one item per row."""
 
     columns: Tensor
-    """Int64: the column of the largest score; of equal ones the first."""
+    """Int64: the column of the largest score; of equal scores, the first column."""
     scores: Tensor
-    """Float32: that score; minus infinity where no column may win."""
+    """Float32: the largest score; minus infinity if no column may win."""
     leads: Tensor
-    """Float32: how far it leads the runner-up; infinity where there is none."""
+    """Float32: largest minus second largest score; infinity without a runner-up."""
 
 
 def to_int64(seed: int) -> int:
@@ -59,11 +59,11 @@ def choose(
     scales: Tensor,
     token_ids: Tensor | None = None,
 ) -> Choice:
-    """The column of each row of `logits` `[R, V]` with the largest `logit * inverse_temperature + scale * G`.
+    """For each row of `logits` `[R, V]`, the column with the largest score `logit * inverse_temperature + scale * G`.
 
-    `seeds` and `positions` are int64 `[R]`, `inverse_temperatures` (positive) and `scales` float32 `[R]`.  A row of scale 0
-    gets no noise, and none is computed for it.  `token_ids` int64 `[V]` are the columns' tokens where these are not their
-    numbers.  A logit of minus infinity never wins, unless all are that.
+    `seeds` and `positions` are int64 `[R]`, `inverse_temperatures` (positive) and `scales` float32 `[R]`.  For a row of scale 0
+    no noise is computed.  `token_ids` int64 `[V]` are the columns' tokens, if not their numbers.  A logit of minus infinity
+    never wins, unless all in the row are.
     """
     if logits.is_cuda:
         from backend.noise import cuda
@@ -85,9 +85,9 @@ def rank(
     count: int,
     token_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The columns, int64 `[R, count]`, of the largest of those scores, and these, float32, the largest first.
+    """The columns of each row's `count` largest scores, int64 `[R, count]`, and the scores, float32, in descending order.
 
-    `count` is at most V.
+    Scores and arguments as in `choose`; `count` is at most V.
     """
     if logits.is_cuda:
         from backend.noise import cuda
@@ -101,7 +101,7 @@ def rank(
 def _arrays(
     logits: Tensor, seeds: Tensor, positions: Tensor, betas: Tensor, scales: Tensor, token_ids: Tensor | None
 ) -> tuple[Any, Any, Any, Any, Any, Any, Any, Any]:
-    """What the CPU's kernels take."""
+    """The arguments of the CPU kernels."""
     given = _float32(logits), _int64(seeds), _int64(positions), _float32(betas), _float32(scales)
     if token_ids is None:
         return *given, *_OWN_NUMBERS
@@ -117,12 +117,12 @@ def _int64(tensor: Tensor) -> Any:
 
 
 def _float32(tensor: Tensor) -> Any:
-    # Other types would be compiled for at their first appearance.
+    # For any other dtype, Numba would compile the kernels again.
     return tensor.detach().float().contiguous().numpy()
 
 
 def warm_up(device: torch.device) -> None:
-    """Compiles what `gumbel` and `choose` need on a device, seconds at the first time, so that no request waits for it."""
+    """Compiles the kernels for a device, so that no request waits for it; takes seconds the first time."""
     ids = torch.arange(2, device=device)
     ones = torch.ones(2, device=device)
     gumbel(ids, ids, ids.unsqueeze(1))

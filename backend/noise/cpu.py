@@ -1,10 +1,9 @@
-"""Gumbel noise and the choice of a token on a CPU: Numba kernels, one core, no lock held.  Any process and thread.
+"""Gumbel noise and sampling of tokens on a CPU: Numba kernels that use one core and release the GIL.  Any process and thread.
 
-`rank` computes few logarithms.  For U close to 1, `-log U >= 1 - U`, so `G <= -log(1 - U)`; and because `log2(1 + m) >= m`,
-the bits of `1 - U` as a float32 bound that logarithm from above.  A token whose bound does not reach the last of those ranked
-so far costs no logarithm, and a tile of tokens whose best logit does not reach it even with the largest noise there is costs
-no random words.  Rounding is monotone and both sides round alike, so the bounds hold to the last bit.  (That is why fused
-multiply-adds stay off.)
+`rank` avoids most logarithms.  `-log U >= 1 - U`, so `G <= -log(1 - U)`.  Because `log2(1 + m) >= m`, the bits of `1 - U` as a
+float32 bound that logarithm from above.  A token whose bound is below the last score ranked so far needs no logarithm.  A tile
+whose best logit with the largest possible noise is below that score needs no random words.  Rounding is monotone and both sides
+round alike, so the bounds hold to the last bit.  (Therefore fused multiply-adds stay off.)
 """
 
 from __future__ import annotations
@@ -19,38 +18,38 @@ from llvmlite.binding import ffi
 from numba.core import types
 from numba.extending import intrinsic
 
-# vLLM's search for its kernels (0.32, `vllm/triton_utils/dispatcher.py`, `_rebind_kernels`) reads `__dict__` of whatever any
-# module holds.  llvmlite's handle on its library takes that for the name of a function, and the verifier could not start.
+# vLLM's search for its kernels (0.32, `vllm/triton_utils/dispatcher.py`, `_rebind_kernels`) reads `__dict__` of every object in
+# every module.  llvmlite's library handle takes `__dict__` for a function's name and raises: the verifier could not start.
 ffi.lib._fntab.setdefault("__dict__", {})
 
 Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 
 TILE = 256
-"""Tokens looked at together: enough for vector instructions, few enough that their words stay in the first-level cache."""
+"""Tokens handled together: enough for vector instructions, few enough that their words stay in the L1 cache."""
 
 LANES = 16
-"""Counters whose words are computed together: two of the widest registers, one's products filling the other's latency."""
+"""Counters whose words are computed together: two of the widest registers hide each other's latency."""
 
 _ONES = np.uint32(0xFFFFFFFF)
 
 MOST_NOISE = np.float32(22.874)
-"""Just above 33 log 2, the Gumbel noise of the largest word."""
+"""Slightly more than 33 log 2, the largest possible noise."""
 _PER_BIT = np.float32(np.log(2.0) / 2**23)
 _BOUND = np.float32((32 + 127) * np.log(2.0) + 1e-3)
-"""What `-log(1 - U)` is before the bits of the float are taken off; 0.001 covers the rounding of both."""
+"""The bound of `-log(1 - U)` before the float's bits are subtracted; 0.001 covers rounding."""
 _SIGN, _MAGNITUDE, _LEAST = np.int32(31), np.int32(0x7FFFFFFF), np.int32(-(2**31))
 _ZERO, _NEVER = np.float32(0), np.float32(-np.inf)
 
 
 def _compiled(kernel: Kernel) -> Kernel:
-    """Compiles at the first call; keeps the result on disk where that is possible.
+    """Compiles a kernel at its first call and caches the result on disk if possible.
 
-    NaN takes no part in a choice, and the sign of zero decides none: only so can LLVM take maxima by vectors.
+    No result depends on NaN or the sign of zero; LLVM must know that (`nnan`, `nsz`) to vectorize maxima.
     """
     options: dict[str, Any] = {"nogil": True, "fastmath": {"nnan", "nsz"}, "boundscheck": False}
     try:
         compiled: Kernel = numba.njit(cache=True, **options)(kernel)
-    except RuntimeError:  # No directory to keep it in can be written.
+    except RuntimeError:  # Numba found no writable directory for its cache.
         compiled = numba.njit(**options)(kernel)
     return compiled
 
@@ -59,7 +58,7 @@ def _compiled(kernel: Kernel) -> Kernel:
 def fill_lanes(typing: Any, counters: Any, at: Any, position: Any, seed: Any, words: Any) -> Any:
     """Philox 4x32-10 for the counters `(counters[i], position, 0, 0)`, `i` from `at` to `at + LANES`, into `words[4 * i :]`.
 
-    Written in vectors because LLVM makes none of a loop of such products: it takes them for whole 64-bit ones.
+    Written in vectors, because LLVM does not vectorize a loop of these products: it treats them as full 64-bit ones.
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -80,7 +79,7 @@ def fill_lanes(typing: Any, counters: Any, at: Any, position: Any, seed: Any, wo
         c1, c2, c3, k0 = spread(time), constant(0), constant(0), spread(key)
         k1 = builder.lshr(k0, half)
         for turn in range(10):
-            # Above the lower 32 bits stands what no product takes.
+            # The upper 32 bits may hold garbage: products use only the lower 32.
             p0 = builder.mul(constant(0xD2511F53), builder.and_(c0, low))
             p1 = builder.mul(constant(0xCD9E8D57), builder.and_(c2, low))
             r0 = builder.add(k0, constant(0x9E3779B9 * turn))
@@ -101,28 +100,28 @@ def fill_lanes(typing: Any, counters: Any, at: Any, position: Any, seed: Any, wo
 
 
 def _join(builder: Any, left: Any, right: Any) -> Any:
-    """The lanes of two vectors in turn."""
+    """Interleaves the lanes of two vectors."""
     order = [side * LANES + lane for lane in range(LANES) for side in range(2)]
     return builder.shuffle_vector(left, right, ir.Constant(ir.VectorType(ir.IntType(32), 2 * LANES), order))
 
 
 @_compiled
 def fill_words(counters: Any, count: int, position: Any, seed: Any, words: Any) -> None:
-    """Four `words` for each of the first `count` counters; both arrays hold a whole number of `LANES`."""
+    """Writes four `words` for each of the first `count` counters; both arrays must be padded to whole `LANES`."""
     for at in range(0, count, LANES):
         fill_lanes(counters, at, position, seed, words)
 
 
 @_compiled
 def noise_of(word: Any) -> Any:
-    """G of one word.  In float64 both logarithms are exact enough at either end; the answer is float32."""
+    """G of one word.  Float64 keeps both logarithms accurate for U close to 0 or 1; the result is float32."""
     u = (np.float64(word) + 0.5) * 2.0**-32
     return np.float32(-np.log(-np.log(u)))
 
 
 @_compiled
 def gumbel(seeds: Any, positions: Any, tokens: Any, noise: Any) -> None:
-    """Writes `noise` `[R, M]` of `tokens` `[R, M]`."""
+    """Writes the noise of `tokens` `[R, M]` into `noise` `[R, M]`."""
     words = np.empty(4 * LANES, np.uint32)
     counter = np.zeros(LANES, np.uint64)
     for row in range(tokens.shape[0]):
@@ -135,9 +134,10 @@ def gumbel(seeds: Any, positions: Any, tokens: Any, noise: Any) -> None:
 
 @_compiled
 def lay_out(ids: Any, counters: Any, counts: Any, slots: Any) -> None:
-    """Which counters each tile of `ids` needs, and where a column's word then is.
+    """Writes the counters that each tile of `ids` needs, and where each column's word will be.
 
-    Neighbouring ids of one counter share it.  `counters` `[tiles, TILE]`, `counts` `[tiles]`, `slots` `[V]`.
+    Neighbouring ids of one counter share it.  `counters` `[tiles, TILE]`; `counts` `[tiles]`: how many per tile; `slots` `[V]`:
+    indices into the tile's words.
     """
     for tile in range(counts.shape[0]):
         count = 0
@@ -152,10 +152,10 @@ def lay_out(ids: Any, counters: Any, counts: Any, slots: Any) -> None:
 
 @_compiled
 def tile_maxima(logits: Any, maxima: Any) -> int:
-    """Writes every tile's largest logit; returns the tile that has the largest of all."""
+    """Writes every tile's largest logit; returns the tile with the largest of all."""
     best = 0
     for tile in range(maxima.shape[0]):
-        # As integers of their order: LLVM takes the maximum of those by vectors.
+        # Logits are mapped to integers of the same order, because LLVM vectorizes their maximum.
         top = _LEAST
         here = logits[tile * TILE : (tile + 1) * TILE]
         for i in range(here.shape[0]):
@@ -169,7 +169,7 @@ def tile_maxima(logits: Any, maxima: Any) -> int:
 
 @_compiled
 def fill_bounds(logits: Any, beta: Any, scale: Any, words: Any, bounds: Any, least: Any) -> int:
-    """Writes what no score of the tile exceeds; returns how many of the bounds reach `least`."""
+    """Writes an upper bound of each score of the tile; returns how many bounds reach `least`."""
     reached = 0
     for i in range(logits.shape[0]):
         bits = np.float32(words[i] ^ _ONES).view(np.int32)
@@ -192,9 +192,9 @@ def rank(
     columns: Any,
     scores: Any,
 ) -> None:
-    """Writes the columns `[R, F]` of each row's F largest scores, and those, in order; F is at most V.
+    """Writes each row's F largest scores, in descending order, and their columns, `[R, F]`; F is at most V.
 
-    `all_counters`, `counts` and `slots` are those of `lay_out`; without `slots` a column is its own token id.
+    `all_counters`, `counts` and `slots` come from `lay_out`; if `slots` is empty, a column's number is its token id.
     """
     size, worst = logits.shape[1], columns.shape[1] - 1
     tiles = (size + TILE - 1) // TILE
@@ -208,7 +208,7 @@ def rank(
         first = tile_maxima(logits[row], maxima)
         for place in range(worst + 1):
             columns[row, place], scores[row, place] = size, _NEVER
-        # The tile of the largest logit goes first, and its place is taken by no other: `turn` 0, then the rest in order.
+        # `turn` 0 is the tile of the largest logit, so that bounds exclude more; then the other tiles in order.
         for turn in range(tiles + 1):
             tile = first if turn == 0 else turn - 1
             if turn and tile == first:
@@ -238,13 +238,13 @@ def rank(
                     score = here[i] * beta + scale * noise_of(used[i]) if scale > 0 else bounds[i]
                     insert(columns[row], scores[row], start + i, score)
         for place in range(worst + 1):
-            # Only where logits are not numbers; a column all the same.
+            # Only matters if logits are NaN: the result must be a column even then.
             columns[row, place] = min(columns[row, place], size - 1)
 
 
 @_compiled
 def insert(columns: Any, scores: Any, column: int, score: Any) -> None:
-    """Puts a column in its place among those ranked so far and may push out the last; of equal ones the first leads."""
+    """Inserts a column into the ranking if its score suffices.  Of equal scores, the first column leads."""
     place = columns.shape[0]
     while place > 0 and (score > scores[place - 1] or (score == scores[place - 1] and column < columns[place - 1])):
         if place < columns.shape[0]:
@@ -268,7 +268,7 @@ def choose(
     scores: Any,
     leads: Any,
 ) -> None:
-    """Writes each row's first column by `rank`, its score, and its lead over the second."""
+    """Writes the first column that `rank` finds in each row, its score, and its lead over the second."""
     size = min(2, logits.shape[1])
     ranked, found = np.empty((logits.shape[0], size), np.int64), np.empty((logits.shape[0], size), np.float32)
     rank(logits, seeds, positions, betas, scales, all_counters, counts, slots, ranked, found)

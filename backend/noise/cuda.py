@@ -1,10 +1,10 @@
-"""Gumbel noise and the choice of a token on a GPU: Triton kernels.  Any process; imported once a CUDA tensor comes.
+"""Gumbel noise and sampling of tokens on a GPU: Triton kernels.  Any process; imported with the first CUDA tensor.
 
-One program takes one row's block of columns and leaves the block's best, its runner-up and its place; a few operations over the
-blocks do the rest.  Nothing waits for the GPU.  Noise is computed for every column: there it costs less than reading the logit.
+Each program writes the best score, its column and the second best score of one block of a row's columns; a few operations then
+reduce over the blocks.  Nothing waits for the GPU.  Noise is computed for every column: that costs less than reading the logit.
 """
 
-# Triton takes no annotation but `constexpr`.
+# Triton accepts no annotations except `constexpr`.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ BLOCK = 1024
 
 @triton.jit
 def noise_of(seed, position, token):
-    """G of one token or of many: float32.
+    """G of one token or of many, float32.
 
-    Where U < 1/2 its logarithm is far from 0.  Above, with `w = 1 - U`, `-log U = 2 atanh(w / (2 - w))`: its series is exact
-    where a GPU's logarithm is not, close to 1.
+    For U < 1/2 a GPU's logarithm is accurate.  Otherwise, with `w = 1 - U`, `-log U = 2 atanh(w / (2 - w))`, whose series is
+    accurate even for U close to 1, where a GPU's logarithm is not.
     """
     w0, w1, w2, w3 = tl.philox(seed.to(tl.uint64, bitcast=True), (token >> 2).to(tl.uint32), position.to(tl.uint32), 0, 0)
     place = token & 3
@@ -50,7 +50,7 @@ def gumbel_kernel(seeds, positions, tokens, noise, size, BLOCK: tl.constexpr):
 
 @triton.jit
 def scores_of(logits, seeds, positions, betas, scales, ids, row, columns, size, HAS_IDS: tl.constexpr):
-    """The scores of some of a row's columns, minus infinity outside of it."""
+    """The scores of a row at `columns`; minus infinity for columns outside the row."""
     inside = columns < size
     scores = tl.load(logits + row.to(tl.int64) * size + columns, mask=inside, other=float("-inf")).to(tl.float32)
     scores = scores * tl.load(betas + row)
@@ -100,7 +100,7 @@ def choose_kernel(
     inside = columns < size
     scores = scores_of(logits, seeds, positions, betas, scales, ids, row, columns, size, HAS_IDS)
     top = tl.max(scores, 0)
-    # The first of equal ones, and never a column outside, even where logits are not numbers.
+    # Of equal scores, the first column; never a column outside the row, even if logits are NaN.
     place = tl.minimum(tl.min(tl.where((scores == top) & inside, columns, size), 0), size - 1)
     at = row * tl.num_programs(1) + block
     tl.store(best + at, top)
@@ -109,7 +109,7 @@ def choose_kernel(
 
 
 def gumbel(seeds: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
-    """As `backend.noise.gumbel`."""
+    """See `backend.noise.gumbel`."""
     rows, size = tokens.shape
     noise = torch.empty(tokens.shape, dtype=torch.float32, device=tokens.device)
     if noise.numel():
@@ -127,7 +127,7 @@ def choose(
     scales: Tensor,
     ids: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `backend.noise.choose`."""
+    """See `backend.noise.choose`."""
     rows, size = logits.shape
     blocks = triton.cdiv(size, BLOCK)
     best = torch.empty((rows, blocks), dtype=torch.float32, device=logits.device)
@@ -148,7 +148,7 @@ def choose(
             BLOCK=BLOCK,
         )
     scores, block = best.max(dim=1, keepdim=True)
-    # Of equal blocks the first: `max` promises none.
+    # Of equal blocks, the first; `max` does not promise which one it returns.
     block = (best == scores).to(torch.uint8).argmax(dim=1, keepdim=True)
     others = best.scatter(1, block, float("-inf")).amax(dim=1)
     runner_up = torch.maximum(second.gather(1, block).squeeze(1), others)
@@ -166,7 +166,7 @@ def rank(
     count: int,
     ids: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """As `backend.noise.rank`."""
+    """See `backend.noise.rank`."""
     rows, size = logits.shape
     found = torch.empty((rows, size), dtype=torch.float32, device=logits.device)
     if rows:

@@ -1,1 +1,1 @@
-"""Which verifier takes a request (`routers.py`, `affinity.py`), and which requests move to another (`balance.py`).  Pure."""
+"""Decides where requests go (`routers.py`, `affinity.py`), and which move to another verifier (`balance.py`).  Pure."""

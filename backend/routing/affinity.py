@@ -1,7 +1,7 @@
-"""Bounded memories of where requests went: by session, and by the beginnings of prompts.  Pure.
+"""Remembers, within bounds, where requests went: by session, and by the beginnings of prompts.  Pure.
 
-What a verifier remembered is forgotten with it in constant time: each entry carries the number of times its verifier had been
-forgotten when it was written.
+A verifier can be forgotten in constant time.  Each entry has the count of how often its verifier had been forgotten when the
+entry was written; an entry with an older count is no longer valid.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Hashable, Sequence
 from typing import Generic, TypeVar
 
 BLOCK_TOKENS = 16
-"""As vLLM's own prefix cache: a block is reused whole or not at all."""
+"""Tokens per block, as in vLLM's own prefix cache, which reuses a block whole or not at all."""
 LONGEST_PREFIX_BLOCKS = 512
-"""Blocks of one prompt that are looked at: beyond 8192 equal tokens there is nothing left to tell apart."""
+"""Only the first 512 blocks of a prompt are compared: 8192 equal tokens are enough to choose a verifier."""
 
 KeyT = TypeVar("KeyT", bound=Hashable)
 
@@ -41,7 +41,7 @@ class RecentMap(Generic[KeyT]):
         return verifier_id
 
     def put(self, key: KeyT, verifier_id: str) -> None:
-        """Remembers, and counts as use."""
+        """Remembers that `key` went to this verifier; counts as a use of the key."""
         self._map[key] = verifier_id, self._forgotten.get(verifier_id, 0)
         self._map.move_to_end(key)
         while len(self._map) > self._entries:
@@ -53,7 +53,7 @@ class RecentMap(Generic[KeyT]):
 
 
 class PrefixMap:
-    """The beginnings of prompts, block by block, and who computed them last."""
+    """Beginnings of prompts, block by block -> the verifier that computed them last."""
 
     def __init__(self, entries: int) -> None:
         self._blocks = RecentMap[int](entries)
@@ -62,7 +62,7 @@ class PrefixMap:
         return len(self._blocks)
 
     def longest(self, scope: str, prompt: Sequence[int]) -> str | None:
-        """Who has the longest known beginning of `prompt`; None when not even its first block is known."""
+        """The verifier with the longest known beginning of `prompt`; None when not even its first block is known."""
         found = None
         for key in _chain(scope, prompt):
             verifier_id = self._blocks.get(key)
@@ -72,18 +72,18 @@ class PrefixMap:
         return found
 
     def put(self, scope: str, prompt: Sequence[int], verifier_id: str) -> None:
-        """`verifier_id` is about to compute `prompt`."""
+        """Notes that `verifier_id` is about to compute `prompt`."""
         # The last block first: when memory runs out, a prompt loses its end before its beginning.
         for key in reversed(_chain(scope, prompt)):
             self._blocks.put(key, verifier_id)
 
     def forget(self, verifier_id: str) -> None:
-        """Its cache is empty."""
+        """The verifier has lost its cache."""
         self._blocks.forget(verifier_id)
 
 
 def _chain(scope: str, prompt: Sequence[int]) -> list[int]:
-    """A hash per whole block, each over everything up to its end.  Two prompts with one hash cost a detour, no more."""
+    """A hash per whole block, over all tokens up to its end.  A collision only sends a request to a less suitable verifier."""
     keys = []
     key = hash(scope)
     for start in range(0, min(len(prompt) // BLOCK_TOKENS, LONGEST_PREFIX_BLOCKS) * BLOCK_TOKENS, BLOCK_TOKENS):

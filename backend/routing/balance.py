@@ -1,11 +1,11 @@
-"""Level-two balancing: which running requests to move from the slowest verifier to the fastest.  Pure.
+"""Balancing: decides which running requests to move from the slowest verifier to the fastest.  Pure.
 
 Events and `now` in, decisions out: no clock, socket or logger.  A gateway decides for its own requests
 (`gateway/balancing.py`).
 
-All is counted in request-seconds, time that some client waits.  A request that moves gains what it and its old neighbours get
-faster, loses what its new neighbours get slower, and costs the recomputation of its prompt and of what it has emitted: while
-that runs, everybody at the new place waits.
+Gains and costs are in request-seconds: seconds times the requests that wait.  A move gains the time that the request and its
+old neighbours save, less the time that its new neighbours lose.  It costs the recomputation of the request's prompt and emitted
+tokens, for which all requests at the new verifier wait.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ class Load:
 
     id: str
     requests: int
-    """Running and waiting."""
+    """Requests running and waiting."""
     speed: Speed
     prefill_tokens_per_s: float
     slots: int
-    """Requests in one step at most; more take turns."""
+    """Most requests in one step; more than that take turns."""
     free_tokens: int
     """Room in its KV cache."""
     takes_requests: bool = True
 
     def seconds_per_token(self, requests: int) -> float:
-        """How long each of `requests` requests waits for a token."""
+        """Seconds that each of `requests` requests waits for a token."""
         in_step = min(requests, self.slots)
         return self.speed.step_s(in_step) * max(1.0, requests / self.slots) / self.speed.tokens
 
@@ -44,19 +44,19 @@ class Load:
 
 
 class Reported(NamedTuple):
-    """What a verifier said last, and what does not change about it."""
+    """A verifier's latest report, and its fixed properties."""
 
     id: str
     stats: VerifierStats
     kv_tokens: int
-    """Room in its KV cache when that is empty."""
+    """Size of its KV cache in tokens."""
     takes_requests: bool = True
 
 
 def reported_loads(reported: Sequence[Reported], slots: int) -> list[Load]:
-    """The loads of all these, each of so many `slots`; none before one of them has worked.
+    """The loads of all these verifiers, each with `slots` slots; empty before the first of them has measured steps.
 
-    One that has not worked yet is taken to be like the others.
+    A verifier without measurements is taken to be as fast as the others on average.
     """
     usual = mean_speed([each.stats.speed for each in reported if each.stats.speed is not None])
     prefill = _prefill([each.stats for each in reported])
@@ -77,7 +77,7 @@ def reported_loads(reported: Sequence[Reported], slots: int) -> list[Load]:
 
 
 def _prefill(stats: Sequence[VerifierStats]) -> float | None:
-    """Prompt tokens per second, over all of these; None where none was computed yet."""
+    """Prompt tokens computed per second, over all of these verifiers; None before the first."""
     tokens, seconds = sum(each.prefill_tokens for each in stats), sum(each.prefill_s for each in stats)
     return tokens / seconds if tokens and seconds > 0 else None
 
@@ -89,30 +89,30 @@ class Movable:
     id: str
     verifier_id: str
     tokens: int
-    """Prompt and emitted tokens: what another verifier would have to compute again."""
+    """Prompt and emitted tokens, which another verifier would have to compute again."""
     remaining: float
-    """Tokens it is expected to emit yet."""
+    """Tokens it is still expected to emit."""
     placed_at: float
     """When it came to its verifier, on the clock of `now`."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What keeps balancing calm."""
+    """Limits that keep requests from moving too often."""
 
     moves: int = 4
-    """Requests moved in one decision at most."""
+    """Most requests moved in one decision."""
     dwell_s: float = 10.0
-    """A request stays at least so long where it is."""
+    """Seconds that a request stays at a verifier at least."""
     gap: float = 1.25
-    """A verifier must be slower than the other by this factor."""
+    """The slow verifier must take this many times as long per token as the fast one."""
     gain: float = 2.0
-    """A move must promise its cost so many times over."""
+    """A move must gain more than this many times its cost."""
 
 
 @dataclass(frozen=True)
 class Move:
-    """One request to move, with the prediction that decided it, in request-seconds."""
+    """One request to move, with its predicted gain and cost in request-seconds."""
 
     request_id: str
     source: str
@@ -122,9 +122,9 @@ class Move:
 
 
 def plan_moves(loads: Sequence[Load], movables: Sequence[Movable], limits: Limits, now: float) -> list[Move]:
-    """The moves worth making now, all between the pair with the largest gap; empty when there is none.
+    """The moves that pay now, all from the slowest verifier to the fastest; empty if there are none.
 
-    `loads` are as measured, requests of other gateways included.  The order of the arguments does not matter.
+    `loads` include requests of other gateways.  The order within the arguments does not matter.
     """
     at_rest = sorted(
         (each for each in movables if now - each.placed_at >= limits.dwell_s and each.remaining > 0), key=lambda each: each.id
@@ -150,7 +150,7 @@ def plan_moves(loads: Sequence[Load], movables: Sequence[Movable], limits: Limit
 
 
 def _widest_gap(loads: Sequence[Load], sources: set[str]) -> tuple[Load, Load] | None:
-    """The slowest verifier that has something to give, and the one that would be fastest with one request more."""
+    """The slowest verifier with a movable request, and the verifier that would be fastest with one request more."""
     slow = max(
         (each for each in loads if each.id in sources and each.requests > 0),
         key=lambda each: (each.seconds_per_token(each.requests), each.id),
@@ -167,7 +167,7 @@ def _widest_gap(loads: Sequence[Load], sources: set[str]) -> tuple[Load, Load] |
 
 
 def _still_apart(slow: Load, n: int, fast: Load, m: int, gap: float) -> bool:
-    """Whether one more move leaves the slow one slower: a gap that is turned round would be moved back."""
+    """Whether one more move leaves the slow verifier slower.  Otherwise the next decision would move requests back."""
     if n < 1:
         return False
     after = fast.seconds_per_token(m + 1)
@@ -180,5 +180,5 @@ def _price(request: Movable, per_token: float, neighbours: int, fast: Load) -> t
 
 
 def expected_remaining(emitted: int, max_tokens: int, typical: float) -> float:
-    """Tokens a request is likely to emit yet: as many again as it has, or as usual here, within its own limit."""
+    """Tokens a request is still expected to emit: as many as it has emitted, or `typical` if that is more, within its limit."""
     return max(0.0, min(max_tokens - emitted, max(float(emitted), typical)))

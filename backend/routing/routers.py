@@ -1,8 +1,8 @@
-"""Which verifier takes a request.  Pure: what is known of the candidates in, an id out; no clock, no socket.
+"""Decides which verifier a request goes to.  Pure: candidates in, an id out; no clock, no socket.
 
 Runs in the gateway's event loop, once per sequence; the simulator drives the same code.  Randomness comes from a seed.  Every
-policy is a `Router`; `WithAffinity` stands in front of another one and prefers the verifier that has seen a session, or the
-beginning of a prompt, before.  `make_router` builds what the settings name.
+policy is a `Router`.  `WithAffinity` wraps another router, and prefers the verifier that has seen a session, or the beginning
+of a prompt, before.  `make_router` builds the router that the settings name.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from backend.fleet.speed import Speed, mean_speed
 from backend.routing.affinity import PrefixMap, RecentMap
 
 SLACK = 8
-"""Requests that a preferred verifier may have more than the least loaded one."""
+"""A verifier is preferred only while it has at most 8 requests more than the least loaded one."""
 ENTRIES = 65536
-"""Sessions, and prompt blocks of 16 tokens, remembered at most."""
+"""Most sessions, and most prompt blocks of 16 tokens, that are remembered."""
 
 
 class Measured(msgspec.Struct, frozen=True, gc=False):
-    """What a verifier has reported of late."""
+    """A verifier's latest report."""
 
     running: int
     waiting: int
@@ -42,18 +42,19 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
 
     id: str
     tokens: int
-    """Tokens of this gateway's requests there: prompts and what they have emitted."""
+    """Tokens of this gateway's requests there: prompts and emitted tokens."""
     requests: int
+    """This gateway's requests there."""
     routed: int
     """Requests this gateway has ever sent there."""
     measured: Measured | None = None
-    """None before it has reported any steps."""
+    """None before its first report with steps."""
     others: int = 0
-    """Requests of other gateways there, when it last reported."""
+    """Requests of other gateways there, by its latest report."""
 
     @property
     def load(self) -> int:
-        """Requests there, as far as anyone knows."""
+        """All requests there, as far as known."""
         return self.requests + self.others
 
 
@@ -61,10 +62,10 @@ class Ask(msgspec.Struct, frozen=True, gc=False):
     """What routing may know of a request."""
 
     tokens: int
-    """Tokens to be computed before the next one is generated: the prompt, and what was emitted elsewhere."""
+    """Tokens to compute before the next one is generated: the prompt, and tokens already emitted at another verifier."""
     prompt: Sequence[int] = ()
     scope: str = ""
-    """What else has to agree for a cached prefix to fit: adapter and cache salt."""
+    """Adapter and cache salt: cached prefixes are shared only between requests of one scope."""
     session: str | None = None
 
 
@@ -76,26 +77,26 @@ class Router(Protocol):
         ...
 
     def forget(self, verifier_id: str) -> None:
-        """The verifier has lost its caches; a router that remembers nothing of them has nothing to do."""
+        """The verifier has lost its caches.  Routers that remember no caches do nothing."""
         return
 
 
 def _least(candidate: Candidate) -> tuple[int, int, int, str]:
-    """Fewest tokens in flight; ties go to fewer requests, then to the one used least so far."""
+    """Sorts by tokens in flight, then requests in flight, then requests ever sent."""
     return candidate.tokens, candidate.requests, candidate.routed, candidate.id
 
 
 class LeastLoaded(Router):
-    """The verifier with the fewest tokens of this gateway in flight."""
+    """Chooses the verifier with the fewest tokens of this gateway in flight."""
 
     def choose(self, ask: Ask, candidates: Sequence[Candidate]) -> str | None:
         return min(candidates, key=_least).id if candidates else None
 
 
 class PowerOfTwo(Router):
-    """The less loaded of two verifiers drawn at random (Mitzenmacher, 2001).
+    """Chooses the less loaded of two verifiers drawn at random (Mitzenmacher, 2001).
 
-    Several gateways that all see the same least loaded verifier would all send their requests there; these do not.
+    The random draw keeps several gateways from all sending their requests to the same least loaded verifier.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -109,9 +110,9 @@ class PowerOfTwo(Router):
 
 
 class PredictedTgs(Router):
-    """The verifier where this request will probably get the most tokens per second, its wait in the queue included.
+    """Chooses the verifier where the request is predicted to get the most tokens per second, counting its wait in the queue.
 
-    A verifier that has not been measured is taken to be as fast as the others are on average.  `slots` is the largest batch.
+    A verifier that has not been measured is taken to be as fast as the others on average.  `slots` is the largest batch.
     """
 
     def __init__(self, slots: int) -> None:
@@ -133,15 +134,15 @@ class PredictedTgs(Router):
 
 
 def predicted_tgs(tokens: int, candidate: Candidate, measured: Measured, slots: int) -> float:
-    """Tokens per second, from arrival to the last one, of one more request of `tokens` tokens there.
+    """Tokens per second, from arrival to the last token, that a new request of `tokens` tokens would get at this verifier.
 
-    The batch steps in `speed.step_s(batch)` seconds and each sequence gets `speed.tokens` out of a step.
-    Whoever finds the batch full, or too little room in the KV cache, waits for others to finish; a full batch of `b` finishes
+    A step over the batch takes `speed.step_s(batch)` seconds and emits `speed.tokens` tokens per sequence.  If the batch is
+    full, or the KV cache has too little room, the request waits for others to finish.  A full batch of `b` finishes
     `b / (response time)` requests per second.
     """
     batch = min(candidate.load + 1, slots)
     if measured.waiting:
-        # It does not admit more than it runs now, whatever the limit says.
+        # Requests are waiting, so the verifier cannot admit more than it runs now, whatever its limit.
         batch = max(measured.running, 1)
     response_s = _response_s(measured, batch)
     queued = max(candidate.load + 1 - batch, 0)
@@ -158,10 +159,10 @@ def _response_s(measured: Measured, batch: int) -> float:
 
 
 class WithAffinity(Router):
-    """Sends a session, or a prompt's beginning, where it went before; asks `base` for all others.
+    """Sends a session, or a prompt with a known beginning, where it went before.  `base` chooses for all other requests.
 
     A verifier is preferred only while it has at most `slack` requests more than the least loaded one: a popular prefix must
-    not fill one verifier while others idle.  Memory is bounded by `entries`: the least recently used are forgotten.
+    not fill one verifier while others idle.  At most `entries` sessions and blocks are remembered, the most recently used.
     """
 
     def __init__(self, base: Router, affinity: Affinity, slack: int = SLACK, entries: int = ENTRIES) -> None:
@@ -180,7 +181,7 @@ class WithAffinity(Router):
         return chosen
 
     def forget(self, verifier_id: str) -> None:
-        """Its prefixes are cached no longer, and sessions have nothing to come back for."""
+        """The verifier has lost its caches: forgets its sessions and prefixes."""
         for each in (self._sessions, self._prefixes):
             if each is not None:
                 each.forget(verifier_id)

@@ -1,1 +1,1 @@
-"""What to draft, verify and wait for, decided at every step from what was measured.  Pure."""
+"""Decides at every step what to draft, what to verify and how long to wait, from measured times and chances.  Pure."""

@@ -1,8 +1,8 @@
-"""Which draft tokens a step verifies: those most likely to be accepted, as many as pay.  Pure; scheduler's process and thread.
+"""Chooses the draft tokens that a step verifies: the likeliest ones, as many as pay.  Pure; scheduler's process and thread.
 
 A draft token is accepted with its survival S, the product of the chances up to it.  A step over B requests with N draft tokens
 takes T(base + N) and emits B + sum S tokens.  S falls along a request, so the N tokens with the largest S are whole prefixes.
-The best N makes (B + sum S) / T(base + N) largest, as DSpark's adaptive verification has it.  T is not convex: every N counts.
+The best N makes (B + sum S) / T(base + N) largest, as in DSpark's adaptive verification.  T is not convex: every N is tried.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from operator import itemgetter, mul
 
 
 def survivals(chances: Iterable[float]) -> list[float]:
-    """Of a draft whose tokens have these chances, each given that all before it were accepted."""
+    """The survivals of a draft's tokens, from their chances (each given that all tokens before it are accepted)."""
     return list(accumulate(chances, mul))
 
 
 @dataclass(frozen=True)
 class Spent:
-    """A step's draft tokens."""
+    """The draft tokens chosen for a step."""
 
     lengths: list[int]
-    """Tokens to verify per request: its draft cut there."""
+    """Draft tokens to verify per request."""
     threshold: float
-    """The survival that would just pay for one token more; between the smallest taken and the largest left out."""
+    """The survival at which one more token would just pay; between the smallest taken and the largest left out."""
     tokens: int
     """N, the sum of the lengths."""
     gained: float
@@ -35,10 +35,10 @@ class Spent:
 
 
 def spend(survivals: Sequence[Sequence[float]], times: Sequence[float]) -> Spent:
-    """The draft tokens that pay.
+    """Chooses the draft tokens that pay.
 
-    `survivals`: per decoding request, an empty one without a draft.  `times`: T(base), T(base + 1), .. in seconds, up to one
-    token more at least than there are.
+    `survivals`: those of each decoding request's draft; empty without a draft.  `times`: T(base), T(base + 1), ... in seconds,
+    at least two entries more than there are draft tokens.
     """
     ranked = [(s, i) for i, row in enumerate(survivals) for s in row]
     ranked.sort(key=itemgetter(0), reverse=True)

@@ -1,11 +1,12 @@
-"""What the signs of one source of drafts are worth: the weights of `backend.speculation.chances`, fitted as the text goes on.
+"""Fits the weights of `backend.speculation.chances` for one source of drafts, while the text is generated.
 
 Pure; scheduler's process and thread.  With shared noise the text is the same whatever is drafted.  So every draft can be
-compared with it, verified or not.  Each position so decided is one observation of a logistic regression.
+compared with it, verified or not.  Each compared position is one observation of a logistic regression.
 
-The fit is an extended Kalman filter with a diagonal covariance (Spiegelhalter and Lauritzen 1990): each coefficient has a mean
-and a doubt, an observation moves those in doubt, and a drift keeps the doubt from vanishing.  e_j is a common offset plus a
-small own one: far positions, which are seldom decided, learn from near ones.  Each request adds an offset of its own.
+The fit is an extended Kalman filter with a diagonal covariance (Spiegelhalter and Lauritzen 1990).  Each coefficient has a mean
+and a variance, here called its doubt.  An observation moves coefficients in proportion to their doubt, and a drift keeps the
+doubt from vanishing.  e_j is an offset common to all places plus a small one of its own: far places, which are seldom compared,
+learn from near ones.  Each request adds another offset.
 """
 
 from __future__ import annotations
@@ -16,40 +17,41 @@ from backend.fleet import CHANCE_BINS, Foretold
 from backend.speculation.chances import chances, clipped
 
 SIGN_WEIGHTS, OFFSET = (0.3, 0.5), 0.5
-"""A fair head: a token that leads by nothing is right six times in ten.  Optimistic, so that a new drafter is tried."""
+"""a, b and e at the start.  A token without a lead is right six times in ten: optimistic, so that a new drafter is tried."""
 SIGN_DOUBT, OFFSET_DOUBT, POSITION_DOUBT = 0.1, 1.0, 0.1
-"""Variances at the start.  What signs are worth differs less between heads than how good the heads are."""
+"""Variances at the start.  Heads differ less in what their signs are worth than in how good they are."""
 DRIFT, OFFSET_DRIFT = 2e-5, 1e-4
-"""Variance a coefficient, or the common offset, gains per observation: some two hundred positions decide how good drafts are,
-for text and heads change; thousands decide what signs are worth."""
+"""Variance that a coefficient, or the common offset, gains per observation.  The common offset follows some two hundred
+positions, since text and heads change; what signs are worth follows thousands."""
 REQUEST_DOUBT, REQUEST_DRIFT = 0.5, 2e-4
-"""Of a request's own offset: some texts are far easier to draft, and within a text that changes."""
+"""Variance of a request's own offset, and its gain per observation: texts, and parts of one, differ much in difficulty."""
 
 
 class Calibration:
-    """One source of drafts."""
+    """The weights of one source of drafts."""
 
     def __init__(self, positions: int) -> None:
-        """`positions`: K; longer drafts share the last offset."""
+        """`positions`: K; later places share the last offset."""
         self._means = [*SIGN_WEIGHTS, OFFSET] + [0.0] * positions
         self._doubts = [SIGN_DOUBT, SIGN_DOUBT, OFFSET_DOUBT] + [POSITION_DOUBT] * positions
         self._requests: dict[str, tuple[float, float]] = {}
-        """Offset and doubt."""
+        """Each request's offset and its doubt."""
         self._last = positions - 1
         self._weights = self._flat()
         self.foretold = Foretold()
 
     @property
     def weights(self) -> list[float]:
-        """a, b, e_1 .. e_K, as `backend.speculation.chances.chances` and the wire have them; not to be changed."""
+        """`[a, b, e_0, ...]`, as for `backend.speculation.chances.chances` and on the wire.  The caller must not change it."""
         return self._weights
 
     def chances(self, request_id: str, signs: Sequence[float]) -> list[float]:
-        """Of a draft for this request, with what is known of how well it can be drafted for."""
+        """The chances of a draft's tokens, with the request's own offset."""
         return chances(self._weights, signs, self._requests.get(request_id, (0.0,))[0])
 
     def observe(self, request_id: str, signs: Sequence[float], matched: int, seen: int) -> None:
-        """The first `matched` of a draft's tokens equal the text; `seen` positions are decided, matched + 1 if one differed."""
+        """Learns from a draft whose first `matched` tokens equal the text.  `seen`: positions compared, `matched` + 1 if one
+        differed."""
         if not seen:
             return
         offset, doubt = self._requests.get(request_id, (0.0, REQUEST_DOUBT))
@@ -60,13 +62,13 @@ class Calibration:
         self._weights = self._flat()
 
     def forget(self, request_id: str) -> None:
-        """The request is over."""
         self._requests.pop(request_id, None)
 
     def _learn(self, position: int, value: float, lead: float, chance: float, right: bool, doubt: float) -> tuple[float, float]:
-        """One observation, with the doubt of the request's offset; how far to move that, per doubt, and how much surer it is.
+        """Takes one observation; `doubt` is that of the request's offset.
 
-        Written out, since every draft token comes here.
+        Returns two factors: the request's offset moves by doubt times the first, and its doubt falls by doubt squared times the
+        second.  Written without loops, since every draft token comes here.
         """
         place, foretold, error = min(int(chance * CHANCE_BINS), CHANCE_BINS - 1), self.foretold, right - chance
         foretold.chances[place] += chance

@@ -1,4 +1,4 @@
-"""The chance that a draft token is accepted, from what its drafter saw of it.  Pure; verifiers fit it, drafters stop by it.
+"""The chance that a draft token is accepted, from its signs.  Pure; verifiers fit the weights, drafters end drafts by them.
 
 A drafter sends two signs per draft token: the value `log q(d) + tau G(d)` of the token it chose, and that token's lead over
 the runner-up.  For place j of a draft
@@ -14,21 +14,22 @@ from collections.abc import Sequence
 from math import exp
 
 CLIP = 8.0
-"""Beyond it a sign says nothing more, and one far off would outweigh all that was learnt."""
+"""Signs are cut to +-8.  Beyond it they say nothing more, and a single far one would outweigh all that was learned."""
 STEEPEST = 30.0
-"""Log-odds beyond it are certainty, and must not overflow."""
+"""Log-odds below -30 are cut there, so that `exp` does not overflow."""
 
 
 def chance(weights: Sequence[float], place: int, value: float, lead: float) -> float:
-    """Of one token; `weights` are `[a, b, e_0, ...]`, the last of which holds for all places from there on."""
+    """The chance of one token.  `weights` are `[a, b, e_0, ...]`; the last e holds for all later places, too."""
     odds = weights[0] * clipped(value) + weights[1] * clipped(lead) + weights[min(place + 2, len(weights) - 1)]
     return 1 / (1 + exp(-odds if odds > -STEEPEST else STEEPEST))
 
 
 def chances(weights: Sequence[float], signs: Sequence[float], offset: float = 0.0) -> list[float]:
-    """Of each token of a draft, were all before it accepted; `signs` are value and lead of one token after the other.
+    """The chance of each token of a draft, given that all before it are accepted.
 
-    `offset` is added to all of e.  Written out, since verifiers do this for every draft token between two steps.
+    `signs`: value and lead of the first token, of the second, and so on.  `offset` is added to every e.  Written out for
+    speed, since verifiers compute it for every draft token between two steps.
     """
     a, b, *offsets = weights
     offsets += offsets[-1:] * (len(signs) // 2 - len(offsets))
@@ -44,5 +45,5 @@ def chances(weights: Sequence[float], signs: Sequence[float], offset: float = 0.
 
 
 def clipped(sign: float) -> float:
-    """A sign within its limits; the lowest for what is not a number."""
+    """A sign cut to `[-CLIP, CLIP]`; NaN becomes -CLIP."""
     return min(CLIP, max(-CLIP, sign))

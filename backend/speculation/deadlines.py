@@ -1,8 +1,8 @@
-"""How long drafts are waited for, and from whom.  Pure; scheduler's process and thread.
+"""Decides how long to wait for drafts, and for which drafters.  Pure; scheduler's process and thread.
 
 Waiting is bounded by a deadline learned from round trips (RFC 6298's estimator).  A drafter that misses several deadlines in a
 row is not waited for at all until it answers again (a circuit breaker): losing a drafter costs speed, never a request.  Steps
-may go on without a draft long before its deadline; it is missed all the same when nothing was heard until then.
+may go on without a draft long before its deadline.  The deadline still counts as missed if the drafter stays silent until then.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 BREAKER_MISSES = 3
-"""Deadlines missed in a row after which a drafter is no longer waited for."""
+"""Deadlines missed in a row that open a drafter's circuit breaker."""
 REMEMBERED = 8
-"""Unanswered questions remembered per request: a drafter whose breaker is open answers for a length already left behind."""
+"""Overdue questions remembered per request.  A late answer closes the breaker only if its question is remembered."""
 FLOOR_S = 0.01
 """Shortest deadline: below this the operating system's own scheduling decides, not the drafter."""
 
@@ -26,7 +26,6 @@ class RoundTrip:
     deviation_s: float = 0.0
 
     def observe(self, sample_s: float) -> None:
-        """Takes one measured round trip."""
         if self.smoothed_s is None:
             self.smoothed_s, self.deviation_s = sample_s, sample_s / 2
             return
@@ -47,7 +46,7 @@ class DrafterHealth:
     round_trip: RoundTrip = field(default_factory=RoundTrip)
     misses: int = 0
     silent_since: float | None = None
-    """When it was asked, if nothing has come since, and no deadline has been missed."""
+    """When it was first asked since its latest answer or missed deadline; None: it has not been asked since."""
 
     @property
     def is_down(self) -> bool:
@@ -66,7 +65,7 @@ class Question:
 
 
 class Questions:
-    """Drafts asked of drafters.  A request has at most one that is waited for."""
+    """The drafts that were asked for.  At most one per request is waited for."""
 
     def __init__(self, longest_wait_s: float) -> None:
         self.pending: dict[str, Question] = {}
@@ -75,17 +74,17 @@ class Questions:
         self._longest_wait_s = longest_wait_s
 
     def set_drafters(self, drafter_ids: Iterable[str]) -> None:
-        """Only these are waited for from now on."""
+        """Waits for these drafters alone from now on."""
         self._health = {drafter_id: self._health.get(drafter_id, DrafterHealth()) for drafter_id in drafter_ids}
         self.pending = {r: p for r, p in self.pending.items() if p.drafter_id in self._health}
 
     def reset_drafter(self, drafter_id: str) -> None:
-        """Another incarnation took the drafter's place: nothing asked of the old one will come."""
+        """The drafter was restarted: what its earlier incarnation was asked for will not come."""
         self._health[drafter_id] = DrafterHealth()
         self.pending = {r: p for r, p in self.pending.items() if p.drafter_id != drafter_id}
 
     def asked(self, request_id: str, base_len: int, drafter_id: str, now: float) -> None:
-        """A draft was asked for.  It is waited for unless the drafter is down; an answer closes the breaker."""
+        """Notes that a draft was asked for.  It is waited for unless the drafter's circuit breaker is open."""
         health = self._health[drafter_id]
         question = Question(drafter_id, base_len, now, now + health.round_trip.deadline_s(self._longest_wait_s))
         if health.silent_since is None:
@@ -96,7 +95,7 @@ class Questions:
             self.pending[request_id] = question
 
     def answered(self, drafter_id: str, request_id: str, base_len: int, now: float) -> float | None:
-        """An answer came; seconds since its question, None where nothing of the kind was asked."""
+        """Takes an answer, which may close the breaker.  Returns seconds since its question; None if there was no question."""
         question = self.pending.get(request_id)
         if question is not None and (question.drafter_id, question.base_len) == (drafter_id, base_len):
             del self.pending[request_id]
@@ -113,13 +112,13 @@ class Questions:
         return waited_s
 
     def stop_waiting(self) -> None:
-        """Requests go on without the drafts that are out; these are late when they come."""
+        """A step begins: drafts that have not come are overdue from now on."""
         for request_id, question in self.pending.items():
             self._note_overdue(request_id, question)
         self.pending.clear()
 
     def expire(self, now: float) -> list[Question]:
-        """Stops waiting for what is past its deadline, and for all of a drafter that is down by that."""
+        """Gives up, and returns, questions past their deadline, and all questions to a drafter whose breaker opens by that."""
         late = {question.drafter_id for question in self.pending.values() if now >= question.deadline}
         for drafter_id, health in self._health.items():
             since = health.silent_since
@@ -135,7 +134,7 @@ class Questions:
         return expired
 
     def deadline(self) -> float | None:
-        """When the first wait runs out; None when nothing is waited for."""
+        """The earliest deadline; None when no draft is waited for."""
         return min((question.deadline for question in self.pending.values()), default=None)
 
     def forget(self, request_id: str) -> None:
@@ -144,7 +143,7 @@ class Questions:
         self._overdue.pop(request_id, None)
 
     def down(self) -> list[str]:
-        """Drafters whose breaker is open."""
+        """Drafters whose circuit breaker is open, sorted."""
         return sorted(drafter_id for drafter_id, health in self._health.items() if health.is_down)
 
     def _note_overdue(self, request_id: str, question: Question) -> None:

@@ -1,7 +1,7 @@
-"""Drafts that await their truth: every draft is compared with the text its request went on with.
+"""Keeps drafts until they can be compared with the text that was generated for their request.
 
 Pure; scheduler's process and thread.  The text depends on the seed and the prefix alone, so a draft need not be verified to be
-scored: one that was trimmed, came late or was never used says as much of its source as any other.
+scored: a draft that was cut, came late or was never used says as much about its source as any other.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 KEPT = 4
-"""Drafts kept per request, the newest: a source or two, and the next draft before the last is decided."""
+"""Drafts kept per request, the newest: enough for two sources with two drafts each."""
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """A draft of which as much is known as ever will be: `Calibration.observe` takes the last three."""
+    """A fully compared draft.  `Calibration.observe` takes the last three fields."""
 
     source: Hashable
     signs: Sequence[float]
     matched: int
     """Leading tokens that equal the text."""
     seen: int
-    """Positions that are decided: `matched` + 1 if one differed."""
+    """Positions that were compared: `matched` + 1 if one differed."""
 
 
 @dataclass
@@ -34,7 +34,7 @@ class _Guess:
     matched: int = 0
 
     def compare(self, text: Sequence[int]) -> Resolved | None:
-        """Compares on with the request's tokens; the result once the draft differs or is complete."""
+        """Goes on comparing with the request's tokens; returns the result once the draft differs or is fully compared."""
         tokens, matched, base_len = self.tokens, self.matched, self.base_len
         most = min(len(tokens), len(text) - base_len)
         while matched < most and tokens[matched] == text[base_len + matched]:
@@ -47,7 +47,7 @@ class _Guess:
 
 
 class Guesses:
-    """All requests of one verifier."""
+    """One verifier's drafts that are not fully compared."""
 
     def __init__(self) -> None:
         self._open: dict[str, list[_Guess]] = {}
@@ -61,9 +61,10 @@ class Guesses:
         signs: Sequence[float],
         text: Sequence[int],
     ) -> list[Resolved]:
-        """A draft from `source` that continues the request's first `base_len` tokens; `text`: all its tokens so far.
+        """Takes a draft from `source` behind the request's first `base_len` tokens.
 
-        `signs`: two per token, or none.  Returns what is decided by that: a draft noted late at once, and one that makes room.
+        `text`: all the request's tokens so far; `signs`: two per token, or none.  Returns drafts whose comparison ends now: the
+        new one if the text already reaches far enough, or the oldest if it has to make room.
         """
         if not tokens or base_len > len(text):
             return []
@@ -75,7 +76,7 @@ class Guesses:
         return _partly([waiting.pop(0)]) if len(waiting) > KEPT else []
 
     def advance(self, request_id: str, text: Sequence[int]) -> list[Resolved]:
-        """The request's tokens are now `text`; they only ever grow."""
+        """Compares drafts with `text`, the request's tokens; returns those now fully compared."""
         waiting = self._open.get(request_id)
         if not waiting:
             return []
@@ -90,7 +91,7 @@ class Guesses:
         return decided
 
     def forget(self, request_id: str) -> list[Resolved]:
-        """The request is over; drafts that reach beyond its end count as far as the text goes."""
+        """The request is over.  Returns its remaining drafts, compared as far as the text goes."""
         return _partly(self._open.pop(request_id, []))
 
 

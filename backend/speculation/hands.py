@@ -1,8 +1,8 @@
-"""Drafts at hand: what there is for the next step of each request, from whatever source, and what came of it.  Pure.
+"""Keeps the available drafts of each request, from all sources, and learns from them once the text is known.  Pure.
 
-Scheduler's process and thread.  Fresh drafts, those that a drafter made ahead for the outcome that came, and what known texts
-go on with (`texts.py`) compete.  Each token's chance is known from its source's calibration
-(`calibration.py`); drafts, verified or not, are compared with the text later (`guesses.py`).
+Scheduler's process and thread.  A `Hand` is one available draft.  Three kinds compete: fresh drafts, drafts made ahead for the
+outcome that came, and look-ups in texts (`texts.py`).  `calibration.py` gives each token's chance; `guesses.py` compares all
+drafts, verified or not, with the text later.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ _ASKS = {"off": Ask.PLAIN, "sync": Ask.DRAFT, "ahead": Ask.AHEAD, "auto": None}
 _NOTHING_ASKED = Asked(), 0
 
 SAMPLED = 8
-"""Requests per step whose drafts are learned from, by turns: in larger batches all of them would cost more than they tell."""
+"""Requests per step whose drafts are learned from, in turn: in larger batches, all would cost too much time."""
 INDEXED_PER_STEP = 512
-"""Tokens made findable per step over all requests, so that a batch of long prompts does not stop the engine."""
+"""Tokens indexed for look-ups per step, over all requests, so that a batch of long prompts does not stop the engine."""
 
 
 class Source(NamedTuple):
-    """Drafts that are learned from together."""
+    """Where a draft comes from.  The drafts of one source share a calibration."""
 
     drafter_id: str
-    """`LOOKUP` for those of a text."""
+    """`LOOKUP` where no drafter made it."""
     greedy: bool
     kind: str = "fresh"
-    """`fresh` or `ahead` of a drafter; of a text its own."""
+    """A drafter's `fresh` or `ahead`, or `TextSource.kind`."""
 
 
 class Hand(NamedTuple):
@@ -53,12 +53,12 @@ class Hand(NamedTuple):
     worth: float
     """Draft tokens expected to be accepted: the sum of the survivals."""
     draft_s: float = 0.0
-    """Its drafter's compute."""
+    """Compute time of its drafter, seconds."""
 
 
 @dataclass
 class Request:
-    """One that is being decoded."""
+    """A request that is being decoded."""
 
     text: list[int]
     """All tokens; the engine's own list, which grows."""
@@ -66,39 +66,39 @@ class Request:
     longest: int
     """Its longest draft."""
     ask: Ask | None = None
-    """What its drafter is asked for, whatever is decided for all; None: that."""
+    """What the client wants asked of its drafter; None: the verifier chooses."""
     texts: list[TextSource] = field(default_factory=list)
-    """Where drafts are looked up."""
+    """The texts in which drafts are looked up."""
     hand: Hand | None = None
-    """Of a drafter."""
+    """The best draft from a drafter."""
     looked_up: Hand | None = None
-    """Of a text, looked up at the length `looked_up_at`."""
+    """The best draft from a text, looked up at the length `looked_up_at`."""
     looked_up_at: int = 0
     verified: Hand | None = None
-    """What the running step verifies; it may have been cut."""
+    """The draft that the running step verifies, uncut."""
     block: tuple[str, Block, float] | None = None
-    """Outcomes drafted ahead: whose, what they are, and its drafter's compute."""
+    """Outcomes drafted ahead: drafter, outcomes, and its compute in seconds."""
     outcomes: int = 0
-    """How many were asked for."""
+    """How many outcomes were asked for."""
     told: Hand | None = None
-    """The draft whose outcomes they are."""
+    """The draft under verification that these outcomes belong to."""
     told_at: int = -1
-    """The length it is for."""
+    """The request's length when they were asked for."""
 
 
 class Hands:
-    """All requests of one verifier."""
+    """The available drafts of all requests of one verifier."""
 
     def __init__(self, longest: int, outcomes: int, lookups: bool, vocab_size: int) -> None:
-        """Drafts of at most `longest` tokens, `outcomes` drafted ahead per request."""
+        """Drafts have at most `longest` tokens; at most `outcomes` are drafted ahead per request."""
         self.requests: dict[str, Request] = {}
         self.foresight = Foresight(outcomes)
         self._prior = survivals(chances(Calibration(longest).weights, [0.0] * (2 * longest)))
         self.drafted, self.alone = Outlook(longest, self._prior), Outlook(longest)
-        """What drafts bring with drafters, and without."""
+        """What drafts are expected to add: with drafters, and by look-ups alone."""
         self.steps = 0
         self.forced = 0
-        """Requests that ask for drafts whatever is decided for all."""
+        """Requests whose client asks for drafts, whatever the verifier chooses for all."""
         self._asked: dict[str, tuple[Asked, int]] = {}
         self._longest, self._vocab_size = longest, vocab_size
         self._shared = SharedTexts() if lookups else None
@@ -110,17 +110,17 @@ class Hands:
     # -- requests ------------------------------------------------------------------------------------------------------
 
     def present(self, request_ids: Iterable[str]) -> list[tuple[str, Request]]:
-        """Those of them that have been decoded before."""
+        """The given requests that have been decoded before."""
         requests = self.requests
         return [(request_id, requests[request_id]) for request_id in request_ids if request_id in requests]
 
     def asked(self, request_id: str, asked: Asked, prompt_len: int) -> None:
-        """A request that is to come wants something of its own."""
+        """Notes what a coming request asks about drafting."""
         self._asked[request_id] = asked, prompt_len
         self.forced += asked.mode in ("sync", "ahead")
 
     def grown(self, request_id: str, text: list[int], greedy: bool) -> None:
-        """A step brought the request tokens."""
+        """A step added tokens to the request; `text` is all of them."""
         request = self.requests.get(request_id)
         if request is None:
             self.requests[request_id] = self._made(request_id, text, greedy)
@@ -128,7 +128,7 @@ class Hands:
             request.text = text
 
     def release(self, request_id: str) -> None:
-        """Nothing of the request is verified for a while."""
+        """The request is preempted: drops its available drafts."""
         if (request := self.requests.get(request_id)) is not None:
             request.hand = request.looked_up = request.block = None
 
@@ -144,16 +144,16 @@ class Hands:
             calibration.forget(request_id)
 
     def renewed(self, drafter_id: str) -> None:
-        """The drafter has another head: its drafts are taken for a fair one's again."""
+        """The drafter has a new head: forgets what was learned about its drafts."""
         self._calibrations = {s: known for s, known in self._calibrations.items() if s.drafter_id != drafter_id}
         self.drafted = Outlook(self._longest, self._prior)
 
     # -- drafts that come ----------------------------------------------------------------------------------------------
 
     def take_fresh(self, drafter_id: str, draft: Draft, draft_s: float, floor: float) -> str:
-        """A drafter's answer: `ready`, `late` (the text went on otherwise), `stale` (for nobody) or `invalid`.
+        """Takes a drafter's answer; `floor`: the survival below which the drafter was to stop.  Returns a verdict.
 
-        `floor`: the survival below which it was not to draft.
+        `ready`: it, or its rest, is of use; `late`: the text went on otherwise; `stale`: no request of that length; `invalid`.
         """
         request_id, request = draft.request_id, self.requests.get(draft.request_id)
         if request is None or draft.base_len > len(request.text):
@@ -166,22 +166,22 @@ class Hands:
         elif draft.tokens:
             return "invalid"
         else:
-            # There was none, or its first token was below the floor.
+            # The drafter had no draft, or its first token was below the floor.
             self._compare(request_id, request, [floor])
         return "ready" if in_time else "late"
 
     def take_blocks(self, drafter_id: str, blocks: Sequence[Block], draft_s: float) -> None:
-        """Outcomes drafted ahead came in."""
+        """Takes outcomes that a drafter has drafted ahead."""
         for block in blocks:
             if (request := self.requests.get(block.request_id)) is not None:
                 request.block = drafter_id, block, draft_s
 
     def look_up(self, request_id: str, request: Request, began: int, *, counts: bool) -> None:
-        """Takes what was drafted ahead, at length `began`, for what the request went on with; `counts`: hits are counted."""
+        """Makes available the draft made ahead, at length `began`, for the outcome that came.  `counts`: count hits."""
         block, request.block = request.block, None
         told, hand = request.told, None
         if told is not None and told.source.drafter_id != LOOKUP:
-            # Fewer tokens were verified than there were.
+            # The step verified only part of this draft: the rest may still be used.
             self._go_on(request_id, request, told, request.text[began:])
         if request.hand is None and block is not None:
             drafter_id, outcomes, draft_s = block
@@ -198,29 +198,29 @@ class Hands:
             self._take(request_id, request, hand, len(request.text))
 
     def best(self, request_id: str, request: Request) -> Hand | None:
-        """The best draft there is for the present length: a drafter's, or a text's."""
+        """The best draft for the request's present length, from a drafter or a look-up."""
         hand, looked_up = request.hand, self._look_up(request_id, request)
         return looked_up if looked_up is not None and (hand is None or looked_up.worth > hand.worth) else hand
 
-    # -- what came of them ---------------------------------------------------------------------------------------------
+    # -- learning ------------------------------------------------------------------------------------------------------
 
     def begin_learning(self) -> None:
-        """Before a step's `learn`."""
+        """Call once per step, before `learn` for its requests."""
         self._room = INDEXED_PER_STEP
 
     def learn(self, request_id: str, request: Request) -> None:
-        """Compares the request's drafts with its text, and makes that findable."""
+        """Compares the request's drafts with its text, and indexes new text for look-ups."""
         self._learn_from(request_id, request, self._guesses.advance(request_id, request.text))
         for each in request.texts:
             if self._room > 0:
                 self._room -= each.advance(request.text, self._room)
 
     def weights(self, drafter_id: str, *, greedy: bool) -> list[float]:
-        """By which a drafter judges its fresh drafts' chances."""
+        """The weights (`chances.py`) by which a drafter judges the tokens of its fresh drafts."""
         return self._calibration(Source(drafter_id, greedy)).weights
 
     def foretold(self) -> dict[str, Foretold]:
-        """How well the chances of drafts were known, by kind of source."""
+        """How well chances were predicted, by kind of source."""
         found: dict[str, Foretold] = {}
         for source, calibration in self._calibrations.items():
             found[source.kind] = found.get(source.kind, Foretold()).plus(calibration.foretold)
@@ -254,7 +254,7 @@ class Hands:
         return request.looked_up
 
     def _go_on(self, request_id: str, request: Request, hand: Hand, said: list[int]) -> bool:
-        """The request has said this since the draft: if they agree, what is left is a draft, unless a better one is at hand."""
+        """Uses the rest of an older draft.  False: it does not begin with `said`, generated since, or a better one is there."""
         done = len(said)
         if len(hand.tokens) <= done or hand.tokens[:done] != said:
             return False
@@ -265,20 +265,20 @@ class Hands:
         return True
 
     def _take(self, request_id: str, request: Request, hand: Hand, base_len: int) -> None:
-        """It can be verified next if the request is as long as that; it is learned from either way."""
+        """Learns from a draft made at `base_len`; makes it available if the request still has that length."""
         self._note(request_id, request, hand, base_len)
         self._compare(request_id, request, hand.survivals)
         if base_len == len(request.text):
             request.hand = hand
 
     def _compare(self, request_id: str, request: Request, drafted: list[float]) -> None:
-        """Survivals of a drafter's answer: with drafters, the request has the better of it and its own text."""
+        """Notes what a drafter's answer, with survivals `drafted`, adds; or the request's look-up, if that is better."""
         looked_up = self._look_up(request_id, request)
         if self._is_sampled():
             self.drafted.note(max(drafted, looked_up.survivals if looked_up is not None else [], key=sum), self.steps)
 
     def _is_sampled(self) -> bool:
-        """By turns, which no number of requests can keep in step with."""
+        """Whether this call is sampled.  Turns are over requests + 1, so that all requests come up."""
         self._turn = (self._turn + SAMPLED) % max(len(self.requests) + 1, SAMPLED)
         return self._turn < SAMPLED
 
@@ -299,7 +299,7 @@ class Hands:
     def _checked(
         self, request_id: str, request: Request, source: Source, tokens: list[int], signs: list[float], draft_s: float
     ) -> Hand | None:
-        """A drafter's; None for no tokens, and for what cannot be a draft.  What is longer than was asked for is cut."""
+        """A drafter's draft, cut to the length asked for; None if it is empty or malformed."""
         signs, longest = signs or [0.0] * (2 * len(tokens)), request.longest
         if not tokens or len(signs) != 2 * len(tokens) or min(tokens) < 0 or max(tokens) >= self._vocab_size:
             return None
@@ -317,7 +317,7 @@ class Hands:
 
 
 def rank_of(block: Block, said: Sequence[int]) -> int | None:
-    """The place of the outcome that a verification had which ended with the tokens `said`; None: it was not drafted ahead."""
+    """The rank in `block` of the outcome of a verification that emitted the tokens `said`; None: it was not drafted ahead."""
     accepted, token = len(said) - 1, said[-1]
     if block.verifying[:accepted] != list(said[:accepted]):
         return None

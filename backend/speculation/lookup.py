@@ -1,8 +1,8 @@
-"""Prompt lookup: drafts from what a request itself already says (Saxena 2023; vLLM's `ngram`).  Pure; any process and thread.
+"""Prompt lookup: drafts from a request's own text (Saxena 2023; vLLM's `ngram`).  Pure; any process and thread.
 
-The longest suffix of `shortest..longest` tokens that occurred before is looked up; what followed its latest occurrence is the
-draft.  Where that runs into the request's end it goes on with what it has drafted, so that a period of two repeats for K.
-The n-gram drafter and the verifier's own prompt lookup use the same look-up.
+The longest suffix of `shortest..longest` tokens that occurred before is looked up; the tokens after its latest occurrence are
+the draft.  A draft that reaches the request's end goes on with its own first tokens, so that a period of two repeats for all K.
+The n-gram drafter and the verifier's own prompt lookup both use `Lookup`.
 """
 
 from __future__ import annotations
@@ -10,38 +10,38 @@ from __future__ import annotations
 from backend.speculation.tokens import UNKNOWN, splice
 
 SHORTEST, LONGEST = 2, 4
-"""Tokens of a suffix that is looked up."""
+"""Length in tokens of a suffix that is looked up."""
 
 
 class Lookup:
-    """One request's tokens, and for every n-gram from `first` on the position after its latest occurrence but the last."""
+    """One request's tokens, and for each n-gram from `first` on, the position after its latest occurrence before the end."""
 
     def __init__(self, tokens: list[int], shortest: int, longest: int, first: int = 0) -> None:
         self.tokens = tokens
         self.last_used = 0.0
         self.found = 0
-        """Length of the suffix that the latest look-up found."""
+        """Length of the suffix found by the latest successful look-up."""
         self._sizes = range(shortest, longest + 1)
         self._after: dict[tuple[int, ...], int] = {}
         self._first = self._indexed = first
 
     def update(self, base_len: int, tokens: list[int]) -> None:
-        """The newest tokens; taking some back costs an index over all."""
+        """Makes the text `base_len` long and end with `tokens`.  If indexed tokens change, all are indexed anew."""
         if splice(self.tokens, base_len, tokens) < self._indexed:
             self._after.clear()
             self._indexed = self._first
 
     def draft(self, k: int) -> list[int]:
-        """At most `k` tokens."""
+        """A draft of at most `k` tokens."""
         return self.draft_after([], k)
 
     def draft_after(self, assumed: list[int], k: int) -> list[int]:
-        """At most `k` tokens, were `assumed` appended.  What these tokens end is looked up, not what they begin."""
+        """A draft of at most `k` tokens behind `assumed` ones, which are not in the index themselves."""
         self.index()
         return self.look_up(assumed, k)
 
     def look_up(self, assumed: list[int], k: int) -> list[int]:
-        """At most `k` tokens, from what `index` has made findable so far."""
+        """A draft of at most `k` tokens behind `assumed` ones, without indexing new tokens first."""
         ending = self.tokens[-self._sizes[-1] :] + assumed
         for size in reversed(self._sizes):
             follows = self._after.get(tuple(ending[-size:])) if len(ending) >= size else None
@@ -61,7 +61,7 @@ class Lookup:
         return drafted[len(assumed) :]
 
     def index(self, most: int | None = None) -> int:
-        """Makes the tokens that came since the last call findable, `most` of them at a time; returns how many."""
+        """Indexes tokens that came since the last call, at most `most`; returns how many."""
         tokens, after_of, first, begin = self.tokens, self._after, self._first, self._indexed
         end = len(tokens) if most is None else min(len(tokens), begin + most)
         if end <= begin:

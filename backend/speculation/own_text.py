@@ -8,11 +8,11 @@ from backend.speculation.lookup import LONGEST, SHORTEST, Lookup
 from backend.speculation.texts import TextSource
 
 WINDOW = 4096
-"""Tokens of a prompt that can be found, the latest: bounds the memory of a request to about a megabyte."""
+"""Only the last 4096 tokens of a prompt are indexed: bounds the memory of a request to about a megabyte."""
 
 
 class OwnText(TextSource):
-    """One request's.  Nothing is found before the first `advance`."""
+    """The own text of one request.  Nothing is found before the first `advance`."""
 
     kind = "lookup"
 

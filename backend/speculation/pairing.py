@@ -1,4 +1,4 @@
-"""Which of a verifier's drafters serves a request.  Pure; the scheduler's and the worker's process compute it alike."""
+"""Which of a verifier's drafters serves a request.  Pure; the scheduler's and the worker's process get the same result."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 
 def drafter_for(request_id: str, drafter_ids: Sequence[str]) -> str | None:
-    """Rendezvous hashing: when a drafter comes or goes, only the requests it gains or loses move.
+    """The drafter of a request, by rendezvous hashing: when a drafter comes or goes, only its own requests move.
 
     None without drafters.
     """
@@ -17,7 +17,7 @@ def drafter_for(request_id: str, drafter_ids: Sequence[str]) -> str | None:
 
 
 def having(heads: Mapping[str, str], head: str | None) -> list[str]:
-    """Of drafters and their heads, those with this one; all of them where none has it, or none is asked for."""
+    """The drafters that have `head`; all drafters if none has it, or if `head` is None."""
     if head is None:
         return list(heads)
     return [drafter_id for drafter_id, each in heads.items() if each == head] or list(heads)

@@ -1,7 +1,8 @@
-"""Drafts from what a client expects the answer to be (OpenAI's `prediction`).  Pure; scheduler's process and thread.
+"""Drafts from the answer that a client predicts (OpenAI's `prediction`).  Pure; scheduler's process and thread.
 
-The answer is read along the prediction.  Where it leaves it, its latest tokens are looked up there: the longest suffix of
-`SHORTEST..LONGEST` tokens, rather behind the place where it left than before, and the nearest of these.
+The answer is compared with the prediction token by token.  Where they part, the answer's latest tokens are looked up in the
+prediction: the longest matching suffix of `SHORTEST..LONGEST` tokens.  Among equally long matches, one behind the point of
+parting is preferred, then the nearest.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from backend.speculation.lookup import LONGEST, SHORTEST
 from backend.speculation.texts import TextSource
 
 SURE = 8
-"""Tokens of agreement beyond which one more says nothing."""
+"""Agreeing tokens that count in a sign; more say nothing new."""
 
 
 class Prediction(TextSource):
-    """One request's."""
+    """The predicted answer of one request."""
 
     kind = "prediction"
 
@@ -26,11 +27,11 @@ class Prediction(TextSource):
         self._tokens = tokens
         self._began = self._read = began
         self._at = 0
-        """The place that follows what has been read; what was left is looked for from there on."""
+        """Where in the prediction the answer goes on; after they parted, where they did."""
         self._agreed = 0
-        """Latest tokens that agree; 0: the answer is not on the prediction."""
+        """How many of the answer's latest tokens agree; 0: answer and prediction have parted."""
         self._places: dict[int, list[int]] | None = None
-        """Of each token.  Made when the answer first leaves the prediction."""
+        """Each token's places in the prediction.  Made when answer and prediction first part."""
 
     def propose(self, text: Sequence[int], k: int) -> tuple[list[int], list[float]]:
         """As in `TextSource`."""
@@ -50,7 +51,7 @@ class Prediction(TextSource):
             self._find(text[max(self._began, len(text) - LONGEST) :])
 
     def _find(self, ending: Sequence[int]) -> None:
-        """Where the prediction has the answer's `ending`, if anywhere."""
+        """Looks up the answer's `ending` in the prediction."""
         tokens = self._tokens
         if self._places is None:
             self._places = {}

@@ -1,9 +1,9 @@
-"""Which of several different draft models drafts for a request: the one that brought requests of its kind the most tokens.
+"""Chooses which of several draft models drafts for a request: the one that gained such requests the most tokens.
 
 Pure; the scheduler's process and thread.  Drafters with the same head (`Member.head`) are one choice, and share its requests by
-`pairing.py`.  A request keeps its head for life, because another one would have to read all of its text first.  A kind is an
-adapter and a cluster of prompts that use the same words.  What counts is tokens per verification while drafters are asked: a
-draft that is late or stays out counts as none.
+`pairing.py`.  A request keeps its head for life, because another head would have to read all of its text first.  A kind is an
+adapter and a cluster of prompts that use the same words.  Heads are compared by tokens per verification while drafters are
+asked; a late or missing draft counts as an empty one.
 """
 
 from __future__ import annotations
@@ -18,30 +18,31 @@ import numpy.typing as npt
 from backend.speculation.pairing import having
 
 WINDOW = 512
-"""Verifications that a mean remembers."""
+"""Verifications that a mean covers; older ones decay."""
 TRIED = 64
-"""Verifications of a kind that each head gets before it is judged."""
+"""Verifications that each head gets of a kind before heads are compared."""
 TRY_ONE_IN = 16
-"""After that, of so many requests of a kind one goes to the head that is known least."""
+"""After that, one in 16 requests of a kind goes to the head that has had the fewest."""
 KINDS = 256
-"""Kinds remembered."""
+"""Most kinds remembered, the latest."""
 BUCKETS, READ = 1024, 512
-"""A prompt's last tokens are counted by their remainders."""
+"""A prompt is described by counts of its last 512 token ids modulo 1024."""
 ALIKE = 0.6
-"""Cosine from which on a prompt belongs to a cluster."""
+"""Least cosine between a prompt and the centre of its cluster."""
 CLUSTERS = 16
+"""Most clusters."""
 
 
 class Clusters:
-    """Prompts by the tokens they use; new clusters begin until there are `CLUSTERS`."""
+    """Groups prompts by the tokens they use."""
 
     def __init__(self) -> None:
         self._centres: npt.NDArray[np.float64] = np.zeros((0, BUCKETS))
 
     def of(self, prompt: Sequence[int]) -> int:
-        """A prompt's cluster, which moves a little towards it."""
+        """The number of a prompt's cluster.  Its centre moves a little towards the prompt."""
         counts = np.bincount(np.asarray(prompt[-READ:], dtype=np.int64) % BUCKETS, minlength=BUCKETS)
-        # The root keeps line breaks and commas from deciding.
+        # Without the root, line breaks and commas would dominate.
         signature = np.sqrt(counts)
         signature /= max(float(np.linalg.norm(signature)), 1e-9)
         alike = self._centres @ signature
@@ -56,14 +57,13 @@ class Clusters:
 
 @dataclass
 class Brought:
-    """What a head has brought one kind of requests, in verifications of late."""
+    """What one head gained one kind of requests, in recent verifications."""
 
     requests: int = 0
     verifications: float = 0.0
     tokens: float = 0.0
 
     def learn(self, tokens: int) -> None:
-        """One more verification."""
         kept = 1 - 1 / WINDOW
         self.verifications = self.verifications * kept + 1
         self.tokens = self.tokens * kept + tokens
@@ -83,23 +83,23 @@ class Kind:
 
 
 class Preference:
-    """One verifier's."""
+    """Chooses a head for each request of one verifier."""
 
     def __init__(self) -> None:
         self._heads: dict[str, str] = {}
         self.has_choice = False
-        """Whether drafters differ."""
+        """Whether the drafters have different heads."""
         self._clusters = Clusters()
         self._kinds: OrderedDict[Hashable, Kind] = OrderedDict()
         self._chosen: dict[str, tuple[str, Brought]] = {}
 
     def set_drafters(self, heads: dict[str, str]) -> None:
-        """The assignment changed: each drafter's head."""
+        """The assignment changed.  `heads`: drafter to the name of its head."""
         self._heads = dict(sorted(heads.items()))
         self.has_choice = len(set(heads.values())) > 1
 
     def begin(self, request_id: str, prompt: Sequence[int], adapter: str) -> str | None:
-        """Chooses for a new request; None where there is nothing to choose."""
+        """Chooses and returns a new request's head; None if all drafters have the same one."""
         if not self.has_choice or request_id in self._chosen or not prompt:
             return self.of(request_id)
         key = adapter, self._clusters.of(prompt)
@@ -120,17 +120,16 @@ class Preference:
         return None if chosen is None else chosen[0]
 
     def among(self, request_id: str) -> list[str]:
-        """The drafters that it may have."""
+        """The drafters that may serve a request."""
         return having(self._heads, self.of(request_id))
 
     def learn(self, request_id: str, tokens: int) -> None:
-        """A verification, for which its drafter had been asked, brought so many tokens."""
+        """Takes one verification, for which the request's drafter had been asked: it emitted `tokens` tokens."""
         chosen = self._chosen.get(request_id)
         if chosen is not None:
             chosen[1].learn(tokens)
 
     def forget(self, request_id: str) -> None:
-        """The request is over."""
         self._chosen.pop(request_id, None)
 
     def _choose(self, kind: Kind) -> str:

@@ -1,12 +1,11 @@
-"""Drafts from what other requests generated.  Pure; scheduler's process and thread.
+"""Drafts from the outputs of other requests.  Pure; scheduler's process and thread.
 
-Samples of one prompt, retries and files that are edited again and again repeat each other.  A request whose latest tokens
-another one has generated, too, is read along with that one's output from there on (suffix decoding, arXiv 2411.04975, with the
-latest occurrence in place of counts).  Outputs are findable while they grow, so requests that run at the same time draft for
-each other.
+Samples of one prompt, retries, and files that are edited again and again repeat each other.  When a request's latest tokens occur
+in another request's output, the tokens that follow there are its draft (suffix decoding, arXiv 2411.04975; that paper counts
+occurrences, this code takes the latest).  Outputs are indexed while they grow, so concurrent requests draft for each other.
 
-Requests share within a tenant, and only those whose texts may be learned from.  What others generated changes no token.  A
-request can tell from its speed, though, what another one of its tenant was answered.
+Only requests of one tenant share outputs, and only requests that drafters may learn from.  Sharing changes no token.  A
+request's speed, however, tells whether another request of its tenant got a similar answer.
 """
 
 from __future__ import annotations
@@ -17,18 +16,18 @@ from collections.abc import Sequence
 from backend.speculation.texts import TextSource
 
 SIZES = (8, 4)
-"""Lengths of the endings that are looked up, the longest first, in tokens."""
+"""Lengths in tokens of the suffixes that are looked up, the longest first."""
 KEPT = 1 << 17
-"""Endings that can be found, of all requests and sizes: some 20 MB.  The older half is dropped at a time."""
+"""Suffixes in the index, over all requests and sizes: about 20 MB.  The older half is dropped when it is full."""
 SURE = 10
-"""Tokens of agreement beyond which one more says nothing."""
+"""Agreeing tokens that count in a sign; more say nothing new."""
 
 Place = tuple[list[int], int]
-"""An output, and where in it."""
+"""An output, and a position in it."""
 
 
 class SharedTexts:
-    """The outputs of all requests of one verifier, by their endings."""
+    """An index over the outputs of one verifier's requests, by the hash of a suffix and its tenant's salt."""
 
     def __init__(self) -> None:
         self._young: dict[int, Place] = {}
@@ -36,23 +35,23 @@ class SharedTexts:
         self._salts: dict[str, int] = {}
 
     def reader(self, tenant: str, length: int) -> SharedText:
-        """For a request of `tenant` that is `length` tokens long now; what it generates from now on is shared."""
-        # With a secret per tenant, nobody can make up an ending that is found among another tenant's.
+        """The view of a request that is `length` tokens long now.  Its further tokens are shared with its tenant's requests."""
+        # The salt is secret: no tenant can construct a suffix whose hash is another tenant's.
         return SharedText(self, self._salts.setdefault(tenant, secrets.randbits(62)), length)
 
-    def find(self, ending: int) -> Place | None:
-        """What follows the latest occurrence of an ending."""
-        return self._young.get(ending) or self._old.get(ending)
+    def find(self, suffix: int) -> Place | None:
+        """The position after the latest occurrence of a suffix."""
+        return self._young.get(suffix) or self._old.get(suffix)
 
-    def add(self, ending: int, place: Place) -> None:
-        """`place` follows an occurrence of this ending."""
-        self._young[ending] = place
+    def add(self, suffix: int, place: Place) -> None:
+        """Indexes a suffix that ends before `place`."""
+        self._young[suffix] = place
         if len(self._young) >= KEPT // 2:
             self._old, self._young = self._young, {}
 
 
 class SharedText(TextSource):
-    """One request's view of the others' outputs."""
+    """One request's view of the index."""
 
     kind = "shared"
 
@@ -60,11 +59,11 @@ class SharedText(TextSource):
         super().__init__()
         self._texts, self._salt = texts, salt
         self._output: list[int] = []
-        """What others may find of the request."""
+        """The request's own tokens that are indexed."""
         self._shared = self._read = length
-        """The request's length as far as others find it, and as far as it was read along."""
+        """The length up to which the request's text is indexed, and up to which it was compared with the other output."""
         self._at: Place | None = None
-        """Where the next token is expected."""
+        """The position in another output that the request's next token is compared with."""
         self._agreed = 0
 
     def propose(self, text: Sequence[int], k: int) -> tuple[list[int], list[float]]:
@@ -88,7 +87,7 @@ class SharedText(TextSource):
         return advanced
 
     def _follow(self, text: Sequence[int]) -> None:
-        """Reads on, and looks for another place where the output that was read ends or differs."""
+        """Compares new tokens with the other output; looks the suffix up anew where that output ends or differs."""
         if self._at is not None:
             output, at = self._at
             while self._read < len(text) and at < len(output) and output[at] == text[self._read]:

@@ -1,11 +1,11 @@
-"""All that is decided about drafts, behind the scheduler: which to verify, which to ask for, whether to wait.  Pure.
+"""Makes all decisions about drafts for the scheduler: which to verify, which to ask for, whether to wait.  Pure.
 
 Scheduler's process and thread; `now` is in seconds of any monotonic clock.  A step goes through four verbs:
 
-    attach    the draft tokens to verify, by the budget (`budget.py`)
-    ask       what ended is looked up among outcomes drafted ahead; drafters are told what to draft next
-    hold      until when the next step should wait for drafts that are out (`waiting.py`, `deadlines.py`)
-    learn     every draft is compared with the text; chances, look-ups and expectations follow (while the device computes)
+    attach    chooses the draft tokens to verify, by the budget (`budget.py`)
+    ask       looks for each verification's outcome among those drafted ahead; tells drafters what to draft next
+    hold      says until when the next step should wait for drafts (`waiting.py`, `deadlines.py`)
+    learn     compares drafts with the text; updates chances, look-ups and expectations (while the device computes)
 
 Every source of drafts competes in one ranking: fresh drafts, drafts made ahead, and the request's own text.
 """
@@ -29,32 +29,33 @@ from backend.wire.drafting import Block, Draft, NextItem
 from backend.wire.engine import Asked
 
 RECONSIDER_EVERY = 16
-"""Steps between two looks at what drafts are expected to bring: they cost some hundred microseconds."""
+"""Steps between two choices of what to ask for; a choice costs some hundred microseconds."""
 ROOM = 0.5
-"""Of the survival that just paid in the last step: drafters stop below it, and the budget may still grow from step to step."""
+"""Drafters stop below this share of the survival that just paid in the last step.  At 1 the budget could not grow."""
 FEW = 4
 """Outcomes drafted ahead until it is known how many pay."""
 CAUGHT_UP = 3
-"""Step of a probe from which on drafters have taken in what was not sent to them while nobody asked."""
+"""Step of a probe from which on times count: drafters have caught up on the tokens of the time without asking."""
 NOTHING = Choice(Ask.PLAIN, 0, 0.0)
 
 
 @dataclass
 class Attached:
-    """The drafts of one step."""
+    """The draft tokens that one step verifies."""
 
     tokens: dict[str, list[int]] = field(default_factory=dict)
+    """By request."""
     lost: list[str] = field(default_factory=list)
-    """Drafters whose drafts are no longer waited for, once per draft."""
+    """Drafters that missed a deadline, once for each draft that is no longer waited for."""
     hurried: bool = False
     """Whether drafters need the features of this step at once."""
 
 
 class Speculator:
-    """One verifier's."""
+    """Decides about the drafts of one verifier."""
 
     def __init__(self, mode: str, longest: int, outcomes: int, lookups: bool, vocab_size: int, longest_wait_s: float) -> None:
-        """`mode`: sync, ahead or auto; drafts of at most `longest` tokens, `outcomes` drafted ahead per request."""
+        """`mode`: sync, ahead or auto; `longest`: K; `outcomes`: most drafted ahead per request; `lookups`: enabled or not."""
         self.step_times = StepTimes()
         self.questions = Questions(longest_wait_s)
         self.hands = Hands(longest, outcomes, lookups, vocab_size)
@@ -73,7 +74,7 @@ class Speculator:
         self._unlearned: dict[str, int] = {}
         self._ended: dict[str, int] = {}
         self._verifying: set[str] = set()
-        """Requests whose drafters were asked for a draft of the running step, where these differ."""
+        """Requests of the running step, if drafters were asked and have different heads (`preference.py`)."""
         self._drafter_ids: list[str] = []
         self._probing, self._probed, self._probes = False, 0, 0
         self._asked_ahead = False
@@ -81,41 +82,41 @@ class Speculator:
         self._last_spent: Spent | None = None
         self._floor = 0.0
         self._base = 1
-        """Tokens of the running step without drafts."""
+        """Tokens of the running step without draft tokens."""
         self._reconsider_at = 0
         self._step_s: float | None = None
         self._emitted, self._request_s = 0, 0.0
-        """Tokens since the last choice, and seconds times requests."""
+        """Since the last choice: tokens emitted, and the sum over steps of seconds times requests."""
         self._began = 0.0
-        """When the latest step did."""
+        """When the latest step began."""
 
     # -- drafters ------------------------------------------------------------------------------------------------------
 
     def set_drafters(self, heads: Mapping[str, str]) -> None:
-        """The assignment changed: the drafters, and what each drafts with."""
+        """The assignment changed.  `heads`: drafter to the name of its head."""
         self._drafter_ids = sorted(heads)
         self.preference.set_drafters(dict(heads))
         self.questions.set_drafters(self._drafter_ids)
 
     def renewed(self, drafter_id: str) -> None:
-        """The drafter drafts with another head than before, of which nothing is known yet."""
+        """Forgets what was learned about a drafter's drafts: it has a new head."""
         self.hands.renewed(drafter_id)
         self._reconsider_at = 0
 
     def arrived(self, drafter_id: str, draft: Draft, draft_s: float, now: float) -> tuple[str, float | None]:
-        """A fresh draft came: `ready`, `late` (not waited for any more), `stale` (not asked for) or `invalid`.
+        """Takes a fresh draft: `ready`, `late` (the text has gone on), `stale` (not asked for) or `invalid`.
 
-        With it the seconds since it was asked for, if it was.
+        Also returns the seconds since it was asked for, if it was.
         """
         waited_s = self.questions.answered(drafter_id, draft.request_id, draft.base_len, now)
         verdict = self.hands.take_fresh(drafter_id, draft, draft_s, self._floor) if waited_s is not None else "stale"
         return verdict, waited_s
 
     def timed(self, rows: int, k: int, draft_s: float, queue_s: float, waited_s: float, now: float) -> None:
-        """An answer with drafts of at most `k` tokens for `rows` requests was read at `now`, so long after its question.
+        """Notes how long a drafter took: drafts of at most `k` tokens for `rows` requests, read at `now`.
 
-        If a step ran meanwhile, it came at some time during that: a drafter that is not waited for must not pass for as slow as
-        the step, or it would never be waited for.
+        `draft_s`: the drafter's compute; `queue_s`: its queue; `waited_s`: since the question.  If a step began meanwhile, the
+        answer came at an unknown time during it: the drafter must not look as slow as the step, or it is never waited for.
         """
         if not self._is_telling:
             return
@@ -126,7 +127,7 @@ class Speculator:
         times.observe(rows, k, draft_s, waited_s)
 
     def take_blocks(self, drafter_id: str, blocks: Sequence[Block], draft_s: float) -> None:
-        """Outcomes drafted ahead came in."""
+        """Takes outcomes that a drafter has drafted ahead."""
         self.hands.take_blocks(drafter_id, blocks, draft_s)
         if self._is_telling and (rows := sum(len(block.outcomes) for block in blocks)):
             k = max(len(outcome.tokens) for block in blocks for outcome in block.outcomes)
@@ -136,18 +137,18 @@ class Speculator:
     # -- requests ------------------------------------------------------------------------------------------------------
 
     def asked(self, request_id: str, asked: Asked, prompt_len: int) -> None:
-        """A request that is to come, with a prompt of so many tokens, wants something of its own."""
+        """Notes what a coming request, with a prompt of so many tokens, asks about drafting."""
         self.hands.asked(request_id, asked, prompt_len)
 
     def ended(self, request_id: str, text: list[int], began: int, greedy: bool) -> None:
-        """A step brought the request tokens, from the length `began` on, and it goes on."""
+        """A step added tokens to a request that goes on.  `text`: all its tokens; `began`: its length before the step."""
         self.hands.grown(request_id, text, greedy)
         self._ended[request_id] = began
         if request_id in self._verifying:
             self.preference.learn(request_id, len(text) - began)
 
     def release(self, request_id: str) -> None:
-        """The request is preempted: nothing of it is verified for a while."""
+        """The request is preempted: none of its drafts is verified for a while."""
         self.questions.forget(request_id)
         self._ended.pop(request_id, None)
         self.hands.release(request_id)
@@ -168,24 +169,24 @@ class Speculator:
 
     @property
     def _is_telling(self) -> bool:
-        """Whether times and hits say what they would be for long: in the first steps of a probe the drafter catches up."""
+        """Whether times and hits are typical.  In a probe's first steps they are not: the drafter catches up."""
         return self.choice.ask != Ask.PLAIN or self._probed >= CAUGHT_UP
 
     @property
     def plan(self) -> Plan:
-        """As records and metrics have it."""
+        """The choice, as records and metrics show it."""
         return Plan(self.choice.k, self.choice.outcomes)
 
     @property
     def outcomes(self) -> int:
         """Outcomes drafted ahead per request at present."""
         if self.choice.ask == Ask.PLAIN and self._probing:
-            # By turns, so that fresh drafts are timed without an enumeration in their way.
+            # Every other probe only, so that fresh drafts are also timed without an enumeration before them.
             return self._few if self._probes % 2 else 0
         return self.choice.outcomes or (self._few if self._probing else 0)
 
     def attach(self, decoding: Iterable[str], prefill: int, now: float) -> Attached:
-        """The draft tokens of the step that begins, over these requests and `prefill` prompt tokens."""
+        """Chooses the draft tokens for the step that begins, over the `decoding` requests and `prefill` prompt tokens."""
         attached = Attached(lost=[question.drafter_id for question in self.questions.expire(now)])
         self.questions.stop_waiting()
         self.hands.steps, self._began = self.hands.steps + 1, now
@@ -212,12 +213,12 @@ class Speculator:
         return attached
 
     def verified(self, request_id: str) -> Hand | None:
-        """The draft that the running step verifies for a request; its tokens may have been cut."""
+        """The draft that the running step verifies for a request, uncut."""
         request = self.hands.requests.get(request_id)
         return request.verified if request is not None else None
 
     def ask(self, now: float) -> dict[str, list[NextItem]]:
-        """What every drafter is to draft for the requests whose step has ended."""
+        """What each drafter, by id, is to draft for the requests whose step has ended."""
         asks: dict[str, list[NextItem]] = {}
         choice = self.choice
         of_all = choice.ask != Ask.PLAIN or self._probing
@@ -249,20 +250,20 @@ class Speculator:
         request.outcomes, request.told_at = outcomes, len(request.text)
         best, length = self.hands.best(request_id, request), len(request.text)
         if best is not None and request.hand is None and best.worth < self._expected().gains[k]:
-            # Something is at hand, but a drafter is expected to do better.
+            # The request's own text has a draft, but a drafter's is expected to be better.
             best = None
         request.told = best if outcomes else None
         if best is not None and not outcomes:
             return
         verifying = best.tokens if best is not None else []
-        # A probe wants to see the whole draft: what did not pay in a full step may in the next one.
+        # A probe asks for whole drafts: tokens that did not pay in this step may pay in the next one.
         floor = 0.0 if self._probing else self._floor
         asks.setdefault(drafter_id, []).append(NextItem(request_id, length, k, verifying, outcomes, floor))
         if not verifying:
             self.questions.asked(request_id, length, drafter_id, now)
 
     def _cut(self, asks: dict[str, list[NextItem]], k: int) -> None:
-        """Drafters imagine the ends of what will be verified, `k` tokens at most, and not of all at hand: a pass per token."""
+        """Cuts each `verifying` to what will be verified, at most `k` tokens: each token costs the drafter a pass."""
         present = self.hands.present(self._ended)
         spent = self._spend(present, max(len(present), 1))[1]
         cuts = {r: n for (r, _), n in zip(present, spent.lengths, strict=True)} if spent is not None else {}
@@ -272,11 +273,11 @@ class Speculator:
                     items[i] = replace(item, verifying=item.verifying[:cut])
 
     def judges(self, drafter_id: str) -> list[list[float]]:
-        """The weights by which a drafter ends drafts that are not worth going on with: of greedy and of sampled requests."""
+        """The weights (`chances.py`) by which a drafter ends unlikely drafts: for greedy and for sampled requests."""
         return [self.hands.weights(drafter_id, greedy=greedy) for greedy in (True, False)]
 
     def hold(self, decoding: Iterable[str], prefill: int, now: float) -> float | None:
-        """Until when the next step should wait; it is asked again then.  None: it should begin."""
+        """Until when the next step should wait for drafts; call again then.  None: the step should begin."""
         deadline = self.questions.deadline()
         if deadline is None or now >= deadline:
             return None
@@ -300,12 +301,12 @@ class Speculator:
     # -- learning ------------------------------------------------------------------------------------------------------
 
     def stepped(self, tokens: int, seconds: float) -> None:
-        """The step that just ended had so many tokens and no prefill."""
+        """Notes the time of a step over `tokens` tokens, without prefill."""
         self.step_times.observe(tokens, seconds)
         self._step_s = seconds
 
     def learn(self, waited_s: float) -> None:
-        """What the last step said, before which drafts were waited for so long."""
+        """Learns from the last step's text.  `waited_s`: how long that step had waited for drafts."""
         self.hands.begin_learning()
         if self._step_s is not None:
             self._request_s += len(self._unlearned) * (self._step_s + waited_s)
@@ -323,12 +324,12 @@ class Speculator:
             self._reconsider()
 
     def load(self, requests: int) -> Load:
-        """What drafts would bring a step over so many requests."""
+        """What drafts are expected to add to a step over so many requests."""
         n, at, hands = max(requests, 1), self.step_times.at, self.hands
         return Load(n, n, hands.alone.prospect(n, n, at), hands.drafted.prospect(n, n, at), hands.foresight)
 
     def foretold(self) -> dict[str, Foretold]:
-        """How well the chances of drafts were known, by kind of source."""
+        """How well chances were predicted, by kind of source."""
         return self.hands.foretold()
 
     def _reconsider(self) -> None:
@@ -346,7 +347,7 @@ class Speculator:
         return self._prospect
 
     def _spend(self, present: list[tuple[str, Request]], base: int) -> tuple[list[Hand | None], Spent | None]:
-        """The best draft of each, and how much of it to verify; computed again only once something has changed."""
+        """Each request's best draft, and how much of it to verify.  Computed again only when a draft or `base` has changed."""
         hands = [self.hands.best(request_id, request) for request_id, request in present]
         if self._spent_for != (base, hands):
             rows = [hand.survivals if hand is not None else [] for hand in hands]

@@ -1,8 +1,8 @@
-"""What a step takes with so many tokens, and what a draft takes, as measured.  Pure; scheduler's process and thread.
+"""Learns how long a step takes by its tokens, and how long a draft takes.  Pure; scheduler's process and thread.
 
-Times are kept as logarithms: a point's level at the machine's usual speed, plus one speed for all points.  Every step tells of
-both, and a Kalman filter with two states shares a surprise between them by their doubt: speed wanders and takes most of it, a
-point that is new takes it all.  So points visited long ago keep their relation to the present ones.
+The curve has a point for each size of step.  The logarithm of a step's time is its point's level plus the machine's speed,
+which all points share.  A Kalman filter with two states splits each surprise between both by their variances, here called
+doubts: the speed wanders and takes most of it, but a new point takes all.  So old points keep their relation to the others.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 
 NOISE = 0.1**2
-"""Variance of one measurement.  A quieter machine is learned no better than this, which is enough."""
+"""Variance of one measurement.  On a quieter machine the estimates are no better than this allows, which is enough."""
 WANDER = 0.03**2
 """Variance the machine's speed gains per step: it wanders by 15 % within some 25 steps."""
 AGEING = 1e-6
@@ -20,9 +20,9 @@ AGEING = 1e-6
 UNFITTED = 0.05**2
 """Variance of true points about the straight line through all.  A point in more doubt is unproven: it may be slow by chance."""
 HICCUP = 3.0
-"""Deviations by which one measurement surprises at most."""
+"""Surprises are cut to 3 standard deviations, so that one hiccup does not move the curve far."""
 SHARE = 0.25
-"""Share of a step that is believed to grow with its tokens, until steps of several sizes were measured."""
+"""Assumed share of a step's time that grows with its tokens, until steps of several sizes were measured."""
 
 
 @dataclass
@@ -34,7 +34,7 @@ class _Point:
 
 
 class StepTimes:
-    """T(tokens), one point per half octave, straight lines between; it never falls.  Seconds."""
+    """T(tokens) in seconds: one point per half octave, straight lines between them.  T never falls."""
 
     def __init__(self, unknown_s: float = 1e-3) -> None:
         """`unknown_s`: the answer before anything was measured."""
@@ -49,7 +49,7 @@ class StepTimes:
         return bool(self._points)
 
     def observe(self, tokens: float, seconds: float) -> None:
-        """One step."""
+        """Takes the measured time of one step."""
         if tokens < 1 or seconds <= 0:
             return
         self._clock += 1
@@ -65,7 +65,7 @@ class StepTimes:
         surprise, total = level - point.level, self._speed_doubt + point.doubt + NOISE
         most = HICCUP * math.sqrt(total)
         if surprise < -most and point.doubt > UNFITTED:
-            # Steps are only ever too slow.
+            # Noise only makes steps slower: the unproven point was too high.
             point.level = level
             return
         surprise = max(-most, min(most, surprise))
@@ -77,14 +77,14 @@ class StepTimes:
         self._speed_doubt *= 1 - speed_gain
 
     def at(self, tokens: float) -> float:
-        """The prediction."""
+        """The predicted seconds of a step."""
         if self._stale:
             self._draw()
         i = bisect_right(self._xs, tokens) - 1
         return self._factor * (self._ys[i] + self._slopes[i] * (tokens - self._xs[i]))
 
     def row(self, first: int, count: int) -> list[float]:
-        """The predictions for `first` tokens, one more, and so on: `count` of them."""
+        """The predictions for `first`, `first` + 1, ... tokens: `count` of them."""
         if self._stale:
             self._draw()
         found: list[float] = []
@@ -97,9 +97,9 @@ class StepTimes:
         return found
 
     def _draw(self) -> None:
-        """The corners of the curve: the points, those in doubt drawn to a straight line through all, then levelled.
+        """Computes the curve from the points: doubtful ones are drawn to a straight line through all, then none may fall.
 
-        An unproven point is not above the line: else the budget would keep from its size, and never learn better.
+        An unproven point above the line is put on it, else the budget would avoid such steps and never learn better.
         """
         self._stale, self._factor = False, math.exp(self._speed)
         points = sorted(self._points.values(), key=lambda point: point.tokens)
@@ -110,7 +110,7 @@ class StepTimes:
             off = start + slope * xs[i] - ys[i]
             ys[i] += off if off < 0 and doubt > UNFITTED else off * doubt / (doubt + UNFITTED)
         ys = _rising(ys, [1 / (y * y * doubt) for y, doubt in zip(ys, doubts, strict=True)])
-        # Outside the points the line's slope holds, but more tokens take more in proportion at most.
+        # Outside the points the line's slope holds, but time grows at most in proportion to tokens.
         first, last = min(slope, ys[0] / xs[0]), min(slope, ys[-1] / xs[-1])
         self._xs, self._ys = [0.0, *xs], [max(ys[0] - first * xs[0], 0.0), *ys]
         inner = [(ys[i + 1] - ys[i]) / (xs[i + 1] - xs[i]) for i in range(len(xs) - 1)]
@@ -118,28 +118,28 @@ class StepTimes:
 
 
 class DraftTimes:
-    """From asking for drafts to having them: passes of the drafter, one over what is new and one per token, and the way."""
+    """Seconds from asking for drafts to having them: a pass over new text, a pass per draft token, and the way (all else)."""
 
     def __init__(self, passes: StepTimes | None = None) -> None:
-        """`passes`: those of other drafts, where they are the same and only the way differs."""
+        """`passes`: the pass times of another `DraftTimes` to share, where only the way differs."""
         self.passes = passes or StepTimes()
         self._way_s: float | None = None
 
     def observe(self, rows: int, k: int, computed_s: float, waited_s: float) -> None:
-        """Drafts of at most `k` tokens for `rows` requests: the drafter computed so long, the answer took so long."""
+        """Takes the times of drafts of at most `k` tokens for `rows` requests: compute, and from question to answer."""
         way_s = max(waited_s - computed_s, 0.0)
         self._way_s = way_s if self._way_s is None else self._way_s + 0.1 * (min(way_s, 3 * self._way_s + 1e-3) - self._way_s)
         self.passes.observe(rows, computed_s / (k + 1))
 
     def at(self, rows: float, k: float) -> float:
-        """The prediction; 0 for no rows."""
+        """The predicted seconds; 0 for no rows."""
         return (self._way_s or 0.0) + (k + 1) * self.passes.at(rows) if rows > 0 else 0.0
 
 
 def _line(xs: list[float], ys: list[float], doubts: list[float]) -> tuple[float, float]:
-    """Start and slope of the straight line through the points, by relative distance; neither is negative.
+    """Intercept and slope of the straight line through the points, fitted by relative distance; neither is negative.
 
-    Few or near points say little of the slope: it is drawn to that of a step of which `SHARE` grows with its tokens.
+    Few points, or close ones, say little about the slope: it is drawn to that of a step of which `SHARE` grows with its tokens.
     """
     weights = [1 / (y * y * (doubt + UNFITTED)) for y, doubt in zip(ys, doubts, strict=True)]
     total = sum(weights)
@@ -154,7 +154,7 @@ def _line(xs: list[float], ys: list[float], doubts: list[float]) -> tuple[float,
 
 
 def _rising(ys: list[float], weights: list[float]) -> list[float]:
-    """The nearest values that never fall (pool adjacent violators)."""
+    """The nearest values to `ys` that never fall (pool adjacent violators)."""
     pools: list[tuple[float, float, int]] = []
     for y, weight in zip(ys, weights, strict=True):
         count = 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 UNKNOWN = -1
-"""Stands where a lost message left a hole."""
+"""Stands for a token that was lost with a message."""
 
 _STRIDE = 256
 

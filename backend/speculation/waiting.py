@@ -1,8 +1,8 @@
-"""Whether to wait for drafts, and which drafts to ask for: whatever is expected to emit the most tokens per second.
+"""Decides whether to wait for drafts, and which to ask for: whatever is expected to emit the most tokens per second.
 
-Pure; scheduler's process and thread.  What drafts would bring is expected from the survivals of those that came, put through
-the budget at the present load (`Outlook`).  No plan has to be tried out: drafts are scored verified or not, and one curve
-of step times serves all plans.
+Pure; scheduler's process and thread.  The gain of drafts is predicted from the survivals of recent drafts, put through the
+budget at the present load (`Outlook`).  No plan has to be tried out: drafts are scored whether or not they are verified, and
+one curve of step times serves all plans.
 """
 
 from __future__ import annotations
@@ -17,46 +17,46 @@ from typing import NamedTuple
 from backend.speculation.budget import Spent, spend
 
 GAIN = 1.02
-"""What drafters must promise over plain steps, since they can serve somebody else, and what a change must promise on top,
-which costs a step or two without drafts."""
+"""Factor by which asking drafters must beat plain steps, since they could serve another verifier; and a new kind the present
+one, since a change costs a step or two without drafts."""
 PROBE_EVERY, PROBE_STEPS = 128, 4
-"""While drafters are not asked, or not ahead, they are for so many steps in so many, and nobody waits: their drafts are scored
-all the same."""
+"""A probe: drafters that are not asked ahead are for 4 steps in 128.  No step waits for a probe's drafts; they are scored."""
 ROWS, FEWEST, RECENT_STEPS = 64, 8, 512
-"""Drafts an outlook is made from; the newest few count however old they are."""
+"""An outlook is made from at most 64 drafts of the last 512 steps; the newest 8 count however old they are."""
 FORGET, PRIOR_HITS, PRIOR_LOOKS = 0.99, 6.0, 8.0
-"""Weight of a look-up of an outcome after one newer one, and what is believed before the first: that it is worth trying."""
+"""Weight of one look-up of an outcome after each newer one; hits and look-ups assumed at first, so that it is tried."""
 
 DOUBTFUL, TRUST, FADE = 256, 0.4, 0.99
-"""How a kind keeps its promises: a window of so many tokens says as much as all before it, and no window weighs more than
-`TRUST`, for the machine's speed wanders; what is left after a window without it is half in some thousand steps, so that it is
-tried again."""
+"""How fast `Promises` learns.  A window of 256 tokens weighs as much as all before it, but no window more than 0.4, for the
+machine's speed wanders.  A kind's value fades by 1 % per window, to half in some thousand steps, so that it is tried again."""
 
 DraftSeconds = Callable[[float, int], float]
-"""From asking to having drafts for so many requests of so many tokens (`step_times.DraftTimes.at`)."""
+"""Seconds from asking for drafts to having them, by number of requests and tokens per draft (`step_times.DraftTimes.at`)."""
 
 
 @dataclass(frozen=True)
 class Prospect:
-    """What drafts are expected to add to a step per request, cut after 0, 1, .. K tokens: verified tokens, accepted ones."""
+    """What drafts are expected to add to a step, per request; entry j: cut after j tokens, 0 to K."""
 
     tokens: tuple[float, ...]
+    """Draft tokens verified."""
     gains: tuple[float, ...]
+    """Draft tokens accepted."""
 
 
 class Outlook:
-    """What the drafts of a step would bring, from the survivals of those that came lately."""
+    """Predicts what drafts would add to a step, from the survivals of recent drafts."""
 
     def __init__(self, k: int, prior: Sequence[float] = ()) -> None:
-        """Drafts of at most `k` tokens; `prior`: survivals believed before any came, none for none."""
+        """Drafts have at most `k` tokens.  `prior`: survivals assumed before the first draft."""
         self._k = k
         self._rows: deque[tuple[int, list[float]]] = deque(maxlen=ROWS)
         self._prior = list(prior[:k])
 
     def note(self, survivals: Sequence[float], step: int) -> None:
-        """The survivals of a draft, in step number `step`; empty where there was none.
+        """Takes the survivals of a draft, in step number `step`; empty if there was no draft.
 
-        What its drafter left out as unlikely goes on falling as it fell last.
+        Tokens left out as unlikely are filled in: survivals go on falling by the last ratio.
         """
         row = list(survivals[: self._k])
         if row:
@@ -68,10 +68,10 @@ class Outlook:
             self._rows.popleft()
 
     def prospect(self, requests: int, base: int, step_s: Callable[[int], float]) -> Prospect:
-        """Were there such drafts for all of `requests` requests in a step of `base` tokens.
+        """The prospect if all of `requests` requests had such drafts, in a step of `base` tokens.
 
-        The rows are dealt into steps of so many requests each, and every step spends its budget.  Costs about a microsecond per
-        token of the rows, so it is for where nothing waits, and not for every step.
+        Rows are dealt into steps of `requests` rows, and every step spends its budget.  Costs about a microsecond per token of
+        the rows: not for every step, and only where nothing waits.
         """
         rows = [row for _, row in self._rows] or [self._prior]
         rows = [rows[i % len(rows)] for i in range(max(-(-len(rows) // requests), 1) * requests)]
@@ -90,46 +90,46 @@ class Outlook:
 
 
 class Foresight:
-    """How often what happened was among the outcomes drafted ahead, by how many these are; decayed."""
+    """How often the actual outcome is among those drafted ahead, by their number; decayed."""
 
     def __init__(self, most: int) -> None:
-        """At most `most` outcomes per request; they come likeliest first."""
-        # Each next one is believed to be half as likely, and all of them together to be most of what happens.
+        """At most `most` outcomes are drafted per request, likeliest first."""
+        # At first each outcome is taken to be half as likely as the one before, and all together to cover most verifications.
         self._hits: list[float] = [PRIOR_HITS / 2 ** (rank + 1) for rank in range(most)]
         self._looks = [PRIOR_LOOKS] * most
 
     @property
     def choices(self) -> list[int]:
-        """How many outcomes may be asked for: powers of two."""
+        """The numbers of outcomes that may be asked for: powers of two."""
         return [1 << i for i in range(len(self._hits).bit_length())]
 
     def observe(self, rank: int | None, asked: int) -> None:
-        """Of `asked` outcomes, which came in time, the one in place `rank` happened, or none of them."""
+        """Of `asked` outcomes that were drafted in time, the one at `rank` happened; None: none of them."""
         for i in range(min(asked, len(self._hits))):
             self._hits[i] = FORGET * self._hits[i] + (i == rank)
             self._looks[i] = FORGET * self._looks[i] + 1
 
     def rate(self, outcomes: int) -> float:
-        """Share of verifications whose outcome is among so many."""
+        """Share of verifications whose outcome is among the first `outcomes`."""
         return min(1.0, sum(hits / looks for hits, looks in zip(self._hits[:outcomes], self._looks, strict=False)))
 
 
 @dataclass(frozen=True)
 class Pending:
-    """Drafts that are out while a step could begin.  Times in seconds."""
+    """Drafts that were asked for and have not come, while a step could begin.  Times in seconds."""
 
     missing: Sequence[int]
-    """Places of the requests whose drafts are out."""
+    """Indices of the requests whose drafts have not come."""
     k: int
     """Tokens per draft, as asked for."""
     draft_s: float
-    """How long they take, from when they were asked for."""
+    """Expected time from asking to having them."""
     waited_s: float
-    """Since then."""
+    """Time since they were asked for."""
 
     @property
     def left_s(self) -> float:
-        """What is left to wait.  Drafts that are overdue are expected to take as long again as they are overdue."""
+        """Expected time left to wait.  Overdue drafts are expected to take as long again as they are overdue."""
         return abs(self.draft_s - self.waited_s)
 
 
@@ -141,9 +141,10 @@ def waiting_pays(
     step_s: Callable[[float], float],
     base: int,
 ) -> bool:
-    """Whether a step should wait for drafts that are out, rather than go with those at hand, as spent on `survivals`.
+    """Whether a step should wait for `pending` drafts rather than begin with the available ones.
 
-    A request may have another draft at hand, of its own text: what is out counts where it is expected to bring more.
+    `survivals`: those of the available drafts, per request; `at_hand`: the budget spent on them.  A pending draft counts by its
+    expected gain over the request's available draft.
     """
     more = more_tokens = 0.0
     for i in pending.missing:
@@ -157,28 +158,28 @@ def waiting_pays(
 
 
 class Ask(StrEnum):
-    """Which drafts are asked for."""
+    """Which drafts the drafters are asked for."""
 
     PLAIN = "plain"
-    """None; requests' own text may draft."""
+    """No drafts; look-ups may still draft."""
     DRAFT = "draft"
-    """The next ones, once an outcome is known."""
+    """A fresh draft after each verification."""
     AHEAD = "ahead"
-    """Those of likely outcomes, while they are being verified."""
+    """Drafts for likely outcomes of a verification, while it runs."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """What the next steps run over and what drafts would bring.  Times in seconds."""
+    """What the next steps run over, and what drafts are expected to add."""
 
     requests: int
-    """Decoding."""
+    """Requests that are decoding."""
     base: int
-    """Tokens of a step without drafts."""
+    """Tokens of a step without draft tokens."""
     alone: Prospect
-    """Of what needs no drafter: the requests' own text."""
+    """With look-ups alone, which need no drafter."""
     drafted: Prospect
-    """Of all there would be with drafters."""
+    """With drafters and look-ups."""
     foresight: Foresight
 
 
@@ -190,25 +191,26 @@ class Choice:
     k: int
     """Tokens per draft; 0 for `PLAIN`."""
     tokens_per_s: float
+    """Expected, over all requests."""
     outcomes: int = 0
-    """Per request; for `AHEAD`."""
+    """Outcomes per request; 0 except for `AHEAD`."""
 
 
 class Times(NamedTuple):
-    """What was measured, in seconds."""
+    """Predictions from measured times, in seconds."""
 
     step: Callable[[float], float]
-    """Of a step of so many tokens."""
+    """A step, by its tokens."""
     draft: DraftSeconds
-    """Of fresh drafts."""
+    """Fresh drafts, where nothing is drafted ahead."""
     miss: DraftSeconds
-    """Of fresh drafts where outcomes are enumerated ahead."""
+    """Fresh drafts after a miss, where outcomes are drafted ahead."""
     enumerate: DraftSeconds
-    """Of drafting ahead for so many outcomes, over all requests."""
+    """Drafting ahead, by the outcomes of all requests together."""
 
 
 def goodputs(load: Load, times: Times) -> dict[Ask, Choice]:
-    """The best of each kind."""
+    """The choice of each kind that emits the most tokens per second."""
     n, alone, drafted, step_s = load.requests, load.alone, load.drafted, times.step
     plain_tokens, plain_gain = alone.tokens[-1], alone.gains[-1]
     plain = n * (1 + plain_gain) / step_s(load.base + n * plain_tokens)
@@ -223,9 +225,9 @@ def goodputs(load: Load, times: Times) -> dict[Ask, Choice]:
         consider(Ask.DRAFT, k, emitted / (seconds + times.draft(n, k)))
         for outcomes in load.foresight.choices:
             h = load.foresight.rate(outcomes)
-            # A pass per token that is verified, then one per token of the outcomes' drafts.
+            # One pass per verified token, then one per token of the outcomes' drafts.
             if times.enumerate(n * outcomes, 2 * k) > max(seconds - times.draft(n * (1 - h), k), 0.0):
-                # What is not enumerated while the step runs, beside what was missed, comes too late: a batch is sent whole.
+                # With drafts for misses, this takes longer than a step: all outcomes come too late.
                 h = 0.0
             gain = plain_gain + h * (drafted.gains[k] - plain_gain)
             tokens = plain_tokens + h * (drafted.tokens[k] - plain_tokens)
@@ -237,28 +239,28 @@ def goodputs(load: Load, times: Times) -> dict[Ask, Choice]:
 
 
 class Plan(NamedTuple):
-    """What drafters are asked for: tokens per draft at most, and outcomes ahead per request."""
+    """What drafters are asked for: the most tokens per draft, and outcomes drafted ahead per request."""
 
     k: int
     outcomes: int = 0
 
 
 class Promises:
-    """How much of what it promised each kind of asking brings.
+    """Learns which part of its predicted tokens per second each kind of asking reaches.
 
-    Promises are made of steps, drafts and chances, each measured by itself.  What comes of all three together (a drafter that
-    is asked for more than it can make, cores that slow each other) shows in the tokens alone.
+    Predictions combine steps, drafts and chances, each measured by itself.  Their effects on each other (a drafter asked for
+    more than it can make, cores that slow each other) show only in the tokens emitted.
     """
 
     def __init__(self) -> None:
         self._logs: dict[Ask, float] = {}
 
     def kept(self, ask: Ask) -> float:
-        """Of a kind's promise, in the mean; 1 while nothing is known."""
+        """Mean of measured over predicted tokens per second for a kind; 1 while nothing is known."""
         return math.exp(self._logs.get(ask, 0.0))
 
     def observe(self, ask: Ask, promised: float, brought: float, tokens: int) -> None:
-        """In the last window `ask` was asked for: a rate as promised, and as it came, of so many tokens."""
+        """Takes a window in which `ask` was asked for: its predicted and its measured rate, and its tokens."""
         before = self._logs.get(ask, 0.0)
         self._logs = {other: FADE * known for other, known in self._logs.items()}
         weight = min(tokens / (tokens + DOUBTFUL), TRUST)
@@ -266,23 +268,23 @@ class Promises:
 
 
 class Asking:
-    """What one verifier asks its drafters for."""
+    """Chooses what one verifier asks its drafters for."""
 
     def __init__(self) -> None:
         self.choice = Choice(Ask.PLAIN, 0, 0.0)
         self.promises = Promises()
         self._steps, self._requests = 0, 0
-        """Since the kind was chosen; decoding at the last choice."""
+        """Steps since the kind was chosen; requests decoding at the last choice."""
 
     def choose(self, load: Load, times: Times, only: Ask | None = None, brought: float = 0.0, tokens: int = 0) -> Choice:
-        """The best, or the present kind while nothing is clearly better; with `only`, the best of that kind.
+        """The best choice; that of the present kind while no other is clearly better.  With `only`, the best of that kind.
 
-        `brought`: tokens per second of each request since the last choice, from so many tokens in all; 0: not known.
+        `brought`: measured tokens per second per request since the last choice, from `tokens` tokens in all; 0: not known.
         """
         offers, last, requests = goodputs(load, times), self.choice, self._requests
         self._requests = load.requests
         if brought and last.tokens_per_s and last.ask in offers and requests / 2 < load.requests < requests * 2:
-            # Speed and load have wandered meanwhile: what was promised then and would be now are equally good.
+            # Speed and load have changed meanwhile: take the geometric mean of the predictions made then and now.
             promised = math.sqrt(last.tokens_per_s / requests * offers[last.ask].tokens_per_s / load.requests)
             self.promises.observe(last.ask, promised, brought, tokens)
         if only is not None:
@@ -300,6 +302,6 @@ class Asking:
         return self.choice
 
     def stepped(self) -> bool:
-        """One more step; whether it probes: asks ahead, and nobody waits for more than the present choice does."""
+        """Counts a step.  Returns whether it is part of a probe: drafters are asked ahead, but steps wait as without it."""
         self._steps += 1
         return self.choice.ask != Ask.AHEAD and self._steps % PROBE_EVERY < PROBE_STEPS

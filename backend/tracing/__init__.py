@@ -1,9 +1,9 @@
-"""Traces of requests through gateway, verifier and drafter, by OpenTelemetry.  Any process; the one home of that library.
+"""Traces of requests through gateway, verifier and drafter, with OpenTelemetry.  Any process; no other package imports it.
 
-Off unless `tracing.endpoint` is set: then `open_tracing` returns None, nobody holds a `Tracing`, and nothing is imported.  When
-on, each process exports its own spans over OTLP/HTTP from a thread of its own; a collector that is slow or gone costs spans and
-nothing else.  What ties a request's spans together is the W3C trace context, which travels with it: in HTTP headers, in vLLM's
-`trace_headers`, and in `Open` on the drafting wire.  Whether a trace is kept is decided once, where it begins.
+Without `tracing.endpoint` tracing is off: `open_tracing` returns None, and OpenTelemetry is not imported.  If on, each process
+exports its spans over OTLP/HTTP from a separate thread.  If the collector is slow or gone, only spans are lost.  The W3C trace
+context connects a request's spans.  It travels in HTTP headers, in vLLM's `trace_headers`, and in `Open` on the drafting wire.
+Whether a trace is kept is decided once, where it begins.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from backend.config.sources import ConfigError
 Kind = Literal["server", "internal"]
 Value = str | int | float | bool
 CLOSE_S = 2.0
-"""How long the last spans of a process may take to leave."""
+"""Seconds that a process may spend at its end on sending its last spans."""
 
 logger = logging.getLogger(__name__)
 
@@ -27,24 +27,24 @@ MISSING = "tracing.endpoint is set, but OpenTelemetry is not installed: pip inst
 
 
 class TracingError(ConfigError):
-    """Tracing was asked for and cannot be had; the message is one line."""
+    """Tracing was asked for, but its packages are missing; the message is one line."""
 
 
 def check(settings: TracingSettings) -> None:
-    """Raises `TracingError` when tracing is asked for and its packages are missing."""
+    """Raises `TracingError` if tracing is on and its packages are missing."""
     if settings.endpoint is not None:
         _import()
 
 
 def open_tracing(settings: TracingSettings, role: str, instance: str) -> Tracing | None:
-    """This process's tracing; None when it is off.  `role` is gateway, verifier or drafter.  Raises `TracingError`."""
+    """This process's tracing; None if it is off.  `role` is gateway, verifier or drafter.  Raises `TracingError`."""
     if settings.endpoint is None:
         return None
     return Tracing(role, instance, _import().exporter(endpoint=settings.endpoint, timeout=CLOSE_S))
 
 
 class _OpenTelemetry:
-    """What we use of the library."""
+    """What is used of OpenTelemetry; the constructor imports the library."""
 
     def __init__(self) -> None:
         from opentelemetry import trace
@@ -70,7 +70,7 @@ def _import() -> _OpenTelemetry:
 
 
 class _Once(logging.Handler):
-    """Makes one line of the library's first complaint and drops the rest: it logs every failed export, with its traceback."""
+    """Logs OpenTelemetry's first warning in one line and drops the rest, which are a traceback per failed export."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -91,9 +91,9 @@ def _tell_once() -> None:
 
 
 class Tracing:
-    """Starts spans.  `exporter` is OpenTelemetry's; tests give one that keeps spans in memory.
+    """Starts spans.  `exporter` is an OpenTelemetry exporter; tests pass one that keeps spans in memory.
 
-    Which traces are kept is the library's own matter (`OTEL_TRACES_SAMPLER`).
+    OpenTelemetry's own setting `OTEL_TRACES_SAMPLER` decides which traces are kept.
     """
 
     def __init__(self, role: str, instance: str, exporter: Any) -> None:
@@ -104,7 +104,7 @@ class Tracing:
         except importlib.metadata.PackageNotFoundError:
             version = "0"
         about = {"service.name": f"outrider-{role}", "service.instance.id": instance, "service.version": version}
-        # Not the library's global provider: several of ours may live in one process, and vLLM has its own.
+        # Not the library's global provider: a process may have several `Tracing` objects, and vLLM has its own.
         self._provider = library.provider(resource=library.resource(about), shutdown_on_exit=False)
         self._provider.add_span_processor(
             library.batches(exporter, schedule_delay_millis=1000, export_timeout_millis=CLOSE_S * 1000)
@@ -115,7 +115,7 @@ class Tracing:
     def start(
         self, name: str, headers: Mapping[str, str] | None, kind: Kind = "internal", start_ns: int | None = None
     ) -> Span | None:
-        """A span below the context in `headers`, or a new trace without one; None when that trace is not kept.
+        """Starts a span below the context in `headers`, or a new trace without a context; None if the trace is not kept.
 
         A malformed context counts as none.
         """
@@ -125,13 +125,13 @@ class Tracing:
         return Span(self, span) if span.is_recording() else None
 
     def close(self) -> None:
-        """Sends what is left, within `CLOSE_S`."""
+        """Sends the remaining spans, within `CLOSE_S`."""
         self._provider.force_flush(int(CLOSE_S * 1000))
         self._provider.shutdown()
 
 
 class Span:
-    """A piece of a trace that is kept.  Attributes must be numbers, counts and names: no prompt and no output."""
+    """A span of a trace that is kept.  Attributes may be numbers and names, never prompts or outputs."""
 
     def __init__(self, tracing: Tracing, span: Any) -> None:
         self._tracing = tracing
@@ -139,32 +139,30 @@ class Span:
 
     @property
     def headers(self) -> dict[str, str]:
-        """The context in which what this causes elsewhere belongs: `traceparent`, and `tracestate` where there is one."""
+        """The trace context for child spans elsewhere: `traceparent`, and `tracestate` if there is one."""
         library, headers = self._tracing._library, dict[str, str]()
         library.contexts.inject(headers, context=library.trace.set_span_in_context(self._span))
         return headers
 
     def rename(self, name: str) -> None:
-        """When the right name is known only later."""
+        """Changes the name, if the right one is known only later."""
         self._span.update_name(name)
 
     def set(self, attributes: Mapping[str, Value]) -> None:
-        """Attributes of the span."""
         self._span.set_attributes(attributes)
 
     def event(self, name: str, attributes: Mapping[str, Value] | None = None) -> None:
-        """Something that happened now."""
         self._span.add_event(name, attributes)
 
     def child(self, name: str, start_ns: int, end_ns: int, attributes: Mapping[str, Value] | None = None) -> None:
-        """A part of this one, over already."""
+        """Adds a child span that has already ended."""
         child = self._tracing.start(name, self.headers, start_ns=start_ns)
         if child is not None:
             child.set(attributes or {})
             child.end(end_ns)
 
     def end(self, end_ns: int | None = None, failed: str = "") -> None:
-        """It is over; `failed` says why it is an error."""
+        """Ends the span; a non-empty `failed` marks it as an error, for that reason."""
         if failed:
             trace = self._tracing._library.trace
             self._span.set_status(trace.Status(trace.StatusCode.ERROR, failed))

@@ -1,7 +1,7 @@
-"""A DEALER for asyncio: sends without waiting, receives by awaiting, and knows when its peer has gone.
+"""A DEALER for asyncio: sends without waiting, receives by awaiting, and reports a lost connection.
 
-Lives in the event loop of the process that made it (the gateway's); not thread-safe.  Built on `sockets.connect_dealer`, so
-addresses, heartbeats and CURVE are as there.  Plain sockets and the loop's readers: `zmq.asyncio` takes twice the time.
+Used in the gateway's event loop; not thread-safe.  `sockets.connect_dealer` makes the socket, with addresses, heartbeats and
+CURVE.  The event loop watches the plain socket, because `zmq.asyncio` takes twice the time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _Watched:
         self._loop.add_reader(socket.fileno(), self._look)
 
     async def receive(self) -> list[bytes]:
-        """The next message's frames.  Others get their turn first: a peer may send as fast as its messages are read."""
+        """The next message's frames.  Yields to other tasks first: a peer may send as fast as its messages are read."""
         await asyncio.sleep(0)
         while True:
             try:
@@ -38,11 +38,11 @@ class _Watched:
             except zmq.Again:
                 self._waiting = self._loop.create_future()
                 if self._unsent:
-                    self._look()  # receiving may have been told that there is room
+                    self._look()  # receiving may have consumed the signal that there is room to send
                 await self._waiting
 
     def send(self, frames: Sequence[Buffer]) -> None:
-        """Sends, or keeps for later what the queue does not take."""
+        """Sends a message; while the socket's queue is full, keeps it for later."""
         self._unsent.append(frames)
         self._look()
 
@@ -55,7 +55,7 @@ class _Watched:
     def _look(self) -> None:
         if self._unsent:
             self._flush()
-        # The descriptor tells of a change once, and sending may have been told.
+        # The descriptor signals a change once, and sending may have consumed it.
         if self._waiting is not None and self.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
             self._wake()
 
@@ -90,11 +90,10 @@ class AsyncDealer:
             self._socket.send(frames)
 
     async def receive(self) -> list[bytes]:
-        """The next message's frames."""
         return await self._socket.receive()
 
     async def disconnected(self) -> None:
-        """Returns when an established connection has been lost: messages may be gone, whatever comes next."""
+        """Returns when an established connection has been lost.  Messages may be lost too, even if it reconnects."""
         while True:
             message = parse_monitor_message(await self._monitor.receive())
             if message["event"] == zmq.EVENT_DISCONNECTED:

@@ -1,4 +1,4 @@
-"""One thread's sockets and its wake-up.  The loops of verifiers and drafters are built on it.
+"""One thread's sockets and its wake-up: the basis of verifiers' and drafters' loops.
 
 A `Hub` belongs to the thread that polls it; only `wake` may be called from another.
 """
@@ -26,11 +26,11 @@ class Router:
         self.refusals = refusals
 
     def connections_refused(self) -> int:
-        """How many were turned away for want of the fleet's keys; to be asked now and then."""
+        """Connections refused so far for lack of the fleet's keys.  Call it regularly (see `refusals.py`)."""
         return 0 if self.refusals is None else self.refusals.take()
 
     def receive(self) -> tuple[bytes, list[bytes]] | None:
-        """The next message as (sender, frames); None when there is none now."""
+        """The next message as (sender, frames); None if none has arrived."""
         try:
             identity, *frames = self.socket.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:
@@ -38,7 +38,7 @@ class Router:
         return identity, frames
 
     def send(self, identity: bytes, *frames: Buffer) -> bool:
-        """Queues one message; False when that peer's queue is full.  A peer that is gone is not an error."""
+        """Queues one message; returns False if that peer's queue is full.  A peer that is gone is not an error."""
         try:
             self.socket.send_multipart((identity, *frames), zmq.NOBLOCK)
         except zmq.Again:
@@ -47,20 +47,20 @@ class Router:
 
 
 class Dealer:
-    """A client socket; connects by itself, again and again."""
+    """A client socket; it reconnects by itself until it is closed."""
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self.socket = socket
 
     def receive(self) -> list[bytes] | None:
-        """The next message's frames; None when there is none now."""
+        """The next message's frames; None if none has arrived."""
         try:
             return self.socket.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:
             return None
 
     def send(self, *frames: Buffer) -> bool:
-        """Queues one message; False when the queue is full."""
+        """Queues one message; returns False if the queue is full."""
         try:
             self.socket.send_multipart(frames, zmq.NOBLOCK)
         except zmq.Again:
@@ -68,7 +68,7 @@ class Dealer:
         return True
 
     def close(self) -> None:
-        """Closes a dealer that no hub owns; what is queued is dropped."""
+        """Closes a dealer that no hub owns; queued messages are dropped."""
         self.socket.close()
 
 
@@ -100,20 +100,19 @@ class Hub:
         return Dealer(socket)
 
     def drop(self, dealer: Dealer) -> None:
-        """Closes one client socket."""
         self._poller.unregister(dealer.socket)
         self._sockets.remove(dealer.socket)
         dealer.socket.close()
 
     def poll(self, timeout_s: float) -> bool:
-        """Waits until a socket is readable or `wake` was called; False when the time ran out first."""
+        """Waits until a socket is readable or `wake` was called; returns False after `timeout_s` seconds."""
         events = self._poller.poll(max(0, round(timeout_s * 1000 + 0.499)))
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake)
         return bool(events)
 
     def wake(self) -> None:
-        """Ends a `poll` under way, or the next one.  Any thread."""
+        """Ends the current `poll`, or else the next one.  Any thread."""
         os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:

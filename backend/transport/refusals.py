@@ -1,7 +1,7 @@
-"""Counts the connections that a server socket turned away: another key than the fleet's, none, or no CURVE at all.
+"""Counts the connections that a server socket refused: the peer had a wrong key, no key, or no CURVE.
 
-Belongs to the thread of the server socket.  libzmq reports each failed handshake to an inproc socket, which must be
-emptied now and then: it is unbounded, so that whoever knocks all day costs a few bytes each time and never holds a thread up.
+Used by the thread of the server socket.  libzmq reports each failed handshake to an inproc socket.  That socket is unbounded:
+a failed handshake costs a few bytes and never blocks a thread.  Therefore it must be emptied regularly (`take`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Refusals:
         self._reports.connect(address)
 
     def take(self) -> int:
-        """Reads what was reported since the last call; returns how many connections were turned away so far."""
+        """Reads the reports since the last call; returns the number of connections refused so far."""
         before = self._count
         while True:
             try:
@@ -49,6 +49,6 @@ class Refusals:
         return self._count
 
     def close(self) -> None:
-        """Before the server socket is closed."""
+        """Stops watching; must be called before the server socket is closed."""
         self._server.disable_monitor()
         self._reports.close()

@@ -1,16 +1,16 @@
-"""Features between two processes of one host through shared memory.  Writer: the verifier's worker; reader: the drafter.
+"""A ring in shared memory for features, between processes of one host.  Writer: a verifier's worker; reader: a drafter.
 
-A Unix socket moves a large message in pieces of its small buffer, with a thread's turn for each; here it is copied in once and
-out once, and only a position travels in the message that announces it.
+A Unix socket moves a large message in pieces of its small buffer, with a thread switch for each.  Here the data is copied in
+once and out once, and the message on the socket holds only its position.
 
     the segment   [ token, 16 bytes | tail, 8 bytes | ... to HEADER | `capacity` bytes of data ]
 
-Positions count bytes since the beginning and never fall.  The writer owns the head, the reader the tail (in the segment): all
-between them is unread.  A write that finds no room returns None, and the sender uses its socket: nobody ever waits here.
+Positions count bytes since the start and never decrease.  The writer owns the head, the reader the tail (in the segment).
+Everything between them is unread.  If there is no room, `write` returns None and the sender uses its socket; nothing waits.
 
-The segment is a memfd: it has no name, is gone with the last process that maps it, however that ends, and cannot shrink under
+The segment is a memfd: it has no name, vanishes with the last process that maps it, however that ends, and cannot shrink under
 its reader (sealed).  The reader opens it through the writer's `/proc/PID/fd`, which works for the same user in the same PID
-namespace, and checks the token; where that fails the sockets are used.
+namespace, and checks the token.  If that fails, the sockets are used.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class RingRef(msgspec.Struct, frozen=True, array_like=True):
-    """A segment of shared memory as another process of the host finds it."""
+    """Where another process of the same host finds a segment of shared memory."""
 
     pid: int
     fd: int
@@ -37,7 +37,7 @@ class RingRef(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RingWriter:
-    """Makes a segment of `capacity` bytes of data; pages are used when first written to.  Raises `OSError`."""
+    """Makes a segment for `capacity` bytes of data; memory is used only as it is written to.  Raises `OSError`."""
 
     def __init__(self, capacity: int) -> None:
         self._fd = os.memfd_create("outrider-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -54,11 +54,11 @@ class RingWriter:
         self.ref = RingRef(os.getpid(), self._fd, token, capacity)
 
     def write(self, data: bytes | memoryview) -> int | None:
-        """Copies `data` in; returns its position, None when there is no room now."""
+        """Copies `data` into the ring; returns its position, or None if there is no room now."""
         size, capacity, at = len(data), self.ref.capacity, self._head
         tail = max(_get_tail(self._map), self._floor)
         if tail >= at:
-            # All was read: begin at the front again, which is still in the processor's cache.
+            # Everything was read: start at the front again, whose memory is still in the processor's cache.
             at = tail = self._floor = -(-at // capacity) * capacity
         elif at % capacity + size > capacity:
             at += capacity - at % capacity
@@ -70,13 +70,13 @@ class RingWriter:
         return at
 
     def close(self) -> None:
-        """Lets the segment go; a reader keeps what it has mapped."""
+        """Unmaps and closes the segment; a reader's mapping stays valid."""
         self._map.close()
         os.close(self._fd)
 
 
 class RingReader:
-    """Maps a segment.  Raises `OSError` or `ValueError` when it is not there or not what it should be."""
+    """Maps a segment.  Raises `OSError` or `ValueError` if it is missing or is not what `RingWriter` makes."""
 
     def __init__(self, ref: RingRef) -> None:
         if not (ref.capacity > 0 and ref.pid > 0 and ref.fd >= 0 and len(ref.token) == TOKEN_BYTES):
@@ -97,11 +97,11 @@ class RingReader:
             raise ValueError("another segment")
 
     def read(self, position: int, size: int) -> bytearray:
-        """A copy of what was written there; it and all before it may be overwritten from now on.  Raises `ValueError`."""
+        """Copies `size` bytes at `position`.  These and all earlier bytes may then be overwritten.  Raises `ValueError`."""
         at = position % self._capacity
         if position < 0 or size < 0 or at + size > self._capacity or position + size >= 1 << 63:
             raise ValueError("a position outside the ring")
-        # Not by slice assignment, which copies what is no bytearray twice.
+        # No plain slice of the map: converting it to a bytearray would copy the data twice.
         with memoryview(self._map) as whole, whole[HEADER + at : HEADER + at + size] as part:
             data = bytearray(part)
         if position + size > _get_tail(self._map):
@@ -109,10 +109,9 @@ class RingReader:
         return data
 
     def close(self) -> None:
-        """Unmaps the segment."""
         self._map.close()
 
 
 def _get_tail(segment: mmap.mmap) -> int:
-    """Eight aligned bytes, which both sides copy at once."""
+    """Reads the tail: eight aligned bytes, which both sides copy atomically."""
     return int.from_bytes(segment[TOKEN_BYTES : TOKEN_BYTES + 8], "little")

@@ -1,9 +1,9 @@
-"""How Outrider's data-plane sockets are made.  Any process; a socket belongs to the thread that made it.
+"""Makes the data plane's ZeroMQ sockets.  Any process; a socket belongs to the thread that made it.
 
-Servers (verifiers towards gateways, drafters towards verifiers) bind a ROUTER; clients connect a DEALER.  On one host the
-address is `ipc://` inside a directory only the user may enter.  Across hosts it is `tcp://`, and then both ends speak CURVE:
-the server proves itself with its own key, and accepts only the fleet's client key, which the coordinator hands out.  A server
-may listen at both: its own node's processes then come by the ipc address.
+Servers (verifiers for gateways, drafters for verifiers) bind a ROUTER; clients connect a DEALER.  On one host the address is
+`ipc://`, in a directory that only the user may enter.  Between hosts it is `tcp://` with CURVE: the server proves itself with a
+key of its own, and accepts only the fleet's client key, which the coordinator hands out.  A server may listen at both; then
+processes of its own node use ipc.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from backend.fleet import Member, reached_at
 HEARTBEAT_MS = 1000
 HEARTBEAT_TIMEOUT_MS = 5000
 CONNECT_TIMEOUT_MS = 2000
-"""The kernel repeats a lost SYN after ever longer times; a link that is back is found by trying anew."""
+"""Limit of one attempt to connect.  The kernel repeats a lost SYN ever more slowly; a new attempt finds a restored link."""
 IPC = "ipc://"
 TCP = "tcp://"
 PORT_RANGE = re.compile(r"(?P<host>tcp://.+):(?P<first>\d+)-(?P<last>\d+)")
@@ -38,7 +38,6 @@ class ServerKeys(msgspec.Struct, frozen=True):
 
 
 def new_server_keys() -> ServerKeys:
-    """A fresh CURVE key pair."""
     public, secret = zmq.curve_keypair()
     return ServerKeys(public.decode(), secret.decode())
 
@@ -47,8 +46,8 @@ def new_server_keys() -> ServerKeys:
 class Wire:
     """One process's ZeroMQ context and fleet credentials.
 
-    `fleet_keys` is the fleet-wide client pair; servers accept this client alone, clients present it.  Without it only `ipc://`
-    addresses are allowed.  `node_id` is the Ray node that the process runs on, where that is known.
+    `fleet_keys` is the client key pair of the whole fleet: clients present it, and servers accept no other.  Without it only
+    `ipc://` addresses are allowed.  `node_id` is the Ray node of this process, if known.
     """
 
     fleet_keys: ServerKeys | None = None
@@ -57,7 +56,7 @@ class Wire:
     _authenticator: zmq.auth.thread.ThreadAuthenticator | None = None
 
     def allow_only_fleet(self) -> None:
-        """Starts the ZAP handler that refuses every client key but the fleet's."""
+        """Starts the ZAP handler, which refuses all client keys except the fleet's."""
         if self._authenticator is not None or self.fleet_keys is None:
             return
         authenticator = zmq.auth.thread.ThreadAuthenticator(self.context)
@@ -67,7 +66,7 @@ class Wire:
         self._authenticator = authenticator
 
     def route(self, member: Member) -> str:
-        """The address at which this process connects to a member: over ipc on its own node, where it may use the socket."""
+        """The address at which this process connects to a member: ipc on the same node, if it may write to that socket."""
         address = reached_at(member, self.node_id)
         if address != member.address and not os.access(address.removeprefix(IPC), os.W_OK):
             return member.address
@@ -81,7 +80,7 @@ class Wire:
 
 
 class _OneKey:
-    """zmq.auth's credentials provider: one client key is known."""
+    """A credentials provider for `zmq.auth` that accepts a single client key."""
 
     def __init__(self, public: bytes) -> None:
         self._public = public
@@ -102,15 +101,15 @@ def _common(socket: zmq.Socket[bytes], address: str, high_water_mark: int) -> No
 def bind_router(
     wire: Wire, address: str, keys: ServerKeys | None = None, high_water_mark: int = 1000, local_address: str = ""
 ) -> tuple[zmq.Socket[bytes], str]:
-    """A bound ROUTER and the address it is reached at.
+    """Binds a ROUTER; returns it with the address at which it is reached.
 
-    `tcp://host:0` becomes the port that was free, `tcp://host:20000-20009` the first free one of these.  `local_address`, an
-    ipc one, is listened at as well.  Raises `ValueError` for a tcp address without keys, `OSError` when one cannot be bound.
+    `tcp://host:0` binds any free port, `tcp://host:20000-20009` the first free port of the range.  The socket also listens at
+    `local_address` (ipc).  Raises `ValueError` for a tcp address without keys, `OSError` if an address cannot be bound.
     """
     socket: zmq.Socket[bytes] = wire.context.socket(zmq.ROUTER)
     _common(socket, address, high_water_mark)
     try:
-        # A listener keeps the options of the moment it is made: this one has no CURVE yet, the directory protects it.
+        # A listener keeps the options in force when it is bound.  So this one has no CURVE; its directory protects it.
         if local_address:
             _bind(socket, local_address)
         if address.startswith(TCP):
@@ -127,7 +126,7 @@ def bind_router(
 
 
 def _bind(socket: zmq.Socket[bytes], address: str) -> str:
-    """Listens at `address`, or at the first free port of its range; returns what it is reached at.  Raises `OSError`."""
+    """Listens at `address`, or at the first free port of its range; returns the address bound.  Raises `OSError`."""
     ranged = PORT_RANGE.fullmatch(address)
     ports = range(int(ranged["first"]), int(ranged["last"]) + 1) if ranged else ()
     *earlier, last = [f"{ranged['host']}:{port}" for port in ports] if ranged else [address]
@@ -147,13 +146,13 @@ def connect_dealer(
 ) -> zmq.Socket[bytes]:
     """A DEALER connecting to `address` as `identity`; it reconnects by itself until closed.
 
-    `high_water_mark`: messages that wait to be sent; those that came in and are not read yet are not bounded.
-    Raises `ValueError` for a tcp address without the server's key or the fleet's.
+    `high_water_mark`: messages that may wait to be sent; received messages that are not yet read are unbounded.
+    Raises `ValueError` for a tcp address without the server's key or the fleet's keys.
     """
     socket: zmq.Socket[bytes] = wire.context.socket(zmq.DEALER)
     _common(socket, address, high_water_mark)
-    # With a full inbox the connection is not read any more, heartbeats included; so it is made anew, and libzmq 4.3.5 ends the
-    # process when the inbox is read at last (libzmq issue 3937).  What a server says is bounded by what it was asked.
+    # The inbox must be unbounded.  With a full one, libzmq stops reading the connection, misses heartbeats and reconnects; when
+    # the inbox is read later, libzmq 4.3.5 ends the process (libzmq issue 3937).  Servers only send what clients asked for.
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.IDENTITY, identity)
     socket.setsockopt(zmq.RECONNECT_IVL, 50)
@@ -172,7 +171,7 @@ def connect_dealer(
 
 @contextlib.contextmanager
 def unlink_ipc_on_exit(*addresses: str) -> Iterator[None]:
-    """Removes the socket files behind the `ipc://` addresses among these when the block ends."""
+    """Removes the socket files of those `addresses` that are `ipc://` when the block ends."""
     try:
         yield
     finally:

@@ -1,1 +1,1 @@
-"""The verifier: vLLM's engine core with our scheduler and model-runner mixin, behind a ZeroMQ socket."""
+"""The verifier: vLLM's engine core with our scheduler and model-runner mixins, behind a ZeroMQ socket."""

@@ -24,7 +24,7 @@ class VerifierActor(MemberActor):
         fleet_keys: ServerKeys | None,
         server_keys: ServerKeys | None,
     ) -> MemberProcess:
-        # vLLM is imported only now: the fleet already knows that this member is starting.
+        # vLLM's import is slow; the fleet now knows that this member is starting.
         from backend.verifier.process import VerifierProcess
 
         return VerifierProcess(

@@ -39,11 +39,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SEGMENTS, SEGMENT_NAME = Path("/dev/shm"), "vllm_dist_"
-"""Memory through which vLLM's tensor-parallel ranks reduce on CPUs; each removes its own as it ends, if it is not killed."""
+"""Shared memory through which vLLM's tensor-parallel ranks reduce on CPUs; a killed rank leaves its segment behind."""
 
 
 class VerifierProcess:
-    """Start, assign drafters, read counters, stop.  Rows go to files where the settings name a directory."""
+    """A verifier in this process.  Its records are written to files if `records.dir` is set."""
 
     def __init__(
         self,
@@ -70,10 +70,10 @@ class VerifierProcess:
         self._segments: set[Path] = set()
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
         self.on_crash: Callable[[], None] = lambda: os._exit(70)
-        """What happens when the engine thread dies: the process must not linger (Ray starts another)."""
+        """Called when the engine thread dies.  The default ends the process, so that Ray starts another."""
 
     def start(self) -> None:
-        """Loads the model and starts serving; returns when ready, raises what went wrong otherwise."""
+        """Loads the model and starts serving; returns when ready.  Raises the error if the start fails."""
         self._thread.start()
         self._built.wait()
         if self._failure is not None:
@@ -86,12 +86,12 @@ class VerifierProcess:
         self._thread.join(timeout=30)
 
     def set_drafters(self, refs: list[DrafterRef]) -> None:
-        """Any thread."""
+        """Has the engine thread apply a new assignment.  Any thread."""
         if self._loop is not None:
             self._loop.set_drafters(refs)
 
     def stats(self) -> VerifierStats | None:
-        """The counters as of the last tick (a quarter of a second); any thread."""
+        """The counters as of the last tick (`loop.TICK_S`); None before the loop exists.  Any thread."""
         return msgspec.msgpack.decode(self._loop.published, type=VerifierStats) if self._loop else None
 
     def _main(self) -> None:
@@ -135,7 +135,7 @@ class VerifierProcess:
             self._crash()
 
     def _crash(self) -> None:
-        """A dead rank may be noticed by the engine's thread or by vLLM's: whoever comes first ends the process."""
+        """Ends the process; called by whichever thread, the engine's or one of vLLM's, first notices a dead rank."""
         for segment in self._segments:
             segment.unlink(missing_ok=True)
         self.on_crash()
@@ -143,7 +143,7 @@ class VerifierProcess:
     def _record_files(self, stats: VerifierStats) -> FileRecorder | None:
         if self._settings.records.dir is None:
             return None
-        # Only here: without records a verifier does without pyarrow.
+        # Imported only here: without records a verifier does not need pyarrow.
         from backend.records.schema import About
         from backend.records.writer import FileRecorder
 
@@ -190,7 +190,7 @@ class VerifierProcess:
 
 
 def _segments_of_ranks(executor: Any) -> set[Path]:
-    """The segments that the processes of vLLM's executor have mapped; none where the executor has no processes."""
+    """The segments that the processes of vLLM's executor, if there are any, have mapped."""
     found = set()
     for worker in getattr(executor, "workers", ()):
         with contextlib.suppress(OSError):

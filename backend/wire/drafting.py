@@ -1,24 +1,24 @@
-"""The wire between a verifier and its drafters.  Pure data; used by both sides, in any process.
+"""The drafting wire, between a verifier and its drafters.  Pure data; used by both sides, in any process.
 
-A verifier's worker ships one `Round` per engine step: a MessagePack header and one raw frame that holds the features (hidden
-states after the EAGLE `fc`; raw for EAGLE-1, or where the drafter's head learns and applies its own `fc`) of every row in it,
-in item order.  On one host large frames go through shared memory (`transport/ring.py`) and the message holds their position
-instead.  Rounds only extend the drafter's cache.  What to draft the verifier's scheduler says with `Next` on its own socket.
-The drafter answers with `Drafts` where there is no draft yet, and with `Ahead`: drafts for the likely outcomes of the
-verification that goes on meanwhile.  Nothing here is pickled.
+Rounds.  A verifier's worker sends one `Round` per engine step: a MessagePack header and one raw frame with the features of all
+its rows, in item order.  Features are hidden states after the EAGLE `fc`, or raw ones (EAGLE-1, or a head that learns and
+applies its own `fc`).  On one host, large frames go through shared memory (`transport/ring.py`) and the message holds their
+position.  Rounds only extend the drafter's cache.
 
-Noise.  A request has a seed.  The verifier's token at position t is the one that maximises `log p(v) + G(seed, t, v)`
-(`backend/noise`), the draft's the one that maximises `log q(v) + tau G(seed, t, v)`.  A draft token is accepted while it is the
-verifier's own, so what a drafter does with the noise changes how many are accepted and never the text.
+Drafts.  The verifier's scheduler sends `Next` on its own socket: what to draft.  The drafter answers with `Drafts` for requests
+without a draft, and with `Ahead`: drafts for the likely outcomes of the verification in progress.  Nothing is pickled.
 
-Signs.  With a draft come two numbers per token, its value and its lead (`backend/speculation/chances.py`), or none where the
-drafter has none.
+Noise.  A request has a seed.  The verifier's token at position t is the v that maximises `log p(v) + G(seed, t, v)`
+(`backend/noise`).  The draft token is the v that maximises `log q(v) + tau G(seed, t, v)`.  A draft token is accepted while it
+equals the verifier's own.  So a drafter's use of the noise changes how many tokens are accepted, never the text.
+
+Signs.  A draft comes with two numbers per token, its value and its lead (`backend/speculation/chances.py`), or with none.
 
 Positions.  A request's tokens are `x[0..n-1]`, `n = base_len`.  Feature row `p` is the target's feature of position `p` and
 is paired with the token at `p + 1`.  So a message with `rows` rows and base length `n` carries the features of the positions
-`n - 1 - rows .. n - 2`, and `start = n - 1 - rows`.  A drafter that holds more positions than `start` truncates to it; one
-that holds fewer keeps a gap (a round was lost, or the target's prefix cache computed nothing there): positions stay right,
-only context is missing.  Drafts are therefore never wrong, merely less often accepted.
+`n - 1 - rows .. n - 2`, and `start = n - 1 - rows`.  A drafter that holds more positions than `start` truncates to it.  One
+that holds fewer keeps a gap (a round was lost, or the target took these positions from its prefix cache).  Positions stay right
+and only context is missing, so drafts are accepted less often.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from backend.transport.ring import RingRef
 PROTOCOL_VERSION = 6
 
 HELLO_FIRST = "hello first"
-"""The reason of a refusal that greeting again, and opening all requests again, will cure."""
+"""The reason in `Refused` after which the verifier must greet the drafter again and open all requests again."""
 
 FeatureDtype = Literal["float32", "bfloat16", "float16"]
 Role = Literal["features", "drafts"]
 TargetTensor = Literal["embed_tokens.weight", "lm_head.weight", "norm.weight"]
-"""What a head may share with its target, or be taught by."""
+"""Tensors of the target that a head may share, or that its training uses."""
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """First message on a socket.  `features` sockets send rounds; `drafts` sockets receive their answers."""
+    """First message on a socket.  `features` sockets send rounds; `drafts` sockets send `Next` and receive drafts."""
 
     version: int
     verifier_id: str
@@ -49,34 +49,34 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     epoch: int
     """Counts this verifier's process starts and reassignments: answers to an older epoch are dropped by both sides."""
     ring: RingRef | None = None
-    """Shared memory in which this socket's rounds may leave their features."""
+    """Shared memory into which this socket's rounds may write their features."""
     weights: int = 0
-    """Counts the exchanges of the target's weights: features of another number fit these no longer."""
+    """Counts the exchanges of the target's weights.  Features sent under another number no longer fit."""
     target: str = ""
-    """Names the target's weights: the same for verifiers that run the same; empty: those of the start."""
+    """Names the target's weights; equal for verifiers with the same weights.  Empty: the weights of the start."""
 
 
 class Open(msgspec.Struct, frozen=True, tag="open"):
-    """(Re)opens a request on a drafter that may know nothing of it: all `base_len` tokens, features for the last `rows`."""
+    """Opens a request on a drafter, for the first time or again: all `base_len` tokens, features for the last `rows`."""
 
     request_id: str
     base_len: int
     tokens: list[int]
     rows: int
     seed: int = 0
-    """Of the noise that verifier and drafter share; 64 bits, unsigned."""
+    """Seed of the shared noise; 64 bits, unsigned."""
     temperature: float = 0.0
-    """The request's; 0: greedy, without noise."""
+    """The request's temperature; 0: greedy, without noise."""
     trace: str = ""
     """The W3C `traceparent` below which the drafter's span belongs; empty: the request is not traced."""
     prompt: int = 0
-    """Tokens of the prompt; the others are the target's own."""
+    """Number of prompt tokens; the target generated the rest."""
     learn: bool = True
     """Whether a drafter may learn from the request."""
 
 
 class Commit(msgspec.Struct, frozen=True, tag="commit"):
-    """What verification decided: the newest tokens, `tokens[-1]` standing at position `base_len - 1`."""
+    """A request's newest tokens, after a verification or prefill; `tokens[-1]` is at `base_len - 1`."""
 
     request_id: str
     base_len: int
@@ -100,31 +100,31 @@ class Round(msgspec.Struct, frozen=True, tag="round"):
     """Width of a feature row; 0 when no features travel (an n-gram drafter)."""
     items: list[Open | Commit | Close]
     at: int | None = None
-    """Where in the ring the features are; there is no frame then."""
+    """Position of the features in the ring; then there is no frame.  None: they are in the frame."""
 
 
 class NextItem(msgspec.Struct, frozen=True, array_like=True):
-    """What a verifier wants next for one request, once the drafter knows it to be `base_len` tokens long."""
+    """What to draft next for one request, once the drafter has its first `base_len` tokens."""
 
     request_id: str
     base_len: int
     k: int
-    """Draft tokens wanted per outcome, and in the fresh draft."""
+    """Longest draft, in tokens: for each outcome, and for the fresh draft."""
     verifying: list[int]
-    """The draft the verifier is verifying right now at `base_len`; empty: it has none, draft afresh."""
+    """The draft that the verifier is verifying now at `base_len`; empty: none, so a fresh draft is needed."""
     outcomes: int
-    """How many outcomes to precompute at most; 0 = none."""
+    """Number of outcomes to draft ahead for, at most; 0: none."""
     floor: float = 0.0
-    """A draft ends before the first token whose survival, the product of the chances up to it, falls below this."""
+    """A draft ends before the first token whose survival (the product of the chances up to it) is below this."""
 
 
 class Next(msgspec.Struct, frozen=True, tag="next"):
-    """Once per engine step on the `drafts` socket: before or after the `Round` that brings `base_len`."""
+    """What to draft next.  Sent once per engine step on the `drafts` socket, before or after the step's `Round`."""
 
     epoch: int
     items: list[NextItem]
     judges: list[list[float]] = []
-    """The weights of `chances` for greedy and for sampled requests; empty: no draft ends before its `k`."""
+    """Weights of `speculation/chances.py` for greedy and for sampled requests; empty: no draft ends before its `k`."""
 
 
 class Part(msgspec.Struct, frozen=True, tag="part"):
@@ -134,15 +134,15 @@ class Part(msgspec.Struct, frozen=True, tag="part"):
     first: int
     rows: int
     of: int
-    """Rows of the whole tensor; a vector is one row; 0: this target has no such tensor to give."""
+    """Rows of the whole tensor (a vector is one row); 0: the target has no such tensor to send."""
     width: int
     dtype: FeatureDtype
 
 
 class Want(msgspec.Struct, frozen=True, tag="want"):
-    """On the `drafts` socket: a drafter asks for rows of one of the target's tensors, from `first` on.
+    """A drafter's request for rows of one of the target's tensors, from `first` on; sent on the `drafts` socket.
 
-    A verifier that cannot read its weights now (they are being exchanged, or sleep) does not answer.
+    A verifier does not answer while its weights are being exchanged or sleep.
     """
 
     name: TargetTensor
@@ -156,9 +156,9 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     drafter_id: str
     kind: str
     ring: bool = False
-    """Whether it reads the ring it was offered."""
+    """Whether the drafter reads the ring that `Hello` offered."""
     exchanges: int = 0
-    """How often its head was exchanged: what is known of its drafts holds for one head."""
+    """How often the drafter's head was exchanged: what is known of drafts holds for one head."""
 
 
 class Draft(msgspec.Struct, frozen=True, array_like=True):
@@ -172,31 +172,31 @@ class Draft(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Drafts(msgspec.Struct, frozen=True, tag="drafts"):
-    """The fresh drafts of a `Next` (or of a part of it, or of several)."""
+    """Fresh drafts, for a `Next`, a part of one, or several."""
 
     epoch: int
     draft_us: int
-    """Drafter compute for them, in microseconds."""
+    """The drafter's compute time for these drafts, in microseconds."""
     queue_us: int
-    """Time the first of them waited at the drafter before its compute began, in microseconds."""
+    """Time that the first item waited at the drafter before compute began, in microseconds."""
     items: list[Draft]
 
 
 class Outcome(msgspec.Struct, frozen=True, array_like=True):
-    """One way verification may end, and the draft for it."""
+    """One way in which a verification may end, and the draft for that case."""
 
     accepted: int
     """How many tokens of `verifying` are accepted."""
     token: int
-    """The verifier's own token after them."""
+    """The verifier's own token after the accepted ones."""
     tokens: list[int]
     """The draft to use at `base_len + accepted + 1`."""
     signs: list[float] = []
-    """Value and lead of each token (`Draft.signs`)."""
+    """Value and lead of each token; see `Draft.signs`."""
 
 
 class Block(msgspec.Struct, frozen=True):
-    """Outcomes of verifying `verifying` at `base_len`, likeliest first."""
+    """Possible outcomes of verifying the draft `verifying` at `base_len`, likeliest first."""
 
     request_id: str
     base_len: int
@@ -205,11 +205,11 @@ class Block(msgspec.Struct, frozen=True):
 
 
 class Ahead(msgspec.Struct, frozen=True, tag="ahead"):
-    """What was precomputed for a `Next` (or for a part of it, or for several); on the `drafts` socket."""
+    """Drafts made ahead, for a `Next`, a part of one, or several; sent on the `drafts` socket."""
 
     epoch: int
     draft_us: int
-    """Drafter compute for these blocks, in microseconds."""
+    """The drafter's compute time for these blocks, in microseconds."""
     items: list[Block]
 
 
@@ -220,7 +220,7 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 
 
 class Unknown(msgspec.Struct, frozen=True, tag="unknown"):
-    """Answer on the `features` socket to commits about requests the drafter does not hold: it wants them opened again.
+    """Answer, on the `features` socket, to commits of requests that the drafter does not hold: they must be opened again.
 
     Their `Open` was lost, or they were silent for longer than the drafter remembers.
     """
@@ -237,7 +237,6 @@ _to_verifier: msgspec.msgpack.Decoder[ToVerifier] = msgspec.msgpack.Decoder(ToVe
 
 
 def encode(message: ToDrafter | ToVerifier) -> bytes:
-    """One message as MessagePack."""
     return _encoder.encode(message)
 
 

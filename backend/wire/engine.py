@@ -1,4 +1,4 @@
-"""The wire between a gateway and a verifier: frame kinds and the small messages that vLLM does not define.
+"""The engine wire, between a gateway and a verifier: kinds of frames, and the messages that vLLM does not define.
 
 A gateway's DEALER talks to the verifier's ROUTER.  The first frame says what follows.  Requests and outputs are vLLM's own
 `EngineCoreRequest` and `EngineCoreOutputs`, encoded by vLLM's `MsgpackEncoder` (which may add raw frames for tensors).
@@ -8,17 +8,17 @@ gateway -> verifier   HELLO EngineHello | ADD Addition EngineCoreRequest... | AB
 verifier -> gateway   WELCOME EngineWelcome | TAKEN request id | OUTPUTS EngineCoreOutputs... | ACCOUNTS list of Account |
                       STATS VerifierStats | ROWS RowBatch | REFUSED Refusal | PING
 
-ROWS takes what the verifier keeps of its steps (`verifier.kept_rows`); it is answered after everything that came before it.
+ROWS fetches the rows that the verifier keeps (`verifier.kept_rows`).  All earlier messages are answered before it.
 
-A gateway pings every second and the verifier echoes it; a verifier aborts the requests of a gateway it has not heard of for
-`gateway_lease_s`, and asks that gateway to greet it again (`Refusal.reason == "unknown"`).
+A gateway sends PING every second and the verifier echoes it.  A verifier aborts the requests of a gateway that has been silent
+for `gateway_lease_s`, and asks that gateway to greet it again (`Refusal.reason == "unknown"`).
 
-ACCOUNTS says what speculation did for requests that asked for it; it comes before their last outputs, or after their abortion.
+ACCOUNTS reports what speculation did for requests that asked for it, before their last outputs or after their abort.
 
-TAKEN says, before anything is computed, that the engine has a request: should the verifier die now, the request may be why.
+TAKEN says, before anything is computed, that the engine has a request.  If the verifier dies then, the request may be why.
 
-A message the verifier cannot read costs its own request at most: ADD names the request in a frame of its own, so that even
-one whose body is unreadable is answered by outputs with the finish reason `error`.
+ADD names its request in a frame of its own.  If the rest is unreadable, the answer is outputs with the finish reason `error`.
+So an unreadable message affects its own request at most.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ HELLO, ADD, ABORT, UTILITY, ROWS, PING = b"h", b"a", b"x", b"u", b"q", b"p"
 WELCOME, TAKEN, OUTPUTS, ACCOUNTS, STATS, REFUSED = b"w", b"t", b"o", b"c", b"s", b"r"
 
 PAUSED = "outrider_paused"
-"""Stop reason of a request that a pause has aborted: it ends, and does not go on elsewhere."""
+"""Stop reason of a request that a pause has aborted: the request ends and does not move to another verifier."""
 
 FIXED_RESPONSE = "outrider_fixed_response"
-"""Key of `SamplingParams.extra_args`: the token ids a request must emit (`backend/engine/fixed.py`)."""
+"""Key of `SamplingParams.extra_args`: the token ids that a request must emit (`backend/engine/fixed.py`)."""
 
 NOISE_SEED = "outrider_noise_seed"
 """Key of `SamplingParams.extra_args` within a verifier: the seed of a request's noise (`backend/noise`), below 2**64."""
 LOGPROBS_MODE = "outrider_logprobs_mode"
-"""Key of `SamplingParams.extra_args` within a verifier: a request's own `Asked.logprobs_mode`."""
+"""Key of `SamplingParams.extra_args` within a verifier: the request's `Asked.logprobs_mode`."""
 NOT_LEARNED = "outrider_not_learned"
 """Key of `SamplingParams.extra_args` within a verifier: drafters may not learn from the request (`Asked.learn`)."""
 GREEDY_BELOW = 1e-5
-"""Temperature below which vLLM takes the likeliest token."""
+"""Temperature below which vLLM samples greedily."""
 
 
 class EngineHello(msgspec.Struct, frozen=True):
@@ -59,26 +59,26 @@ class EngineHello(msgspec.Struct, frozen=True):
 
 
 class Asked(msgspec.Struct, frozen=True):
-    """What a request asks beside vLLM's parameters.  It changes no token."""
+    """What a request asks for besides vLLM's parameters.  None of it changes the text."""
 
     account: bool = False
-    """Whether its `Account` is wanted."""
+    """Whether the verifier should send the request's `Account`."""
     mode: Literal["off", "sync", "ahead", "auto"] = "auto"
-    """`off`: no drafts; `sync`: fresh ones only; `ahead`: for likely outcomes, too; `auto`: as the verifier decides for all."""
+    """`off`: no drafts; `sync`: fresh drafts only; `ahead`: also drafts for likely outcomes; `auto`: the verifier's choice."""
     longest: int | None = None
-    """Its longest draft; None: the verifier's own."""
+    """The request's longest draft; None: the verifier's setting."""
     prediction: list[int] = []
-    """Tokens that the answer is likely to repeat: they are drafts, too."""
+    """Tokens that the answer is likely to repeat; they are used as drafts."""
     logprobs_mode: Literal["raw", "processed"] | None = None
-    """Log probabilities of the model, or of what was drawn from; None: as `engine_args.logprobs_mode` says."""
+    """Log probabilities of the model's own distribution, or of the one sampled from.  None: `engine_args.logprobs_mode`."""
     learn: bool = True
-    """Whether drafters may learn from its text, and others of its tenant may look it up."""
+    """Whether drafters may learn from the request's text, and whether it shares look-ups with its tenant's requests."""
     tenant: str = ""
-    """Whose it is: only requests of one tenant look each other's outputs up."""
+    """Requests share look-ups (`speculation/shared.py`) only with requests of the same tenant."""
 
 
 class Tally(msgspec.Struct):
-    """The drafts of one drafter and source that were verified for a request."""
+    """Counts of a request's verified drafts, for one drafter and source."""
 
     source: str
     """`fresh`, `ahead`, `lookup`, `prediction`, `shared`, or `native`."""
@@ -86,7 +86,7 @@ class Tally(msgspec.Struct):
     drafts: int = 0
     drafted: int = 0
     accepted: int = 0
-    """Draft tokens."""
+    """Draft tokens, as in `drafted`."""
 
 
 class Account(msgspec.Struct):
@@ -95,40 +95,40 @@ class Account(msgspec.Struct):
     request_id: str
     tokens: int = 0
     verifications: int = 0
-    """Steps that brought it tokens, the end of its prefill among them."""
+    """Steps that emitted tokens for the request, the end of its prefill included."""
     accepted_lengths: list[int] = []
-    """Drafted verifications by how many draft tokens were accepted, from none upwards."""
+    """Item n: number of drafted verifications that accepted n draft tokens."""
     tallies: list[Tally] = []
     waited_s: float = 0.0
-    """How long its steps waited for drafts, of whichever request."""
+    """Seconds that the request's steps waited for drafts of any request."""
 
 
 class Addition(msgspec.Struct, frozen=True):
-    """Comes before the request itself."""
+    """The frame before an added request."""
 
     request_id: str
-    """The id it runs under at this verifier and that its outputs carry; it replaces the one in the request.  Each time a
-    request is moved it gets another, so that what an earlier place still emits is not taken for what the present one does."""
+    """The id at this verifier and in its outputs; it replaces the one in the request.  A request gets a new id with each move,
+    so that late outputs of its previous verifier are not mistaken for current ones."""
     emitted: list[int] = []
-    """Tokens the client already has: output, not prompt.  The verifier goes on after them, as if it had sampled them."""
+    """Output tokens that the client already has.  The verifier continues after them, as if it had sampled them."""
     noise_seed: int | None = None
-    """The seed of a request that names none itself, below 2**64; the same at every verifier the request is given to.  None: the
-    verifier draws one."""
+    """Noise seed of a request that names no seed; below 2**64, and equal at every verifier that gets the request.  None: the
+    verifier draws a seed."""
     asked: Asked | None = None
-    """None: nothing that is not as for all requests."""
+    """None: the defaults."""
 
 
 class Refusal(msgspec.Struct, frozen=True):
-    """Why a verifier does not do what a gateway asked."""
+    """Why a verifier refuses a gateway's message."""
 
     reason: Literal["unknown", "incompatible", "unreadable"]
-    """`unknown`: say hello (again), nothing of yours is here; `incompatible`: another wire or vLLM, in vain for ever;
-    `unreadable`: one message was not understood and nothing else is affected."""
+    """`unknown`: the verifier has no requests of this gateway, which must send HELLO (again).  `incompatible`: another version
+    of the wire or of vLLM; trying again is useless.  `unreadable`: one message could not be read; nothing else is affected."""
     message: str
 
 
 class EngineWelcome(msgspec.Struct, frozen=True):
-    """What a gateway needs to know of a verifier to serve its model."""
+    """What a gateway must know about a verifier to serve its model."""
 
     version: int
     verifier_id: str

@@ -1,6 +1,6 @@
-"""A request that has been read and checked makes its claim: the model is allowed, the tokens are within the key's quota.
+"""Makes the claim of a request that was read and checked: its model must be allowed, its tokens within the key's quota.
 
-What it will take is estimated, before it is tokenized; what it took is charged in the end.
+Tokens are estimated before the request is tokenized, and corrected to the true number when it has ended.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from gateway.keys.caller import caller_of
 from gateway.state import Gateway
 
 BYTES_PER_TOKEN = 4
-"""Of a request's body.  English text has about so many; the estimate is corrected when the answer is there."""
+"""Bytes of a request's body per token, for the estimate.  About right for English text; corrected when the request ends."""
 _MANY = ("prompt", "input", "messages", "documents", "items", "text_2")
 """Fields that may hold more than one prompt."""
 WAIT_HEADER = "x-outrider-max-wait-s"
-"""By which a client says how long its request may wait for room; never longer than `gateway.queue_wait_s`."""
+"""Header with the seconds that a request may wait for room, up to `gateway.queue_wait_s`."""
 SESSION_HEADER, LONGEST_SESSION = "x-session-id", 256
-"""By which a client names a session, else by the field `user`; and the characters of it that count."""
+"""Header that names a session (else the field `user` does), and how many characters of the name count."""
 LEARN_HEADER = "x-outrider-learn"
-"""0: drafters may not learn from the request."""
+"""0: drafters must not learn from the request."""
 
 
 def admit(gateway: Gateway, request: Request, asked: Any) -> Claim:
-    """Enters the claim of `asked`, so that what this task submits belongs to it.
+    """Fills in and enters the claim of `asked`.  Sequences that this task submits then belong to it.
 
     Raises `ModelNotFound`, `RateLimited` or `BadRequest`.
     """
@@ -57,13 +57,13 @@ def admit(gateway: Gateway, request: Request, asked: Any) -> Claim:
 
 
 def check_model(gateway: Gateway, request: Request, asked: Any) -> None:
-    """Raises `ModelNotFound` for a model that the caller may not use: what there is for others is not told."""
+    """Raises `ModelNotFound` if the caller may not use the model.  The error does not tell whether the model exists."""
     if not caller_of(request).may_use(getattr(asked, "model", None) or gateway.services.models.model_name()):
         raise ModelNotFound("The model does not exist, or this key has no access to it.", param="model")
 
 
 def _flag(request: Request, header: str) -> bool:
-    """Whether a header, 0 or 1, is not 0."""
+    """Whether the header is 1 or absent.  Raises `BadRequest` unless it is 0 or 1."""
     value = request.headers.get(header)
     if value not in (None, "0", "1"):
         raise BadRequest(f"The header `{header}` must be 0 or 1.", param=header)
@@ -71,7 +71,7 @@ def _flag(request: Request, header: str) -> bool:
 
 
 def _longest(asked: Any) -> int | None:
-    """Tokens of one output at most, where the request says so."""
+    """The request's own limit for the tokens of one output; None: it has none."""
     for name in ("max_completion_tokens", "max_tokens", "max_output_tokens"):
         value = getattr(asked, name, None)
         if value:

@@ -1,8 +1,8 @@
-"""What one request asks of the fleet and what it has taken, from the route to the place that submits its sequences.
+"""The claim of one request: what the request needs from the fleet, and what it has used so far.
 
-A context variable carries it through vLLM's pipeline: each request runs in tasks of its own, and those that it starts inherit
-its context.  What runs inside the gateway, without an HTTP request of its own, makes one claim per request and enters it in its
-task before anything is submitted:
+A context variable carries the claim from the route through vLLM's pipeline to `FleetCore`.  Each request runs in tasks of its
+own, and tasks inherit the context of the task that started them.  Code inside the gateway that submits requests without HTTP
+first enters a claim for each request in its task:
 `enter_claim(Claim(caller, Priority.BATCH, wait_s=None, accounts=gateway.doors.quotas, closed=True))`.
 """
 
@@ -19,79 +19,76 @@ if TYPE_CHECKING:
 
 
 class Accounts(Protocol):
-    """Where tokens are charged; `gateway.keys.quotas.Quotas`."""
+    """Where tokens are charged; see `gateway.keys.quotas.Quotas`."""
 
     def correct(self, caller: Caller, tokens: int) -> None: ...
 
 
 @dataclass(eq=False, slots=True)
 class Claim:
-    """One request's."""
-
     caller: Caller = ANYBODY
     priority: Priority = Priority.INTERACTIVE
     wait_s: float | None = field(default=-1.0)
-    """How long it may wait for room, in seconds; None: as long as it takes; negative: as the settings say."""
+    """Seconds that it may wait for room; None: without limit; negative: the settings' limit."""
     sequences: int = 1
     choices: int = 1
     """Sequences that share a prompt (`n`)."""
     expected_tokens: int = 0
-    """Prompt and what it will probably generate, of all sequences."""
+    """Estimated tokens of all its sequences, prompts and outputs."""
     charged_tokens: int = 0
-    """Of the caller's quota."""
+    """Charged to the caller's quota so far."""
     accounts: Accounts | None = None
     session: str | None = None
-    """Which the client named, for affinity."""
+    """The client's name for a session, for routing."""
     learn: bool = True
     """Whether drafters may learn from its sequences."""
     inquiry: Inquiry | None = None
-    """What it asks of speculation."""
+    """The request's options for speculation."""
     closed: bool = False
-    """The HTTP request is over, or there was none: what else its sequences take is charged as they end."""
+    """The HTTP request is over, or there was none.  Then tokens are charged as each sequence ends."""
     granted: bool = False
     """Its sequences may go to the verifiers."""
     retry_after_s: int | None = None
-    """It was turned away, to come again in so many seconds."""
+    """It was turned away, and may come again in so many seconds."""
     promised: int = 0
-    """How many of them have room reserved and have not come."""
+    """How many of its sequences have room reserved and were not submitted yet."""
     prompt_tokens: float = 0.0
     output_tokens: int = 0
     running: int = 0
-    """Sequences that have been submitted and have not ended."""
+    """Sequences that were submitted and have not ended."""
     queued_s: float = 0.0
-    """Waited for room."""
+    """Seconds that it waited for room."""
     placed_at: float | None = None
-    """When its first sequence went to a verifier; monotonic seconds, as the next."""
+    """When its first sequence went to a verifier; monotonic seconds."""
     heard_at: float | None = None
-    """When a verifier last sent something."""
+    """When a verifier last sent an output for it; monotonic seconds."""
     verifier: str | None = None
-    """Where a sequence went last."""
+    """The verifier that a sequence was given to last."""
 
     @property
     def tokens(self) -> int:
-        """Taken so far."""
+        """Used so far, prompts included."""
         return round(self.prompt_tokens) + self.output_tokens
 
     def settle(self) -> None:
-        """Charges what was taken and not charged yet; gives back what was charged and not taken."""
+        """Charges used tokens that were not charged yet, or gives back unused ones."""
         if self.accounts is not None and self.tokens != self.charged_tokens:
             self.accounts.correct(self.caller, self.tokens - self.charged_tokens)
             self.charged_tokens = self.tokens
 
     def close(self) -> None:
-        """The HTTP request is over."""
+        """Called at the end of the HTTP request."""
         self.closed = True
         self.settle()
 
     def began(self, prompt_tokens: int, now: float) -> None:
-        """One of its sequences went to a verifier."""
+        """Notes that one of its sequences was given to a verifier."""
         self.running += 1
         self.prompt_tokens += prompt_tokens / self.choices
         if self.placed_at is None:
             self.placed_at = now
 
     def ended(self) -> None:
-        """One of its sequences is."""
         self.running -= 1
         if self.closed:
             self.settle()
@@ -101,12 +98,12 @@ _claim: ContextVar[Claim | None] = ContextVar("claim", default=None)
 
 
 def enter_claim(claim: Claim) -> None:
-    """What this task submits from now on belongs to `claim`."""
+    """Sequences that this task submits from now on belong to `claim`."""
     _claim.set(claim)
 
 
 def current_claim() -> Claim:
-    """The claim of the request at hand; where there is none, one of nobody in particular is entered."""
+    """The claim of the current request; where there is none, a default one is entered."""
     claim = _claim.get()
     if claim is None:
         claim = Claim()

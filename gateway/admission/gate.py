@@ -1,6 +1,6 @@
-"""Requests wait here until verifiers have room: the queue's clock, timer and futures.  The gateway's event loop.
+"""Lets requests wait until verifiers have room: the queue's clock, timer and futures.  The gateway's event loop.
 
-While there is room and nobody waits, `enter` returns without suspending.
+While there is room and no request waits, `enter` returns without suspending.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from gateway.admission.queue import FairQueue, Item
 from gateway.errors import Overloaded, Unavailable
 
 MAX_RETRY_AFTER_S = 60
-"""Nobody knows what will be later."""
+"""Bound of `Retry-After`: later load cannot be predicted."""
 UNKNOWN_TOKENS = 256
-"""Of a claim that does not say."""
+"""Tokens assumed for a claim without an estimate."""
 
 
 @dataclass(eq=False, slots=True)
 class _Waiting:
-    """A claim in the queue, and those who wait for it: one per prompt of the request."""
+    """A claim in the queue, and the futures that wait for it: one per prompt of the request."""
 
     item: Item
     claim: Claim
@@ -33,20 +33,17 @@ class _Waiting:
 
 @dataclass(frozen=True)
 class Queueing:
-    """The bounds of the queue."""
-
     max_sequences: int = 1024
     max_tokens: int = 1 << 20
-    """Prompts and expected outputs."""
+    """Tokens of prompts and expected outputs together."""
     wait_s: float = 60.0
-    """A request that waits longer, or would, is turned away."""
+    """A request that waits longer, or is expected to, is turned away."""
 
 
 class Gate:
-    """`room()` says how many more sequences verifiers can take now.
+    """Admits claims while there is room, else queues them.  `room()` is how many more sequences verifiers can take now.
 
-    A claim that has entered is promised room for its sequences; the promise is kept one by one as they are placed (`placed`),
-    or given up (`abandon`).
+    An admitted claim has room reserved.  `placed` uses it up for one sequence; `abandon` frees the rest.
     """
 
     def __init__(self, room: Callable[[], float], queueing: Queueing) -> None:
@@ -62,21 +59,21 @@ class Gate:
 
     @property
     def sequences(self) -> int:
-        """Waiting."""
+        """Sequences that wait."""
         return self._queue.sequences
 
     @property
     def tokens(self) -> int:
-        """Of those, expected outputs included."""
+        """Tokens of waiting requests, expected outputs included."""
         return self._queue.tokens
 
     def limit(self, queueing: Queueing) -> None:
-        """Other bounds, from the next request on."""
+        """Sets new bounds, from the next request on."""
         self._queue.max_sequences, self._queue.max_tokens = queueing.max_sequences, queueing.max_tokens
         self.wait_s = queueing.wait_s
 
     async def enter(self, claim: Claim) -> None:
-        """Returns when the claim's sequences may go to the verifiers.  Raises `Overloaded`."""
+        """Waits until the claim's sequences may go to the verifiers.  Raises `Overloaded`."""
         if claim.granted:
             return
         if claim.retry_after_s is not None:
@@ -91,27 +88,26 @@ class Gate:
         await self._wait(waiting)
 
     def placed(self, claim: Claim) -> None:
-        """One of its sequences is at a verifier."""
         if claim.promised:
             claim.promised -= 1
             self._promised -= 1
 
     def abandon(self, claim: Claim) -> None:
-        """No more of its sequences will come; what was promised to them is free."""
+        """Frees room reserved for the claim, because no more of its sequences will come."""
         if claim.promised:
             self._promised -= claim.promised
             claim.promised = 0
             self.look()
 
     def settle(self, claim: Claim) -> None:
-        """All of its sequences have ended: its flow pays for what they took instead of what was thought."""
+        """Corrects the charge of a claim whose sequences have all ended from the estimate to the true number of tokens."""
         expected, claim.expected_tokens = claim.expected_tokens, claim.tokens
         caller = claim.caller
         if claim.tokens != expected:
             self._queue.settle(caller.name, caller.weight, claim.priority, claim.tokens - expected)
 
     def look(self) -> None:
-        """There may be room."""
+        """Turns away late requests, and admits others while there is room."""
         if not self._queue:
             return
         now = time.monotonic()
@@ -124,7 +120,6 @@ class Gate:
         self._set_timer()
 
     def fail_all(self, error: type[Unavailable]) -> None:
-        """Nobody will be served any more."""
         for waiting in list(self._waiting.values()):
             self._fail(waiting, error())
         self._set_timer()
@@ -210,5 +205,5 @@ def _item(claim: Claim, deadline: float) -> Item:
 
 
 def _retry_after(expected_s: float | None, wait_s: float) -> int:
-    """After so many seconds a request would probably be served in time."""
+    """Seconds after which a request would probably be served within `wait_s`."""
     return min(MAX_RETRY_AFTER_S, max(1, math.ceil((expected_s or 0.0) - wait_s)))

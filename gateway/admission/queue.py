@@ -1,8 +1,9 @@
-"""The order in which waiting requests are served.  Pure: what arrives and `now` in, who is next or turned away out.
+"""The order in which waiting requests are served, and which of them are turned away.  Pure: callers pass the time.
 
-Higher priorities first.  Within one, start-time fair queueing over tokens (Goyal, Vin and Cheng, 1996): each key has a virtual
-clock that advances by tokens / weight per request, and the smallest start time is next.  So keys that compete get tokens in
-proportion to their weights, a key's own requests stay in order, and none waits for ever behind others of its priority.
+Higher priorities are served first.  Within a priority the rule is start-time fair queueing over tokens (Goyal, Vin and Cheng,
+1996).  Each key has a virtual clock that advances by tokens / weight per request; the request with the smallest start time is
+next.  So competing keys get tokens in proportion to their weights, and a key's own requests stay in order.  No request waits
+for ever behind others of its priority.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 LONGEST_MEMORY_S = 30.0
-"""How far back grants count for the measured rate."""
+"""Seconds after which a grant no longer counts for the measured rate."""
 GRANTS = 64
-"""And how many of them."""
+"""Most grants that count for the measured rate."""
 
 
 @dataclass(eq=False, slots=True)
@@ -23,26 +24,26 @@ class Item:
     """One waiting request."""
 
     flow: str
-    """Whose it is: among flows the fleet is shared."""
+    """Name of its key.  Flows share the fleet by weight."""
     weight: float
     priority: int
     """Smaller numbers are served first."""
     sequences: int
     tokens: int
-    """Prompt and what it will probably generate."""
+    """Tokens of its prompts and expected outputs."""
     deadline: float = float("inf")
-    """It is turned away at this time."""
+    """Time at which it is turned away."""
     start: float = 0.0
-    """Virtual time; set by the queue."""
+    """Start time in virtual time; set by the queue."""
     waiting: bool = False
 
 
 @dataclass(slots=True)
 class _Flow:
     finish: float = 0.0
-    """Virtual time at which what it has had, or waits for, is paid."""
+    """Virtual time at which its requests so far, served or waiting, are paid for."""
     debt: float = 0.0
-    """What requests took beyond expectation, in virtual time; negative: what they left.  The next request pays it."""
+    """Virtual time for tokens used beyond the estimates; negative: below them.  Added to the next request's start time."""
     items: deque[Item] = field(default_factory=deque)
     tokens: int = 0
 
@@ -58,13 +59,13 @@ class _Class:
         self.count = 0
 
     def stamp(self, item: Item) -> _Flow:
-        """Gives it its start time, and takes its tokens from its flow's share."""
+        """Sets the item's start time and charges its flow for its tokens.  Returns the flow."""
         flow = self.flows.setdefault(item.flow, _Flow())
         owed = flow.finish + flow.debt
         item.start = max(self.clock, owed)
         flow.debt = 0.0
         if flow.items and flow.items[-1].start > item.start:
-            # A flow's own order stays; what it is owed beyond that comes later.
+            # A flow's requests keep their order.  Credit that would break the order is left for a later request.
             item.start = flow.items[-1].start
             flow.debt = owed - item.start
         flow.finish = item.start + item.tokens / item.weight
@@ -72,7 +73,7 @@ class _Class:
 
 
 class FairQueue:
-    """Holds `max_sequences` and `max_tokens` at most; a single request may be larger than that when nobody else waits."""
+    """Holds at most `max_sequences` and `max_tokens`.  A single request may exceed both if no other request waits."""
 
     def __init__(self, max_sequences: int, max_tokens: int) -> None:
         self.max_sequences = max_sequences
@@ -89,16 +90,16 @@ class FairQueue:
         return self._count
 
     def bypass(self, item: Item) -> None:
-        """It is served at once, because there is room and nobody waits; its flow pays all the same."""
+        """Charges the flow of a request that is served at once, because there is room and no request waits."""
         of = self._classes.setdefault(item.priority, _Class())
         of.stamp(item)
         of.clock = item.start
         self._forget_flows(of)
 
     def push(self, item: Item) -> list[Item]:
-        """Lets it wait.  Returns those that are turned away to keep the bounds, perhaps this one.
+        """Adds a waiting request.  Returns requests that are turned away to keep the bounds, perhaps this one.
 
-        The newest request of the flow that holds most for its weight goes first, of the lowest priority.
+        In the lowest priority, the flow with most waiting tokens for its weight loses its newest request.
         """
         of = self._classes.setdefault(item.priority, _Class())
         flow = of.stamp(item)
@@ -111,7 +112,7 @@ class FairQueue:
         self._count_in(of, flow, item, 1)
         shed = []
         while self._count > 1 and (self.sequences > self.max_sequences or self.tokens > self.max_tokens):
-            # What alone is too large must not push out others.
+            # A request that alone exceeds the bounds must not push out others.
             alone = item.waiting and (item.sequences > self.max_sequences or item.tokens > self.max_tokens)
             victim = item if alone else self._last_of_the_greediest()
             self.remove(victim)
@@ -119,7 +120,7 @@ class FairQueue:
         return shed
 
     def pop(self, now: float) -> Item | None:
-        """The next one to be served."""
+        """Takes out the next request to be served."""
         for priority in sorted(self._classes):
             of = self._classes[priority]
             while of.heap:
@@ -133,7 +134,7 @@ class FairQueue:
         return None
 
     def remove(self, item: Item) -> None:
-        """It waits no more, and was not served: its flow gets back what it paid."""
+        """Takes out a request that was not served, and gives its tokens back to its flow."""
         if item.waiting:
             self._take_out(item)
             self.settle(item.flow, item.weight, item.priority, -item.tokens)
@@ -155,7 +156,7 @@ class FairQueue:
             heapq.heapify(self._deadlines)
 
     def expire(self, now: float) -> list[Item]:
-        """Takes out those whose deadline has passed."""
+        """Takes out requests whose deadline has passed."""
         late = []
         while self._deadlines and (self._deadlines[0][0] <= now or not self._deadlines[0][2].waiting):
             item = heapq.heappop(self._deadlines)[2]
@@ -165,13 +166,13 @@ class FairQueue:
         return late
 
     def next_deadline(self) -> float | None:
-        """When `expire` has something to do at the earliest."""
+        """The earliest deadline of a waiting request."""
         while self._deadlines and not self._deadlines[0][2].waiting:
             heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else None
 
     def settle(self, flow: str, weight: float, priority: int, tokens: int) -> None:
-        """A request took so many tokens more than was thought (or fewer): its flow pays, or gets back."""
+        """Charges a flow for tokens used beyond an estimate; negative: gives tokens back."""
         of = self._classes.get(priority)
         if of is None:
             return
@@ -184,18 +185,18 @@ class FairQueue:
     # What to expect
 
     def rate(self, now: float) -> float | None:
-        """Tokens per second of those that had to wait and were served of late; None: not measured."""
+        """Tokens per second of requests that had to wait and were granted recently; None: not measured."""
         while self._grants and now - self._grants[0][0] > LONGEST_MEMORY_S:
             self._grants.popleft()
         if len(self._grants) < 2:
             return None
         elapsed = now - self._grants[0][0]
-        # The first grant ends the time before the measurement.
+        # The first grant only marks the start of the measured time.
         served = sum(tokens for _, tokens in self._grants) - self._grants[0][1]
         return served / elapsed if elapsed > 0 and served > 0 else None
 
     def ahead(self, flow: str, priority: int) -> float:
-        """Tokens that would be served before a request which came now."""
+        """Tokens that would be served before a request that arrives now."""
         before = float(sum(of.tokens for level, of in self._classes.items() if level < priority))
         of = self._classes.get(priority)
         if of is None:
@@ -209,7 +210,7 @@ class FairQueue:
         return before
 
     def expected_wait_s(self, flow: str, priority: int, now: float) -> float | None:
-        """How long a request that came now would wait, at the measured rate; None: nobody knows."""
+        """Seconds that a request that arrives now would wait, at the measured rate; None: not known."""
         rate = self.rate(now)
         return None if rate is None else self.ahead(flow, priority) / rate
 
@@ -234,6 +235,6 @@ class FairQueue:
         return max(flows, key=lambda flow: flow.tokens / flow.items[-1].weight).items[-1]
 
     def _forget_flows(self, of: _Class) -> None:
-        """A flow that the clock has overtaken has no history."""
+        """Drops flows that the clock has overtaken, because they do not differ from new ones."""
         if len(of.flows) > 256:
             of.flows = {name: flow for name, flow in of.flows.items() if flow.items or flow.finish + flow.debt > of.clock}

@@ -1,1 +1,1 @@
-"""OpenAI's files and batches: requests from a file, carried out in process beside interactive ones, answers into files."""
+"""OpenAI's files and batches.  Requests from a file run in this process beside interactive ones; answers go to files."""

@@ -1,7 +1,7 @@
-"""A request of a batch's line, made to the application from within: behind the door, with the rights of the batch's owner.
+"""Makes the request of a batch's line to the application, in process, with the rights of the batch's owner.
 
-It meets the routes as any other does.  Keys and the limit on requests in flight are the door's affair, and this has none: what
-may be carried out at a time is decided by `gateway.batches.pace`.
+The request reaches the routes as any other request, but passes no middleware.  So it needs no key and does not count as a
+request in flight.  `gateway.batches.pace` decides how many lines are carried out at a time.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from gateway.errors import ApiError, translate
 from gateway.keys.caller import Caller, Priority
 
 Rights = Callable[[str], dict[str, Any]]
-"""What the door would have put into a request's state, by the batch's owner."""
+"""Makes the request state that `Access` would have made, from the batch's owner."""
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
-"""OpenAI's for batches, as far as their answers are JSON; offered where the application has such a route."""
+"""OpenAI's endpoints for batches whose answers are JSON; offered if the application has such a route."""
 RETRIED = frozenset({429, 503})
-"""The fleet cannot serve it now: this says nothing of the line."""
+"""Statuses after which a line is tried again: the fleet cannot serve it now."""
 
 
 def rights_of(owner: str, doors: Doors) -> dict[str, Any]:
-    """What the owner's key allows now, nothing if it is gone; a line waits for room as long as it takes, behind all others."""
+    """A line's request state: the present rights of the owner's key (none if it is gone), lowest priority, no deadline."""
     caller = doors.ring.of_owner(owner) or Caller("", owner, models=frozenset())
     return {"caller": caller, "claim": Claim(caller, Priority.BATCH, wait_s=None, accounts=doors.quotas)}
 
 
 class Calls:
-    """Calls of one application's routes."""
+    """Calls the routes of one application."""
 
     def __init__(self, app: FastAPI, rights: Rights) -> None:
         self._app = app
@@ -47,7 +47,7 @@ class Calls:
         self.endpoints = tuple(each for each in ENDPOINTS if each in posts)
 
     async def answer(self, line: Line, owner: str) -> Answer:
-        """What a client would have been told."""
+        """Carries out a line."""
         request_id = new_id("")
         try:
             status, body = await self._post(line, owner, request_id)

@@ -1,4 +1,4 @@
-"""The lines of an input file: checked before any is carried out, read again one by one while they are.  In a thread."""
+"""The lines of an input file.  All are checked before the first is carried out, then read one by one.  Runs in a thread."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import msgspec
 from gateway.batches.objects import Line, LineError
 
 MAX_LINES = 50_000
-"""As with OpenAI."""
+"""Most lines of a file; OpenAI's limit."""
 MAX_ERRORS = 100
-"""Shown of one file; who has that many has made one mistake."""
+"""Most errors shown for one file.  More probably have one cause."""
 LONGEST_ID = 512
-"""Characters of a `custom_id`."""
+"""Most characters of a `custom_id`."""
 ENVELOPE_BYTES = 1 << 12
-"""Of a line, besides its body."""
+"""Most bytes of a line besides its body."""
 
 _EMPTY = LineError("empty_file", "The input file is empty. It must have at least one request.")
 _TOO_MANY = LineError("too_many_tasks", f"The input file has more than {MAX_LINES} requests.")
@@ -26,16 +26,14 @@ _line = msgspec.json.Decoder(Line)
 
 
 class Checked(NamedTuple):
-    """A whole input file."""
-
     total: int
     model: str | None
-    """The one that all requests name."""
+    """The model that all requests name, if it is one."""
     errors: list[LineError]
 
 
 def read(path: Path, max_body_bytes: int) -> Iterator[tuple[int, bytes | None]]:
-    """Number, from 1, and text of each line that is not blank; None for one that is too long."""
+    """Number (from 1) and text of each line that is not blank; None for a line that is too long."""
     most = max_body_bytes + ENVELOPE_BYTES
     with path.open("rb") as file:
         number = 0
@@ -51,12 +49,12 @@ def read(path: Path, max_body_bytes: int) -> Iterator[tuple[int, bytes | None]]:
 
 
 def parsed(text: bytes) -> Line:
-    """A line that has been checked."""
+    """Decodes a line that was checked before."""
     return _line.decode(text)
 
 
 def check(path: Path, endpoint: str | None, max_body_bytes: int) -> Checked:
-    """Whether every line is a request to `endpoint` (None: to any, and any number of them), with an id of its own."""
+    """Checks that every line is a request to `endpoint` with a unique id.  None: any endpoint, any number of lines."""
     total = 0
     errors: list[LineError] = []
     models: set[str] = set()
@@ -88,7 +86,7 @@ def check(path: Path, endpoint: str | None, max_body_bytes: int) -> Checked:
 
 
 def _error(fields: Any, endpoint: str | None, seen: set[str]) -> tuple[str, str, str | None] | None:
-    """Code, message and parameter of what is wrong with one line."""
+    """Code, message and parameter of the first error in a line; None: the line is correct."""
     if not isinstance(fields, dict):
         return "invalid_json_line", "This line is not a JSON object.", None
     for name, kind in (("custom_id", str), ("method", str), ("url", str), ("body", dict)):

@@ -1,4 +1,4 @@
-"""Files and batches as OpenAI's API shows them, and the lines of their files.  Pure data."""
+"""Files and batches in the format of OpenAI's API, and the lines of their files.  Pure data."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ import msgspec
 
 Status = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
 OPEN: frozenset[Status] = frozenset({"validating", "in_progress", "finalizing", "cancelling"})
-"""Batches that there is something left to do for."""
+"""States of batches that have not ended."""
 
 
 class File(msgspec.Struct, frozen=True, kw_only=True):
-    """One file."""
-
     id: str
     bytes: int
     created_at: int
@@ -27,7 +25,7 @@ class File(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LineError(msgspec.Struct, frozen=True):
-    """What is wrong with an input file."""
+    """One error in an input file."""
 
     code: str
     message: str
@@ -64,7 +62,7 @@ class Usage(msgspec.Struct, frozen=True):
     total_tokens: int = 0
 
     def plus(self, usage: Any) -> Usage:
-        """With those of one answer's `usage` object, whichever of the APIs it is of."""
+        """Adds one answer's `usage`, which may have the names of any of the APIs."""
         if not isinstance(usage, dict):
             return self
         taken = _number(usage, "input_tokens", "prompt_tokens")
@@ -81,8 +79,6 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class Batch(msgspec.Struct, frozen=True, kw_only=True):
-    """One batch."""
-
     id: str
     endpoint: str
     input_file_id: str
@@ -92,7 +88,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     completion_window: Literal["24h"] = "24h"
     status: Status = "validating"
     model: str | None = None
-    """The one that all lines name; null where they name several."""
+    """The model that all lines name; null if they name several."""
     errors: Errors | None = None
     output_file_id: str | None = None
     error_file_id: str | None = None
@@ -118,7 +114,7 @@ class Line(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What became of a line: a status and a body, or an error where there was no answer."""
+    """The result of a line: a status and a body, or an error if there was no answer."""
 
     custom_id: str
     status: int
@@ -132,7 +128,7 @@ class Answer(msgspec.Struct, frozen=True):
         return self.status != 200
 
     def line(self) -> bytes:
-        """As a line of an output or error file, without its end."""
+        """The line of the output or error file, without the line end."""
         response = None
         if self.body is not None:
             response = {"status_code": self.status, "request_id": self.request_id, "body": self.body}
@@ -145,7 +141,6 @@ def new_id(prefix: str) -> str:
 
 
 def shown(value: File | Batch) -> dict[str, Any]:
-    """As JSON's types."""
     plain: dict[str, Any] = msgspec.to_builtins(value)
     return plain
 

@@ -1,7 +1,8 @@
-"""How many sequences batches may have at the verifiers, beside what people wait for.
+"""How many sequences batches may have at the verifiers, beside interactive requests.
 
-`room` is pure.  `Pace` asks it several times a second, and whenever an interactive sequence comes: what batches have beyond it
-is taken from the verifiers at once, with the tokens it has, and goes on there when there is room again.  Event loop.
+`room`, which is pure, computes the number.  `Pace` applies it several times a second, and whenever an interactive sequence
+comes.  Excess sequences are taken from the verifiers at once, keep their tokens, and go on when there is room again.  Event
+loop.
 """
 
 from __future__ import annotations
@@ -16,20 +17,20 @@ from backend.fleet.speed import Speed, mean_speed
 from gateway.fleet_core import FleetCore
 
 BUSY_STRETCH = 1.1
-"""While people wait, batches may make steps so much longer; an interactive token takes that much longer."""
+"""Factor by which batches may lengthen steps beside interactive sequences, whose tokens then take so much longer."""
 QUIET_STRETCH = 4.0
-"""While nobody does, so much longer than a step of one sequence: who comes next may have to wait for one such step."""
+"""Without interactive sequences, longest step over the step of one sequence.  The next interactive sequence may wait for it."""
 QUIET_AFTER_S = 10.0
-"""So long after the last interactive sequence has ended, nobody is there."""
+"""Seconds after the end of the last interactive sequence from which `QUIET_STRETCH` holds."""
 KEPT_FREE = 0.25
-"""Share of a verifier's slots that batches leave to others, always."""
+"""Share of a verifier's slots that batches always leave free."""
 LOOK_S = 0.1
 
 
 def room(foreground: float, quiet: bool, expecting: bool, verifiers: int, slots: int, speed: Speed | None) -> int:
-    """Sequences that batches may have at so many `verifiers`, each with `slots`, beside `foreground` others.
+    """How many sequences batches may have at `verifiers`, each with `slots`, beside `foreground` others.
 
-    One at least, so that batches end, unless others fill the slots; or one is too much, and somebody is `expecting` a first
+    At least one, so that batches end.  But 0 if others fill the slots, or if one is too much and others are `expecting` a first
     token.
     """
     if not verifiers:
@@ -46,7 +47,7 @@ def room(foreground: float, quiet: bool, expecting: bool, verifiers: int, slots:
 
 
 class Pace:
-    """Gives lines of batches their turns."""
+    """Admits lines of batches, and holds back their sequences."""
 
     def __init__(self, core: FleetCore, slots: int) -> None:
         self._core = core
@@ -69,7 +70,7 @@ class Pace:
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
-        """Waits for room for one line."""
+        """Waits for room for one line; the block carries it out."""
         while self._core.draining or self._taken >= self._room(self._core.expecting):
             await self._changed.wait()
         self._lines += 1
@@ -81,12 +82,12 @@ class Pace:
 
     @property
     def _taken(self) -> int:
-        """Lines that have their turn, or what they have at verifiers and held where that is more."""
+        """Lines that have their turn, or batches' sequences (at verifiers and held), whichever are more."""
         return max(self._lines, self._core.batched + self._core.held)
 
     @property
     def quiet(self) -> bool:
-        """Whether nobody waits, or did a moment ago."""
+        """Whether there were no interactive sequences for `QUIET_AFTER_S`."""
         return time.monotonic() - self._busy_at > QUIET_AFTER_S
 
     def _someone_comes(self) -> None:
@@ -95,7 +96,7 @@ class Pace:
             self._core.hold_batches(self._room(True))
 
     def look(self) -> None:
-        """Has batches keep to their room, now."""
+        """Applies the present limit to the sequences of batches."""
         if self._core.in_flight > self._core.batched + self._core.held:
             self._busy_at = time.monotonic()
         self._core.hold_batches(self._room(self._core.expecting))

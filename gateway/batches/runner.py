@@ -1,8 +1,8 @@
-"""Carries out batches: checks their files, has their lines answered, writes what came of it.  The gateway's event loop.
+"""Carries out batches: checks their files, has their lines answered, writes output files.  The gateway's event loop.
 
-Of the gateways that share a folder and serve one model, the one that holds a lock does this.  The system takes the lock from a
-process that ends, however it ends, and another gateway, or the next one, goes on: every answer is kept as it comes, and what
-has none is carried out again.
+Of the gateways that share a folder and serve one model, only the one that holds a lock carries out batches.  The operating
+system frees the lock when its process ends in any way.  Then another gateway goes on: answers are stored as they come, and
+lines without an answer are carried out again.
 """
 
 from __future__ import annotations
@@ -32,27 +32,28 @@ from gateway.metrics import GatewayMetrics
 logger = logging.getLogger(__name__)
 
 LOOK_S = 1.0
-"""How often batches are looked for that another gateway has taken in or is to cancel."""
+"""Seconds between two looks for batches that another gateway has accepted or cancelled."""
 SWEEP_S = 600.0
+"""Seconds between removals of expired files."""
 BATCHES_AT_ONCE = 16
-"""Their lines take turns."""
+"""Most batches at a time; their lines take turns."""
 LINES_READ = 256
-"""Of one batch, read and waiting for their turn."""
+"""Most lines of one batch that are read and wait for their turn."""
 TROUBLE_S = 10.0
-"""Before a batch is taken up again that could not go on."""
+"""Seconds before a batch that failed to go on is tried again."""
 RETRY_S = (0.5, 30.0)
-"""Between two attempts at a line that the fleet cannot serve now: at first, and at most."""
+"""Seconds between attempts at a line that the fleet cannot serve now: first and longest wait."""
 EXPIRED = {"code": "batch_expired", "message": "This request could not be executed before the completion window expired."}
 CANCELLED = {"code": "batch_cancelled", "message": "This request was not executed: the batch was cancelled."}
 FAILED = {"code": "server_error", "message": "The server had an error while processing this request."}
 
 
 class _Ended(Exception):
-    """The batch's time is over, or it is to be cancelled."""
+    """The batch's time is over, or it was cancelled."""
 
 
 class Runner:
-    """Batches of `store` for the fleet that serves `model`.  `clock` gives Unix seconds."""
+    """Carries out the batches in `store` that are for the fleet's `model`.  `clock` gives Unix seconds."""
 
     def __init__(
         self,
@@ -83,7 +84,7 @@ class Runner:
         self._task = asyncio.create_task(self._run(), name="batches")
 
     async def close(self) -> None:
-        """Ends lines where they are; they are carried out again by whoever comes next."""
+        """Stops lines that are being carried out.  The next gateway carries them out again."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -93,7 +94,7 @@ class Runner:
             self._lock.close()
 
     def tell(self) -> None:
-        """A batch was created, or is to be cancelled."""
+        """Looks at once: a batch was created or cancelled."""
         self._news.set()
 
     async def _run(self) -> None:
@@ -110,7 +111,7 @@ class Runner:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._news.wait(), LOOK_S)
             self._news.clear()
-        # They would hold up the end of the gateway; the next one carries them on.
+        # Batches would delay the gateway's end.  The next gateway goes on with them.
         await self._stop_all()
 
     def _have_lock(self) -> bool:
@@ -151,12 +152,12 @@ class Runner:
         except NotFound:
             pass
         except Exception as error:
-            # The disk is full, perhaps.  The batch stays open, and is taken up again.
+            # For example, the disk is full.  The batch stays open and is tried again.
             logger.error("batch %s cannot go on", batch_id, exc_info=error)
             await asyncio.sleep(TROUBLE_S)
 
     async def _to_its_end(self, batch_id: str) -> None:
-        """From whatever state it was left in."""
+        """Carries out a batch from whatever state it is in."""
         kept = await self._store.batch(batch_id)
         if kept.batch.status == "validating":
             kept = await self._check(kept)
@@ -187,7 +188,7 @@ class Runner:
         return replace(kept, batch=await self._store.change(batch.id, None, change))
 
     async def _answer_lines(self, kept: Kept) -> None:
-        """Raises `_Ended`, in a group, when the batch is to end first."""
+        """Answers the remaining lines.  Raises `_Ended`, in a group, if the batch must end before."""
         batch = kept.batch
         done = await self._store.answered(batch.id)
         to_read = lines.read(self._store.path(batch.input_file_id), self._max_body_bytes)
@@ -212,7 +213,7 @@ class Runner:
             watching.cancel()
 
     async def _watch(self, batch: Batch) -> None:
-        """Raises `_Ended` when the batch is to end."""
+        """Raises `_Ended` when the batch was cancelled or its time is over."""
         while True:
             now = await self._store.batch(batch.id)
             if now.batch.status != "in_progress" or self._clock() >= batch.expires_at:
@@ -220,7 +221,7 @@ class Runner:
             await asyncio.sleep(LOOK_S)
 
     async def _answer(self, text: bytes, owner: str) -> Answer:
-        """What the line is told in the end, however often it takes."""
+        """Answers one line, with as many attempts as it takes."""
         line = await asyncio.to_thread(lines.parsed, text) if len(text) > 1 << 16 else lines.parsed(text)
         wait_s, most_s = RETRY_S
         while True:
@@ -237,7 +238,7 @@ class Runner:
             wait_s = min(2 * wait_s, most_s)
 
     async def _finalize(self, batch_id: str) -> None:
-        """Into `finalizing`, unless it is to be cancelled."""
+        """Sets the status `finalizing`, unless the batch was cancelled."""
 
         def change(now: Batch) -> Batch:
             if now.status != "in_progress":
@@ -247,7 +248,7 @@ class Runner:
         await self._store.change(batch_id, None, change)
 
     async def _finish(self, batch_id: str) -> None:
-        """Says of lines without an answer why they have none, and writes the files."""
+        """Stores errors for lines without an answer, writes the files, and sets the last status."""
         kept = await self._store.batch(batch_id)
         cancelled, expired = kept.batch.status == "cancelling", kept.batch.status == "in_progress"
         if expired or (cancelled and kept.batch.request_counts.total):

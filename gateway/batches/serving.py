@@ -1,4 +1,4 @@
-"""Files and batches of one gateway: where they are kept, and who carries them out."""
+"""The files and batches of one gateway process: their store and their runner."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from gateway.metrics import GatewayMetrics
 
 @dataclass
 class Batches:
-    """`folder` is None where nothing is kept; `model` is what the fleet serves."""
+    """Store and runner.  `folder` is None where nothing is stored; `model` is the fleet's model."""
 
     folder: Path | None
     settings: Settings
@@ -35,13 +35,13 @@ class Batches:
 
     @property
     def store(self) -> Store:
-        """Raises `BadRequest` where nothing is kept."""
+        """The store.  Raises `BadRequest` where there is none."""
         if self._store is None:
             raise BadRequest("This server keeps no files (`gateway.state_dir` is `none`).", code="not_stored")
         return self._store
 
     def start(self, app: FastAPI, core: FleetCore, metrics: GatewayMetrics, doors: Doors) -> None:
-        """Begins to carry out what is there, through the routes of `app`."""
+        """Begins to carry out stored batches, through the routes of `app`."""
         calls = Calls(app, partial(rights_of, doors=doors))
         self.endpoints = calls.endpoints
         if self._store is None or self.folder is None:
@@ -59,7 +59,6 @@ class Batches:
         self._runner.start()
 
     def tell(self) -> None:
-        """A batch was created, or is to be cancelled."""
         if self._runner is not None:
             self._runner.tell()
 

@@ -1,7 +1,7 @@
-"""What is kept of files and batches: rows in SQLite, contents in a folder.
+"""Stores files and batches: rows in SQLite, contents in a folder.
 
-Several gateways on one host may share a folder.  Every change of a batch is one transaction that reads it first; an answer and
-the count of it are written together, so that each line is counted once, whoever carried it out.
+Several gateways on one host may share a folder.  Every change of a batch is one transaction that reads the batch first.  An
+answer and its count are written together, so that each line is counted once, even if two gateways carried it out.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from gateway.errors import Conflict, NotFound, StorageFull, TooManyRequests
 from gateway.sqlite import Database, exclusive, transaction
 
 FILE_LIFETIME_S = 30 * 86400
-"""As long as OpenAI keeps files of batches; batches themselves are forgotten after it too."""
+"""Seconds that files are kept; as with OpenAI.  Batches are forgotten after that time too."""
 WINDOW_S = 86400
-"""The one completion window there is: 24h."""
+"""The only completion window: 24 h."""
 MAX_OPEN = 100
-"""Batches of one owner that have not ended."""
+"""Most unfinished batches of one owner."""
 ORPHAN_S = 3600.0
-"""A file that no row names may be one that is just being written."""
+"""Seconds before a file without a row is deleted.  A younger one may be in the making."""
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS files (
@@ -44,16 +44,16 @@ Outcome = Literal["output", "error"]
 
 
 class Kept(msgspec.Struct, frozen=True):
-    """A batch, and what its API does not show."""
+    """A batch, with properties that the API does not show."""
 
     batch: Batch
     owner: str
     lifetime_s: float
-    """Of its output files."""
+    """How long its output files are kept."""
 
 
 class Store(Database):
-    """`max_bytes` is of all contents together.  Nobody but its owner finds a file or a batch."""
+    """The store.  `max_bytes` bounds all contents together.  A file or batch is found only by its owner."""
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         self._contents = folder / "files"
@@ -64,11 +64,10 @@ class Store(Database):
     # Files
 
     def path(self, file_id: str) -> Path:
-        """Where a file's contents are."""
         return self._contents / file_id
 
     async def add_file(self, source: BinaryIO, name: str, owner: str, lifetime_s: float) -> File:
-        """Keeps what `source` holds.  Raises `StorageFull`."""
+        """Stores the contents of `source`.  Raises `StorageFull`."""
         file_id = new_id("file-")
         size = await asyncio.to_thread(_copy, source, self.path(file_id))
         now = time.time()
@@ -100,7 +99,7 @@ class Store(Database):
         return [msgspec.json.decode(body) for (body,) in rows]
 
     async def delete_file(self, file_id: str, owner: str) -> None:
-        """Raises `NotFound`, or `Conflict` for what a batch still reads."""
+        """Raises `NotFound`, or `Conflict` for a file that an unfinished batch reads."""
 
         def work(db: sqlite3.Connection) -> None:
             _file(db, file_id, owner)
@@ -115,7 +114,7 @@ class Store(Database):
 
     @exclusive
     def add_batch(self, db: sqlite3.Connection, batch: Batch, owner: str, model: str, lifetime_s: float) -> None:
-        """`model` is the base model of the fleet that carries it out.  Raises `NotFound` or `TooManyRequests`."""
+        """`model` is the base model of the fleet that will carry it out.  Raises `NotFound` or `TooManyRequests`."""
         _file(db, batch.input_file_id, owner, "input_file_id")
         self._check_room(db, 0)
         query = f"SELECT count(*) FROM batches WHERE owner = ? AND {_IS_OPEN}"
@@ -127,7 +126,7 @@ class Store(Database):
 
     @transaction
     def batch(self, db: sqlite3.Connection, batch_id: str, owner: str | None = None) -> Kept:
-        """`owner` None: whosever it is.  Raises `NotFound`."""
+        """`owner` None: any owner's.  Raises `NotFound`."""
         return _batch(db, batch_id, owner)
 
     @transaction
@@ -138,13 +137,13 @@ class Store(Database):
 
     @transaction
     def open_batches(self, db: sqlite3.Connection, model: str) -> list[str]:
-        """The ids of those that are this model's to carry out, oldest first."""
+        """The ids of unfinished batches for this model, oldest first."""
         query = f"SELECT id FROM batches WHERE model = ? AND {_IS_OPEN} ORDER BY number"
         return [each for (each,) in db.execute(query, (model,))]
 
     @exclusive
     def change(self, db: sqlite3.Connection, batch_id: str, owner: str | None, change: Callable[[Batch], Batch]) -> Batch:
-        """The batch as `change` makes it, which may raise.  Raises `NotFound`."""
+        """Replaces a batch by what `change`, which may raise, makes of it.  Raises `NotFound`."""
         batch = change(_batch(db, batch_id, owner).batch)
         _write(db, batch)
         return batch
@@ -153,12 +152,12 @@ class Store(Database):
 
     @transaction
     def answered(self, db: sqlite3.Connection, batch_id: str) -> set[int]:
-        """The lines that need not be carried out any more."""
+        """The numbers of the lines that have an answer."""
         return {line for (line,) in db.execute("SELECT line FROM answers WHERE batch = ?", (batch_id,))}
 
     @exclusive
     def add_answers(self, db: sqlite3.Connection, batch_id: str, answers: Iterable[tuple[int, Answer]]) -> None:
-        """Keeps and counts them; a line that has an answer keeps that one."""
+        """Stores and counts answers.  A line keeps its first answer."""
         batch = _batch(db, batch_id, None).batch
         counts, usage = batch.request_counts, batch.usage
         completed, failed = counts.completed, counts.failed
@@ -171,7 +170,7 @@ class Store(Database):
         _write(db, msgspec.structs.replace(batch, request_counts=counts, usage=usage))
 
     async def finish(self, batch_id: str, ended: Callable[[Batch], Batch]) -> None:
-        """Writes the answers into files, and has the batch be as `ended` makes it."""
+        """Writes the answers into files, and replaces the batch by what `ended` makes of it."""
         kept = await self.batch(batch_id)
         made: dict[str, File] = {}
         for outcome, failed in (("output", False), ("error", True)):
@@ -209,7 +208,7 @@ class Store(Database):
     # Room
 
     async def sweep(self) -> None:
-        """Drops what has expired, and contents that a gateway left when it was killed."""
+        """Drops expired files and batches, and contents without a row, which a killed gateway has left."""
 
         def work(db: sqlite3.Connection) -> set[str]:
             now = time.time()

@@ -1,1 +1,1 @@
-"""Who calls: keys, what each may use, and how much of it."""
+"""API keys: who calls, what each key may use, and how much."""

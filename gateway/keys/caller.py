@@ -1,4 +1,4 @@
-"""Who sends a request, and what that allows.  Pure data, in any thread.
+"""The caller of a request, with its rights and limits.  Pure data, in any thread.
 
 `gateway.access` puts a `Caller` at `scope["state"]["caller"]` of every HTTP request; `caller_of` reads it.
 """
@@ -13,7 +13,7 @@ from starlette.requests import HTTPConnection
 
 
 class Priority(IntEnum):
-    """Who is served first where requests have to wait: a lower number."""
+    """Where requests wait, lower numbers are served first."""
 
     HIGH = 0
     INTERACTIVE = 1
@@ -22,7 +22,7 @@ class Priority(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a key may use; None: as much as it likes."""
+    """A key's limits; None: no limit."""
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
@@ -34,17 +34,17 @@ UNLIMITED = Limits()
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """One who may call.  What is kept for a caller belongs to its `owner`, whatever key it uses by then."""
+    """One caller.  Stored responses, files and batches belong to its `owner`, not to the key that was used."""
 
     name: str
-    """Appears in logs; empty where no key is needed."""
+    """Name for logs; empty where no key is needed."""
     owner: str = ""
-    """Empty where there is one key for everybody, or none."""
+    """The key's name in the keys file; empty for the settings' keys, or without keys."""
     models: frozenset[str] | None = None
     """Model and adapter names it may use; None: all."""
     limits: Limits = UNLIMITED
     weight: float = 1.0
-    """Its share of the fleet where keys compete, relative to theirs."""
+    """Its share of the fleet where keys compete, relative to other keys' weights."""
     priority: Priority = Priority.INTERACTIVE
     admin: bool = False
     metrics: bool = False
@@ -52,16 +52,14 @@ class Caller:
     """Whether drafters may learn from its requests."""
 
     def may_use(self, model: str) -> bool:
-        """Whether this model or adapter is among its own."""
         return self.models is None or model in self.models
 
 
 ANYBODY = Caller("")
-"""Who calls where no key is needed."""
+"""The caller where no key is needed."""
 
 
 def caller_of(request: HTTPConnection) -> Caller:
-    """Who sent this request."""
     state: dict[str, Any] = request.scope.get("state") or {}
     caller: Caller = state.get("caller", ANYBODY)
     return caller

@@ -1,10 +1,10 @@
-"""How much each key has used, and whether it may use more.  Pure: `now` in, decisions out.
+"""How much each key has used, and whether it may use more.  Pure: callers pass the time.
 
-A limit per minute is a bucket that holds a minute's worth and drains evenly: after a pause a key may use a minute's worth at
-once, and from then on as much as drains.  So any T seconds see (1 + T / 60) limits at most.  What was refused is not counted.
+A limit per minute is a bucket that holds one minute's limit and drains evenly.  After a pause a key may use a minute's limit at
+once, then as much as drains: in any T seconds at most (1 + T / 60) limits.  Refused requests do not count.
 
-Several gateways share buckets by adding what each has used since the last exchange (`take`, `absorb`).  In between each
-knows of the others' use of one interval ago; what they admit too much meanwhile stays in the bucket, and is waited for later.
+Several gateways share buckets: at each exchange, every gateway adds what it has used since the last one (`take`, `absorb`).
+In between they may together admit too much.  The excess stays in the bucket, and delays later requests.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Kind = Literal["requests", "tokens", "concurrency"]
 
 @dataclass(slots=True)
 class Bucket:
-    """`used` of a minute's worth as of `at`, in monotonic seconds."""
+    """A bucket that was filled up to `used` at the time `at` (monotonic seconds)."""
 
     used: float = 0.0
     at: float = 0.0
@@ -29,11 +29,11 @@ class Bucket:
     """Used here since the last exchange."""
 
     def level(self, limit: int, now: float) -> float:
-        """What is in it now."""
+        """What is in the bucket now."""
         return max(0.0, self.used - max(0.0, now - self.at) * limit / MINUTE_S)
 
     def add(self, amount: float, limit: int, now: float) -> None:
-        """Puts in what was used, or takes out (a negative amount) what was not."""
+        """Adds what was used; a negative amount is taken out."""
         self.used, self.at = max(0.0, self.level(limit, now) + amount), now
         self.since += amount
 
@@ -45,7 +45,7 @@ class Refusal:
     kind: Kind
     limit: int
     retry_after_s: float | None
-    """None: never, it is more than the limit itself."""
+    """None: a retry never helps, for the request alone is too large."""
 
 
 @dataclass(slots=True)
@@ -58,13 +58,13 @@ class Account:
     """Requests being served here."""
     open_elsewhere: int = 0
     synced_at: float = -math.inf
-    """When the others' use was last heard of."""
+    """Monotonic seconds of the last exchange with other gateways."""
     touched_at: float = -math.inf
 
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """One account's part in an exchange: used here since the last one, and the limits by which its buckets drain."""
+    """One account's part in an exchange: what was used here since the last one, and the limits by which its buckets drain."""
 
     name: str
     requests: float
@@ -76,7 +76,7 @@ class Use:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """What an exchange brings back: what all gateways' use amounts to."""
+    """One account's result of an exchange: the use by all gateways together."""
 
     requests: float
     tokens: float
@@ -91,7 +91,7 @@ class Ledger:
         self._limits: dict[str, Limits] = {}
 
     def account(self, name: str, limits: Limits, now: float) -> Account:
-        """The account of a key whose limits are these now."""
+        """The account of a key whose limits are now `limits`."""
         account = self._accounts.get(name)
         if account is None:
             account = self._accounts[name] = Account()
@@ -100,7 +100,7 @@ class Ledger:
         return account
 
     def begin(self, name: str, limits: Limits, now: float) -> Refusal | None:
-        """Counts one more request; it is over with `end`."""
+        """Counts one more request, unless a limit is reached; `end` ends it."""
         account = self.account(name, limits, now)
         most = limits.concurrent_requests
         if most is not None and account.open + account.open_elsewhere >= most:
@@ -113,22 +113,20 @@ class Ledger:
         return None
 
     def end(self, name: str) -> None:
-        """A request is over."""
         self._accounts[name].open -= 1
 
     def spend(self, name: str, limits: Limits, tokens: int, now: float) -> Refusal | None:
-        """Counts tokens that a request will probably take."""
+        """Counts a request's estimated tokens, unless they exceed the limit."""
         if limits.tokens_per_minute is None:
             return None
         return _take(self.account(name, limits, now).tokens, "tokens", tokens, limits.tokens_per_minute, now)
 
     def correct(self, name: str, limits: Limits, tokens: int, now: float) -> None:
-        """Counts tokens in any case: a request took more than was thought; or less (a negative number)."""
+        """Counts tokens that a request used beyond its estimate, even above the limit; negative: gives tokens back."""
         if limits.tokens_per_minute is not None and tokens:
             self.account(name, limits, now).tokens.add(tokens, limits.tokens_per_minute, now)
 
     def headers(self, name: str, limits: Limits, now: float) -> list[tuple[bytes, bytes]]:
-        """OpenAI's response headers."""
         account = self.account(name, limits, now)
         result: list[tuple[bytes, bytes]] = []
         for kind, bucket, limit in (
@@ -148,7 +146,7 @@ class Ledger:
     # Several gateways
 
     def take(self, now: float) -> list[Use]:
-        """What was used here since the last call, of every account that is in use."""
+        """What was used here since the last call, for every account in use."""
         result = []
         for name, account in self._accounts.items():
             if account.open or now - account.touched_at < MINUTE_S or account.requests.since or account.tokens.since:
@@ -166,14 +164,14 @@ class Ledger:
         return result
 
     def give_back(self, uses: list[Use]) -> None:
-        """The exchange failed: it will be part of the next one."""
+        """Undoes `take` after an exchange that failed."""
         for use in uses:
             account = self._accounts[use.name]
             account.requests.since += use.requests
             account.tokens.since += use.tokens
 
     def absorb(self, shared: dict[str, Shared], now: float) -> None:
-        """What all gateways have used up to `take`; what was used here since then comes on top."""
+        """Takes over the use of all gateways up to `take`, and adds what was used here since then."""
         for name, theirs in shared.items():
             account = self._accounts[name]
             for bucket, used in ((account.requests, theirs.requests), (account.tokens, theirs.tokens)):
@@ -185,7 +183,7 @@ def _take(bucket: Bucket, kind: Kind, amount: int, limit: int, now: float) -> Re
     if amount > limit:
         return Refusal(kind, limit, None)
     over = bucket.level(limit, now) + amount - limit
-    # A thousandth of a token is rounding.
+    # Less than a thousandth is a rounding error.
     if over > 1e-3:
         return Refusal(kind, limit, over * MINUTE_S / limit)
     bucket.add(amount, limit, now)
@@ -193,7 +191,7 @@ def _take(bucket: Bucket, kind: Kind, amount: int, limit: int, now: float) -> Re
 
 
 def duration(seconds: float) -> str:
-    """As OpenAI writes them: `12ms`, `1.5s`, `6m0s`."""
+    """Seconds as OpenAI writes them: `12ms`, `1.5s`, `6m0s`."""
     if seconds < 1:
         return f"{math.ceil(seconds * 1000 - 1e-6)}ms"
     if seconds < 60:

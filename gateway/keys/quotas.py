@@ -1,4 +1,4 @@
-"""Quotas as requests meet them: counts and refuses, and exchanges counts with other gateways.  The gateway's event loop."""
+"""Applies quotas to requests, and exchanges counts with other gateways.  Runs in the gateway's event loop."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from gateway.keys.sharing import Store
 logger = logging.getLogger(__name__)
 
 EXCHANGE_S = 0.25
-"""Between two exchanges with other gateways: what those let through within it is the error of a limit."""
+"""Seconds between two exchanges with other gateways.  What other gateways admit in that time can exceed a limit."""
 _NAMES: dict[Kind, str] = {"requests": "requests per min (RPM)", "tokens": "tokens per min (TPM)", "concurrency": "concurrency"}
 
 
 class Quotas:
-    """`store` is None where no other gateway has to know."""
+    """All keys' quotas.  `store` is shared with other gateways; None: no others count."""
 
     def __init__(self, gateway_id: str, store: Store | None) -> None:
         self._gateway_id = gateway_id
@@ -30,12 +30,12 @@ class Quotas:
         self._failing = False
 
     def start(self) -> None:
-        """Begins to exchange; needs the running event loop."""
+        """Begins to exchange counts; requires a running event loop."""
         if self._store is not None and self._task is None:
             self._task = asyncio.create_task(self._exchange_forever(), name="quotas")
 
     async def close(self) -> None:
-        """Tells the others a last time."""
+        """Exchanges counts a last time, and closes the store."""
         if self._store is None:
             return
         if self._task is not None:
@@ -45,7 +45,7 @@ class Quotas:
         await self._store.close()
 
     async def begin(self, caller: Caller) -> None:
-        """Counts one more request of this caller, for which `end` is to be called.  Raises `RateLimited`."""
+        """Counts one more request of this caller.  Call `end` when it is over.  Raises `RateLimited`."""
         limits = caller.limits
         if limits is UNLIMITED:
             return
@@ -56,20 +56,18 @@ class Quotas:
         self._refuse(self._ledger.begin(caller.name, limits, time.monotonic()))
 
     def end(self, caller: Caller) -> None:
-        """A request that has begun is over."""
         if caller.limits is not UNLIMITED:
             self._ledger.end(caller.name)
 
     def spend(self, caller: Caller, tokens: int) -> None:
-        """Counts tokens that a request will probably take.  Raises `RateLimited`."""
+        """Counts the tokens that a request will probably use.  Raises `RateLimited`."""
         self._refuse(self._ledger.spend(caller.name, caller.limits, tokens, time.monotonic()))
 
     def correct(self, caller: Caller, tokens: int) -> None:
-        """Counts tokens that a request took beyond what was counted; or fewer, where negative."""
+        """Counts tokens that a request used beyond its estimate; negative: gives tokens back."""
         self._ledger.correct(caller.name, caller.limits, tokens, time.monotonic())
 
     def headers(self, caller: Caller) -> list[tuple[bytes, bytes]]:
-        """`x-ratelimit-*` for an answer to this caller."""
         limits = caller.limits
         if limits.requests_per_minute is None and limits.tokens_per_minute is None:
             return []

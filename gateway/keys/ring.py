@@ -1,7 +1,7 @@
-"""The keys there are: the file that holds their hashes, the two single keys of the settings, and how a key is made.
+"""All keys: those of the keys file, which has only hashes, and the two single keys of the settings.  Makes new keys, too.
 
-A key is 256 random bits, so one round of SHA-256 hides it: there is nothing to guess.  Keys are found by their hash: the
-time that takes says nothing of other keys.
+A key has 256 random bits and cannot be guessed, so one round of SHA-256 hides it.  Keys are looked up by their hash, so the
+time of a look-up reveals nothing about other keys.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ _HASH = re.compile(r"[0-9a-f]{64}")
 
 
 class KeyFileError(Exception):
-    """The keys file is wrong; the message is one line that says where.  It shows no hashes."""
+    """The keys file is wrong.  The message is one line that tells where; it contains no hashes."""
 
 
 class Entry(BaseModel):
-    """One key, as the file has it."""
+    """The entry of one key in the keys file."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
     sha256: str | list[str]
-    """Of the key; two while one replaces the other."""
+    """Hash of the key, or hashes of two keys while one replaces the other."""
     models: list[str] | None = None
     requests_per_minute: int | None = Field(None, ge=1)
     tokens_per_minute: int | None = Field(None, ge=1)
@@ -46,7 +46,7 @@ class Entry(BaseModel):
     priority: Literal["high", "interactive", "batch"] = "interactive"
     rights: list[Literal["admin", "metrics"]] = []
     learn: bool = True
-    """False: drafters do not learn from its requests."""
+    """Whether drafters may learn from its requests."""
 
     @field_validator("name")
     @classmethod
@@ -94,7 +94,7 @@ def read_entries(path: Path) -> list[Entry]:
     except OSError as error:
         raise KeyFileError(f"{path}: cannot be read: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError):
-        # The parser's own message shows a piece of the file.
+        # The parser's own message would show a piece of the file.
         raise KeyFileError(f"{path}: not YAML") from None
     except ValidationError as error:
         raise KeyFileError(f"{path}: {_explain(error, tree)}") from None
@@ -120,7 +120,7 @@ def _explain(error: ValidationError, tree: object) -> str:
 
 
 class KeyRing:
-    """Every key that opens something.  Immutable; a reload makes another."""
+    """Every valid key, with its caller.  Immutable; a reload makes a new ring."""
 
     def __init__(self, api_key: str | None = None, admin_key: str | None = None, entries: Iterable[Entry] = ()) -> None:
         self._callers: dict[bytes, Caller] = {}
@@ -131,7 +131,7 @@ class KeyRing:
         self.open = api_key is None and not known
         """Whether the API needs no key."""
         self.has_admin = admin_key is not None or any(each.admin for each in known)
-        """Whether administration needs a key of its own."""
+        """Whether administration requires a key with that right."""
         self.guards_metrics = any(each.metrics for each in known)
         if api_key is not None:
             self._callers[_digest(api_key)] = Caller("api-key")
@@ -140,17 +140,17 @@ class KeyRing:
             self._callers[self._admin_digest] = Caller("api-key", admin=True)
 
     def __len__(self) -> int:
-        """Keys of the file."""
+        """The number of names in the keys file."""
         return len({caller.owner for caller in self._callers.values()} - {""})
 
     def of_owner(self, owner: str) -> Caller | None:
-        """Whose things these are; None: there is no such key any more."""
+        """The caller with this owner; None: the key no longer exists."""
         if not owner:
             return ANYBODY
         return next((caller for caller in self._callers.values() if caller.owner == owner), None)
 
     def find(self, scope: Scope) -> Caller | None:
-        """Whose key the request shows; `ANYBODY` without one where none is needed.  None: it shows none, or a wrong one."""
+        """The caller by the request's key; `ANYBODY` where no key is needed; None: the key is missing or wrong."""
         shown = _shown(scope)
         if shown:
             caller = self._callers.get(_digest(shown))
@@ -159,7 +159,7 @@ class KeyRing:
         return ANYBODY if self.open else None
 
     def find_administrator(self, scope: Scope) -> Caller | None:
-        """Whose right to administer the request shows."""
+        """The caller, if the request's key may administer the fleet."""
         digest = _digest(_shown(scope))
         if self._admin_digest is not None and hmac.compare_digest(digest, self._admin_digest):
             return Caller("admin-key", admin=True, metrics=True)
@@ -168,7 +168,7 @@ class KeyRing:
 
 
 def _shown(scope: Scope) -> str:
-    """The key in `Authorization: Bearer`, or in `X-Api-Key` as Anthropic's clients send it."""
+    """The request's key, from `Authorization: Bearer` or, as Anthropic's clients send it, from `X-Api-Key`."""
     headers = Headers(scope=scope)
     scheme, _, key = headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer":
@@ -181,7 +181,7 @@ def _digest(key: str) -> bytes:
 
 
 def make_key(name: str) -> tuple[str, str]:
-    """A new key, and its entry for the keys file.  Raises `KeyFileError` for a name that does not fit."""
+    """A new key, and its entry for the keys file.  Raises `KeyFileError` for an invalid name."""
     if not _NAME.fullmatch(name):
         raise KeyFileError("a key's name has up to 64 letters, digits, dots, dashes, underscores or @")
     key = PREFIX + secrets.token_urlsafe(32)

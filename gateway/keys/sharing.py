@@ -1,6 +1,6 @@
-"""Where several gateways add up what each has let keys use: a SQLite file on one host, Redis on several.
+"""The shared store in which several gateways add up the use of keys: a SQLite file on one host, Redis for several hosts.
 
-An exchange is one transaction: what was used here goes in, what all have used comes out.  Buckets drain by the store's clock.
+An exchange is one transaction: it adds this gateway's use and returns the use of all.  Buckets drain by the store's clock.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from gateway.keys.quota import MINUTE_S, Shared, Use
 from gateway.sqlite import Database
 
 GONE_S = 10.0
-"""The open requests of a gateway that was silent for so long count no more."""
+"""Seconds of silence after which a gateway's open requests no longer count."""
 KEPT_S = 600
-"""Redis forgets a key that nobody used for so long."""
+"""Seconds without use after which Redis forgets a key's counts."""
 REDIS_TIMEOUT_S = 0.5
-"""Requests of keys that were idle wait for Redis; without it each gateway counts for itself."""
+"""Seconds that an idle key's first request may wait for Redis.  If Redis fails, each gateway counts for itself."""
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS buckets (name TEXT, kind TEXT, used REAL, at REAL, PRIMARY KEY (name, kind)) WITHOUT ROWID;
@@ -57,17 +57,17 @@ return cjson.encode(answer)
 
 
 class Store(Protocol):
-    """Shared counters."""
+    """Counters that several gateways share."""
 
     async def exchange(self, gateway: str, uses: list[Use]) -> dict[str, Shared]:
-        """Adds what this gateway's keys have used; returns what all gateways' have.  Raises `OSError` when it cannot."""
+        """Adds what keys have used at this gateway.  Returns, by key, their use at all gateways.  Raises `OSError`."""
         ...
 
     async def close(self) -> None: ...
 
 
 class FileStore:
-    """A SQLite file, for the gateways of one host.  It is written on a thread of its own."""
+    """A SQLite file, for the gateways of one host.  It is accessed on a thread of its own."""
 
     def __init__(self, path: Path) -> None:
         self._database = Database(path, _SCHEMA)
@@ -83,7 +83,7 @@ class FileStore:
 
 
 def _exchange(db: sqlite3.Connection, gateway: str, uses: list[Use], now: float) -> dict[str, Shared]:
-    # Before the first read: what was read must not change before it is written.
+    # Locks before the first read, so that no other gateway writes between reading and writing.
     db.execute("BEGIN IMMEDIATE")
     answer = {}
     for use in uses:
@@ -105,7 +105,7 @@ def _add(db: sqlite3.Connection, name: str, kind: str, amount: float, limit: int
 
 
 class RedisStore:
-    """Redis, for gateways on several hosts.  Needs the extra `redis`."""
+    """Redis, for gateways on several hosts.  Requires the extra `redis`."""
 
     def __init__(self, url: str) -> None:
         try:
@@ -127,7 +127,7 @@ class RedisStore:
             "kept": KEPT_S,
             "uses": [[use.requests, use.tokens, use.open, use.requests_limit, use.tokens_limit] for use in uses],
         }
-        # One hash tag: a script's keys must lie on one node of a cluster.
+        # All names have one hash tag, because a script's keys must lie on one node of a cluster.
         names = [f"{{outrider}}:{use.name}:{part}" for use in uses for part in ("used", "open")]
         try:
             answer = json.loads(await self._script(keys=names, args=[json.dumps(asked)]))
@@ -143,7 +143,7 @@ class RedisStore:
 
 
 def open_store(url: str | None, folder: Path | None) -> Store | None:
-    """Redis at `url`, else a file in `folder`; None: this gateway counts for itself.  Raises `OSError` or `ValueError`."""
+    """Redis at `url`, else a file in `folder`, else None: no sharing.  Raises `OSError` or `ValueError`."""
     if url is not None:
         return RedisStore(url)
     try:

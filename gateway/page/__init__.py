@@ -1,4 +1,4 @@
-"""The files of the fleet page and of the API's, as they are served.  Read once, at import."""
+"""The files of the fleet page (`/`) and of the API's page (`/docs`), as they are served.  Read once, at import."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ _PAGES = {"index.html": "/", "docs.html": "/docs"}
 
 
 class PageFile(NamedTuple):
-    """One file."""
-
     media_type: str
     content: bytes
     etag: str
@@ -37,4 +35,4 @@ def _read() -> dict[str, PageFile]:
 
 
 FILES = _read()
-"""By path.  They are the same for everyone and say nothing of the fleet, so they need no key."""
+"""By URL path.  They are equal for all clients and contain nothing about the fleet, so they need no key."""

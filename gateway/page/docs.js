@@ -1,4 +1,4 @@
-// The API's document as a page: one foldable entry per operation, with the fields that it takes and gives.
+// Shows the API's document as a page: one foldable entry per operation, with the fields of its request and its answer.
 
 import { byId, make } from "./dom.js";
 

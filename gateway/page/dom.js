@@ -1,4 +1,4 @@
-// Small helpers.  Text gets into the page through `textContent` alone; the page's security policy forbids anything else.
+// Small helpers.  Text is put into the page only by `textContent`; the page's security policy forbids all other ways.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -17,7 +17,7 @@ export function makeSvg(tag, attributes = {}) {
   return element;
 }
 
-// Touches the document only where something changed: most of a big fleet is the same from second to second.
+// Changes the document only where a value changed, because most of a large fleet is the same from second to second.
 export function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
@@ -29,7 +29,7 @@ export function setAttributes(element, attributes) {
   }
 }
 
-// One element per key, in the order of `items`; elements whose key has gone are removed.
+// Keeps one element per key, in the order of `items`; removes elements whose key is gone.
 export function keyed(parent, items, keyOf, create, update) {
   const known = parent.keyedElements ?? (parent.keyedElements = new Map());
   const wanted = new Set();
@@ -72,7 +72,7 @@ export function percent(share, digits = 0) {
 
 export const clock = (unix) => new Date(1000 * unix).toTimeString().slice(0, 8);
 
-// The parts a verifier's time falls into, in the order they are drawn.
+// The parts of a verifier's time, in drawing order.
 export const TIMES = [
   ["busy", "busy"],
   ["awaiting_draft", "waiting for drafts"],

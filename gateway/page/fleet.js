@@ -1,4 +1,4 @@
-// The fleet page: takes a view a second from `stream.js` and puts it into the document.
+// The fleet page: gets a view each second from `stream.js` and shows it.
 
 import { byId, clock, keyed, make, makeSvg, number, percent, setAttributes, setText, timeBar, timeShares } from "./dom.js";
 import { drawMap } from "./map.js";
@@ -48,7 +48,7 @@ function tiles(totals) {
   });
 }
 
-// Gaps stay gaps: where nothing was drafted there is no acceptance length.
+// Gaps are not filled: where nothing was drafted, there is no acceptance length.
 function drawCurve(svg, values) {
   const most = Math.max(...values.map((value) => value ?? 0), 1e-9);
   const step = 100 / (CURVE_POINTS - 1);
@@ -121,7 +121,7 @@ function about(head, totals) {
 
 function render() {
   const { about: head, fleet } = latest;
-  // First of all: what is drawn below takes its width from the page.
+  // Done first, because later drawings take their width from the page.
   byId("live").classList.remove("waiting");
   about(head, fleet.totals);
   tiles(fleet.totals);
@@ -141,7 +141,7 @@ function notice(text) {
   byId("notice").hidden = !text;
 }
 
-// Once a second, and at every change: how old is what is shown?
+// Shows the age of the view; called once a second and at every change.
 function showConnection(words = "") {
   const age = receivedAt ? performance.now() - receivedAt : 0;
   const stale = state === "live" && !paused && age > STALE_MS;
@@ -194,7 +194,7 @@ byId("key-form").addEventListener("submit", (event) => {
 byId("filter").addEventListener("input", () => latest && render());
 addEventListener("resize", () => latest && drawMap(byId("map"), latest.fleet));
 
-// A page nobody looks at gives its place to others after a while.
+// A hidden page disconnects after a while, so that other pages can connect.
 let hidden = 0;
 document.addEventListener("visibilitychange", () => {
   clearTimeout(hidden);

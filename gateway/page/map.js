@@ -1,10 +1,10 @@
-// The map: verifiers on the left, drafters on the right, a line per pair.  Text sizes are the screen's, not the drawing's.
+// The map: verifiers on the left, drafters on the right, a line per pair.  Texts have fixed sizes on the screen.
 
 import { keyed, makeSvg, number, percent, setAttributes, setText } from "./dom.js";
 
 const byName = new Intl.Collator("en", { numeric: true }).compare;
 
-// The more members, the less room each gets; beyond 150 only their marks remain, the tables have the names.
+// The more members, the less room each one gets.  Above 150, only marks are shown; the tables have the names.
 function sizes(count) {
   if (count <= 20) return { row: 44, height: 36, lines: 2 };
   if (count <= 150) return { row: 20, height: 16, lines: 1 };
@@ -117,7 +117,7 @@ function detailOf(member) {
   return parts;
 }
 
-// About as much as fits; the title has all of it.
+// Cut to about what fits; the title has the whole text.
 function cut(text, wide, fontSize) {
   const fits = Math.floor((wide - 34) / (0.56 * fontSize));
   return text.length <= fits ? text : `${text.slice(0, Math.max(1, fits - 1))}…`;

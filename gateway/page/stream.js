@@ -1,5 +1,5 @@
-// Reads `fleet/events` for as long as the page is open: connects again after a loss, notices a silent connection.
-// `fetch` and not `EventSource`, which cannot send an Authorization header and hides the status of a refusal.
+// Reads `fleet/events` while the page is open.  Reconnects after a loss, and when a connection is silent.
+// It uses `fetch`, because `EventSource` cannot send an Authorization header and hides the status of a refusal.
 
 const SILENCE_MS = 8000;
 const FIRST_RETRY_MS = 1000;
@@ -62,7 +62,7 @@ export class FleetStream {
     } finally {
       clearTimeout(watchdog);
     }
-    // Stopped, or another connection has taken over.
+    // The stream was stopped, or another connection has replaced this one.
     if (!this.running || this.abort !== abort) return;
     this.on.state("lost", words);
     this.timer = setTimeout(() => this.connect(), this.retryMs);
@@ -78,7 +78,7 @@ export class FleetStream {
       text += value;
       const events = text.split("\n\n");
       text = events.pop();
-      // Only the latest counts when several have come at once.
+      // Of several events that have come at once, only the latest is shown.
       const last = events.findLast((event) => event.startsWith("event: fleet\n"));
       if (last === undefined || !this.running) continue;
       const data = last.split("\n").find((line) => line.startsWith("data: "));

@@ -1,4 +1,4 @@
-// The two tables: a row per verifier, a row per drafter.  Any column sorts; the choice outlives the next view.
+// The two tables: a row per verifier, a row per drafter.  Every column can sort; the choice is kept with the next view.
 
 import { keyed, make, NOTHING, number, percent, setText, timeBar } from "./dom.js";
 
@@ -22,12 +22,12 @@ function chip(cell, state, detail) {
 }
 
 function stateOf(row, kind) {
-  // Loading a model may keep a member from reporting; that is no silence.
+  // A member that loads a model may not report, which does not count as silence.
   if (row.state === "lost" || (row.heard_s > 2 && row.state !== "starting")) return `silent for ${number(row.heard_s)} s`;
   return kind === "verifier" && row.state === "ready" && !row.connected ? "not connected" : "";
 }
 
-// Each: heading, what to sort by, what to show (text, or a function that fills the cell), class.
+// For each column: heading, value to sort by, content (text, or a function that fills the cell), class.
 const VERIFIER = [
   ["Verifier", (r) => r.id, (r) => r.id, "name"],
   ["State", (r) => r.state, (r, cell) => chip(cell, r.state, stateOf(r, "verifier"))],
@@ -91,7 +91,7 @@ function head(table, columns, caption) {
 
 function sorted(rows, columns, { column, down }) {
   const pick = columns[column][1];
-  // What cannot be said comes last either way.
+  // Undefined values come last in both directions.
   return [...rows].sort((a, b) => {
     const [x, y] = [pick(a), pick(b)];
     if (x === null || y === null) return (x === null) - (y === null);
@@ -142,9 +142,9 @@ function empty(table, count, text, columns) {
 
 export function verifierTable(table, fleet, filter) {
   const served = new Map();
-  // A verifier may also draft by itself; those drafters are no members.
+  // Pairs include what a verifier drafts by itself, without a drafter of the fleet.
   const members = new Set(fleet.drafters.map((row) => row.id));
-  // Those that draft now come first: where the cell is too narrow its end is not seen.
+  // Drafters that draft now come first, because a narrow cell hides its end.
   const rank = (pair) => (pair.bound ? 0 : members.has(pair.drafter) ? 2 : 1);
   for (const pair of [...fleet.pairs].sort((a, b) => rank(a) - rank(b))) {
     if (!served.has(pair.verifier)) served.set(pair.verifier, []);
@@ -165,7 +165,7 @@ export function drafterTable(table, fleet, filter) {
   fill(table, DRAFTER, rows, "Drafters: load and what verifiers see of them", filter, "There is no drafter.");
 }
 
-// Weighted by drafts, which is the ratio of the sums.
+// Weighted by drafts, which gives the ratio of the sums.
 function overPairs(pairs) {
   const drafts = pairs.reduce((sum, pair) => sum + (pair.acceptance_length === null ? 0 : pair.drafts_per_s), 0);
   const weighted = (pick) => pairs.reduce((sum, pair) => sum + (pick(pair) ?? 0) * pair.drafts_per_s, 0) / drafts;

@@ -1,1 +1,1 @@
-"""OpenAI's Responses API: conversations and responses that are kept, and answers that come in the background."""
+"""OpenAI's Responses API: stored responses and conversations, and responses generated in the background."""

@@ -1,4 +1,4 @@
-"""The events of a streamed response, as OpenAI's clients read them; from those that vLLM's serving makes."""
+"""Turns the events that vLLM makes of a streamed response into those that OpenAI's clients expect."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gateway.errors import ApiError, translate
 from gateway.sse import Dialect, event
 
 _OPENING = 2
-"""vLLM says that a response was created, and is in progress, before any verifier has its request."""
+"""Number of events (`created`, `in_progress`) that vLLM sends before any verifier has the request."""
 
 Shown = Callable[[dict[str, Any]], dict[str, Any]]
 Event = dict[str, Any]
@@ -20,14 +20,14 @@ DIALECT = Dialect(
     lambda error: event({"type": "error", "code": error.code, "message": error.message, "param": error.param}, "error"),
     (b"event: response.completed", b"event: response.incomplete", b"event: response.failed", b"event: error"),
 )
-"""Every event is named.  Its error is for a stream that failed before anything was known of the response."""
+"""Every event has a name.  The event `error` ends a stream that failed before the response had begun."""
 
 
 async def complete(events: AsyncGenerator[pydantic.BaseModel, None], shown: Shown) -> AsyncGenerator[Event, None]:
-    """Events as JSON objects, the response in them as `shown` makes it, and a last one that says how it ended.
+    """The events as JSON objects.  `shown` makes the response object in them.  The last event tells how the response ended.
 
-    The first two are held back until something has come of the request.  Raises `ApiError` when nothing does; once they are
-    out, an error is a last event `response.failed`.
+    The opening events are held back until the next one comes.  An error before that raises `ApiError`.  A later error becomes
+    a last event `response.failed`.
     """
     opening: list[Event] = []
     response: dict[str, Any] = {}
@@ -57,6 +57,6 @@ async def complete(events: AsyncGenerator[pydantic.BaseModel, None], shown: Show
 
 
 def failed(response: dict[str, Any], error: ApiError) -> dict[str, Any]:
-    """The response as one that failed."""
+    """The response object, marked as failed with `error`."""
     code = "server_error" if error.status >= 500 else (error.code or "invalid_prompt")
     return {**response, "status": "failed", "error": {"code": code, "message": error.message}}

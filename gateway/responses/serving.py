@@ -1,4 +1,4 @@
-"""Creates responses: looks up what came before, has vLLM answer, keeps what is to be kept; at once or in the background."""
+"""Creates responses, at once or in the background: looks up earlier items, has vLLM answer, and stores the result."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ from gateway.responses.turn import Turn, as_items
 logger = logging.getLogger(__name__)
 
 BACKGROUND_AT_ONCE = 16
-"""Responses made in the background at a time; others are `queued`."""
+"""Most background responses at a time; further ones are `queued`."""
 BACKGROUND_QUEUED = 1000
+"""Most background responses in all; further ones are refused."""
 FLUSH_S = 0.2
-"""Events of a stream in the background are written together, so often."""
+"""Seconds between two writes of a background response's events to the store."""
 UNFINISHED = ("queued", "in_progress")
 INTERRUPTED = {"code": "server_error", "message": "The server was stopped while it made this response."}
 
 
 class Responses:
-    """`store` is None where nothing is kept: then there is no history and no background."""
+    """Without a `store` there are no earlier items and no background responses."""
 
     def __init__(self, store: Store | None) -> None:
         self._store = store
@@ -38,24 +39,24 @@ class Responses:
         self._turns = asyncio.Semaphore(BACKGROUND_AT_ONCE)
         self._news: dict[str, asyncio.Event] = {}
         self.cancel_elsewhere: Callable[[str, str], Awaitable[None]] | None = None
-        """Has other processes end a response that they make: of this id and owner."""
+        """Has the other processes end the background response with this id and owner."""
 
     @property
     def store(self) -> Store:
-        """Raises `BadRequest` where nothing is kept."""
+        """The store.  Raises `BadRequest` where there is none."""
         if self._store is None:
             raise BadRequest("This server keeps no responses (`gateway.state_dir` is `none`).", code="not_stored")
         return self._store
 
     async def start(self) -> None:
-        """Says of what an earlier gateway left unfinished that it failed."""
+        """Marks responses that an earlier gateway left unfinished as failed."""
         if self._store is not None:
             failed = await self._store.fail_interrupted(INTERRUPTED)
             if failed:
                 logger.warning("%d responses were interrupted by the end of an earlier gateway", failed)
 
     async def close(self) -> None:
-        """Ends what runs in the background, and says so of it."""
+        """Ends background responses and marks them as failed."""
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
@@ -65,7 +66,7 @@ class Responses:
             await asyncio.to_thread(self._store.close)
 
     async def turn(self, data: dict[str, Any], owner: str) -> Turn:
-        """The request in `data`, with all that came before it.  Raises `ApiError`."""
+        """The request in `data`, with all earlier items of its conversation.  Raises `ApiError`."""
         previous, conversation = _text(data, "previous_response_id"), _conversation_id(data)
         if previous and conversation:
             raise BadRequest("Give `previous_response_id` or `conversation`, not both.", param="conversation")
@@ -106,13 +107,13 @@ class Responses:
         return Turn(asked, echo, owner, own, stored, background, data.get("stream") is True, previous, conversation)
 
     async def answer(self, turn: Turn, made: Any) -> dict[str, Any]:
-        """The response object, of vLLM's whole answer."""
+        """Makes and stores the response object, from vLLM's whole answer."""
         body = turn.shown(made.model_dump(mode="json", by_alias=True))
         await self._keep(turn, body)
         return body
 
     async def stream(self, turn: Turn, made: AsyncGenerator[Any, None]) -> AsyncGenerator[Event, None]:
-        """The response's events, of vLLM's; the last one comes when the response is kept."""
+        """Makes the response's events from vLLM's.  The response is stored before its last event."""
         async for each in complete(made, turn.shown):
             if each["type"] in ("response.completed", "response.incomplete", "response.failed"):
                 await self._keep(turn, each["response"])
@@ -127,7 +128,7 @@ class Responses:
     # In the background
 
     async def begin(self, turn: Turn, made: AsyncGenerator[Any, None], model: str, created: int) -> dict[str, Any]:
-        """Starts to make a response; returns it as it is now.  Raises `TooManyRequests`."""
+        """Starts a background response and returns its present state.  Raises `TooManyRequests`."""
         if len(self._tasks) >= BACKGROUND_QUEUED:
             await made.aclose()
             raise TooManyRequests(f"{BACKGROUND_QUEUED} responses are being made in the background. Try again.")
@@ -167,7 +168,7 @@ class Responses:
         self._news.pop(response_id).set()
 
     async def cancel(self, response_id: str, owner: str) -> dict[str, Any]:
-        """Ends one in the background; one that has ended stays as it is.  Raises `ApiError`."""
+        """Cancels a background response; one that has ended is not changed.  Raises `ApiError`."""
         kept = await self.store.get(response_id, owner)
         if not kept.body["background"]:
             raise BadRequest("Only a response made in the background can be cancelled.", param="response_id")
@@ -180,7 +181,7 @@ class Responses:
         return (await self.store.get(response_id, owner)).body
 
     async def end(self, response_id: str, owner: str) -> None:
-        """Ends one that this process makes in the background; another's it leaves alone.  Raises `NotFound`."""
+        """Cancels a background response if this process generates it.  Raises `NotFound`."""
         task = self._tasks.get(response_id)
         if task is None:
             return
@@ -193,17 +194,17 @@ class Responses:
             await self.store.put(kept)
 
     async def delete(self, response_id: str, owner: str) -> None:
-        """Forgets one, and ends it first if it is being made.  Raises `NotFound`."""
+        """Deletes a response, and cancels it first if it is not finished.  Raises `NotFound`."""
         kept = await self.store.get(response_id, owner)
         if kept.body["status"] in UNFINISHED and kept.body["background"]:
             await self.cancel(response_id, owner)
         await self.store.delete(response_id, owner)
 
     async def follow(self, response_id: str, after: int) -> AsyncGenerator[str, None]:
-        """The events of one made in the background with a greater number than `after`, as JSON, until it has ended."""
+        """The events of a background response with numbers greater than `after`, as JSON, until it has ended."""
         while True:
             news = self._news.get(response_id)
-            # Before the events are read: none may come between.
+            # Checked before the events are read, so that no event that comes in between is missed.
             elsewhere = news is None and await self.store.unfinished(response_id)
             for number, each in await self.store.events(response_id, after):
                 after = number

@@ -1,7 +1,7 @@
-"""What is kept of responses and conversations: one SQLite file, bounded in bytes and in age.
+"""Stores responses and conversations in one SQLite file, bounded in bytes and in age.
 
-A response keeps its own input items and a link to what came before it.  Deleting one deletes its texts; what was built upon it
-cannot be continued then.
+A stored response has its own input items and a link to the response before it.  When a response is deleted, later responses
+that link to it cannot be continued.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from gateway.sqlite import Database, transaction
 Item = dict[str, Any]
 
 LIFETIME_S = 30 * 86400
-"""As long as OpenAI keeps a response."""
+"""Seconds that a response is kept; as with OpenAI."""
 LONGEST_CHAIN = 1000
-"""Responses that one may be built upon."""
+"""Most responses in a chain of links."""
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS responses (
@@ -41,7 +41,7 @@ CREATE TABLE IF NOT EXISTS items (
 
 @dataclass(frozen=True)
 class Kept:
-    """A response as it is kept: `body` is what clients get, `input` the items that came with it."""
+    """A stored response: `body` is the object that clients get, `input` the items of its own request."""
 
     id: str
     owner: str
@@ -52,7 +52,7 @@ class Kept:
 
 
 class Store(Database):
-    """Every method is one transaction.  `owner` is whose response it is: nobody else finds it."""
+    """The store.  Every method is one transaction.  A response or conversation is found only by its `owner`."""
 
     def __init__(self, path: Path, max_bytes: int) -> None:
         super().__init__(path, _SCHEMA)
@@ -62,7 +62,7 @@ class Store(Database):
 
     @transaction
     def put(self, db: sqlite3.Connection, kept: Kept) -> None:
-        """Keeps a response, or its new state; what is too old, or too much, goes."""
+        """Stores a response or its new state.  Drops what is too old, or too much for the file."""
         now = time.time()
         db.execute(
             "INSERT INTO responses VALUES (?,?,?,?,?,?,?,?) ON CONFLICT (id) DO UPDATE SET body = excluded.body",
@@ -88,7 +88,7 @@ class Store(Database):
 
     @transaction
     def unfinished(self, db: sqlite3.Connection, response_id: str) -> bool:
-        """Whether some gateway is making it."""
+        """Whether it is queued or in progress, at any gateway."""
         query = "SELECT 1 FROM responses WHERE id = ? AND json_extract(body, '$.status') IN ('queued', 'in_progress')"
         return db.execute(query, (response_id,)).fetchone() is not None
 
@@ -100,7 +100,7 @@ class Store(Database):
 
     @transaction
     def history(self, db: sqlite3.Connection, response_id: str, owner: str) -> list[Item]:
-        """All items up to and with this response: inputs and outputs, oldest first.  Raises `NotFound`."""
+        """All input and output items up to this response and with it, oldest first.  Raises `NotFound`."""
         turns: list[list[Item]] = []
         at: str | None = response_id
         while at is not None:
@@ -113,14 +113,14 @@ class Store(Database):
 
     @transaction
     def resolve(self, db: sqlite3.Connection, items: list[Item], owner: str) -> list[Item]:
-        """`items` with what their references refer to: outputs of responses that are kept.  Raises `NotFound`."""
+        """`items`, in which references to outputs of stored responses are replaced by these outputs.  Raises `NotFound`."""
         return [_output(db, item, owner) if item.get("type") == "item_reference" else item for item in items]
 
     @transaction
     def fail_interrupted(self, db: sqlite3.Connection, error: dict[str, Any]) -> int:
-        """Responses that a gateway was making when it ended become `failed` with this error; returns how many.
+        """Marks responses that a gateway left unfinished when it ended as `failed` with this error.  Returns how many.
 
-        Call it before this process makes any: an earlier one may have had its pid.
+        Call it while this process generates none: it may have an earlier gateway's pid.
         """
         query = "SELECT id, body, maker FROM responses WHERE json_extract(body, '$.status') IN ('queued', 'in_progress')"
         dead = [(each, json.loads(body)) for each, body, maker in db.execute(query) if _is_over(maker)]
@@ -137,7 +137,7 @@ class Store(Database):
 
     @transaction
     def events(self, db: sqlite3.Connection, response_id: str, after: int) -> list[tuple[int, str]]:
-        """Those with a greater number than `after`."""
+        """Events with numbers greater than `after`."""
         query = "SELECT number, event FROM events WHERE response = ? AND number > ? ORDER BY number"
         return db.execute(query, (response_id, after)).fetchall()
 
@@ -194,7 +194,7 @@ class Store(Database):
             raise NotFound("There is no such item in this conversation.", param="item_id")
 
     def _make_room(self, db: sqlite3.Connection, now: float) -> None:
-        """Drops what is too old; then the oldest tenth, while the file's pages in use are more than it may have."""
+        """Drops what is too old.  Then drops the oldest tenth, again and again, while the file uses more bytes than allowed."""
         _drop(db, "created < ?", now - LIFETIME_S)
         for _ in range(10):
             pages, free = db.execute("PRAGMA page_count").fetchone()[0], db.execute("PRAGMA freelist_count").fetchone()[0]
@@ -206,7 +206,7 @@ class Store(Database):
 
 
 def _is_over(maker: int) -> bool:
-    """Whether the process of this pid, which was a gateway, has ended."""
+    """Whether the gateway that had this pid has ended."""
     try:
         os.kill(maker, 0)
     except ProcessLookupError:

@@ -1,4 +1,4 @@
-"""One request for a response: its place in a conversation, and the response object that clients get.  Pure but for ids."""
+"""One request for a response: its place in a conversation, and its response object.  Pure, except that it draws ids."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from gateway.responses.store import Item, Kept
 
 _PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 _FROM_VLLM = ("status", "output", "usage", "incomplete_details", "temperature", "top_p", "created_at", "model")
-"""Of vLLM's response object, what it alone knows."""
+"""Fields taken from vLLM's response object; the gateway fills in the others."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """`input` is what this request adds; `asked` is vLLM's request over that and all that came before."""
+    """One request.  `input` are its own items; `asked` is vLLM's request, with all earlier items before them."""
 
     asked: ResponseRequest
     echo: dict[str, Any]
-    """What the response repeats of the request; vLLM changes `asked` while it serves it."""
+    """Fields of the request that the response repeats.  A copy, because vLLM changes `asked` while it serves it."""
     owner: str
     input: list[Item]
     store: bool
     background: bool
     streamed: bool
-    """Whether the client wants a stream."""
+    """Whether the client asked for a stream."""
     previous: str | None
     conversation: str | None
 
@@ -36,7 +36,7 @@ class Turn:
         return str(self.asked.request_id)
 
     def shown(self, made: dict[str, Any]) -> dict[str, Any]:
-        """The response as clients get it, from vLLM's response object (or the little that is known before there is one)."""
+        """The response object for clients, made from vLLM's, or from the few fields known before there is one."""
         asked = self.echo
         usage = made.get("usage")
         if usage is not None:
@@ -73,7 +73,6 @@ class Turn:
         }
 
     def kept(self, body: dict[str, Any]) -> Kept:
-        """What the store keeps of it."""
         return Kept(self.id, self.owner, self.previous, self.conversation, self.input, body)
 
 
@@ -87,7 +86,7 @@ def as_items(value: Any) -> list[Item]:
 
 
 def _whole(item: Item) -> Item:
-    """An item with what clients may leave out of it."""
+    """An item, completed by the fields that clients may leave out."""
     if isinstance(item.get("role"), str) and item.get("type", "message") == "message":
         kind = "output_text" if item["role"] == "assistant" else "input_text"
         text = item.get("content")
@@ -100,7 +99,7 @@ def _new_id(item: Item) -> str:
 
 
 def _ended(output: list[Item] | None, status: object) -> list[Item] | None:
-    """Output items, of which the last is what was cut off; vLLM calls all of them completed."""
+    """Output items.  If the response is incomplete, so is the last item, which vLLM marks as completed."""
     if status != "incomplete" or not output or "status" not in output[-1]:
         return output
     return [*output[:-1], {**output[-1], "status": "incomplete"}]

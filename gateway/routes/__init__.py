@@ -1,1 +1,1 @@
-"""The HTTP routes, by what they are for."""
+"""The HTTP routes, one file for each purpose."""

@@ -1,7 +1,7 @@
-"""/admin: the fleet is changed here.  Commands go to the coordinator, which checks them; see `backend.coordinator.commands`.
+"""/admin: routes that change the fleet.  Commands go to the coordinator, which checks them; see `backend.coordinator.commands`.
 
-`POST /admin/{command}` takes the command's fields as a JSON object.  `reload` is no command: this gateway carries it out, by
-`gateway.reload`.  Who may call is decided in `gateway.middleware`.
+`POST /admin/{command}` takes the command's fields as a JSON object.  `reload` is not a command of the coordinator: this gateway
+carries it out itself, with `gateway.reload`.  `gateway.access` decides who may call.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _ERRORS: dict[Reason, type[ApiError]] = {
 
 @router.get("/admin/operations")
 async def operations(request: Request) -> Response:
-    """What is being changed, waits to be, or was of late; and the fleet's version."""
+    """Operations that wait, run or ended recently; and the fleet's version."""
     fleet = await gateway_of(request).client.core.directory.look()
     return JSONResponse({"version": fleet.version, "operations": [msgspec.to_builtins(each) for each in fleet.operations]})
 
 
 @router.get("/admin/operations/{operation_id:int}")
 async def operation(request: Request, operation_id: int) -> Response:
-    """One of them."""
+    """One operation."""
     fleet = await gateway_of(request).client.core.directory.look()
     for each in fleet.operations:
         if each.id == operation_id:
@@ -49,7 +49,7 @@ async def operation(request: Request, operation_id: int) -> Response:
 
 @router.post("/admin/reload")
 async def reload(request: Request) -> Response:
-    """200: what was read is in force; 400: it is wrong, and everything stays as it was."""
+    """Reads keys, limits and routing again.  200: they are in force; 400: they are wrong, and nothing has changed."""
     gateway = gateway_of(request)
     if gateway.reloader is None:
         raise NotSupported("This gateway was started without settings that could be read again.")
@@ -61,7 +61,7 @@ async def reload(request: Request) -> Response:
 
 @router.post("/admin/{command}")
 async def administer(request: Request, command: str) -> Response:
-    """200: done, or nothing to do; 202: an operation will do it."""
+    """Changes the fleet.  200: done, or nothing to do; 202: an operation will do it."""
     gateway = gateway_of(request)
     asked = _command(command, await read_json(request, gateway.max_body_bytes))
     answer = await gateway.client.core.directory.submit(asked)
@@ -83,7 +83,10 @@ def _command(name: str, fields: dict[str, Any]) -> AnyCommand:
 
 
 def _without_auto(name: str, fields: dict[str, Any]) -> dict[str, Any]:
-    """`auto` of `assign` gives the drafter back to the policy, as on the command line; forgotten verifiers do not."""
+    """The fields of a command, without `auto`, by which `assign` gives a drafter back to the policy.
+
+    A body that has neither `auto` nor `verifiers` is refused.
+    """
     if name != "assign":
         return fields
     kept = {key: value for key, value in fields.items() if key != "auto"}

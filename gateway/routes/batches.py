@@ -26,7 +26,7 @@ _Value = Annotated[str, Field(max_length=512)]
 
 
 class NewBatch(Body):
-    """A batch to be."""
+    """The body of a request to create a batch."""
 
     input_file_id: str
     endpoint: str
@@ -37,7 +37,7 @@ class NewBatch(Body):
 
 @router.post("/v1/batches")
 async def create_batch(request: Request) -> Response:
-    """A new one, which is carried out as the fleet has time."""
+    """Creates a batch, which is carried out as the fleet has time."""
     gateway = gateway_of(request)
     batches, store = gateway.batches, gateway.batches.store
     data = await read_json(request, gateway.max_body_bytes)
@@ -61,20 +61,20 @@ async def create_batch(request: Request) -> Response:
 
 @router.get("/v1/batches")
 async def list_batches(request: Request, limit: int = Query(20, ge=1, le=100), after: str | None = None) -> Response:
-    """The batches there are, the latest first."""
+    """All batches, the latest first."""
     batches = await gateway_of(request).batches.store.batches(owner_of(request))
     return JSONResponse(page_of(batches, limit, "desc", after))
 
 
 @router.get("/v1/batches/{batch_id}")
 async def get_batch(request: Request, batch_id: str) -> Response:
-    """How far one is."""
+    """One batch, with its progress."""
     return JSONResponse(shown((await gateway_of(request).batches.store.batch(batch_id, owner_of(request))).batch))
 
 
 @router.post("/v1/batches/{batch_id}/cancel")
 async def cancel_batch(request: Request, batch_id: str) -> Response:
-    """Ends one; what is answered stays."""
+    """Cancels a batch; answers so far are kept."""
     batches = gateway_of(request).batches
 
     def change(batch: Batch) -> Batch:

@@ -1,4 +1,4 @@
-"""OpenAI's /v1/conversations: items that responses are made from and added to."""
+"""OpenAI's /v1/conversations: stored items, which responses continue and add to."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from gateway.state import gateway_of, owner_of
 router = APIRouter()
 
 MAX_ITEMS = 20
-"""Items added in one call, as with OpenAI."""
+"""Most items that one call adds; OpenAI's limit."""
 
 
 class Metadata(Body):
-    """What is said of a conversation."""
+    """A conversation's metadata."""
 
     metadata: dict[str, str] = Field({})
 
 
 class Items(Body):
-    """Further items."""
+    """Items to add to a conversation."""
 
     items: list[dict[str, Any]] = Field(max_length=MAX_ITEMS)
 
 
 class NewConversation(Metadata):
-    """A conversation to be."""
+    """The body of a request to create a conversation."""
 
     items: list[dict[str, Any]] = Field([], max_length=MAX_ITEMS)
 
 
 @router.post("/v1/conversations")
 async def create_conversation(request: Request) -> Response:
-    """A new one, with its first items."""
+    """Creates a conversation, with its first items."""
     asked = await _read(request, NewConversation)
     conversation_id = f"conv_{uuid.uuid4().hex}"
     store = gateway_of(request).responses.store
@@ -51,13 +51,13 @@ async def create_conversation(request: Request) -> Response:
 
 @router.get("/v1/conversations/{conversation_id}")
 async def get_conversation(request: Request, conversation_id: str) -> Response:
-    """Its metadata."""
+    """Returns a conversation's metadata."""
     return JSONResponse(await gateway_of(request).responses.store.conversation(conversation_id, owner_of(request)))
 
 
 @router.post("/v1/conversations/{conversation_id}")
 async def update_conversation(request: Request, conversation_id: str) -> Response:
-    """Other metadata."""
+    """Replaces a conversation's metadata."""
     asked = await _read(request, Metadata)
     store = gateway_of(request).responses.store
     return JSONResponse(await store.update_conversation(conversation_id, owner_of(request), asked.metadata))
@@ -65,7 +65,7 @@ async def update_conversation(request: Request, conversation_id: str) -> Respons
 
 @router.delete("/v1/conversations/{conversation_id}")
 async def delete_conversation(request: Request, conversation_id: str) -> Response:
-    """Forgets it and its items."""
+    """Deletes a conversation and its items."""
     await gateway_of(request).responses.store.delete_conversation(conversation_id, owner_of(request))
     return JSONResponse({"id": conversation_id, "object": "conversation.deleted", "deleted": True})
 
@@ -74,14 +74,14 @@ async def delete_conversation(request: Request, conversation_id: str) -> Respons
 async def list_items(
     request: Request, conversation_id: str, limit: int = Query(20, ge=1, le=100), order: str = "desc", after: str | None = None
 ) -> Response:
-    """Its items."""
+    """The items of a conversation."""
     items = await gateway_of(request).responses.store.items(conversation_id, owner_of(request))
     return JSONResponse(page_of(items, limit, order, after))
 
 
 @router.post("/v1/conversations/{conversation_id}/items")
 async def add_items(request: Request, conversation_id: str) -> Response:
-    """Further items."""
+    """Adds items to a conversation."""
     items = as_items((await _read(request, Items)).items)
     await gateway_of(request).responses.store.add_items(conversation_id, owner_of(request), items)
     return JSONResponse(page_of(items, MAX_ITEMS, "asc", None))
@@ -89,7 +89,7 @@ async def add_items(request: Request, conversation_id: str) -> Response:
 
 @router.get("/v1/conversations/{conversation_id}/items/{item_id}")
 async def get_item(request: Request, conversation_id: str, item_id: str) -> Response:
-    """One of them."""
+    """One item of a conversation."""
     for item in await gateway_of(request).responses.store.items(conversation_id, owner_of(request)):
         if item["id"] == item_id:
             return JSONResponse(item)
@@ -98,7 +98,7 @@ async def get_item(request: Request, conversation_id: str, item_id: str) -> Resp
 
 @router.delete("/v1/conversations/{conversation_id}/items/{item_id}")
 async def delete_item(request: Request, conversation_id: str, item_id: str) -> Response:
-    """Forgets one of them; answers with the conversation."""
+    """Deletes an item; answers with the conversation."""
     store, owner = gateway_of(request).responses.store, owner_of(request)
     await store.delete_item(conversation_id, owner, item_id)
     return JSONResponse(await store.conversation(conversation_id, owner))

@@ -1,4 +1,4 @@
-"""OpenAI's /v1/files: inputs and outputs of batches."""
+"""OpenAI's /v1/files: input and output files of batches."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from gateway.state import gateway_of, owner_of
 router = APIRouter()
 
 MAX_FILE_BYTES = 200_000_000
-"""As with OpenAI."""
+"""OpenAI's limit."""
 FORM_BYTES = 1 << 16
-"""What a form may have besides its file."""
+"""Most bytes of a form besides its file."""
 MAX_NAME = 255
 EXPIRES_AFTER = {name: f"expires_after[{name}]" for name in ("anchor", "seconds")}
-"""As a form names these fields."""
+"""The names of these fields in a form."""
 
 
 class ExpiresAfter(Body):
-    """How long a file is kept; bounded as with OpenAI."""
+    """How long a file is kept; with OpenAI's bounds."""
 
     anchor: Literal["created_at"]
     seconds: int = Field(ge=3600, le=FILE_LIFETIME_S)
@@ -37,7 +37,7 @@ class ExpiresAfter(Body):
 
 @router.post("/v1/files")
 async def upload_file(request: Request) -> Response:
-    """Keeps a file."""
+    """Stores a file."""
     store = gateway_of(request).batches.store
     if media_type(request) != "multipart/form-data":
         raise UnsupportedMedia("The request body must be multipart/form-data.")
@@ -72,20 +72,20 @@ async def list_files(
     order: str = "desc",
     after: str | None = None,
 ) -> Response:
-    """The files there are."""
+    """All files."""
     files = await gateway_of(request).batches.store.files(owner_of(request), purpose)
     return JSONResponse(page_of(files, limit, order, after))
 
 
 @router.get("/v1/files/{file_id}")
 async def get_file(request: Request, file_id: str) -> Response:
-    """One of them."""
+    """One file's metadata."""
     return JSONResponse(shown(await gateway_of(request).batches.store.file(file_id, owner_of(request))))
 
 
 @router.get("/v1/files/{file_id}/content")
 async def get_content(request: Request, file_id: str) -> Response:
-    """What it holds."""
+    """A file's content."""
     store = gateway_of(request).batches.store
     file = await store.file(file_id, owner_of(request))
     return FileResponse(store.path(file.id), media_type="application/octet-stream")
@@ -93,13 +93,13 @@ async def get_content(request: Request, file_id: str) -> Response:
 
 @router.delete("/v1/files/{file_id}")
 async def delete_file(request: Request, file_id: str) -> Response:
-    """Forgets one."""
+    """Deletes a file."""
     await gateway_of(request).batches.store.delete_file(file_id, owner_of(request))
     return JSONResponse({"id": file_id, "object": "file", "deleted": True})
 
 
 def lifetime_of(after: Any, param: str) -> float:
-    """Seconds that a file is kept, by an `expires_after` object.  Raises `BadRequest`."""
+    """Seconds that a file is kept, by the `expires_after` object in the field `param`.  Raises `BadRequest`."""
     return FILE_LIFETIME_S if after is None else read_object(ExpiresAfter, after, param).seconds
 
 

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions and /v1/completions: read, check, let vLLM's serving layer answer, stream or not."""
+"""POST /v1/chat/completions and /v1/completions.  Reads and checks the request; vLLM's serving classes make the answer."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ async def chat_completions(request: Request) -> Response:
 
 @router.post("/v1/chat/completions/batch")
 async def chat_completions_of_many(request: Request) -> Response:
-    """vLLM's: a list of conversations in `messages`, and a choice for each."""
+    """vLLM's route for many chats: `messages` is a list of conversations, and each gets one choice."""
     gateway = gateway_of(request)
     asked = parse(BatchChatCompletionRequest, await read_json(request, gateway.max_body_bytes))
     if len(asked.messages) > MAX_SEQUENCES:
@@ -66,7 +66,7 @@ async def completions(request: Request) -> Response:
 
 
 async def _read(gateway: Gateway, request: Request, model: type[ModelT]) -> tuple[ModelT, Inquiry | None]:
-    """The body as `model`, and what it asks of speculation."""
+    """The body as `model`, and its options for speculation."""
     data = await read_json(request, gateway.max_body_bytes)
     check_bounds(data)
     inquiry = await inquire(gateway, request, data)
@@ -85,7 +85,7 @@ async def respond(
     shown: Callable[[Any], dict[str, Any]] = answers.body,
     inquiry: Inquiry | None = None,
 ) -> Response:
-    """The answer to `asked`, streamed where it says so, else as `shown` makes it; with what `inquiry` asks."""
+    """The response to `asked`: a stream, or the JSON that `shown` makes of vLLM's answer; with the statistics of `inquiry`."""
     if dialect is CHAT and inquiry is None:
         offer_plain()
     answer = await generate(gateway, request, asked, create, inquiry)
@@ -101,7 +101,7 @@ async def respond(
 
 
 async def generate(gateway: Gateway, request: Request, asked: Any, create: Create, inquiry: Inquiry | None = None) -> Any:
-    """vLLM's answer, or its stream; cancelled when the client leaves.  Raises `ApiError`."""
+    """Has vLLM answer; returns its answer or stream.  Cancelled when the client leaves.  Raises `ApiError`."""
     check_generation(asked, max_n=gateway.settings.gateway.max_n, vllm_speculates=gateway.settings.mode == "native")
     if gateway.services.pooling.is_model:
         raise BadRequest("This model embeds or scores text; it does not write any.", param="model")
@@ -112,10 +112,10 @@ async def generate(gateway: Gateway, request: Request, asked: Any, create: Creat
         answer = await unless_disconnected(request, create(asked, request))
     except VLLMValidationError as error:
         if error.parameter == "max_tokens" and error.value == 0 and not _asked_for_nothing(asked):
-            # vLLM's arithmetic: what the prompt leaves of the context, handed on as if the client had sent it.
+            # vLLM computed 0 as the rest of the context behind the prompt, and reports it as if the client had sent it.
             raise ContextTooLong("The prompt fills the model's whole context; no token could be generated.") from None
         if error.parameter == "logprobs" and getattr(asked, "top_logprobs", None):
-            # vLLM's name for it, behind its API.
+            # `logprobs` is vLLM's internal name for the client's field `top_logprobs`.
             raise BadRequest(str(error.args[0]), param="top_logprobs") from None
         raise
     return checked(answer)

@@ -1,4 +1,4 @@
-"""OpenAI's lists: a page of objects that have ids."""
+"""Pages of lists in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from gateway.errors import BadRequest
 
 
 def page_of(oldest_first: Sequence[dict[str, Any]], limit: int, order: str, after: str | None) -> dict[str, Any]:
-    """At most `limit` of them from the one behind `after` on.  Raises `BadRequest` for an order or an id that is none."""
+    """At most `limit` objects, those behind the id `after`.  Raises `BadRequest` for an unknown order or id."""
     if order not in ("asc", "desc"):
         raise BadRequest("`order` must be `asc` or `desc`.", param="order")
     ordered = list(oldest_first) if order == "asc" else list(reversed(oldest_first))

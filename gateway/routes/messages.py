@@ -1,4 +1,4 @@
-"""Anthropic's POST /v1/messages and /v1/messages/count_tokens, on the same models; errors in Anthropic's shape."""
+"""Anthropic's POST /v1/messages and /v1/messages/count_tokens, for all served models.  Errors have Anthropic's format."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def messages(request: Request) -> Response:
 
 @router.post("/v1/messages/count_tokens")
 async def count_tokens(request: Request) -> Response:
-    """How many tokens the messages would be."""
+    """Counts the tokens of messages."""
     gateway = gateway_of(request)
     asked = parse(AnthropicCountTokensRequest, await read_json(request, gateway.max_body_bytes), MESSAGES_NO_EFFECT)
     check_model(gateway, request, asked)

@@ -1,4 +1,4 @@
-"""Models and their adapters; /tokenize and /detokenize, with and without the /v1 prefix."""
+"""Routes for models and their LoRA adapters; /tokenize and /detokenize, with and without the prefix /v1."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ router = APIRouter()
 
 @router.get("/v1/models")
 async def list_models(request: Request) -> Response:
-    """The base model and its adapters, as OpenAI's and as Anthropic's clients read them."""
+    """The base model and its adapters, with the fields of OpenAI's and of Anthropic's API."""
     cards = _cards(request)
     names = [card["id"] for card in cards]
     first, last = (names[0], names[-1]) if names else (None, None)
@@ -40,7 +40,7 @@ async def list_models(request: Request) -> Response:
 
 @router.get("/v1/models/{model_id:path}")
 async def get_model(request: Request, model_id: str) -> Response:
-    """One of them."""
+    """One model or adapter."""
     for card in _cards(request):
         if card["id"] == model_id:
             return JSONResponse(card)
@@ -59,7 +59,7 @@ def _cards(request: Request) -> list[dict[str, Any]]:
 
 
 def _card(gateway: Gateway, name: str, root: str, *, parent: str | None = None) -> dict[str, Any]:
-    """`root` is the base model's name: the directory a model was found in is nobody's business."""
+    """One model's entry.  `root` is the base model's name, not its directory, which clients must not learn."""
     return {
         "id": name,
         "object": "model",
@@ -77,16 +77,16 @@ def _card(gateway: Gateway, name: str, root: str, *, parent: str | None = None) 
 @router.post("/v1/load_lora_adapter")
 @router.post("/load_lora_adapter")
 async def load_adapter(request: Request) -> Response:
-    """Makes a LoRA adapter known under a name, from a directory that the verifiers can read.  For administrators.
+    """Loads a LoRA adapter under a name, from a directory that the verifiers can read.  For administrators.
 
-    Without `/v1` it replaces one of that name, as prime-rl's route does.
+    The route without `/v1` replaces an adapter of that name, as prime-rl expects.
     """
     asked, gateway = await _adapter(request, LoadLoRAAdapterRequest), gateway_of(request)
     asked.load_inplace |= not request.url.path.startswith("/v1")
     known = gateway.services.models.lora_requests.get(asked.lora_name)
     answer = _said(await gateway.services.models.load_lora_adapter(asked))
     if known is not None and known.lora_path == asked.lora_path:
-        # What caches hold is told apart by name and directory.
+        # Prefix caches tell adapters apart by name and directory, and both are unchanged.
         await reset_prefix_cache(request, reset_running_requests=True)
     if gateway.peers is not None:
         await gateway.peers.adapter("POST", asked.model_dump())
@@ -96,7 +96,7 @@ async def load_adapter(request: Request) -> Response:
 @router.post("/v1/unload_lora_adapter")
 @router.post("/unload_lora_adapter")
 async def unload_adapter(request: Request) -> Response:
-    """Forgets one.  For administrators."""
+    """Unloads a LoRA adapter.  For administrators."""
     asked, gateway = await _adapter(request, UnloadLoRAAdapterRequest), gateway_of(request)
     answer = _said(await gateway.services.models.unload_lora_adapter(asked))
     if gateway.peers is not None:
@@ -113,7 +113,7 @@ async def _adapter(request: Request, model: type[ModelT]) -> ModelT:
 
 def _said(result: Any) -> Response:
     if isinstance(result, ErrorResponse) and result.error.code == 500:
-        # Only administrators come here, and only the reason tells them what is wrong with an adapter.
+        # The client is an administrator, and requires vLLM's reason to find out what is wrong with the adapter.
         raise EngineFailed(result.error.message)
     return JSONResponse({"message": checked(result)})
 
@@ -143,11 +143,11 @@ async def detokenize(request: Request) -> Response:
 
 @router.get("/tokenizer_info")
 async def tokenizer_info(request: Request) -> Response:
-    """The tokenizer's configuration and the chat template, without the places they were read from."""
+    """The tokenizer's configuration and the chat template, without the paths that they were read from."""
     said = answers.body(await gateway_of(request).services.tokenization.get_tokenizer_info())
     return JSONResponse({name: each for name, each in said.items() if name != "name_or_path" and not name.endswith("_file")})
 
 
 def _answer(result: Any) -> Response:
-    # vLLM's own routes, so with its nulls.
+    # These are vLLM's own routes, so null fields are kept.
     return JSONResponse(checked(result).model_dump(mode="json"))

@@ -1,4 +1,4 @@
-"""What operators and their machines ask: liveness, readiness, metrics, the fleet, the version."""
+"""Routes for operators and monitoring: liveness, readiness, metrics, the fleet, the version."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from gateway.state import gateway_of
 router = APIRouter()
 
 PROBED = ["GET", "HEAD"]
-"""Load balancers ask with either."""
+"""Methods of probes; load balancers use either."""
 
 
 @router.api_route("/livez", methods=PROBED)
 @router.api_route("/liveness", methods=PROBED)
 async def livez(request: Request) -> Response:
-    """The process can do its work; 500 when it never will again, and wants to be restarted."""
+    """200: the process works; 500: it has failed for good and must be restarted."""
     if gateway_of(request).client.errored:
         raise InternalError
     return JSONResponse({"status": "ok"})
@@ -33,7 +33,7 @@ async def livez(request: Request) -> Response:
 @router.api_route("/readyz", methods=PROBED)
 @router.api_route("/health", methods=PROBED)
 async def readyz(request: Request) -> Response:
-    """A request could be served now, by every process on this port; 503 otherwise, and while this gateway is going away."""
+    """200: every process on this port could serve a request now; 503: not, or this gateway is shutting down."""
     gateway = gateway_of(request)
     client = gateway.client
     if client.core.draining:
@@ -62,7 +62,7 @@ async def fleet(request: Request) -> Response:
 
 @router.get("/version")
 async def version() -> Response:
-    """Ours and vLLM's."""
+    """The versions of Outrider and of vLLM."""
     return JSONResponse({"version": _own_version(), "vllm": VLLM_VERSION})
 
 

@@ -1,7 +1,7 @@
 """The fleet page at `/`, its files, and the events that feed it; the API's page at `/docs`.
 
-The pages and their files are the same for everyone and say nothing of the fleet, so they need no key; the events do, like
-`/fleet`.  The page asks for the key and sends it in a header, which is why it reads the events with `fetch`.
+The pages and their files are equal for all clients and contain nothing about the fleet, so they need no key.  The events need
+one, as `/fleet` does.  The page asks its user for the key and sends it in a header, so it reads the events with `fetch`.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ HEADERS = {
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     "cross-origin-resource-policy": "same-origin",
-    # Kept, but asked about every time: an update of the gateway shows at once.
+    # Browsers keep the files, but check each time whether they have changed, so that an update of the gateway shows at once.
     "cache-control": "no-cache",
 }
 
 
 @router.get("/fleet/events")
 async def events(request: Request) -> Response:
-    """The fleet about once a second, as server-sent events named `fleet`."""
+    """The state of the fleet about once a second, as server-sent events named `fleet`."""
     return FleetStream(gateway_of(request).feed)
 
 

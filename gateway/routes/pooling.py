@@ -1,4 +1,4 @@
-"""POST /v1/embeddings, /v1/score and /v1/rerank, where the model is one that embeds or scores text."""
+"""POST /v1/embeddings, /v1/score and /v1/rerank, for models that embed or score text."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ Model = Any
 
 @router.post("/v1/embeddings")
 async def embeddings(request: Request) -> Response:
-    """OpenAI's embeddings; `messages` instead of `input` go through the chat template."""
+    """OpenAI's embeddings; with `messages` instead of `input`, the chat template is applied."""
     return await _pool(request, "embedding", _embedding)
 
 
 @router.post("/v1/score")
 async def score(request: Request) -> Response:
-    """How well pairs of texts fit: `queries` and `documents`, or `text_1` and `text_2`."""
+    """Scores how well pairs of texts fit: `queries` and `documents`, or `text_1` and `text_2`."""
     return await _pool(request, "scores", _score)
 
 
 @router.post("/v1/rerank")
 async def rerank(request: Request) -> Response:
-    """Documents in the order in which they fit a query."""
+    """Orders documents by how well they fit a query."""
     return await _pool(request, "scores", lambda data: vllm.RerankRequest)
 
 

@@ -1,4 +1,4 @@
-"""OpenAI's /v1/responses: create, stream, get, cancel, delete, list what went in, count."""
+"""OpenAI's /v1/responses: create, stream, get, cancel, delete, list input items, count input tokens."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def create_response(request: Request) -> Response:
 
 @router.post("/v1/responses/input_tokens")
 async def count_input(request: Request) -> Response:
-    """How many tokens the input would be."""
+    """Counts the tokens of an input."""
     gateway = gateway_of(request)
     turn = await gateway.responses.turn(await read_json(request, gateway.max_body_bytes), owner_of(request))
     check_model(gateway, request, turn.asked)
@@ -51,7 +51,7 @@ async def count_input(request: Request) -> Response:
 
 @router.get("/v1/responses/{response_id}")
 async def get_response(request: Request, response_id: str, stream: bool = False, starting_after: int = -1) -> Response:
-    """A response that is kept; as a stream, the events of one that is or was streamed in the background."""
+    """A stored response; with `stream`, the events of a background response that is or was streamed."""
     gateway = gateway_of(request)
     kept = await gateway.responses.store.get(response_id, owner_of(request))
     if not stream:
@@ -63,13 +63,13 @@ async def get_response(request: Request, response_id: str, stream: bool = False,
 
 @router.post("/v1/responses/{response_id}/cancel")
 async def cancel_response(request: Request, response_id: str) -> Response:
-    """Ends one that is made in the background."""
+    """Cancels a background response."""
     return JSONResponse(await gateway_of(request).responses.cancel(response_id, owner_of(request)))
 
 
 @router.delete("/v1/responses/{response_id}")
 async def delete_response(request: Request, response_id: str) -> Response:
-    """Forgets one."""
+    """Deletes a response."""
     await gateway_of(request).responses.delete(response_id, owner_of(request))
     return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
@@ -78,7 +78,7 @@ async def delete_response(request: Request, response_id: str) -> Response:
 async def input_items(
     request: Request, response_id: str, limit: int = Query(20, ge=1, le=100), order: str = "desc", after: str | None = None
 ) -> Response:
-    """What it was made from: all items before it, and its own."""
+    """The input items of a response: all items before it, and its own."""
     store, owner = gateway_of(request).responses.store, owner_of(request)
     kept = await store.get(response_id, owner)
     before = [] if kept.previous is None else await store.history(kept.previous, owner)

@@ -1,4 +1,4 @@
-"""POST /inference/v1/generate, vLLM's route for trainers: token ids in, token ids out, with the versions of the weights."""
+"""POST /inference/v1/generate, vLLM's route for trainers.  Takes and returns token ids; also returns the weights' versions."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ INTERNAL = frozenset(
         "trace_decode_token_ids",
     }
 )
-"""Sampling parameters that vLLM's front half sets, or hands on to what does not run here."""
+"""Sampling parameters that clients must not send: vLLM's front half sets them, or they are for parts that do not run here."""
 PARAMETERS = frozenset(field.name for field in msgspec.structs.fields(SamplingParams) if field.name[0] != "_") - INTERNAL
 
 
 @router.post("/inference/v1/generate")
 async def generate_tokens(request: Request) -> Response:
-    """vLLM's: token ids in, token ids out."""
+    """vLLM's route for trainers: takes and returns token ids."""
     gateway = gateway_of(request)
     data = await read_json(request, gateway.max_body_bytes)
     parameters = data.get("sampling_params")
@@ -53,7 +53,7 @@ async def generate_tokens(request: Request) -> Response:
     sampling = asked.sampling_params
     if inquiry is not None:
         inquiry.choices = sampling.n
-    # Checked and counted as a text completion is.
+    # For checks and admission, the request looks like a text completion.
     view = SimpleNamespace(
         model=asked.model,
         prompt=asked.token_ids,

@@ -1,8 +1,8 @@
-"""Pausing verifiers and exchanging their weights: vLLM's control plane for trainers, for one verifier or all of them.
+"""Routes that pause verifiers and exchange their weights: vLLM's control plane for trainers, for one verifier or all.
 
-Calls go straight to the verifiers and answer when it is done.  All are asked at once; if one refuses, that is the answer,
-whatever the others did: ask again, with `verifier`.  A verifier that missed an update of all of them by directory loads it
-before it is given requests (`WeightsInForce`).
+Calls go straight to all verifiers at once, and return when the work is done.  If one refuses, the route answers with its error,
+whatever the others did; then repeat the call with `verifier`.  A verifier that missed an update of the whole fleet from a
+directory loads it before it gets requests (`WeightsInForce`).
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ class InitTransfer(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class UpdateWeights(msgspec.Struct, forbid_unknown_fields=True):
-    """Fields of /update_weights: a directory that the verifiers can read, or what vLLM's transfer engine is to receive."""
+    """Fields of /update_weights: a directory that the verifiers can read, or what vLLM's transfer engine will receive."""
 
     weight_dir: str | None = None
     skip_prefix_cache_reset: bool = False
-    """prime-rl's.  Without effect: caches of other weights would change the text."""
+    """Sent by prime-rl.  Without effect: cached states of other weights would change the text."""
     update_info: dict[str, Any] | list[dict[str, Any]] | None = None
     weight_version: str | int | None = None
 
@@ -76,46 +76,46 @@ class AbortRequests(msgspec.Struct, forbid_unknown_fields=True):
 
 @router.post("/admin/sleep")
 async def sleep(request: Request) -> Response:
-    """Requests wait from here on; see vLLM for the levels."""
+    """Puts verifiers to sleep; requests wait until they wake up.  The levels are vLLM's."""
     gateway, asked = await _read(request, Sleep)
     return await _everywhere(gateway, asked.verifier, "sleep", asked.level)
 
 
 @router.post("/admin/wake-up")
 async def wake_up(request: Request) -> Response:
-    """They go on."""
+    """Wakes verifiers up; requests go on."""
     gateway, asked = await _read(request, WakeUp)
     return await _everywhere(gateway, asked.verifier, "wake_up", asked.tags)
 
 
 @router.post("/admin/reload-weights")
 async def reload_weights(request: Request) -> Response:
-    """Loads the target's weights again, or others of the same shapes; every cache is emptied, the drafters' too."""
+    """Loads the target's weights again, or others of equal shapes; empties all caches, the drafters' too."""
     gateway, asked = await _read(request, ReloadWeights)
     return await _renew(gateway, asked.verifier, "reload_weights", asked.path, version=asked.weight_version)
 
 
 @router.post("/pause")
 async def pause(request: Request, mode: str = "abort", clear_cache: bool = True, verifier: str | None = None) -> Response:
-    """Requests at hand end (`abort`), are waited for (`wait`), or stand still (`keep`); new ones wait."""
+    """Pauses verifiers: running requests end (`abort`), finish first (`wait`), or stand still (`keep`); new ones wait."""
     return await _everywhere(gateway_of(request), verifier, "pause", mode, clear_cache, status="paused")
 
 
 @router.post("/resume")
 async def resume(request: Request, verifier: str | None = None) -> Response:
-    """Requests go on."""
+    """Ends a pause; requests go on."""
     return await _everywhere(gateway_of(request), verifier, "resume", status="resumed")
 
 
 @router.get("/is_paused")
 async def is_paused(request: Request, verifier: str | None = None) -> Response:
-    """Whether all verifiers, or the one named, are paused."""
+    """Whether all verifiers, or the named one, are paused."""
     return JSONResponse({"is_paused": all((await _results(gateway_of(request), verifier, "is_scheduler_paused")).values())})
 
 
 @router.post("/sleep")
 async def sleep_as_vllm(request: Request, level: int = 1, mode: str = "abort", verifier: str | None = None) -> Response:
-    """vLLM's: frees the device's memory (level 1 or 2), or only pauses (0)."""
+    """vLLM's sleep: frees the device's memory (level 1 or 2), or only pauses (0)."""
     return await _everywhere(gateway_of(request), verifier, "sleep", level, mode, status="sleeping", level=level)
 
 
@@ -123,20 +123,20 @@ async def sleep_as_vllm(request: Request, level: int = 1, mode: str = "abort", v
 async def wake_up_as_vllm(
     request: Request, tags: Annotated[list[str] | None, Query()] = None, verifier: str | None = None
 ) -> Response:
-    """vLLM's: undoes it."""
+    """vLLM's wake-up: ends a sleep."""
     woken = await _results(gateway_of(request), verifier, "wake_up", tags)
     return JSONResponse({"status": "awake" if all(woken.values()) else "sleeping", "tags": tags, "verifiers": woken})
 
 
 @router.get("/is_sleeping")
 async def is_sleeping(request: Request, verifier: str | None = None) -> Response:
-    """Whether all verifiers, or the one named, sleep or are paused."""
+    """Whether all verifiers, or the named one, sleep or are paused."""
     return JSONResponse({"is_sleeping": all((await _results(gateway_of(request), verifier, "is_sleeping")).values())})
 
 
 @router.post("/reset_prefix_cache")
 async def reset_prefix_cache(request: Request, reset_running_requests: bool = False, verifier: str | None = None) -> Response:
-    """Empties the prefix cache; with `reset_running_requests` running requests compute their context anew."""
+    """Empties the prefix caches; with `reset_running_requests`, running requests compute their context again."""
     gateway = gateway_of(request)
     emptied = await _results(gateway, verifier, "reset_prefix_cache", reset_running_requests)
     gateway.client.core.choosing.emptied([verifier] if verifier else gateway.client.core.links)
@@ -145,20 +145,20 @@ async def reset_prefix_cache(request: Request, reset_running_requests: bool = Fa
 
 @router.post("/init_weight_transfer_engine")
 async def init_weight_transfer_engine(request: Request, verifier: str | None = None) -> Response:
-    """Connects vLLM's transfer engine to a trainer; what the wire brings needs none."""
+    """Connects vLLM's transfer engine to a trainer; tensors sent over HTTP need no such connection."""
     gateway, asked = await _read(request, InitTransfer)
     return await _everywhere(gateway, verifier, "init_weight_transfer_engine", asked.init_info)
 
 
 @router.post("/start_weight_update")
 async def start_weight_update(request: Request, verifier: str | None = None) -> Response:
-    """Tensors follow; verifiers stand still until they have all come."""
+    """Begins an update by tensors; verifiers stand still until it is finished."""
     return await _everywhere(gateway_of(request), verifier, "start_weight_update")
 
 
 @router.post("/update_weights")
 async def update_weights(request: Request, verifier: str | None = None) -> Response:
-    """All weights from a directory; or some tensors, as safetensors' bytes or as vLLM's transfer engine takes them."""
+    """Loads all weights from a directory, or some tensors: as safetensors' bytes, or by vLLM's transfer engine."""
     gateway = gateway_of(request)
     if media_type(request) == CHUNKS:
         chunk = await read_bytes(request, gateway.max_body_bytes)
@@ -173,14 +173,14 @@ async def update_weights(request: Request, verifier: str | None = None) -> Respo
 
 @router.post("/finish_weight_update")
 async def finish_weight_update(request: Request, verifier: str | None = None) -> Response:
-    """All tensors have come: verifiers go on with the new weights, unless they were paused before."""
+    """Finishes an update by tensors; verifiers go on with the new weights, unless they were paused before."""
     gateway, asked = await _read(request, FinishUpdate)
     return await _renew(gateway, verifier, "finish_weight_update", version=asked.weight_version)
 
 
 @router.post("/abort_requests")
 async def abort_requests(request: Request) -> Response:
-    """Ends requests by their ids, or all there are; says what each had generated."""
+    """Ends the named requests, or all; returns the tokens that each had generated."""
     gateway, asked = await _read(request, AbortRequests)
     texts = gateway.abort(asked.request_ids)
     if gateway.peers is not None:
@@ -190,7 +190,7 @@ async def abort_requests(request: Request) -> Response:
 
 @router.get("/weight_info")
 async def weight_info(request: Request) -> Response:
-    """The version of the fleet's weights, and of each verifier's."""
+    """The version of the fleet's newest weights, and that of each verifier."""
     core = gateway_of(request).client.core
     verifiers = {link.member.id: link.weights.version for link in core.ready_links}
     return JSONResponse({"weight_version": core.weights.newest.version, "verifiers": verifiers})
@@ -198,14 +198,14 @@ async def weight_info(request: Request) -> Response:
 
 @router.get("/get_world_size")
 async def get_world_size(request: Request) -> Response:
-    """Ranks of all verifiers together."""
+    """The number of tensor-parallel ranks of all verifiers together."""
     gateway = gateway_of(request)
     return JSONResponse({"world_size": len(gateway.client.core.ready_links) * gateway.settings.verifier.tensor_parallel})
 
 
 @router.get("/server_info")
 async def server_info(request: Request) -> Response:
-    """What serves: versions, model, and which weights each verifier runs."""
+    """Versions, model, and the weights that each verifier runs."""
     gateway = gateway_of(request)
     core = gateway.client.core
     verifiers = {
@@ -235,7 +235,7 @@ async def _read(request: Request, kind: type[Any]) -> tuple[Gateway, Any]:
 
 
 async def _renew(gateway: Gateway, verifier: str | None, method: str, *arguments: Any, version: str | int | None) -> Response:
-    """Weights become others; an update of one verifier is none of the fleet's."""
+    """Has verifiers load new weights.  Only an update of all gets a new number, or the others would count as behind."""
     core = gateway.client.core
     number = core.weights.next_number()
     name = str(number if version is None else version)

@@ -1,8 +1,8 @@
-"""The gateway's half of vLLM: every name of vLLM that the gateway uses, in one place.
+"""The gateway's half of vLLM.  Every name of vLLM that the gateway uses is imported here.
 
-vLLM's front end renders prompts, checks parameters, detokenizes and builds OpenAI's answers.  `client.py` is its engine client
-without an engine, `serving.py` its serving objects, `config.py` the configuration they are built with.  An upgrade of vLLM
-begins here and in `tests/unit/test_gateway_contract.py`.
+vLLM's front end renders prompts, checks parameters, detokenizes and builds OpenAI's answers.  `client.py` has vLLM's engine
+client without an engine, `serving.py` vLLM's serving objects, `config.py` their configuration.  An upgrade of vLLM begins here
+and in `tests/unit/test_gateway_contract.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The tool call parser for models of which no family is known.
+"""The tool call parser for models of unknown family.
 
-Calls that a request requires, or names, come as JSON by grammar; vLLM's base classes build the grammar and read the JSON.  With
-`auto` such a model's text stays text: nothing says how it would write a call.
+A grammar makes the model write required or named calls as JSON; vLLM's base classes build the grammar and read the JSON.  With
+`tool_choice` `auto`, the text stays text, because it is unknown how such a model writes a call.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from vllm.tool_parsers import ToolParser, ToolParserManager
 from backend.engine.parsers import ANY_MODEL
 
 MOST_CALLS = 16
-"""In one answer.  A model that was not trained to call tools does not know when to stop."""
+"""Calls in one answer, at most.  A model that was not trained to call tools does not know when to stop."""
 
 
 class AnyModelToolParser(ToolParser):
-    """Finds no call in text of its own accord."""
+    """Finds no calls in free text."""
 
     def adjust_request(self, request: ChatCompletionRequest | ResponsesRequest) -> ChatCompletionRequest | ResponsesRequest:
         adjusted: ChatCompletionRequest | ResponsesRequest = super().adjust_request(request)
@@ -30,7 +30,7 @@ class AnyModelToolParser(ToolParser):
                 schema = getattr(adjusted.structured_outputs, "json", None)
             else:
                 schema = getattr(getattr(adjusted.text, "format", None), "schema_", None)
-            # A structural tag of the request's own stands instead of it.
+            # There is no schema if the request has a structural tag of its own.
             if isinstance(schema, dict):
                 schema.setdefault("maxItems", MOST_CALLS)
         return adjusted

@@ -1,6 +1,6 @@
-"""A plain stream's events as bytes: vLLM's own chunk models, serialized once with holes, filled once per stream and per chunk.
+"""A plain stream's events as bytes, from templates: vLLM's chunk models, serialized once with holes for the values.
 
-Names and order of fields, and which are left out, are vLLM's.  Pure but for vLLM's models.
+Some holes are filled once per stream, the others for each chunk.  Fields, their order, and which are left out follow vLLM.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from vllm.entrypoints.openai.completion.protocol import CompletionResponseStream
 from vllm.entrypoints.serve.engine.protocol import UsageInfo
 
 Kind = Literal["role", "text", "end"]
-"""A chat's first chunk of a choice, those with its text, and the one that ends it."""
+"""A choice's first chunk (chats only), its chunks with text, and its last chunk."""
 
 _HOLE = re.compile(r'"<hole (\w+)>"')
 to_json = msgspec.json.Encoder().encode
@@ -28,12 +28,12 @@ class Template:
     """An event with holes."""
 
     def __init__(self, chunk: pydantic.BaseModel) -> None:
-        # Holes are strings where the models have numbers and lists too: hence no warnings.
+        # Holes are strings even where the models have numbers or lists, which would cause warnings.
         text = chunk.model_dump_json(exclude_unset=True, warnings=False)
         self._parts = _HOLE.split(f"data: {text}\n\n")
 
     def fill(self, values: dict[str, Any]) -> bytes:
-        """The event with these holes filled: a format for `%` and what is left of them, each a `bytes` of JSON."""
+        """The event with these holes filled.  The result is a format for `%`; remaining holes take `bytes` of JSON."""
         filled = []
         for place, part in enumerate(self._parts):
             if place % 2 and part not in values:
@@ -59,7 +59,7 @@ def _usage(kind: Kind, chat: bool) -> UsageInfo:
 
 @lru_cache(maxsize=64)
 def chat_template(kind: Kind, *, token_ids: bool, usage: bool, fingerprint: str | None, mute: bool = False) -> Template:
-    """Of a chat's chunks, `mute` ones without text.
+    """The template of a chat's chunks; `mute`: without text.
 
     Holes: id, created, model, index, role, text, finish_reason, stop_reason, and what was asked for.
     """
@@ -83,7 +83,7 @@ def chat_template(kind: Kind, *, token_ids: bool, usage: bool, fingerprint: str 
 
 @lru_cache(maxsize=64)
 def completion_template(kind: Kind, *, token_ids: bool, usage: bool, fingerprint: str | None) -> Template:
-    """Of a completion's chunks; the holes are a chat's.  A prompt's tokens go with each choice's first one."""
+    """The template of a completion's chunks, with a chat's holes.  A choice's first chunk has the prompt's token ids."""
     choice = {"index": _hole("index"), "text": _hole("text"), "logprobs": None, "finish_reason": None, "stop_reason": None}
     choice["prompt_token_ids"] = _hole("prompt_token_ids") if token_ids else None
     choice["token_ids"] = _hole("token_ids") if token_ids else None

@@ -1,8 +1,7 @@
 """vLLM's `AsyncLLM` without an engine: its renderer, input and output processors in front of a `Core`.
 
-Everything above it (OpenAI serving, n > 1, logprobs, stop strings, structured outputs, aborts) is vLLM's own and works
-unchanged.  It depends on internals of vLLM 0.32; `tests/unit/test_gateway_contract.py` says which.  Runs in the gateway's
-event loop.
+Everything above (OpenAI serving, n > 1, logprobs, stop strings, structured outputs, aborts) is vLLM's own, unchanged.  This
+depends on internals of vLLM 0.32, listed in `tests/unit/test_gateway_contract.py`.  Runs in the gateway's event loop.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from backend.engine.front.rendering import short_prompts_at_once
 from backend.wire.engine import EngineWelcome
 
 MAX_PROMPT_LOGPROBS = 20_000
-"""Of one prompt: vLLM decodes them in the event loop, all at once, at 10 us each."""
+"""Log probabilities per prompt.  vLLM decodes all at once in the event loop, at 10 us each."""
 
 
 class Link(Protocol):
@@ -42,10 +41,10 @@ class Link(Protocol):
 
 
 class Core(Protocol):
-    """What stands where vLLM expects its engine: also vLLM's `EngineCoreClient`, for whatever vLLM itself asks of it."""
+    """Takes the place of vLLM's engine; also an `EngineCoreClient`, for vLLM's own calls."""
 
     on_failed: Callable[[list[str], Exception], None]
-    """Called with requests that cannot go on."""
+    """Called with the ids of requests that cannot go on, and the reason."""
     on_welcome: Callable[[Any], None]
     """Called when a verifier has answered."""
 
@@ -59,7 +58,7 @@ class Core(Protocol):
         ...
 
     def abandon(self) -> None:
-        """Not all of it will be."""
+        """This task's request will not be submitted completely."""
         ...
 
     def start(self) -> None: ...
@@ -72,18 +71,18 @@ class Core(Protocol):
 CoreT = TypeVar("CoreT", bound=Core)
 
 Submit = Callable[[], Awaitable[RequestOutputCollector]]
-"""Submits one prompt; what is returned names its request."""
+"""Submits one prompt; the collector it returns has the request's id."""
 
 _submissions: ContextVar[list[Submit] | None] = ContextVar("submissions", default=None)
 
 
 def offer_plain() -> None:
-    """What this task asks of vLLM's serving classes from now on may be answered with a `PlainStream`."""
+    """Allows vLLM's serving classes to answer this task with a `PlainStream`."""
     _submissions.set([])
 
 
 def submissions() -> list[Submit] | None:
-    """What the request at hand would submit, prompt by prompt; None where plain streams were not offered."""
+    """The submissions of this task's request, one per prompt; None without `offer_plain`."""
     return _submissions.get()
 
 
@@ -91,7 +90,7 @@ class FleetClient(AsyncLLM, Generic[CoreT]):
     """The engine client that vLLM's OpenAI layer talks to.  `start` needs the running event loop."""
 
     def __init__(self, vllm_config: VllmConfig, core: CoreT) -> None:
-        # Deliberately not super().__init__(): that one starts an engine process.
+        # Deliberately no super().__init__(): it would start an engine process.
         self.vllm_config = vllm_config
         self.model_config = vllm_config.model_config
         self.scheduler_config = vllm_config.scheduler_config
@@ -102,7 +101,7 @@ class FleetClient(AsyncLLM, Generic[CoreT]):
         short_prompts_at_once(self.renderer)
         self.input_processor = InputProcessor(vllm_config, self.renderer)
         self.grammars = GrammarChecks(vllm_config)
-        # They are checked by then.
+        # `add_request` has already checked structured outputs.
         self.input_processor.structured_outputs_config = None
         self.admission_stats = None
         self.output_processor = OutputProcessor(
@@ -128,12 +127,12 @@ class FleetClient(AsyncLLM, Generic[CoreT]):
         return core
 
     def start(self) -> None:
-        """Begins to follow the fleet."""
+        """Starts the core and the task that processes outputs."""
         self.core.start()
         self._run_output_handler()
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """Drops the links; requests in flight fail.  AsyncLLM's own would also unregister metrics that are not ours."""
+        """Drops the links; requests in flight fail.  `AsyncLLM.shutdown` would also unregister metrics that are not ours."""
         grammars = self.__dict__.get("grammars")
         if grammars is not None:
             grammars.close()
@@ -153,15 +152,15 @@ class FleetClient(AsyncLLM, Generic[CoreT]):
         return bool(self.core.routable()) and not self.errored
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Adapters have the same number at every gateway: verifiers tell them apart by it alone."""
+        """vLLM's method of the same name.  Verifiers identify adapters by number, so all gateways must use the same."""
         lora_request.lora_int_id = adapter_number(lora_request.lora_name, lora_request.lora_path)
         added = bool(await super().add_lora(lora_request))
-        # It comes with every request of the adapter, and would be read again in every step.
+        # This goes with every request of the adapter; with the flag, verifiers would reload it in every step.
         lora_request.load_inplace = False
         return added
 
     async def add_request(self, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
-        """vLLM's method of the same name, for a grammar that has been checked."""
+        """vLLM's method of the same name, after checks and admission."""
         asked = getattr(params, "prompt_logprobs", None)
         if asked and isinstance(prompt, dict) and len(prompt.get("prompt_token_ids", ())) * (1 + asked) > MAX_PROMPT_LOGPROBS:
             raise VLLMValidationError(
@@ -173,7 +172,7 @@ class FleetClient(AsyncLLM, Generic[CoreT]):
             params.structured_outputs = await self.grammars.checked(params.structured_outputs)
         try:
             await self.core.admit()
-            # The requests of many prompts come all at once; others get their turn between them.
+            # A request with many prompts submits all at once; other tasks get turns in between.
             async with self._adding:
                 await asyncio.sleep(0)
                 return await super().add_request(request_id, prompt, params, *args, **kwargs)
@@ -182,7 +181,7 @@ class FleetClient(AsyncLLM, Generic[CoreT]):
             raise
 
     def generate(self, prompt: Any, sampling_params: Any, request_id: str, **options: Any) -> AsyncGenerator[Any, None]:
-        """vLLM's, which submits when it is first asked for an output; a plain stream submits by itself instead."""
+        """vLLM's method of the same name.  It submits when an output is first asked for; a plain stream submits by itself."""
         asked = submissions()
         if asked is not None:
             asked.append(partial(self.add_request, request_id, prompt, sampling_params, **options))
@@ -193,12 +192,12 @@ class FleetClient(AsyncLLM, Generic[CoreT]):
         try:
             await super()._add_request(request, prompt, parent_req, index, queue)
         except BaseException:
-            # It is registered before it is submitted; what no verifier took must not stay behind.
+            # vLLM registers a request before submitting it; one that was not submitted must not stay.
             self.output_processor.abort_requests([request.request_id], internal=True)
             raise
 
     def _on_failed(self, request_ids: list[str], error: Exception) -> None:
-        """Ends requests with `error`; the other sequences of an n > 1 request end with it."""
+        """Ends requests with `error`, together with all sequences of the same n > 1 request."""
         doomed: set[str] = set()
         for request_id in request_ids:
             state = self.output_processor.request_states.get(request_id)
@@ -212,12 +211,12 @@ class FleetClient(AsyncLLM, Generic[CoreT]):
         aborted = self.output_processor.abort_requests(sorted(doomed), internal=True)
         siblings = [request_id for request_id in aborted if request_id not in set(request_ids)]
         if siblings:
-            # It never suspends; the task only gives it a place to run.
+            # It never suspends, but this function cannot await it.
             task = asyncio.ensure_future(self.core.abort_requests_async(siblings))
             task.add_done_callback(lambda done: done.exception())
 
     def _on_welcome(self, link: Link) -> None:
-        """The verifier knows the context length it could afford; the smallest of the fleet is what clients may use."""
+        """Applies a verifier's limits: clients may use the smallest context length of all verifiers."""
         lengths = [each.welcome.max_model_len for each in self.core.ready_links if each.welcome is not None]
         self.model_config.max_model_len = min(lengths)
         self.scheduler_config.max_model_len = min(lengths)

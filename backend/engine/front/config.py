@@ -1,6 +1,6 @@
-"""The gateway's vLLM configuration: what a verifier's would be, as far as requests are checked against it; no engine.
+"""The gateway's vLLM configuration: equal to a verifier's in everything that requests are checked against.
 
-Runs once, while the gateway starts.  Nothing here loads weights or touches an accelerator.
+Used once, while the gateway starts.  Nothing here builds an engine, loads weights or touches an accelerator.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ ENGINE_ONLY = frozenset(
         "worker_cls",
     }
 )
-"""Engine arguments that mean nothing, or harm, where there is no engine."""
+"""Engine arguments that are useless or harmful without an engine."""
 
 
 class NativeDrafts:
-    """Stands for vLLM's own drafting in the gateway's configuration: it only says that vLLM's rejection sampler is in use."""
+    """Placeholder for vLLM's own drafting (mode `native`).  It only tells vLLM that its rejection sampler is in use."""
 
 
 def build_vllm_config(settings: Settings, model_dir: str) -> VllmConfig:
-    """The configuration requests are rendered and validated with.
+    """The configuration with which requests are rendered and validated.
 
     Raises `ValueError` for engine arguments that vLLM does not have.
     """
@@ -66,7 +66,7 @@ def build_vllm_config(settings: Settings, model_dir: str) -> VllmConfig:
         "kv_cache_memory_bytes": 1 << 20,
         "async_scheduling": False,
         "disable_log_stats": True,
-        # That it is set makes vLLM's serving layer pass trace contexts on; the spans are ours.
+        # Makes vLLM's serving layer pass trace contexts on; vLLM itself makes no spans here.
         "otlp_traces_endpoint": settings.tracing.endpoint,
         **adapter_arguments(verifier),
     }
@@ -76,7 +76,7 @@ def build_vllm_config(settings: Settings, model_dir: str) -> VllmConfig:
 
 def _speculation(settings: Settings) -> dict[str, Any] | None:
     if settings.mode != "native":
-        # Our own sampler leaves nothing unsupported.
+        # Our own sampler supports all parameters, so nothing must be refused because of speculation.
         return None
     return {
         "method": "custom_class",

@@ -1,4 +1,4 @@
-"""Answers with many log probabilities, which take too long to put together on the event loop."""
+"""Answers that are built in a thread: with many log probabilities, building would hold up the event loop."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 
 class Deferred:
-    """An answer that is made by `make`, in a thread; it may be an error object, or raise what vLLM raises."""
+    """An answer yet to be built: call `make` in a thread.  The answer may be an error object."""
 
     def __init__(self, make: Callable[[], Any], results: list[Any]) -> None:
         self._make, self._results = make, results
 
     def make(self) -> Any:
-        """Puts it together; the log probabilities of vLLM's results are gone then."""
+        """Builds the answer, and empties the log probabilities of vLLM's results.  Raises what vLLM raises."""
         answer = self._make()
         for output in (output for result in self._results for output in result.outputs):
             discard(output.logprobs)
@@ -22,7 +22,7 @@ class Deferred:
 
 
 async def deferred(results: AsyncIterator[Any], answer: Callable[[AsyncGenerator[Any, None]], Any]) -> Deferred:
-    """What vLLM's `answer` makes of the last of `results`, which is all of them."""
+    """A `Deferred` that applies vLLM's `answer` to the last of `results`, which has the whole output."""
     last = [result async for result in results][-1:]
 
     async def again() -> AsyncGenerator[Any, None]:
@@ -33,6 +33,6 @@ async def deferred(results: AsyncIterator[Any], answer: Callable[[AsyncGenerator
 
 
 def discard(values: Any) -> None:
-    """Empties a list piece by piece: to free a hundred thousand objects at once holds the interpreter for long."""
+    """Empties a list piece by piece: freeing a hundred thousand objects at once would block the interpreter."""
     while isinstance(values, list) and values:
         del values[-16:]

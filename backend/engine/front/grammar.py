@@ -1,8 +1,8 @@
-"""Structured outputs are checked before a verifier sees them: valid, compiled in bounded time and memory, matching something.
+"""Checks structured outputs before a verifier gets them: valid, compilable within limits, matching some text.
 
-vLLM checks them in the event loop, and compiles in threads that nothing can end.  Here both happen in a process of its own,
-which dies when a limit is reached or the client leaves, and takes nothing with it.  `GrammarChecks` runs in the gateway's event
-loop, `_serve` in the process; it is forked from a server that has imported vLLM, so that another one is there in no time.
+vLLM validates in the event loop and compiles in threads that cannot be stopped.  Here both happen in a separate process, which
+is killed when it reaches a limit or the client leaves.  `GrammarChecks` runs in the gateway's event loop, `_serve` in that
+process, which is forked from a server that has imported vLLM: a replacement starts fast.
 """
 
 from __future__ import annotations
@@ -34,48 +34,48 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.request import StructuredOutputRequest
 
 WORKERS = 2
-"""Checks at a time; further ones wait."""
+"""Checks that run at the same time; further ones wait."""
 CPU_LIMIT_S = 5.0
-"""Of processor time for one check.  A schema of a thousand properties takes one second, with all its threads."""
+"""Processor time for one check, over all threads.  A schema of a thousand properties takes one second."""
 WALL_LIMIT_S = 60.0
-"""The same by the clock, for a machine that is busy."""
+"""Wall-clock time for one check; the machine may be busy."""
 GRACE_S = 1.0
-"""For a check whose client has left: most end sooner, and a new process costs more."""
+"""Time for a check whose client has left.  Most end sooner, and a new process costs more."""
 MEMORY_LIMIT_BYTES = 2 << 30
-"""What a check may need beyond what its process holds already."""
+"""Memory for a check, beyond what its process holds already."""
 KEPT = 256
-"""Verdicts remembered: clients send one schema again and again."""
+"""Verdicts remembered: clients send the same schema again and again."""
 KEPT_CHARS = 1 << 16
-"""A longer grammar is compiled again when it comes again."""
+"""Characters.  A longer valid grammar is not remembered, but checked each time."""
 
 _TOO_MUCH = "The grammar takes too long, or too much memory, to compile. Make it simpler."
 _NOTHING = "The grammar matches no text that this model could write."
 _ECHO = re.compile(r" Pattern: .*|\"[^\"]*\"")
-"""What vLLM and its libraries repeat of the request."""
+"""Where error messages of vLLM and its libraries quote the request."""
 asked_in: ContextVar[str] = ContextVar("asked_in", default="structured_outputs")
-"""The field of the present request that holds the grammar, for the error that names it."""
+"""The current request's field that holds the grammar, for error messages."""
 _forks = multiprocessing.get_context("forkserver")
 
 
 class GrammarChecks:
-    """Verdicts on structured outputs.  Its processes are started with the first check, or by `warm_up`."""
+    """Checks structured outputs and remembers the verdicts.  The first check, or `warm_up`, starts a process."""
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         self._vllm_config = vllm_config
         self._slots = asyncio.Semaphore(WORKERS)
         self._idle: list[_Worker] = []
         self._all: set[_Worker] = set()
-        # More threads than workers: one that was given up on needs a moment to end.
+        # More threads than workers: a thread whose check was cancelled needs a moment to end.
         self._threads = ThreadPoolExecutor(4 * WORKERS, thread_name_prefix="grammar")
         self._verdicts: OrderedDict[bytes, StructuredOutputsParams | str] = OrderedDict()
 
     async def checked(self, asked: StructuredOutputsParams) -> StructuredOutputsParams:
-        """`asked` as a verifier may have it.  Raises `VLLMValidationError`; cancelled, it ends the work."""
+        """Returns `asked` as a verifier should get it.  Raises `VLLMValidationError`.  Cancelling ends the check as well."""
         key = hashlib.sha256(pickle.dumps(asked)).digest()
         if (verdict := self._verdicts.get(key)) is None:
             await self._slots.acquire()
             work = asyncio.ensure_future(self._decide(key, asked))
-            # Nobody may be left to ask.
+            # After a cancellation nothing awaits `work`; reading its exception avoids a warning.
             work.add_done_callback(lambda done: done.cancelled() or done.exception())
             try:
                 verdict = await asyncio.shield(work)
@@ -91,24 +91,23 @@ class GrammarChecks:
         worker = self._worker()
 
         def start() -> None:
-            # Where that fails the first check says why.
+            # If this fails, the first check fails too and reports why.
             with contextlib.suppress(OSError, EOFError, RuntimeError):
                 worker.start()
             self._idle.append(worker)
 
-        # Not of the pool: the end of the process would wait for the import.
+        # Not in the pool: the gateway's exit would wait for the import.
         threading.Thread(target=start, name="grammar-start", daemon=True).start()
 
     def close(self) -> None:
-        """Ends the processes."""
         for worker in list(self._all):
             worker.end()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _decide(self, key: bytes, asked: StructuredOutputsParams) -> StructuredOutputsParams | str:
-        """In a place of ours, which it leaves."""
+        """The caller has acquired a slot; releases it."""
         try:
-            # Another sequence of this request may have been here meanwhile.
+            # Another sequence of the request may have been checked meanwhile.
             if (verdict := self._verdicts.get(key)) is None:
                 verdict = await self._ask(asked)
                 self._keep(key, verdict)
@@ -121,7 +120,7 @@ class GrammarChecks:
         try:
             verdict = await asyncio.get_running_loop().run_in_executor(self._threads, worker.ask, asked)
         except (EOFError, OSError):
-            # It has reached a limit, or has crashed over this grammar.
+            # The process has reached a limit, or has crashed because of this grammar.
             self._end(worker)
             return _TOO_MUCH
         except BaseException:
@@ -148,7 +147,7 @@ class GrammarChecks:
 
 
 class _Worker:
-    """A process that checks; used by one thread at a time, but for `end`."""
+    """A process that checks grammars.  Used by one thread at a time, except `end`."""
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         self._vllm_config = vllm_config
@@ -158,7 +157,7 @@ class _Worker:
         self._pipe: Connection | None = None
 
     def start(self) -> Connection:
-        """Forks the process and waits until it is ready, unless that was done."""
+        """Forks the process, unless it runs already, and waits until it is ready."""
         if self._pipe is None:
             _forks.set_forkserver_preload([__name__])
             ours, theirs = _forks.Pipe()
@@ -177,14 +176,14 @@ class _Worker:
         return self._pipe
 
     def ask(self, asked: StructuredOutputsParams) -> StructuredOutputsParams | str:
-        """The verdict: what is to be sent, or what is wrong.  Raises `EOFError` or `OSError` when the process has died."""
+        """The verdict: the parameters to send, or an error message.  Raises `EOFError` or `OSError` if the process has died."""
         pipe = self.start()
         pipe.send(asked)
         verdict: StructuredOutputsParams | str = pipe.recv()
         return verdict
 
     def end(self) -> None:
-        """Kills the process, now or as soon as it is there."""
+        """Kills the process, now or as soon as it has started."""
         with self._lock:
             self._ended = True
             if self._process is not None:
@@ -192,9 +191,9 @@ class _Worker:
 
 
 def _serve(vllm_config: VllmConfig, pipe: Connection, cpu_limit_s: float) -> None:
-    """The process: one check after the other until the gateway is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the gateway ends us
-    # The libraries tell of patterns and schemas, which are nobody's business.
+    """Main function of the process: makes checks until the gateway is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the gateway ends this process
+    # The libraries print patterns and schemas, which must not reach the logs.
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
@@ -204,7 +203,7 @@ def _serve(vllm_config: VllmConfig, pipe: Connection, cpu_limit_s: float) -> Non
     with contextlib.suppress(EOFError, OSError):
         while True:
             asked = pipe.recv()
-            # Either signal kills, in the middle of whatever is being done.
+            # Either signal kills the process, even in the middle of native code.
             signal.setitimer(signal.ITIMER_PROF, cpu_limit_s)
             signal.setitimer(signal.ITIMER_REAL, WALL_LIMIT_S)
             try:
@@ -225,7 +224,7 @@ def _limit_memory() -> None:
 
 
 class _Check:
-    """vLLM's own way of validating and compiling; a manager for each backend, as a manager has but one."""
+    """Validates and compiles as vLLM does, with a manager per backend, as a manager supports only one."""
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         self._vllm_config = vllm_config

@@ -1,4 +1,4 @@
-"""vLLM's Anthropic serving, so that errors keep what they are and a call cut short is still an answer."""
+"""vLLM's serving class for Anthropic's API, with repairs of stream errors and truncated tool calls."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ERROR_PREFIX = 'data: {"error"'
 
 
 class StreamFailed(Exception):
-    """A stream of vLLM's ended with this error object (`message`, `code`, `param`, ...)."""
+    """A stream from vLLM ended with this error object (`message`, `code`, `param`, ...)."""
 
     def __init__(self, error: dict[str, Any]) -> None:
         super().__init__(str(error.get("message", "")))
@@ -23,10 +23,10 @@ class StreamFailed(Exception):
 
 
 class Messages(AnthropicServingMessages):
-    """vLLM's own, with two repairs; each is checked by a test in `tests/integration/test_gateway_messages.py`."""
+    """vLLM's class with two repairs; `tests/integration/test_gateway_messages.py` tests both."""
 
     async def message_stream_converter(self, generator: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
-        """Raises `StreamFailed` where vLLM's would write an error event that says nothing of the kind of error."""
+        """Raises `StreamFailed` where vLLM's method would write an error event that lacks the kind of error."""
         failed: list[StreamFailed] = []
 
         async def watched() -> AsyncGenerator[str, None]:
@@ -49,7 +49,7 @@ class Messages(AnthropicServingMessages):
             await events.aclose()
 
     def messages_full_converter(self, generator: ChatCompletionResponse) -> AnthropicMessagesResponse:
-        """A call whose arguments were cut off by `max_tokens` is shown without them; vLLM's would fail."""
+        """Drops the arguments of a tool call that `max_tokens` cut off; vLLM's method would fail."""
         for call in generator.choices[0].message.tool_calls:
             try:
                 json.loads(call.function.arguments)

@@ -1,8 +1,8 @@
-"""Plain streams: text as it comes, without tools, reasoning, logprobs or echo; what most streamed requests are.
+"""Plain streams: text without tools, reasoning, logprobs or echo, as most clients ask for.  Gateway's event loop.
 
-vLLM's serving classes check and render the request, its output processor detokenizes and finds stop strings.  Only what they
-do per chunk for the general case (a `RequestOutput`, a queue, three generators, pydantic) is replaced: a sequence's new text
-goes from the output processor into an event as bytes.  Every other stream is vLLM's.  The gateway's event loop.
+vLLM's serving classes check and render the request; its output processor detokenizes and finds stop strings.  Only their work
+per chunk (a `RequestOutput`, a queue, three generators, pydantic) is replaced: new text goes from the output processor into an
+event as bytes.  All other streams are vLLM's own.
 """
 
 from __future__ import annotations
@@ -35,16 +35,19 @@ class Sink(Protocol):
     """Where a stream's events go."""
 
     def put(self, events: bytes) -> None:
-        """Some whole events."""
+        """Takes one or more complete events."""
         ...
 
     def end(self, error: Exception | None = None) -> None:
-        """There are no more, because all was said or because of `error`."""
+        """Ends the stream: it is complete, or failed with `error`."""
         ...
 
 
 class Form:
-    """What a stream's chunks look like: the templates and what is common to all."""
+    """The templates of a stream's chunks, and the values that all chunks share.
+
+    `sparse`: a chunk without text is left out, or has no content.
+    """
 
     def __init__(
         self, request: Any, template: Callable[..., Template], fingerprint: str | None, sparse: bool = False, **common: Any
@@ -54,7 +57,7 @@ class Form:
         self.n = request.n or 1
         self.sparse = sparse
         self._template = template
-        # The fingerprint is on the last message: that is the usage, where it was asked for.
+        # Only the last event has the fingerprint; that is the usage event, if usage was asked for.
         self._options = {
             "token_ids": self.token_ids,
             "usage": self.usage,
@@ -63,12 +66,12 @@ class Form:
         self._common = common
 
     def fill(self, kind: str, values: dict[str, Any], **mute: bool) -> bytes:
-        """One of the templates with what is common and these values."""
+        """A template filled with the shared values and `values`."""
         return self._template(kind, **self._options, **mute).fill(self._common | values)
 
 
 class PlainStream:
-    """One request's stream.  `start` submits its sequences; then events come to the sink as vLLM processes their outputs."""
+    """One request's stream.  `start` submits the sequences; then the sink gets events as vLLM processes their outputs."""
 
     def __init__(
         self,
@@ -91,7 +94,7 @@ class PlainStream:
         self.form = form
 
     async def start(self, sink: Sink) -> None:
-        """Submits; raises whatever keeps a request from being served."""
+        """Submits all sequences; raises what vLLM raises."""
         self.sink = sink
         self._open = len(self._submit) * self.form.n
         states = self._client.output_processor.request_states
@@ -108,12 +111,12 @@ class PlainStream:
             self._prompt_tokens += state.prompt_len
 
     async def close(self) -> None:
-        """Ends what still runs.  Never suspends, so that it also works in a task that is being cancelled."""
+        """Aborts sequences that still run.  Never suspends, so it also works in a task that is being cancelled."""
         if self._ids and (self._open or self._failed):
             await self._client.abort(self._ids, internal=True)
 
     def begin(self, state: RequestState) -> None:
-        """Says who speaks, once, before anything else."""
+        """Sends the events with the role, once, before any others."""
         if self._first is not None:
             return
         self._first = state
@@ -124,7 +127,7 @@ class PlainStream:
                 self.sink.put(self.form.fill("role", values | {"index": index}) % ())
 
     def choice_ended(self, state: RequestState, tokens: int) -> None:
-        """One of the sequences has said everything; after the last one comes the end."""
+        """Counts an ended sequence; after the last one, ends the stream."""
         self._open -= 1
         self._completion_tokens += tokens
         if self._open:
@@ -137,13 +140,12 @@ class PlainStream:
         self.sink.end()
 
     def fail(self, error: Exception) -> None:
-        """Ends the stream with `error`."""
         self._failed = True
         self.sink.end(error)
 
 
 class Choice:
-    """One sequence, from vLLM's output processor to the sink; stands where that has a queue."""
+    """One sequence, from vLLM's output processor to the sink; takes the place of its output queue."""
 
     def __init__(self, stream: PlainStream, state: RequestState, index: int) -> None:
         form = stream.form
@@ -157,7 +159,7 @@ class Choice:
         self._tokens = 0
 
     def put(self, error: Any) -> None:
-        """vLLM's hand-over; here it is only ever told of errors, for `take` returns nothing to be put."""
+        """The queue's method.  vLLM only calls it with errors, because `take` returns no outputs."""
         if isinstance(error, Exception):
             self._stream.fail(error)
 
@@ -170,10 +172,10 @@ class Choice:
         *_: Any,
         **__: Any,
     ) -> None:
-        """In the place of `RequestState.make_request_output`: an event instead of an output."""
+        """Replaces `RequestState.make_request_output`: sends an event instead of making an output."""
         stream, state = self._stream, self._state
         if finish_reason is not None:
-            # It holds this object, and this object holds it.
+            # Breaks the reference cycle between state and choice.
             del state.make_request_output
         stream.begin(state)
         text = state.detokenizer.get_next_output_text(finish_reason is not None, True)
@@ -182,8 +184,8 @@ class Choice:
             return
         said = self._tokens
         self._tokens = tokens = said + len(new_token_ids)
-        # A part of a long prompt was computed; nothing was said.
-        # And what parsers have no text for is no chunk, unless there is more to say than text.
+        # Without tokens and text, only a part of a long prompt was computed.
+        # With a parser, no text means no chunk, unless it has a finish reason or token ids.
         mute = stream.form.sparse and not text
         if (tokens or text) and not (mute and finish_reason is None and not stream.form.token_ids):
             form = self._text
@@ -207,7 +209,7 @@ class Choice:
 
 
 def _is_parsed(parser: type[Parser] | None, request: Any) -> bool:
-    """Whether vLLM's parsers would make anything but content of a chat's text."""
+    """Whether vLLM's parsers could turn a chat's text into anything but content."""
     if parser is None:
         return False
     tools = parser.tool_parser_cls
@@ -221,12 +223,12 @@ def _is_parsed(parser: type[Parser] | None, request: Any) -> bool:
 
 
 def _asks_logprobs(request: Any) -> bool:
-    # A chat's `logprobs` is a bool, a completion's a number, of which 0 is one.
+    # `logprobs` is a bool in chats, a number in completions, where 0 asks too.
     return request.logprobs not in (None, False) or type(request.logprobs) is int
 
 
 def is_plain(serving: Any, request: Any) -> bool:
-    """Whether a request's stream holds nothing but text, as this server is set up."""
+    """Whether, with this server's configuration, a request's stream holds nothing but text."""
     return not (
         _asks_logprobs(request)
         or request.echo
@@ -248,7 +250,7 @@ def _dump(serving: Any, chunk: Any, usage: UsageInfo, **dump: bool) -> str:
 
 
 class Chat(OpenAIServingChat):
-    """vLLM's chat completions; plain streams are ours where they are offered (`client.offer_plain`)."""
+    """vLLM's chat completions, with a `PlainStream` where one was offered (`client.offer_plain`) and suffices."""
 
     def chat_completion_stream_generator(
         self,
@@ -260,7 +262,7 @@ class Chat(OpenAIServingChat):
         mm_token_counts: dict[str, int] | None = None,
         **kwargs: Any,
     ) -> PlainStream | AsyncGenerator[str, None]:
-        """vLLM's, or ours."""
+        """vLLM's stream, or a plain one."""
         submit = submissions()
         if submit is None or not is_plain(self, request):
             stream: AsyncGenerator[str, None] = super().chat_completion_stream_generator(
@@ -278,14 +280,14 @@ class Chat(OpenAIServingChat):
             )
             return _dump(self, chunk, usage, exclude_unset=True)
 
-        # With a parser vLLM sends no chunk, or one without content, where there is no text.
+        # If there is no text, vLLM with a parser sends no chunk, or one without content.
         sparse = self.parser_cls is not None
         common = {"id": request_id, "created": created, "model": model_name}
         form = Form(request, chat_template, self.system_fingerprint, sparse, **common)
         return PlainStream(self.engine_client, submit, form, role=self.get_chat_request_role(request), last=last)
 
     async def chat_completion_full_generator(self, request: Any, result_generator: Any, *args: Any, **kwargs: Any) -> Any:
-        """vLLM's, or what it will be."""
+        """vLLM's answer, or a `Deferred` that will make it."""
         full = super().chat_completion_full_generator
         if not _asks_logprobs(request):
             return await full(request, result_generator, *args, **kwargs)
@@ -293,10 +295,10 @@ class Chat(OpenAIServingChat):
 
 
 class Completion(OpenAIServingCompletion):
-    """vLLM's completions, likewise."""
+    """vLLM's completions, with a `PlainStream` where one was offered and suffices."""
 
     def request_output_to_completion_response(self, outputs: Any, request: Any, *args: Any) -> Any:
-        """vLLM's, or what it will be."""
+        """vLLM's answer, or a `Deferred` that will make it."""
         make = partial(super().request_output_to_completion_response, outputs, request, *args)
         return Deferred(make, outputs) if _asks_logprobs(request) and not request.stream else make()
 
@@ -311,7 +313,7 @@ class Completion(OpenAIServingCompletion):
         *args: Any,
         **kwargs: Any,
     ) -> PlainStream | AsyncGenerator[str, None]:
-        """vLLM's, or ours."""
+        """vLLM's stream, or a plain one."""
         submit = submissions()
         if submit is None or not is_plain(self, request):
             stream: AsyncGenerator[str, None] = super().completion_stream_generator(

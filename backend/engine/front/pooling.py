@@ -1,4 +1,4 @@
-"""vLLM's serving objects for models that embed or score text instead of writing it."""
+"""vLLM's serving objects for models that embed or score text instead of generating it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ __all__ = [
 
 
 class Pooling:
-    """Made when it is first asked for: what a model can do is known once a verifier has loaded it."""
+    """The serving objects, each made at its first use: a model's tasks are known only after a verifier has loaded it."""
 
     def __init__(self, client: FleetClient[Any], models: OpenAIServingModels, chat_template: str | None) -> None:
         self._client = client
@@ -44,19 +44,19 @@ class Pooling:
 
     @property
     def is_model(self) -> bool:
-        """Whether the model pools; else it generates."""
+        """Whether the model embeds or scores; else it generates."""
         return bool(self._client.model_config.runner_type == "pooling")
 
     @cached_property
     def embedding(self) -> ServingEmbedding | None:
-        """None where the model does not embed."""
+        """None if the model does not embed."""
         if self._client.model_config.get_pooling_task(self._tasks) != "embed":
             return None
         return ServingEmbedding(self._client, self._models, request_logger=None, chat_template_config=self._template)
 
     @cached_property
     def scores(self) -> ServingScores | None:
-        """None where the model does not score pairs of texts."""
+        """None if the model does not score pairs of texts."""
         if not enable_scoring_api(self._tasks, self._client.model_config):
             return None
         return ServingScores(
@@ -69,6 +69,6 @@ class Pooling:
 
     @property
     def _tasks(self) -> tuple[Any, ...]:
-        """What the verifiers can do; call it while there is one."""
+        """The tasks that the verifiers support; empty if there is no verifier."""
         links = self._client.core.routable()
         return tuple(links[0].welcome.supported_tasks) if links and links[0].welcome is not None else ()

@@ -1,4 +1,4 @@
-"""Short prompts become tokens in the event loop itself: handing them to a thread and back costs more than the work."""
+"""Tokenizes short prompts in the event loop: handing them to a thread and back costs more than the work."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 from vllm.renderers.hf import HfRenderer, safe_apply_chat_template
 
 SHORT = 2_000
-"""Characters; a tokenizer takes less than a millisecond for them."""
+"""Characters; a tokenizer takes less than a millisecond for so many."""
 SCALARS = (str, bool, int, float, type(None))
 
 
 def short_prompts_at_once(renderer: Any) -> None:
-    """Changes a renderer of vLLM's for Hugging Face tokenizers; others stay as they are."""
+    """Makes a vLLM renderer for Hugging Face tokenizers render short prompts at once; other renderers stay unchanged."""
     if not isinstance(renderer, HfRenderer):
         return
     tokenize, template = renderer._tokenize_prompt_async, renderer._apply_chat_template_async
@@ -41,7 +41,7 @@ def _unless_long(
 
 
 def _short_chat(model_config: Any, tokenizer: Any, conversation: list[Any], **arguments: Any) -> bool:
-    """Few characters, no tools and no lists of a client's: a template's loops are as long as what it is given."""
+    """Whether a chat has few characters and only scalar values.  A template loops over lists and tools: unbounded work."""
     given = [value for name, value in arguments.items() if name != "chat_template"]
     given += [value for message in conversation for value in message.values()]
     return all(isinstance(value, SCALARS) for value in given) and sum(len(str(value)) for value in given) <= SHORT

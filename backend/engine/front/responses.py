@@ -1,4 +1,4 @@
-"""vLLM's request for a response, repaired."""
+"""vLLM's request model of OpenAI's Responses API, with repairs."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from vllm.renderers import TokenizeParams
 
 
 class ResponseRequest(ResponsesRequest):
-    """Its prompt is what the chat template wrote: vLLM's own puts the tokenizer's begin token before it a second time.
+    """vLLM's model with two repairs.
 
-    Remove `build_tok_params` when vLLM's says `add_special_tokens=False`, as that of chat completions does; `_one_text` when
-    vLLM reads more of an assistant's message than the text of its first part, which need not be there.
+    `build_tok_params`: vLLM adds the tokenizer's begin token a second time to what the chat template wrote.  Remove when vLLM
+    says `add_special_tokens=False`, as for chat completions.  `_one_text`: vLLM reads only the text of an assistant message's
+    first part, which may be missing.  Remove when vLLM reads all parts.
     """
 
     @model_validator(mode="after")

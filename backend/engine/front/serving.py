@@ -1,6 +1,6 @@
 """vLLM's OpenAI serving objects over a `FleetClient`, built once per gateway.
 
-No request logger is ever given to them: prompts and outputs stay out of the logs.
+They get no request logger, so prompts and outputs stay out of the logs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from backend.engine.parsers import tool_parser
 
 
 class _NoTracebackForTheExpected(logging.Filter):
-    """vLLM logs a traceback for every stream that ends early; a lost verifier or a bad request is no bug, and is told once."""
+    """Drops vLLM's tracebacks of streams that ended early for an expected reason: a lost verifier, a bad request."""
 
     def __init__(self, expected: type[Exception]) -> None:
         super().__init__()
@@ -45,10 +45,10 @@ class _NoTracebackForTheExpected(logging.Filter):
 
 
 class Tokens(ServingTokens):
-    """vLLM's; an answer with log probabilities is made in a thread."""
+    """vLLM's serving class, except that an answer with log probabilities is a `Deferred`."""
 
     async def serve_tokens_full_generator(self, request: Any, result_generator: Any, *args: Any, **kwargs: Any) -> Any:
-        """vLLM's, or what it will be."""
+        """vLLM's answer, or a `Deferred` that will make it."""
         full = super().serve_tokens_full_generator
         if request.sampling_params.logprobs is None:
             return await full(request, result_generator, *args, **kwargs)
@@ -57,7 +57,7 @@ class Tokens(ServingTokens):
 
 @dataclass(frozen=True)
 class Services:
-    """What the routes call."""
+    """The serving objects that the routes call."""
 
     models: OpenAIServingModels
     chat: OpenAIServingChat
@@ -74,9 +74,9 @@ class Services:
 def build_services(
     client: FleetClient[Any], settings: Settings, served_names: Sequence[str], expected: type[Exception]
 ) -> Services:
-    """The serving objects for one base model under `served_names`; answers carry the first.
+    """The serving objects for one base model under `served_names`; answers carry the first name.
 
-    `expected` are errors that need no traceback in the log.  Raises `TypeError` for a parser that does not fit the tokenizer.
+    Errors of class `expected` get no traceback in the log.  Raises `TypeError` for a parser that does not fit the tokenizer.
     """
     for serving in (OpenAIServingChat, OpenAIServingCompletion, OpenAIServingResponses, Messages.__base__, ServingTokens):
         vllm_logger = logging.getLogger(serving.__module__)
@@ -86,7 +86,7 @@ def build_services(
     model_dir = client.model_config.model
     tools = tool_parser(settings.gateway.tool_call_parser, model_dir, settings.gateway.chat_template)
     adapters = [LoRAModulePath(name, path) for name, path in settings.verifier.adapters.items()]
-    # `root` is what the model was asked for: the directory it was found in is nobody's business.
+    # Clients see `model_path` as a model's `root`.  It must not reveal the directory that holds the model.
     names = [BaseModelPath(name=name, model_path=served_names[0]) for name in served_names]
     models = OpenAIServingModels(client, names, lora_modules=adapters)
     common: dict[str, Any] = {

@@ -1,6 +1,6 @@
-"""Where the built-in models lie: a small target that writes Python, its EAGLE-3 head and a draft model for it.
+"""Directories of the built-in models: a small target that writes Python, its EAGLE-3 head and a draft model for it.
 
-`backend/lab/demo/` made them.
+`backend/lab/demo/` has the code that trained them.
 """
 
 from pathlib import Path
