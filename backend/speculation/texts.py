@@ -41,5 +41,5 @@ class TextSource(ABC):
         self._wrong = FORGET * self._wrong + seen - matched
 
     def _signs(self, agreed: int, count: int) -> list[float]:
-        """Signs for `count` tokens: the log-odds of recent drafts, and the number of agreeing tokens before the draft, less 3."""
+        """Signs for `count` tokens: the log-odds of recent drafts, and how many tokens agree before the draft, less 3."""
         return [math.log((self._right + 1) / (self._wrong + 1)), agreed - 3.0] * count

@@ -2,8 +2,8 @@
 
     python -m backend.lab.bench.samples
 
-Groups of eight samples of one prompt, as trainers ask for them.  One verifier decodes plainly; another one drafts in mode `auto`,
-with requests that share their outputs and with requests that opt out.  Alternating rounds; no prompt is asked twice of a verifier.
+Groups of eight samples of one prompt, as trainers ask for them.  One verifier decodes plainly.  Another one drafts in mode
+`auto`, for requests that share their outputs and for requests that opt out.  Alternating rounds; every load has its own prompts.
 """
 
 from __future__ import annotations
