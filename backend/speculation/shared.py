@@ -2,7 +2,8 @@
 
 Samples of one prompt, retries, and files that are edited again and again repeat each other.  When a request's latest tokens
 occur in another request's output, the tokens that follow there are its draft (suffix decoding, arXiv 2411.04975; that paper
-counts occurrences, this code takes the latest).  Outputs are indexed while they grow, so concurrent requests draft for each other.
+counts occurrences, this code takes the latest).  Outputs are indexed while they grow, so that concurrent
+requests draft for each other.
 
 Only requests of one tenant share outputs, and only requests that drafters may learn from.  Sharing changes no token.  A
 request's speed, however, tells whether another request of its tenant got a similar answer.

@@ -3,7 +3,7 @@
     python -m backend.lab.bench.samples
 
 Groups of eight samples of one prompt, as trainers ask for them.  One verifier decodes plainly.  Another one drafts in mode
-`auto`, for requests that share their outputs and for requests that opt out.  Alternating rounds; every load has its own prompts.
+`auto`, for requests that share their outputs and for requests that opt out.  Rounds alternate; every load has its own prompts.
 """
 
 from __future__ import annotations
