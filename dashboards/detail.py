@@ -6,6 +6,8 @@ from dashboards.expr import (
     JOB,
     VERIFIER,
     acceptance_length,
+    drafter_gauge,
+    drafter_rate,
     once,
     or_zero,
     pair_rate,
@@ -19,6 +21,7 @@ from dashboards.model import Dashboard, Panel, Row
 from dashboards.overview import BUSY, IDLE
 from dashboards.shapes import NO_DRAFTS, NO_TRAFFIC, count, length, plot, share, stacked
 
+NO_DRAFTERS = "no drafter"
 _STEPS = verifier_rate("outrider_verifier_steps_total")
 _LOAD = f"({verifier_gauge('outrider_verifier_running')} + {verifier_gauge('outrider_verifier_waiting')})"
 _MEMBERS = once(f"outrider_fleet_members{{{JOB}}}", "kind", "state")
@@ -172,19 +175,55 @@ ASSIGNMENT = Dashboard(
             unit="s",
             empty=NO_DRAFTS,
         ),
-        plot(
-            "Drafter busy",
-            "Drafter compute per second of time, as the verifiers were told.",
-            total(pair_rate("outrider_draft_compute_seconds_total"), "drafter"),
-            "{{drafter}}",
-            unit="percentunit",
-            empty=NO_DRAFTS,
-        ),
         count(
             "Drafters not waited for",
             "Assigned drafters whose circuit breaker is open, by verifier.",
             verifier_gauge("outrider_drafters_down"),
             thresholds=[(1, "red")],
+        ),
+    ),
+    Row(
+        "Drafters",
+        Panel(
+            "Drafters' time",
+            "Share of time in which a drafter computed, and in batches that drafted. The rest reads prompts or drafts ahead.",
+            {
+                "{{drafter}} busy": drafter_rate("outrider_drafter_busy_seconds_total"),
+                "{{drafter}} drafting": drafter_rate("outrider_drafter_draft_seconds_total"),
+            },
+            unit="percentunit",
+            high=1,
+            empty=NO_DRAFTERS,
+        ),
+        plot(
+            "Requests per draft batch",
+            "Requests that one batch of a drafter drafted for.",
+            ratio(drafter_rate("outrider_drafter_drafts_total"), drafter_rate("outrider_drafter_batches_total")),
+            "{{drafter}}",
+            empty=NO_DRAFTS,
+        ),
+        share(
+            "Drafters' KV cache",
+            "Share of each drafter's KV cache in use.",
+            drafter_gauge("outrider_drafter_kv_cache_usage"),
+            "{{drafter}}",
+            empty=NO_DRAFTERS,
+        ),
+        count(
+            "Drafters' sequences",
+            "Sequences in each drafter's KV cache.",
+            drafter_gauge("outrider_drafter_sequences"),
+            "{{drafter}}",
+            empty=NO_DRAFTERS,
+        ),
+        Panel(
+            "Drafters' evictions and refusals",
+            "Per minute: sequences removed from the KV cache to make room, and messages that a drafter could not use.",
+            {
+                "{{drafter}} evictions": f"60 * {drafter_rate('outrider_drafter_evictions_total')}",
+                "{{drafter}} refusals": f"60 * {drafter_rate('outrider_drafter_rejected_total')}",
+            },
+            empty=NO_DRAFTERS,
         ),
     ),
     Row(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 JOB = 'job=~"$job"'
 VERIFIER = f'{JOB}, verifier=~"$verifier"'
+DRAFTER = f'{JOB}, drafter=~"$drafter"'
 PAIR = f'{VERIFIER}, drafter=~"$drafter"'
 INTERVAL = "$__rate_interval"
 
@@ -39,6 +40,16 @@ def verifier_rate(metric: str, *extra: str, labels: str = VERIFIER) -> str:
 def verifier_gauge(metric: str) -> str:
     """A gauge of verifiers, one series per verifier."""
     return once(f"{metric}{{{VERIFIER}}}", "verifier")
+
+
+def drafter_rate(metric: str) -> str:
+    """A per-drafter counter's rate, once per drafter."""
+    return once(rate(metric, DRAFTER), "drafter")
+
+
+def drafter_gauge(metric: str, *by: str) -> str:
+    """A per-drafter gauge, once per drafter."""
+    return once(f"{metric}{{{DRAFTER}}}", "drafter", *by)
 
 
 def ratio(part: str, whole: str) -> str:

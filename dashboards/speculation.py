@@ -7,6 +7,8 @@ from dashboards.expr import (
     PAIR,
     VERIFIER,
     acceptance_length,
+    drafter_gauge,
+    drafter_rate,
     once,
     pair_rate,
     pair_ratio,
@@ -21,7 +23,6 @@ from dashboards.overview import IDLE
 from dashboards.shapes import NO_DRAFTS, NO_TRAFFIC, count, length, plot, share, stacked
 
 _ENDS = ("verifier", "drafter")
-_LEARNER = f'{JOB}, drafter=~"$drafter"'
 _TRAINING = {
     "steps": "steps",
     "seconds": "seconds",
@@ -31,11 +32,6 @@ _TRAINING = {
     "taken_back": "taken back",
 }
 NO_LEARNING = "no drafter learns"
-
-
-def _learning(gauge: str, *by: str) -> str:
-    """A gauge of learning drafters, one series per drafter."""
-    return once(f"{gauge}{{{_LEARNER}}}", "drafter", *by)
 
 
 def _by_version(whole: str) -> str:
@@ -223,8 +219,8 @@ SPECULATION = Dashboard(
             "Heads on held-out sequences",
             "Acceptance length of the head in use and of the one in training, and the version in use.",
             {
-                "{{drafter}} {{head}}": _learning("outrider_learning_acceptance_length", "head"),
-                "{{drafter}} version": _learning("outrider_learning_version"),
+                "{{drafter}} {{head}}": drafter_gauge("outrider_learning_acceptance_length", "head"),
+                "{{drafter}} version": drafter_gauge("outrider_learning_version"),
             },
             decimals=2,
             empty=NO_LEARNING,
@@ -232,7 +228,7 @@ SPECULATION = Dashboard(
         plot(
             "Live acceptance of a learning head",
             "Share of right draft tokens among those compared with the text, lately.",
-            _learning("outrider_learning_live_acceptance"),
+            drafter_gauge("outrider_learning_live_acceptance"),
             "{{drafter}}",
             unit="percentunit",
             empty=NO_LEARNING,
@@ -241,7 +237,7 @@ SPECULATION = Dashboard(
             "Training",
             "Per minute: steps, seconds, sequences taken and lost, heads put in place and taken back.",
             {
-                f"{{{{drafter}}}} {said}": f"60 * {once(rate(f'outrider_learning_{name}_total', _LEARNER), 'drafter')}"
+                f"{{{{drafter}}}} {said}": f"60 * {drafter_rate(f'outrider_learning_{name}_total')}"
                 for name, said in _TRAINING.items()
             },
             empty=NO_LEARNING,

@@ -15,8 +15,6 @@ from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
-
 from backend.engine.front import (
     EngineCoreClient,
     EngineCoreOutput,
@@ -452,11 +450,8 @@ class FleetCore(EngineCoreClient):
         record.places += 1
         record.placed_at = time.monotonic()
         record.taken = False
-        told = record.told
-        asked = told.asked if told is not None else None
-        if not record.claim.learn:
-            asked = msgspec.structs.replace(asked or Asked(), learn=False)
-        link.add(record.request, record.place_id, record.emitted, record.noise_seed, asked)
+        asked = record.claim.asked
+        link.add(record.request, record.place_id, record.emitted, record.noise_seed, asked if asked != Asked() else None)
         self._accounts.placed(record, link)
         self._sequences.put(record, link)
         record.claim.verifier = link.member.id

@@ -228,7 +228,9 @@ class FleetHistory:
             busy = _ratio(new.busy_s - old.busy_s, window.seconds, 4)
             row.busy = min(1.0, busy) if busy is not None else None
             row.draft_tokens_per_s = _ratio(new.draft_tokens - old.draft_tokens, window.seconds, 1)
-            row.version = new.learning.version if new.learning is not None else None
+            if new.learning is not None:
+                for name in ("version", "live_acceptance", "previous_version", "previous_acceptance"):
+                    setattr(row, name, getattr(new.learning, name))
         return row
 
     def _pairs(self) -> list[PairRow]:

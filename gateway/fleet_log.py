@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from backend.fleet import FleetSnapshot, Member, VerifierStats
+from backend.fleet import FleetSnapshot, Learning, Member, VerifierStats
 
 if TYPE_CHECKING:
     from gateway.in_flight import MoveKind
@@ -31,6 +31,7 @@ Happening = Literal[
     "released",
     "failover",
     "migration",
+    "head",
     "plan",
 ]
 
@@ -57,6 +58,7 @@ class FleetLog:
         self._number = 0
         self._members: dict[str, Member] | None = None
         self._bound: frozenset[tuple[str, str]] = frozenset()
+        self._heads: dict[str, Learning] = {}
         self._seen: FleetSnapshot | None = None
         self._stats: dict[str, VerifierStats] = {}
         self._moves: dict[tuple[MoveKind, str, str], int] = {}
@@ -72,10 +74,12 @@ class FleetLog:
         if snapshot is not None and snapshot is not self._seen:
             members = {view.member.id: view.member for view in snapshot.members if view.member.kind != "gateway"}
             bound = frozenset((each.verifier_id, each.drafter_id) for each in snapshot.assignments)
+            heads = {each.drafter_id: each.learning for view in snapshot.members if (each := view.drafter) and each.learning}
             if self._members is not None:
                 self._note_members(at, self._members, members)
                 self._note_assignments(at, bound)
-            self._members, self._bound, self._seen = members, bound, snapshot
+                self._note_heads(at, heads)
+            self._members, self._bound, self._heads, self._seen = members, bound, heads, snapshot
         self._note_moves(at, moves)
         self._note_plans(at, stats)
         self._stats = dict(stats)
@@ -115,6 +119,14 @@ class FleetLog:
                 self._note(at, "assigned", drafter, f"{drafter} serves {to}")
             else:
                 self._note(at, "released", drafter, f"{drafter} no longer serves {away}")
+
+    def _note_heads(self, at: float, heads: Mapping[str, Learning]) -> None:
+        for drafter, new in heads.items():
+            old = self._heads.get(drafter)
+            if old is not None and old.version != new.version:
+                known = old.live_acceptance is not None
+                share = f"; of version {old.version}, {old.live_acceptance:.0%} of drafts began right" if known else ""
+                self._note(at, "head", drafter, f"{drafter} drafts with version {new.version}{share}")
 
     def _note_moves(self, at: float, moves: Mapping[tuple[MoveKind, str, str], int]) -> None:
         for (kind, cause, verifier), count in moves.items():

@@ -98,7 +98,7 @@ class FleetCollector(Collector):
         yield operations
         yield _info(views, stats)
         yield _refused(views)
-        yield from _learning(views)
+        yield from _drafters(views)
 
     def _vllm_names(self) -> Iterator[Metric]:
         sums = self._totals.sums()
@@ -155,11 +155,11 @@ def _refused(views: list[MemberView]) -> Metric:
     return family
 
 
-def _learning(views: list[MemberView]) -> Iterator[Metric]:
-    known = [(each.drafter_id, each.learning) for view in views if (each := view.drafter) is not None and each.learning]
-    yield from _reported(("drafter",), [((drafter_id,), learning) for drafter_id, learning in known])
+def _drafters(views: list[MemberView]) -> Iterator[Metric]:
+    known = [view.drafter for view in views if view.drafter is not None]
+    yield from _reported(("drafter",), [((each.drafter_id,), each) for each in known])
     lengths = _family("outrider_learning_acceptance_length")
-    for drafter_id, learning in known:
+    for drafter_id, learning in [(each.drafter_id, each.learning) for each in known if each.learning is not None]:
         for head, length in (("present", learning.present_length), ("candidate", learning.candidate_length)):
             if length is not None:
                 lengths.add_metric([drafter_id, head], length)
@@ -191,15 +191,15 @@ def _reported(labels: tuple[str, ...], reports: Sequence[tuple[tuple[str, ...], 
 
 
 def _values(report: Any, field: str) -> Iterator[tuple[list[str], float]]:
-    """The values of a report's field, each with its further labels.  `a.b` means the field `b` of each item of `a`."""
+    """The values of a report's field, each with its further labels.  `a.b`: the field `b` of `a`, or of each item of `a`."""
     field, _, of_each = field.partition(".")
     found = getattr(report, field)
     if isinstance(found, list):
         found = {str(position): value for position, value in enumerate(found)}
     if isinstance(found, dict):
         yield from (([key], getattr(value, of_each) if of_each else value) for key, value in found.items())
-    elif found is not None:
-        yield [], found
+    elif found is not None and (value := getattr(found, of_each) if of_each else found) is not None:
+        yield [], value
 
 
 def _verifiers(stats: list[VerifierStats]) -> Iterator[Metric]:

@@ -48,6 +48,11 @@ class DrafterRow(msgspec.Struct):
     draft_tokens_per_s: float | None = None
     version: int | None = None
     """Version of a head that learns; None: it does not learn."""
+    live_acceptance: float | None = None
+    """Share of drafts of a head that learns whose first token was right, lately."""
+    previous_version: int | None = None
+    """The version that the present one is compared with."""
+    previous_acceptance: float | None = None
 
 
 class PairRow(msgspec.Struct):

@@ -150,20 +150,46 @@ DEFINITIONS: dict[str, Definition] = {
     ),
     "outrider_drafts_dropped_total": Definition("counter", (*_PAIR, "reason"), "drafts not used, by reason", "dropped"),
     "outrider_drafters_down": Definition("gauge", _VERIFIER, "assigned drafters that are not waited for"),
-    # What drafters that learn report
+    # What drafters report
+    "outrider_drafter_busy_seconds_total": Definition(
+        "counter", _DRAFTER, "time in which the drafter computed; otherwise it is idle", "busy_s"
+    ),
+    "outrider_drafter_draft_seconds_total": Definition(
+        "counter", _DRAFTER, "time of batches that drafted; other busy time reads prompts or drafts ahead", "draft_s"
+    ),
+    "outrider_drafter_batches_total": Definition("counter", _DRAFTER, "batches that drafted", "batches"),
+    "outrider_drafter_drafts_total": Definition("counter", _DRAFTER, "requests drafted for, summed over batches", "drafts"),
+    "outrider_drafter_sequences": Definition("gauge", _DRAFTER, "sequences in its KV cache", "sequences"),
+    "outrider_drafter_kv_cache_usage": Definition("gauge", _DRAFTER, "share of its KV cache in use, 0 to 1", "cache_usage"),
+    "outrider_drafter_evictions_total": Definition(
+        "counter", _DRAFTER, "sequences removed from its KV cache to make room", "evictions"
+    ),
+    "outrider_drafter_rejected_total": Definition(
+        "counter", _DRAFTER, "messages refused: undecodable, another version, another width", "rejected"
+    ),
+    # Those that learn
     "outrider_learning_version": Definition(
-        "gauge", _DRAFTER, "version of the drafter's head; 0: the one it began with", "version"
+        "gauge", _DRAFTER, "version of the drafter's head; 0: the one it began with", "learning.version"
     ),
-    "outrider_learning_steps_total": Definition("counter", _DRAFTER, "steps its head was trained for", "steps"),
-    "outrider_learning_seconds_total": Definition("counter", _DRAFTER, "time they took", "training_s"),
-    "outrider_learning_sequences_total": Definition("counter", _DRAFTER, "sequences put into its replay ring", "sequences"),
+    "outrider_learning_steps_total": Definition("counter", _DRAFTER, "steps its head was trained for", "learning.steps"),
+    "outrider_learning_seconds_total": Definition("counter", _DRAFTER, "time they took", "learning.training_s"),
+    "outrider_learning_sequences_total": Definition(
+        "counter", _DRAFTER, "sequences put into its replay ring", "learning.sequences"
+    ),
     "outrider_learning_sequences_dropped_total": Definition(
-        "counter", _DRAFTER, "sequences its writer had no time for", "sequences_dropped"
+        "counter", _DRAFTER, "sequences its writer had no time for", "learning.sequences_dropped"
     ),
-    "outrider_learning_published_total": Definition("counter", _DRAFTER, "heads that it has put in place", "published"),
-    "outrider_learning_taken_back_total": Definition("counter", _DRAFTER, "heads that it has taken back", "taken_back"),
+    "outrider_learning_published_total": Definition(
+        "counter", _DRAFTER, "heads that it has put in place", "learning.published"
+    ),
+    "outrider_learning_taken_back_total": Definition(
+        "counter", _DRAFTER, "heads that it has taken back", "learning.taken_back"
+    ),
     "outrider_learning_live_acceptance": Definition(
-        "gauge", _DRAFTER, "share of drafts whose first token was right, lately; a mean over sequences", "live_acceptance"
+        "gauge",
+        _DRAFTER,
+        "share of drafts whose first token was right, lately; a mean over sequences",
+        "learning.live_acceptance",
     ),
     "outrider_learning_acceptance_length": Definition(
         "gauge", (*_DRAFTER, "head"), "acceptance length of the `present` head and the `candidate` on held-out sequences"

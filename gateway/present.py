@@ -126,9 +126,17 @@ def _work(view: MemberView, snapshot: FleetSnapshot) -> tuple[str, str]:
         drafter = view.drafter
         detail = f"{drafter.draft_tokens} tokens drafted, cache {drafter.cache_usage:.0%}"
         if (learning := drafter.learning) is not None:
-            detail += f", head version {learning.version} ({learning.steps} steps of training)"
+            detail += f", head version {learning.version}{_right(learning.live_acceptance)}"
+            if learning.previous_acceptance is not None and learning.previous_version != learning.version:
+                detail += f", before it version {learning.previous_version}{_right(learning.previous_acceptance)}"
+            detail += f", {learning.steps} steps of training"
         return f"{drafter.sequences} sequences", detail
     return "", ""
+
+
+def _right(acceptance: float | None) -> str:
+    """The share of a head's drafts whose first token was right, in words."""
+    return "" if acceptance is None else f" ({acceptance:.0%} right)"
 
 
 def acceptance_length(stats: VerifierStats) -> float | None:

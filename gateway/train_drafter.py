@@ -12,7 +12,7 @@ import asyncio
 import csv
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,8 @@ AT_A_TIME = 16
 """Requests at a time: as many as a drafter records."""
 MOST_OWED = 50_000
 """Rows waiting for the trainer above which no prompts are sent."""
+REFUSED = (400, 413, 422)
+"""HTTP statuses of prompts that can never be answered: too long, or no tokens of this model."""
 WAIT_S, TOLD_S = 1.0, 10.0
 CURVE = "curve.csv"
 COLUMNS = ("seconds", "steps", "sequences", "loss", "candidate_length", "present_length", "version")
@@ -65,6 +67,8 @@ def main(arguments: Sequence[str], say: Say) -> None:
 
 def read_data(file: Path) -> list[Prompt]:
     """The prompts in a file.  Raises `TraceError`, which names the row."""
+    if file.is_dir():
+        raise TraceError(f"{file}: is a directory; records hold no prompts: give a file of prompts, or a trace")
     if file.suffix == ".parquet":
         return list(read_prompts(file))
     prompts: list[Prompt] = []
@@ -81,7 +85,7 @@ def read_data(file: Path) -> list[Prompt]:
 async def train(given: argparse.Namespace, settings: dict[str, object], prompts: Sequence[Prompt], say: Say) -> None:
     """Trains until the budget of time or steps is spent.  Raises `CommandError`."""
     given.output.mkdir(parents=True, exist_ok=True, mode=0o700)
-    order = _endless(prompts)
+    asked = Prompts(prompts, say)
     async with AsyncFleet(**settings) as fleet:  # type: ignore[arg-type]
         curve = Curve(given.output / CURVE, say)
         began, now = time.monotonic(), await _learning(fleet)
@@ -89,12 +93,11 @@ async def train(given: argparse.Namespace, settings: dict[str, object], prompts:
             if now["owed"] > MOST_OWED:
                 await asyncio.sleep(WAIT_S)
             else:
-                asked = [next(order) for _ in range(AT_A_TIME)]
-                fields = {"temperature": random.choice(TEMPERATURES), "max_tokens": given.max_tokens}
-                async for _ in fleet.generate(asked, fields):
-                    pass
+                await asked.answer(fleet, {"temperature": random.choice(TEMPERATURES), "max_tokens": given.max_tokens})
             now = await _learning(fleet)
             curve.add(now, time.monotonic() - began)
+    if asked.skipped:
+        say(f"{asked.skipped} of {len(prompts)} prompts were skipped")
     if found := newest_head(given.output):
         say(f"the head: --drafter {found}")
     else:
@@ -105,6 +108,36 @@ def newest_head(output: Path) -> Path | None:
     """The latest published version, if there is one."""
     versions = (path for path in output.glob("drafter-0/versions/*") if path.name.isdecimal())
     return max(versions, key=lambda path: int(path.name), default=None)
+
+
+class Prompts:
+    """All prompts in random order, again and again.  Prompts that the fleet refuses are skipped from then on."""
+
+    def __init__(self, prompts: Sequence[Prompt], say: Say) -> None:
+        self._left = dict(enumerate(prompts, 1))
+        self._order: list[int] = []
+        self._say, self.skipped = say, 0
+
+    async def answer(self, fleet: AsyncFleet, fields: dict[str, Any]) -> None:
+        """Has the next prompts answered.  Raises `CommandError` if none is left, and `OutriderError` for other failures."""
+        numbers = [self._draw() for _ in range(AT_A_TIME)]
+        ids = [await fleet.submit(self._left[number], fields) for number in numbers]
+        errors = await asyncio.gather(*map(fleet.wait, ids), return_exceptions=True)
+        for number, error in zip(numbers, errors, strict=True):
+            if isinstance(error, OutriderError) and error.status in REFUSED:
+                if self._left.pop(number, None) is not None:
+                    self.skipped += 1
+                    self._say(f"prompt {number} is skipped ({self.skipped} so far): {error.message}")
+            elif isinstance(error, BaseException):
+                raise error
+        if not self._left:
+            raise CommandError("every prompt was refused")
+        self._order = [number for number in self._order if number in self._left]
+
+    def _draw(self) -> int:
+        if not self._order:
+            self._order = random.sample(list(self._left), len(self._left))
+        return self._order.pop()
 
 
 class Curve:
@@ -162,8 +195,3 @@ async def _learning(fleet: AsyncFleet) -> dict[str, Any]:
     found: dict[str, Any] | None = drafters[0].get("learning") if drafters else None
     # Without a report, the drafter may just be restarting.
     return found or dict.fromkeys(COLUMNS) | {"steps": 0, "owed": 0}
-
-
-def _endless(prompts: Sequence[Prompt]) -> Iterator[Prompt]:
-    while True:
-        yield from random.sample(prompts, len(prompts))

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from statistics import mean
 from typing import IO
 
 import msgspec
@@ -40,8 +41,18 @@ RESTART_S, LONGEST_RESTART_S = 10.0, 600.0
 JOIN_S = 5.0
 SHARED_MEMORY = Path("/dev/shm")
 KEPT_VERSIONS = 4
+PROVEN = "proven.json"
 RING_BYTES = 256 << 20
 """Size of the replay ring; the oldest sequences are removed first."""
+
+
+class Proven(msgspec.Struct, frozen=True):
+    """What the present head is compared with, also after a restart: the latest earlier version whose acceptance is known."""
+
+    version: int = 0
+    """0: the head it began with."""
+    shares: list[float] = []
+    """Its live acceptance: `Watch.before`."""
 
 
 class Learner:
@@ -60,7 +71,8 @@ class Learner:
         self._version, newest = newest_version(directory / VERSIONS)
         self.head_dir = newest or start_dir
         """Directory of the present head."""
-        self._previous_dir = start_dir
+        proven = _read_proven(directory)
+        self._previous_dir = str(_version_dir(directory, proven.version)) if proven.version else start_dir
         """Directory of the latest earlier head whose acceptance is known."""
         self._newer = ""
         """File of target tensors that replace those in the target's directory; empty: none."""
@@ -69,7 +81,7 @@ class Learner:
         self._device = "cpu"
         self._trains = settings.learning != "on" or self._version > 0
         """A head that the user gave is trained from when its acceptance is low or has fallen."""
-        self._watch = Watch()
+        self._watch = Watch(proven.shares)
         self._writer = ReplayWriter(ReplayRing(self._ring_dir, RING_BYTES))
         self.lessons = Lessons(self._writer, self._watch)
         """For the drafting thread."""
@@ -123,6 +135,8 @@ class Learner:
             present_length=latest.present,
             candidate_length=latest.candidate,
             live_acceptance=self._watch.acceptance,
+            previous_version=self._number(self._previous_dir),
+            previous_acceptance=mean(before) if (before := self._watch.before) else None,
             published=self._published,
             taken_back=self._taken_back,
         )
@@ -172,13 +186,14 @@ class Learner:
             return False
         if self._watch.knows_previous:
             self._previous_dir = self.head_dir
+            _write_proven(self._directory, Proven(self._version, list(self._watch.before)))
         self.head_dir = head_dir
-        self._version = int(Path(head_dir).name)
+        self._version = self._number(head_dir)
         logger.info("drafting with version %d", self._version)
         return True
 
     def _take_back(self) -> None:
-        bad, good = self.head_dir, self._previous_dir
+        bad, good, before = self.head_dir, self._previous_dir, self._watch.before
         if bad == good:
             return
         try:
@@ -186,12 +201,17 @@ class Learner:
         except (CheckpointError, TimeoutError) as error:
             logger.warning("%s cannot be taken back: %s", bad, error)
             return
+        # The next version is compared with the good one, too.
+        self._watch.before = before
         self.head_dir = good
-        self._version = int(Path(good).name) if good != self._start_dir else 0
+        self._version = self._number(good)
         logger.warning("its drafts are accepted less: %s is taken back, version %d drafts again", bad, self._version)
         self._tell(TakenBack(good))
         shutil.rmtree(bad, ignore_errors=True)
         self._taken_back += 1
+
+    def _number(self, head_dir: str) -> int:
+        return int(Path(head_dir).name) if head_dir != self._start_dir else 0
 
     def _prune(self) -> None:
         kept = {self.head_dir, self._previous_dir}
@@ -238,6 +258,33 @@ class Learner:
                 except OSError:
                     # Buffered orders could not be written any more.
                     pass
+
+
+def _version_dir(directory: Path, version: int) -> Path:
+    return directory / VERSIONS / f"{version:06d}"
+
+
+def _read_proven(directory: Path) -> Proven:
+    """The start head, of which nothing is known, where there is no such file or its version has gone."""
+    path = directory / PROVEN
+    try:
+        proven = msgspec.json.decode(path.read_bytes(), type=Proven)
+    except FileNotFoundError:
+        return Proven()
+    except (OSError, msgspec.MsgspecError) as error:
+        logger.warning("%s is not used: %s", path, error)
+        return Proven()
+    return proven if not proven.version or _version_dir(directory, proven.version).is_dir() else Proven()
+
+
+def _write_proven(directory: Path, proven: Proven) -> None:
+    path = directory / PROVEN
+    part = path.with_suffix(".part")
+    try:
+        part.write_bytes(msgspec.json.encode(proven))
+        part.replace(path)
+    except OSError as error:
+        logger.warning("after a restart the present head is not compared with its predecessor: %s", error)
 
 
 def _lock(directory: Path) -> IO[str]:

@@ -191,7 +191,9 @@ class DraftingScheduler(CountingScheduler, Scheduler):
         chosen = {}
         for each in new:
             adapter = each.lora_request.lora_name if each.lora_request is not None else ""
-            head = self.speculator.preference.begin(each.req_id, each.prompt_token_ids or [], adapter)
+            asked = getattr(self.requests[each.req_id], "outrider", None) or Asked()
+            prompt = each.prompt_token_ids or []
+            head = self.speculator.preference.begin(each.req_id, prompt, adapter, asked.tenant, asked.session)
             if head is not None:
                 chosen[each.req_id] = head
         return chosen

@@ -203,6 +203,10 @@ class Learning(msgspec.Struct, frozen=True):
     """Acceptance length of the head in training on the same sequences."""
     live_acceptance: float | None = None
     """Share of recent live drafts whose first token was right."""
+    previous_version: int = 0
+    """The version that the present one is compared with."""
+    previous_acceptance: float | None = None
+    """Its live acceptance; None: not known."""
     published: int = 0
     taken_back: int = 0
 

@@ -49,9 +49,10 @@ class Watch:
     Each sequence is one observation: drafts for the same text are right or wrong together.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, before: Sequence[float] = ()) -> None:
         self._counts: dict[Hashable, tuple[int, int]] = {}
-        self._before: list[float] = []
+        self.before = before
+        """Shares of right drafts, one per sequence, of the head that the present head is compared with."""
         self._first: list[float] = []
         self.knows_previous = True
         """Whether the head before the latest exchange was in use long enough for its acceptance to be known."""
@@ -76,14 +77,14 @@ class Watch:
         shares = self._shares()
         self.knows_previous = len(shares) >= FEWEST_SEQUENCES
         if self.knows_previous:
-            self._before = shares
+            self.before = shares
         self._counts = {}
         self._first = []
 
     @property
     def has_fallen(self) -> bool:
         """Whether the present head is accepted clearly less than the one before."""
-        return _is_less(self._before, self._shares())
+        return _is_less(self.before, self._shares())
 
     @property
     def needs_learning(self) -> bool:

@@ -179,7 +179,7 @@ def _check_tensors(head: HeadConfig, files: TensorFiles, target_files: TensorFil
 
 def why_not_learning(head_dir: str, target_dir: str) -> str | None:
     """Why a head that fits its target cannot learn from live traffic; None: it can.  Raises `CheckpointError`."""
-    head, layers = load_config(head_dir, target_dir), text_config(read_config(target_dir)).get("num_hidden_layers")
+    head = load_config(head_dir, target_dir)
     if head.kind != "eagle3" or not head.uses_aux:
         return "only EAGLE-3 heads that join hidden states of the target learn"
     if head.num_layers != 1 or head.norm_before_residual or head.norm_before_fc or head.fc_norm or head.norm_output:
@@ -188,6 +188,10 @@ def why_not_learning(head_dir: str, target_dir: str) -> str | None:
         return "only heads as wide as their target learn"
     if any(name.endswith(".bias") for name in TensorFiles(head_dir).tensors):
         return "heads with biases do not learn"
-    if layers not in head.aux_layers:
-        return f"its features lack the target's last hidden state ({layers}), from which it would be taught"
     return None
+
+
+def reads_last_state(head_dir: str, target_dir: str) -> bool:
+    """Whether the target's last hidden state, by which heads are taught, is among the head's features."""
+    layers = text_config(read_config(target_dir)).get("num_hidden_layers")
+    return layers in load_config(head_dir, target_dir).aux_layers

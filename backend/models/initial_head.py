@@ -1,8 +1,11 @@
-"""Makes the head that `--drafter grow` starts from: the target's own last layer, as an EAGLE-3 head.  Launcher's process.
+"""Makes the heads that learning starts from.  Launcher's process.
 
-Its features are three hidden states of the target; the last of them is the target's final hidden state.  At first `fc` passes
-on only that one, and attention ignores embeddings.  So the head begins as a repetition of the target's last layer, and has to
-learn which token comes after the next (`backend/learning/`).  Embeddings and output matrix are the target's and not stored.
+`--drafter grow` starts from the target's own last layer, as an EAGLE-3 head.  Its features are three hidden states of the
+target; the last of them is the target's final hidden state.  At first `fc` passes on only that one, and attention ignores
+embeddings.  So the head begins as a repetition of the target's last layer, and has to learn which token comes after the next
+(`backend/learning/`).  Embeddings and output matrix are the target's and not stored.
+
+A given head starts as it is.  Training needs the target's last hidden state, so a head without it is widened.
 """
 
 from __future__ import annotations
@@ -11,7 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from backend.models.head_config import FAMILIES, CheckpointError, read_config, text_config
+from backend.models.head_config import FAMILIES, CheckpointError, load_config, read_config, text_config
+from backend.models.layout import canonical_names
 from backend.models.tensor_files import TensorFiles
 from backend.models.writing import replacing, speculators_config, write_checkpoint
 
@@ -48,6 +52,25 @@ def write_initial_head(target_dir: str, directory: Path, name: str) -> None:
         tensors = _tensors(target, TensorFiles(target_dir), target_dir)
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{target_dir}/config.json: {type(error).__name__}: {error}") from error
+    with replacing(directory) as fresh:
+        write_checkpoint(fresh, config, tensors)
+
+
+def write_widened_head(head_dir: str, target_dir: str, directory: Path) -> None:
+    """Writes a copy of a head that also reads the target's last hidden state, with weights of 0: its drafts are the same.
+
+    Raises `CheckpointError`, `OSError`.
+    """
+    import torch
+
+    head, config, files = load_config(head_dir, target_dir), read_config(head_dir), TensorFiles(head_dir)
+    layers = [*head.aux_layers, int(text_config(read_config(target_dir))["num_hidden_layers"])]
+    config["eagle_aux_hidden_state_layer_ids"] = layers
+    # vLLM reads the number from the layer's configuration.
+    config.get("transformer_layer_config", config)["num_aux_hidden_states"] = len(layers)
+    tensors = files.read_many(list(files.tensors))
+    fc = canonical_names(files)["fc.weight"]
+    tensors[fc] = torch.cat((tensors[fc], tensors[fc].new_zeros(head.hidden_size, head.target_hidden_size)), dim=1)
     with replacing(directory) as fresh:
         write_checkpoint(fresh, config, tensors)
 

@@ -18,10 +18,10 @@ import msgspec
 
 from backend.config import REMOTE_MODES, Settings, environment
 from backend.config.sources import ConfigError
-from backend.models.check import find_misfits, why_not_learning
+from backend.models.check import find_misfits, reads_last_state, why_not_learning
 from backend.models.demo import DRAFTER_DIR, TARGET_DIR
 from backend.models.head_config import MTP_ARCHITECTURES, CheckpointError, load_config, mtp_layers, same_features, text_config
-from backend.models.initial_head import write_initial_head
+from backend.models.initial_head import write_initial_head, write_widened_head
 
 DrafterKind = Literal["eagle", "draft_model", "ngram", "none"]
 
@@ -94,11 +94,12 @@ def resolve(settings: Settings, say: Say) -> ResolvedModels:
         return ResolvedModels(str(target), None, "none", name)
     names = drafter_names(settings)
     found = [_drafter(each, target, settings, say) for each in names]
+    learning_dir = None
+    if GROW in names or settings.drafting.learning != "off":
+        found, learning_dir = _learn(found, target, settings), str(_learning_dir(settings, target))
     first = next((each for each in found if each.kind == "eagle"), found[0])
     _check_features(found, first, target)
     in_turn = tuple(found) if len(found) > 1 else ()
-    learns = GROW in names or settings.drafting.learning != "off"
-    learning_dir = _learn(found, target, settings) if learns else None
     return ResolvedModels(str(target), first.directory, first.kind, name, in_turn, learning_dir)
 
 
@@ -212,15 +213,35 @@ def check_drafter(name: str, drafter: Path, target: Path, settings: Settings, sa
     return found.kind
 
 
-def _learn(found: Sequence[OwnDrafter], target: Path, settings: Settings) -> str:
-    """Refuses heads that cannot learn.  Returns the directory for learned heads."""
+def _learn(found: Sequence[OwnDrafter], target: Path, settings: Settings) -> list[OwnDrafter]:
+    """Refuses heads that cannot learn.  Returns the drafters with the heads that learning begins with."""
     heads = [each.directory for each in found if each.kind == "eagle" and each.directory is not None]
     for head in heads:
         if reason := why_not_learning(head, str(target)):
             raise ModelError(f"--drafting-learning: {head}: {reason}")
     if not heads:
         raise ModelError("--drafting-learning: only EAGLE heads learn, and --drafter names none")
-    return str(_learning_dir(settings, target))
+    return [
+        msgspec.structs.replace(each, directory=str(_wide_head(Path(each.directory), target, settings)))
+        if each.directory is not None and each.kind == "eagle"
+        else each
+        for each in found
+    ]
+
+
+def _wide_head(head: Path, target: Path, settings: Settings) -> Path:
+    """The directory of a head that reads the target's last hidden state: `head`, or a copy of it; made if there is none."""
+    if reads_last_state(str(head), str(target)):
+        return head
+    changed = max(file.stat().st_mtime_ns for file in head.iterdir())
+    digest = hashlib.sha256(f"{head} {changed}".encode()).hexdigest()[:8]
+    wide = _learning_dir(settings, target) / f"start-{digest}"
+    if not wide.is_dir():
+        try:
+            write_widened_head(str(head), str(target), wide)
+        except OSError as error:
+            raise ModelError(f"--drafting-learning: {wide} cannot be written: {error}") from error
+    return wide
 
 
 def _learning_dir(settings: Settings, target: Path) -> Path:

@@ -2,15 +2,17 @@
 
 Pure; the scheduler's process and thread.  Drafters with the same head (`Member.head`) are one choice, and share its requests by
 `pairing.py`.  A request keeps its head for life, because another head would have to read all of its text first.  A kind is an
-adapter and a cluster of prompts that use the same words.  Heads are compared by tokens per verification while drafters are
-asked; a late or missing draft counts as an empty one.
+adapter, a cluster of prompts that use the same words, and a tenant.  A new tenant costs no trials: all tenants' requests decide
+until its own are enough.  Heads are compared by tokens per verification while drafters are asked; a late or missing draft
+counts as an empty one.
 """
 
 from __future__ import annotations
 
+import random
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -23,8 +25,10 @@ TRIED = 64
 """Verifications that each head gets of a kind before heads are compared."""
 TRY_ONE_IN = 16
 """After that, one in 16 requests of a kind goes to the head that has had the fewest."""
-KINDS = 256
-"""Most kinds remembered, the latest."""
+KINDS, SESSIONS = 1024, 4096
+"""Most kinds and sessions remembered, the latest."""
+KEPT_FOR = 1.1
+"""A session's earlier head counts as so much better, because it has read the session's earlier text."""
 BUCKETS, READ = 1024, 512
 """A prompt is described by counts of its last 512 token ids modulo 1024."""
 ALIKE = 0.6
@@ -74,12 +78,8 @@ class Brought:
         return self.tokens / self.verifications if self.verifications else 0.0
 
 
-@dataclass
-class Kind:
-    """One kind of requests."""
-
-    requests: int = 0
-    brought: dict[str, Brought] = field(default_factory=dict)
+Kind = dict[str, Brought]
+"""What each head has brought one kind of requests."""
 
 
 class Preference:
@@ -91,27 +91,39 @@ class Preference:
         """Whether the drafters have different heads."""
         self._clusters = Clusters()
         self._kinds: OrderedDict[Hashable, Kind] = OrderedDict()
-        self._chosen: dict[str, tuple[str, Brought]] = {}
+        self._sessions = OrderedDict[Hashable, str]()
+        self._chosen: dict[str, tuple[str, list[Brought]]] = {}
+        # With every sixteenth request, trials would always meet the same tenant where tenants take turns.
+        self._dice = random.Random(0)
 
     def set_drafters(self, heads: dict[str, str]) -> None:
         """The assignment changed.  `heads`: drafter to the name of its head."""
         self._heads = dict(sorted(heads.items()))
         self.has_choice = len(set(heads.values())) > 1
 
-    def begin(self, request_id: str, prompt: Sequence[int], adapter: str) -> str | None:
-        """Chooses and returns a new request's head; None if all drafters have the same one."""
+    def begin(self, request_id: str, prompt: Sequence[int], adapter: str, tenant: str = "", session: str = "") -> str | None:
+        """Chooses and returns a new request's head; None if all drafters have the same one.
+
+        `tenant`, `session`: as in `Asked`.
+        """
         if not self.has_choice or request_id in self._chosen or not prompt:
             return self.of(request_id)
-        key = adapter, self._clusters.of(prompt)
-        kind = self._kinds.setdefault(key, Kind())
-        self._kinds.move_to_end(key)
-        if len(self._kinds) > KINDS:
-            self._kinds.popitem(last=False)
-        head = self._choose(kind)
-        kind.requests += 1
-        brought = kind.brought[head]
-        brought.requests += 1
-        self._chosen[request_id] = head, brought
+        cluster = self._clusters.of(prompt)
+        # The kind of all tenants' requests, then the tenant's own.
+        kinds = [self._kind(adapter, cluster, each) for each in dict.fromkeys(("", tenant))]
+        kind = kinds[-1] if _is_known(kinds[-1]) else kinds[0]
+        if self._dice.random() < 1 / TRY_ONE_IN:
+            head = _least_known(kind)
+        else:
+            head = _best(kind, self._sessions.get((tenant, session)) if session else None)
+            if session:
+                self._sessions[tenant, session] = head
+                self._sessions.move_to_end((tenant, session))
+                if len(self._sessions) > SESSIONS:
+                    self._sessions.popitem(last=False)
+        for each in kinds:
+            each[head].requests += 1
+        self._chosen[request_id] = head, [each[head] for each in kinds]
         return head
 
     def of(self, request_id: str) -> str | None:
@@ -127,13 +139,31 @@ class Preference:
         """Takes one verification, for which the request's drafter had been asked: it emitted `tokens` tokens."""
         chosen = self._chosen.get(request_id)
         if chosen is not None:
-            chosen[1].learn(tokens)
+            for brought in chosen[1]:
+                brought.learn(tokens)
 
     def forget(self, request_id: str) -> None:
         self._chosen.pop(request_id, None)
 
-    def _choose(self, kind: Kind) -> str:
-        known = {head: kind.brought.setdefault(head, Brought()) for head in sorted(set(self._heads.values()))}
-        if kind.requests % TRY_ONE_IN == 0 or any(each.verifications < TRIED for each in known.values()):
-            return min(known, key=lambda head: known[head].requests)
-        return max(known, key=lambda head: known[head].mean)
+    def _kind(self, *key: Hashable) -> Kind:
+        """What is known of a kind, for the present heads."""
+        before = self._kinds.pop(key, {})
+        self._kinds[key] = kind = {head: before.get(head) or Brought() for head in sorted(set(self._heads.values()))}
+        if len(self._kinds) > KINDS:
+            self._kinds.popitem(last=False)
+        return kind
+
+
+def _is_known(kind: Kind) -> bool:
+    return all(each.verifications >= TRIED for each in kind.values())
+
+
+def _least_known(kind: Kind) -> str:
+    return min(kind, key=lambda head: kind[head].requests)
+
+
+def _best(kind: Kind, earlier: str | None) -> str:
+    """The best head; `earlier`, the session's head, is given up only for one that is better by far."""
+    if not _is_known(kind):
+        return earlier if earlier in kind else _least_known(kind)
+    return max(kind, key=lambda head: kind[head].mean * (KEPT_FOR if head == earlier else 1))

@@ -29,7 +29,7 @@ import msgspec
 
 from backend.fleet.stats import Weights
 
-ENGINE_WIRE_VERSION = 6
+ENGINE_WIRE_VERSION = 7
 
 HELLO, ADD, ABORT, UTILITY, ROWS, PING = b"h", b"a", b"x", b"u", b"q", b"p"
 WELCOME, TAKEN, OUTPUTS, ACCOUNTS, STATS, REFUSED = b"w", b"t", b"o", b"c", b"s", b"r"
@@ -74,7 +74,9 @@ class Asked(msgspec.Struct, frozen=True):
     learn: bool = True
     """Whether drafters may learn from the request's text, and whether it shares look-ups with its tenant's requests."""
     tenant: str = ""
-    """Requests share look-ups (`speculation/shared.py`) only with requests of the same tenant."""
+    """Hash of the API key's name; empty where all requests have the same key, or none."""
+    session: str = ""
+    """Hash of the session's name; empty where the client names none."""
 
 
 class Tally(msgspec.Struct):

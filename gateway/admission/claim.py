@@ -8,10 +8,14 @@ first enters a claim for each request in its task:
 
 from __future__ import annotations
 
+import hashlib
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+import msgspec
+
+from backend.wire.engine import Asked
 from gateway.keys.caller import ANYBODY, Caller, Priority
 
 if TYPE_CHECKING:
@@ -66,6 +70,13 @@ class Claim:
     """The verifier that a sequence was given to last."""
 
     @property
+    def asked(self) -> Asked:
+        """What verifiers are told of it."""
+        asked = self.inquiry.asked if self.inquiry is not None else Asked()
+        tenant, session = _label(self.caller.owner), _label(self.session or "")
+        return msgspec.structs.replace(asked, learn=asked.learn and self.learn, tenant=tenant, session=session)
+
+    @property
     def tokens(self) -> int:
         """Used so far, prompts included."""
         return round(self.prompt_tokens) + self.output_tokens
@@ -92,6 +103,11 @@ class Claim:
         self.running -= 1
         if self.closed:
             self.settle()
+
+
+def _label(name: str) -> str:
+    """Tells names apart and does not show them; empty for an empty one."""
+    return hashlib.blake2b(name.encode(), digest_size=8).hexdigest() if name else ""
 
 
 _claim: ContextVar[Claim | None] = ContextVar("claim", default=None)

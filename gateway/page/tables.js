@@ -53,11 +53,20 @@ const DRAFTER = [
   ["Draft tokens/s", (r) => r.draft_tokens_per_s, (r) => number(r.draft_tokens_per_s, 1), "figure"],
   ["Acceptance", (r) => r.acceptance, (r) => number(r.acceptance, 2), "figure"],
   ["Round trip", (r) => r.round_trip, (r) => (r.round_trip === null ? NOTHING : `${number(r.round_trip, 1)} ms`), "figure"],
-  ["Head version", (r) => r.version, (r) => (r.version === null ? NOTHING : number(r.version)), "figure"],
+  ["Head version", (r) => r.version, headVersion, "figure"],
   ["Dropped/s", (r) => r.dropped, (r) => number(r.dropped, 1), "figure"],
   ["Serves", (r) => r.verifiers.join(" "), (r) => r.verifiers.join(", ") || NOTHING, "list"],
   ["Node", (r) => r.node, (r) => r.node, "list"],
 ];
+
+// With the share of drafts whose first token was right, and that of the version before.
+function headVersion(row) {
+  if (row.version === null) return NOTHING;
+  const share = (value) => (value === null ? "" : `: ${percent(value)}`);
+  const known = row.previous_acceptance !== null && row.previous_version !== row.version;
+  const before = known ? `, before ${number(row.previous_version)}${share(row.previous_acceptance)}` : "";
+  return `${number(row.version)}${share(row.live_acceptance)}${before}`;
+}
 
 function timeCell(row, cell) {
   if (!cell.firstChild) cell.append(make("div", "bar"), make("span", "unseen"));

@@ -2,12 +2,14 @@
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from backend.wire import engine as wire
 from backend.wire.engine import Account, Asked, Tally
+from gateway.keys.ring import make_key
 from tests.support.fake_verifier import FakeVerifier, Sequence, count_up, eventually
 from tests.support.running_gateway import CHAT, COMPLETION, Running, running_gateway
 
@@ -72,6 +74,20 @@ async def test_wishes_reach_the_verifier_and_nothing_else_does():
         assert [each.addition.asked for each in running.verifier.sequences] == [Asked(learn=False)] * 4
         response = await running.http.post("/v1/messages", json=CHAT, headers={"X-Outrider-Learn": "no"})
         assert response.status_code == 400
+
+
+async def test_verifiers_are_told_tenant_and_session_by_labels(tmp_path: Path) -> None:
+    made = {name: make_key(name) for name in ("Ada", "Bob")}
+    (tmp_path / "keys.yaml").write_text("keys:\n" + "".join(entry for _, entry in made.values()))
+    async with running_gateway(keys_file=str(tmp_path / "keys.yaml")) as running:
+        for name, session in (("Ada", "first"), ("Ada", "second"), ("Bob", "first"), ("Bob", "")):
+            headers = {"authorization": f"Bearer {made[name][0]}", "x-session-id": session}
+            assert (await running.http.post("/v1/completions", json=COMPLETION, headers=headers)).status_code == 200
+        asked = [each.addition.asked or Asked() for each in running.verifier.sequences]
+        assert asked[0].tenant == asked[1].tenant != asked[2].tenant == asked[3].tenant
+        assert asked[0].session == asked[2].session != asked[1].session
+        assert asked[3] == Asked(tenant=asked[2].tenant)
+        assert not any(secret in repr(asked) for secret in ("Ada", "Bob", "first", "second"))
 
 
 async def test_an_answer_tells_what_drafts_did():

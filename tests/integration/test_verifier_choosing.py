@@ -8,6 +8,7 @@ import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 from vllm.sampling_params import SamplingParams
 
+from backend.wire.engine import Asked
 from tests.support.processes import Drafter, Verifier
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
@@ -57,6 +58,16 @@ def test_requests_go_to_the_drafter_that_brings_most(verifier: Verifier, drafter
     after = rounds(verifier)
     # One request of sixteen still tries it, so that half of the rounds have one for it.
     assert after["drafter-1"] - before["drafter-1"] <= 5 * TOKENS < 8 * TOKENS
+
+
+def test_a_session_keeps_its_drafter_where_nothing_is_known_yet(verifier: Verifier, drafters: tuple[Drafter, Drafter]) -> None:
+    verifier.set_drafters(*(each.ref for each in drafters))
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    before = rounds(verifier)
+    for number in range(4):
+        verifier.client.generate([[*range(1000, 1020), number]], params, asked=Asked(tenant="t", session="s"))
+    after = rounds(verifier)
+    assert sum(after[each] > before[each] for each in after) == 1
 
 
 def test_a_drafter_without_features_costs_none(verifier: Verifier, drafters: tuple[Drafter, Drafter]) -> None:

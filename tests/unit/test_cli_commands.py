@@ -6,6 +6,7 @@ import hashlib
 import os
 import socket
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -14,7 +15,7 @@ import yaml
 from backend.config import Settings
 from backend.config import runtime as runtime_files
 from backend.config.sources import Loaded
-from backend.fleet import Assignment, DraftCounters, FleetSnapshot, Member, MemberView, VerifierStats
+from backend.fleet import Assignment, DraftCounters, DrafterStats, FleetSnapshot, Learning, Member, MemberView, VerifierStats
 from backend.launch import state
 from backend.launch.cluster import ClusterError, RayCluster
 from backend.models.resolve import ResolvedModels
@@ -130,6 +131,20 @@ def test_the_table_shows_who_drafts_for_whom_and_how_well() -> None:
     assert "acceptance length 1.75" in text
     assert "drafters drafter-0" in text
     assert "restarts 3" in text
+
+
+def test_the_table_shows_how_right_a_learned_head_and_the_one_before_are() -> None:
+    def line(**fields: Any) -> str:
+        stats = DrafterStats("drafter-0", 0.0, learning=Learning(steps=90, **fields))
+        member = Member("drafter-0", "drafter", "i", "ipc:///x", "", "127.0.0.1", 7, "demo", "ready")
+        return present.table(FleetSnapshot(1, [MemberView(member, 0.1, drafter=stats)], [], {}))
+
+    assert "head version 1 (48% right), 90 steps" in line(
+        version=1, live_acceptance=0.48, previous_version=1, previous_acceptance=0.5
+    )
+    known = line(version=3, live_acceptance=0.62, previous_version=2, previous_acceptance=0.58)
+    assert "head version 3 (62% right), before it version 2 (58% right), 90 steps" in known
+    assert "head version 2, 90 steps" in line(version=2)
 
 
 def test_the_command_to_paste_fits_the_model(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from backend.fleet import VerifierStats
+from backend.fleet import Learning, VerifierStats
 from gateway.fleet_history import WINDOW_S, FleetHistory, Observation
 from gateway.fleet_log import KEPT, SHOWN, FleetLog
 from gateway.fleet_view import FleetView
@@ -195,6 +195,22 @@ def test_the_log_tells_what_changed_and_nothing_at_the_start(watched):
     assert told(watched)[0] == ("ready", "verifier-9 is ready")
     del watched.story.members["verifier-9"]
     assert told(watched)[0] == ("left", "verifier-9 left the fleet")
+
+
+def test_a_learned_head_shows_how_right_it_is_and_the_log_how_right_the_one_before_was(watched):
+    def learned(**fields) -> None:
+        watched.story.drafters["drafter-0"] = msgspec.structs.replace(
+            watched.story.drafters["drafter-0"], learning=Learning(**fields)
+        )
+
+    learned(version=1, live_acceptance=0.5)
+    assert told(watched) == []
+    learned(version=2, live_acceptance=None, previous_version=1, previous_acceptance=0.48)
+    assert told(watched) == [("head", "drafter-0 drafts with version 2; of version 1, 50% of drafts began right")]
+    row = watched.look().drafters[0]
+    assert (row.version, row.live_acceptance, row.previous_version, row.previous_acceptance) == (2, None, 1, 0.48)
+    learned(version=1)
+    assert told(watched)[0] == ("head", "drafter-0 drafts with version 1")
 
 
 def test_the_log_tells_plans_apart_from_the_rest(watched):

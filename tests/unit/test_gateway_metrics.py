@@ -6,7 +6,7 @@ import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from backend.fleet import DraftCounters, FleetSnapshot, Member, MemberView, Verified, VerifierStats
+from backend.fleet import DraftCounters, DrafterStats, FleetSnapshot, Learning, Member, MemberView, Verified, VerifierStats
 from gateway.fleet_core import FleetCore
 from gateway.fleet_metrics import FleetCollector, FleetTotals, GatewayCollector, fleet_document
 from gateway.in_flight import Cut, InFlight
@@ -111,6 +111,29 @@ def test_acceptance_by_version_of_the_weights(metrics):
     counted = [families[f"outrider_{name}_by_version"].samples for name in ("drafts", "draft_tokens", "accepted_tokens")]
     by_version = {each[0].labels["version"]: [one.value for one in each] for each in zip(*counted, strict=True)}
     assert by_version == {"0": [2, 8, 6], "7": [10, 40, 15]}
+
+
+def test_drafters_counters_are_there_and_what_they_learned_where_they_learn():
+    core = Core(stats())
+    plain = DrafterStats("d0", 1.0, busy_s=3.0, draft_s=2.0, sequences=4, cache_usage=0.5, evictions=6, rejected=7)
+    learning = DrafterStats("d1", 1.0, busy_s=8.0, learning=Learning(version=2, steps=90))
+    members = [
+        MemberView(Member(each.drafter_id, "drafter", "i", "x", "", "n", 8, "m", "ready"), 0.1, drafter=each)
+        for each in (plain, learning)
+    ]
+    core.snapshot.members[:] = members
+    metrics = GatewayMetrics()
+    metrics.registry.register(FleetCollector(cast(FleetCore, core)))
+    families = exposed(metrics)
+
+    def found(name: str) -> dict[str, float]:
+        return {each.labels["drafter"]: each.value for each in families[f"outrider_{name}"].samples}
+
+    assert found("drafter_busy_seconds") == {"d0": 3.0, "d1": 8.0}
+    names = ("draft_seconds", "sequences", "kv_cache_usage", "evictions", "rejected")
+    assert [found(f"drafter_{name}")["d0"] for name in names] == [2.0, 4, 0.5, 6, 7]
+    assert (found("learning_version"), found("learning_steps")) == ({"d1": 2}, {"d1": 90})
+    assert found("learning_live_acceptance") == {}
 
 
 def test_no_acceptance_length_before_the_first_draft():

@@ -234,15 +234,43 @@ def test_the_initial_head_fits_and_repeats_the_target(start: str) -> None:
 
 
 def test_heads_that_cannot_learn_are_refused() -> None:
-    assert "last hidden state" in str(why_not_learning(str(DRAFTER_DIR), str(TARGET_DIR)))
-    with pytest.raises(ModelError, match="last hidden state"):
-        resolve(Settings.model_validate({"drafting": {"learning": "on"}}), print)
-    for changes in ({"drafter": "grow", "mode": "native"}, {"drafter": "ngram", "drafting": {"learning": "on"}}):
+    learning = {"drafting": {"learning": "on"}}
+    draft_model = str(DRAFTER_DIR.with_name("draft-model"))
+    for changes in (
+        {"drafter": "grow", "mode": "native"},
+        {"drafter": "ngram", **learning},
+        {"drafter": draft_model, **learning},
+    ):
         with pytest.raises(ModelError):
             resolve(Settings.model_validate(changes), print)
 
 
-def teach(directory: Path, count: int) -> None:
+def test_a_given_head_is_widened_to_learn_and_drafts_the_same(tmp_path: Path) -> None:
+    learning = {"learning": "always", "learning_dir": str(tmp_path / "own")}
+    settings = Settings.model_validate({"drafting": learning})
+    wide = resolve(settings, print).drafter_dir
+    assert wide is not None
+    written = Path(wide, "config.json").stat().st_mtime_ns
+    assert check(wide, str(TARGET_DIR)) == []
+    assert why_not_learning(wide, str(TARGET_DIR)) is None
+    assert load_config(wide, str(TARGET_DIR)).aux_layers == (2, 3, 4, 5)
+    features, found = torch.randn(8, 4 * 256), []
+    for head in (str(DRAFTER_DIR), wide):
+        model = DrafterModel(str(TARGET_DIR), head, head, str(tmp_path))
+        proposer = build_proposer(model, DraftingSettings(gpus=0, cache_tokens=512))
+        proposer.open("r", [5] * 9, 8, 0.0)
+        (drafted,) = proposer.draft([Ask("r", 9, 8, features[:, : proposer.hidden], Until(4))])
+        found.append(drafted.tokens)
+    assert found[0] == found[1]
+    teach(tmp_path / "ring", 20, 3)
+    trainer = Trainer(Job(str(TARGET_DIR), wide, str(tmp_path / "own"), str(tmp_path / "ring")))
+    assert trainer.step()
+    assert trainer.publish()
+    assert resolve(settings, print).drafter_dir == wide
+    assert Path(wide, "config.json").stat().st_mtime_ns == written, "it is made once"
+
+
+def teach(directory: Path, count: int, others: int = 2) -> None:
     """A ring of sequences in which each token follows from the one before, with features that say what the target says."""
     ring = ReplayRing(directory, 1 << 30)
     pupil_target = load_embeddings()
@@ -252,7 +280,7 @@ def teach(directory: Path, count: int) -> None:
         tokens = 100 + (begin + 7 * torch.arange(49)) % 40
         # Position p's last hidden state points at the embedding of the token at p + 1.
         last = pupil_target[tokens[1:]] * 8
-        features = torch.cat((torch.zeros(48, 512), last), dim=1)
+        features = torch.cat((torch.zeros(48, 256 * others), last), dim=1)
         ring.write(number, Replay(tokens.int(), features, 0, 4, 0.0))
 
 
@@ -345,6 +373,44 @@ def test_a_spoiled_head_is_taken_back_by_live_acceptance(start: str, tmp_path: P
         assert newest_version(spoiled.parent) == (0, None)
     finally:
         own.stop()
+
+
+def test_a_spoiled_head_is_taken_back_after_a_restart(start: str, tmp_path: Path) -> None:
+    versions = tmp_path / "drafter-0" / "versions"
+    own: Learner = learner(start, tmp_path, lambda head: own.lessons.exchanged())
+    for version in ("000001", "000002"):
+        live(own._watch, 10, 20)
+        write_initial_head(str(TARGET_DIR), versions / version, "demo")
+        assert own._exchange(str(versions / version))
+    own.stop()
+    own = learner(start, tmp_path, lambda head: own.lessons.exchanged())
+    assert own.stats().version == 2
+    assert own.stats().previous_version == 1
+    assert own.stats().previous_acceptance == pytest.approx(10 / 16, abs=0.02)
+    live(own._watch, 10, FEWEST_SEQUENCES)
+    assert not own._watch.has_fallen
+    for _ in range(KEPT):
+        note(own._watch, object(), 0)
+    assert own._watch.has_fallen
+    own._take_back()
+    assert own.stats().version == 1
+    # What follows is compared with the good one, not with the one that was taken back.
+    write_initial_head(str(TARGET_DIR), versions / "000003", "demo")
+    assert own._exchange(str(versions / "000003"))
+    for _ in range(FEWEST_SEQUENCES):
+        note(own._watch, object(), 0)
+    assert own._watch.has_fallen
+    own.stop()
+
+
+@pytest.mark.parametrize("said", ["{", '{"version": "one"}', '{"version": 7, "shares": [1, 1, 1, 1, 1]}'])
+def test_a_damaged_memory_of_proven_heads_costs_itself_alone(start: str, tmp_path: Path, said: str) -> None:
+    (tmp_path / "drafter-0").mkdir()
+    (tmp_path / "drafter-0" / "proven.json").write_text(said)
+    own = learner(start, tmp_path, lambda head: None)
+    note(own._watch, object(), 0)
+    assert (own._previous_dir, own._watch.before) == (start, [])
+    own.stop()
 
 
 def test_a_head_that_cannot_be_loaded_is_put_away(start: str, tmp_path: Path) -> None:

@@ -65,6 +65,54 @@ def test_adapters_are_kinds_of_their_own():
     assert min(counts) >= 90
 
 
+def ask(preference: Preference, name: str, tenant: str, best: str, dice: random.Random, session: str = "") -> str:
+    head = preference.begin(name, prompt("code", dice), "", tenant, session)
+    assert head is not None
+    for _ in range(20):
+        preference.learn(name, 3 if head == best else 1)
+    preference.forget(name)
+    return head
+
+
+def test_a_tenant_gets_its_own_once_it_is_known_and_the_others_until_then():
+    preference, dice = Preference(), random.Random(0)
+    preference.set_drafters(HEADS)
+    many = [ask(preference, f"a{number}", "many", "prose", dice) for number in range(400)]
+    assert many.count("code") <= 400 / TRY_ONE_IN * 1.5
+    # Each of these tenants comes once: none is tried with what the others know to be bad.
+    once = [ask(preference, f"b{number}", f"new {number}", "prose", dice) for number in range(100)]
+    assert once.count("code") <= 100 / TRY_ONE_IN * 2
+    # What is best for one tenant is found, though all others want something else, and they keep theirs.
+    rare = []
+    for number in range(600):
+        rare.append(ask(preference, f"c{number}", "rare", "code", dice))
+        for each in range(3):
+            ask(preference, f"d{number}-{each}", "many", "prose", dice)
+    assert rare[-100:].count("code") > 80
+    assert [ask(preference, f"e{number}", "many", "prose", dice) for number in range(100)].count("prose") > 80
+
+
+def test_a_session_keeps_its_head_unless_another_is_better_by_far():
+    preference, dice = Preference(), random.Random(0)
+    preference.set_drafters(HEADS)
+    first = [ask(preference, f"a{number}", "", "", dice, "one") for number in range(3)]
+    assert len(set(first)) == 1, "nothing is known yet, and others would be tried by turns"
+    assert {ask(preference, f"b{number}", "", "", dice) for number in range(3)} == {"code", "prose"} - set(first)
+    other = ({"code", "prose"} - set(first)).pop()
+    later = [ask(preference, f"c{number}", "", other, dice, "one") for number in range(400)]
+    assert later[-100:].count(other) > 80
+    # By a tenth, no more than that.
+    preference = Preference()
+    preference.set_drafters(HEADS)
+    assert [preference.begin(each, [1, 2, 3], "", "", each) for each in ("one", "two")] == ["code", "prose"]
+    for number in range(200):
+        head = preference.begin(f"d{number}", [1, 2, 3], "")
+        for place in range(20):
+            preference.learn(f"d{number}", 2 + (head == "code" and place == 0))
+    own = [preference.begin(f"e{number}", [1, 2, 3], "", "", "two") for number in range(100)]
+    assert own.count("prose") > 80
+
+
 def test_equal_drafters_are_no_choice():
     preference = Preference()
     preference.set_drafters({"d1": "", "d0": ""})

@@ -5,14 +5,19 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import random
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import pyarrow.parquet as pq
 import pytest
 
-from backend.config.sources import ConfigError, load
-from backend.rollout.trace import TraceError
-from gateway.train_drafter import COLUMNS, CURVE, Curve, fleet_settings, main, newest_head, read_data
+from backend.config.sources import CommandError, ConfigError, load
+from backend.records.schema import to_table
+from backend.rollout.trace import Case, TraceError, write_cases
+from gateway.train_drafter import AT_A_TIME, COLUMNS, CURVE, Curve, Prompts, fleet_settings, main, newest_head, read_data
+from outrider.asynchronous import AsyncFleet, Prompt
+from outrider.types import OutriderError, Sample
 
 
 def write(directory: Path, *rows: object) -> Path:
@@ -48,6 +53,49 @@ def test_what_is_wrong_is_told_before_anything_starts(tmp_path: Path, arguments:
     given = ["--data", str(write(tmp_path, {"prompt": "x"})), "--output", str(tmp_path / "o")] if arguments else []
     with pytest.raises(ConfigError, match=message):
         main([*given, *arguments], print)
+
+
+class Fleet:
+    """As much of `AsyncFleet` as is asked."""
+
+    def __init__(self, longest: int, status: int = 400) -> None:
+        self.longest, self.status = longest, status
+        self.answered: list[Prompt] = []
+
+    async def submit(self, prompt: Prompt, fields: object) -> int:
+        self.answered.append(prompt)
+        return len(self.answered) - 1
+
+    async def wait(self, number: int) -> list[Sample]:
+        if len(self.answered[number]) > self.longest:
+            raise OutriderError(self.status, None, "too long")
+        return []
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_prompts_that_cannot_be_answered_are_skipped_and_counted(seed: int) -> None:
+    random.seed(seed)
+    said: list[str] = []
+    fleet = Fleet(2)
+    prompts = Prompts(["a", "bb", "ccc"], said.append)
+    for _ in range(4):
+        await prompts.answer(cast(AsyncFleet, fleet), {})
+    assert (said, prompts.skipped) == (["prompt 3 is skipped (1 so far): too long"], 1)
+    assert fleet.answered[AT_A_TIME:].count("a") + fleet.answered[AT_A_TIME:].count("bb") == 3 * AT_A_TIME
+    with pytest.raises(CommandError, match="every prompt was refused"):
+        await Prompts(["ccc", "dddd"], said.append).answer(cast(AsyncFleet, fleet), {})
+    with pytest.raises(OutriderError, match="too long"):
+        await Prompts(["ccc"], said.append).answer(cast(AsyncFleet, Fleet(2, 503)), {})
+
+
+def test_a_directory_of_records_is_refused_and_a_trace_is_not(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="records hold no prompts"):
+        read_data(tmp_path)
+    write_cases(tmp_path / "train.0.parquet", [Case(0, "def f", "(x)")])
+    assert read_data(tmp_path / "train.0.parquet") == ["def f"]
+    pq.write_table(to_table("request", []), tmp_path / "request-0.parquet")
+    with pytest.raises(TraceError, match=r"request-0\.parquet: no column 'prompt'"):
+        read_data(tmp_path / "request-0.parquet")
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
