@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import logging
 import queue
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 
 from backend.drafter.proposer import Proposer
 from backend.drafter.service import DrafterService, Reply
@@ -56,17 +56,23 @@ class DrafterLoop:
         self._hub.wake()
 
     def replace(self, proposer: Proposer, timeout_s: float) -> None:
-        """Exchanges the proposer between two batches.  Raises `TimeoutError` when that does not happen in time."""
-        done = threading.Event()
+        """Exchanges the proposer between two batches.
+
+        Raises `TimeoutError` when that does not happen in time; it does not happen later either.
+        """
+        done: Future[None] = Future()
 
         def exchange() -> None:
-            self._service.replace(proposer)
-            done.set()
+            if done.set_running_or_notify_cancel():
+                self._service.replace(proposer)
+                done.set_result(None)
 
         self._orders.put(exchange)
         self._hub.wake()
-        if not done.wait(timeout_s):
+        wait([done], timeout_s)
+        if done.cancel():
             raise TimeoutError("the drafting thread does not come round")
+        done.result()
 
     def stats(self) -> DrafterStats:
         """The counters as last published."""

@@ -10,6 +10,7 @@ import logging
 import time
 from typing import Any
 
+from msgspec.structs import replace
 from vllm.sampling_params import SamplingType
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
@@ -130,7 +131,7 @@ class DraftingScheduler(CountingScheduler, Scheduler):
         if draft is None:
             return UNDRAFTED
         self.counters.verification(draft.source.drafter_id, drafted, accepted, self.is_teacher_forced(request_id))
-        return Drafted(draft.source.drafter_id, draft.source.ahead, draft.draft_s, draft.source.kind)
+        return Drafted(draft.source.drafter_id, draft.source.kind == "ahead", draft.draft_s, draft.source.kind)
 
     def plan_in_force(self) -> Plan:
         return self.speculator.plan
@@ -159,8 +160,10 @@ class DraftingScheduler(CountingScheduler, Scheduler):
 
     def add_request(self, request: Any) -> None:
         """vLLM's method of the same name."""
-        if getattr(request, "outrider", None) is not None:
-            self.speculator.asked(request.request_id, request.outrider, request.num_prompt_tokens)
+        asked = getattr(request, "outrider", None) or Asked()
+        if request.cache_salt:
+            asked = replace(asked, tenant=f"{asked.tenant}/{request.cache_salt}")
+        self.speculator.asked(request.request_id, asked, request.num_prompt_tokens)
         super().add_request(request)
 
     def schedule(self, throttle_prefills: bool = False) -> Any:

@@ -150,7 +150,7 @@ class VerifierStats(msgspec.Struct):
     teacher_forced: DraftCounters = msgspec.field(default_factory=DraftCounters)
     """Verifications of fixed responses (rollouts): agreement with a trace; not counted in `drafters`."""
     foretold: dict[str, Foretold] = msgspec.field(default_factory=dict)
-    """By source of drafts: `fresh`, `ahead` or `lookup`."""
+    """By kind of source: `fresh`, `ahead`, `lookup`, `prediction`, `shared`."""
     drafters_down: list[str] = msgspec.field(default_factory=list)
     """Assigned drafters whose circuit breaker is open."""
     plan_k: int = 0

@@ -11,7 +11,6 @@ learn from near ones.  Each request adds another offset.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from backend.fleet import CHANCE_BINS, Foretold
@@ -96,8 +95,3 @@ class Calibration:
     def _flat(self) -> list[float]:
         a, b, common, *own = self._means
         return [a, b, *(common + offset for offset in own)]
-
-
-def log_odds(right: float, wrong: float) -> float:
-    """The log-odds of two counts, with 1 added to each: 0 while both are 0."""
-    return math.log((right + 1) / (wrong + 1))

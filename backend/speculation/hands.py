@@ -1,14 +1,14 @@
 """Keeps the available drafts of each request, from all sources, and learns from them once the text is known.  Pure.
 
 Scheduler's process and thread.  A `Hand` is one available draft.  Three kinds compete: fresh drafts, drafts made ahead for the
-outcome that came, and look-ups in the request's own text.  `calibration.py` gives each token's chance; `guesses.py` compares
-all drafts, verified or not, with the text later.
+outcome that came, and look-ups in texts (`texts.py`).  `calibration.py` gives each token's chance; `guesses.py` compares all
+drafts, verified or not, with the text later.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from backend.fleet import LOOKUP, Foretold
@@ -16,8 +16,10 @@ from backend.speculation.budget import survivals
 from backend.speculation.calibration import Calibration
 from backend.speculation.chances import chances
 from backend.speculation.guesses import Guesses, Resolved
-from backend.speculation.lookups import Lookups
+from backend.speculation.own_text import OwnText
 from backend.speculation.prediction import Prediction
+from backend.speculation.shared import SharedTexts
+from backend.speculation.texts import TextSource
 from backend.speculation.waiting import Ask, Foresight, Outlook
 from backend.wire.drafting import Block, Draft
 from backend.wire.engine import Asked
@@ -27,6 +29,8 @@ _NOTHING_ASKED = Asked(), 0
 
 SAMPLED = 8
 """Requests per step whose drafts are learned from, in turn: in larger batches, all would cost too much time."""
+INDEXED_PER_STEP = 512
+"""Tokens indexed for look-ups per step, over all requests, so that a batch of long prompts does not stop the engine."""
 
 
 class Source(NamedTuple):
@@ -35,16 +39,8 @@ class Source(NamedTuple):
     drafter_id: str
     """`LOOKUP` where no drafter made it."""
     greedy: bool
-    ahead: bool = False
-    predicted: bool = False
-    """Looked up in the client's `prediction`, not in the request's own text."""
-
-    @property
-    def kind(self) -> str:
-        """`prediction`, `lookup`, `ahead` or `fresh`."""
-        if self.predicted:
-            return "prediction"
-        return LOOKUP if self.drafter_id == LOOKUP else "ahead" if self.ahead else "fresh"
+    kind: str = "fresh"
+    """A drafter's `fresh` or `ahead`, or `TextSource.kind`."""
 
 
 class Hand(NamedTuple):
@@ -71,11 +67,12 @@ class Request:
     """Its longest draft."""
     ask: Ask | None = None
     """What the client wants asked of its drafter; None: the verifier chooses."""
-    prediction: Prediction | None = None
+    texts: list[TextSource] = field(default_factory=list)
+    """The texts in which drafts are looked up."""
     hand: Hand | None = None
     """The best draft from a drafter."""
     looked_up: Hand | None = None
-    """The best draft from the text itself, looked up at the length `looked_up_at`."""
+    """The best draft from a text, looked up at the length `looked_up_at`."""
     looked_up_at: int = 0
     verified: Hand | None = None
     """The draft that the running step verifies, uncut."""
@@ -104,7 +101,8 @@ class Hands:
         """Requests whose client asks for drafts, whatever the verifier chooses for all."""
         self._asked: dict[str, tuple[Asked, int]] = {}
         self._longest, self._vocab_size = longest, vocab_size
-        self._lookups = Lookups() if lookups else None
+        self._shared = SharedTexts() if lookups else None
+        self._room = INDEXED_PER_STEP
         self._guesses = Guesses()
         self._calibrations: dict[Source, Calibration] = {}
         self._turn = 0
@@ -144,8 +142,6 @@ class Hands:
             self._learn_from(request_id, request, left)
         for calibration in self._calibrations.values():
             calibration.forget(request_id)
-        if self._lookups is not None:
-            self._lookups.forget(request_id)
 
     def renewed(self, drafter_id: str) -> None:
         """The drafter has a new head: forgets what was learned about its drafts."""
@@ -194,7 +190,7 @@ class Hands:
             rank = rank_of(outcomes, said) if said and is_new else None
             if rank is not None:
                 found = outcomes.outcomes[rank]
-                source = Source(drafter_id, request.greedy, ahead=True)
+                source = Source(drafter_id, request.greedy, "ahead")
                 hand = self._checked(request_id, request, source, found.tokens, found.signs, draft_s)
             if counts and is_new:
                 self.foresight.observe(rank, request.outcomes)
@@ -210,14 +206,14 @@ class Hands:
 
     def begin_learning(self) -> None:
         """Call once per step, before `learn` for its requests."""
-        if self._lookups is not None:
-            self._lookups.begin_step()
+        self._room = INDEXED_PER_STEP
 
     def learn(self, request_id: str, request: Request) -> None:
         """Compares the request's drafts with its text, and indexes new text for look-ups."""
         self._learn_from(request_id, request, self._guesses.advance(request_id, request.text))
-        if self._lookups is not None:
-            self._lookups.advance(request_id, request.text)
+        for each in request.texts:
+            if self._room > 0:
+                self._room -= each.advance(request.text, self._room)
 
     def weights(self, drafter_id: str, *, greedy: bool) -> list[float]:
         """The weights (`chances.py`) by which a drafter judges the tokens of its fresh drafts."""
@@ -235,31 +231,27 @@ class Hands:
     def _made(self, request_id: str, text: list[int], greedy: bool) -> Request:
         asked, prompt_len = self._asked.get(request_id, _NOTHING_ASKED)
         longest = self._longest if asked.longest is None else min(asked.longest, self._longest)
-        prediction = Prediction(asked.prediction, prompt_len) if asked.prediction else None
-        return Request(text, greedy, 0 if asked.mode == "off" else longest, _ASKS[asked.mode], prediction)
+        texts: list[TextSource] = [Prediction(asked.prediction, prompt_len)] if asked.prediction else []
+        if self._shared is not None:
+            texts.append(OwnText())
+            if asked.learn:
+                texts.append(self._shared.reader(asked.tenant, len(text)))
+        return Request(text, greedy, 0 if asked.mode == "off" else longest, _ASKS[asked.mode], texts)
 
     def _look_up(self, request_id: str, request: Request) -> Hand | None:
-        if request.looked_up_at == len(request.text) or (self._lookups is None and request.prediction is None):
+        if request.looked_up_at == len(request.text):
             return request.looked_up
         request.looked_up, request.looked_up_at = None, len(request.text)
-        if request.prediction is not None:
-            found = request.prediction.propose(request.text, request.longest)
-            self._found(request_id, request, Source(LOOKUP, request.greedy, predicted=True), *found)
-        if self._lookups is not None:
-            found = self._lookups.propose(request_id, request.text, request.longest)
-            self._found(request_id, request, Source(LOOKUP, request.greedy), *found)
-        if self._is_sampled():
+        for each in request.texts:
+            tokens, signs = each.propose(request.text, request.longest)
+            if tokens:
+                hand = self._hand(request_id, Source(LOOKUP, request.greedy, each.kind), tokens, signs, 0.0)
+                self._note(request_id, request, hand, request.looked_up_at)
+                if request.looked_up is None or hand.worth > request.looked_up.worth:
+                    request.looked_up = hand
+        if request.texts and self._is_sampled():
             self.alone.note(request.looked_up.survivals if request.looked_up is not None else [], self.steps)
         return request.looked_up
-
-    def _found(self, request_id: str, request: Request, source: Source, tokens: list[int], signs: list[float]) -> None:
-        """Takes a look-up for the request's present length; keeps it if it beats the other look-up."""
-        if not tokens:
-            return
-        hand = self._hand(request_id, source, tokens, signs, 0.0)
-        self._note(request_id, request, hand, request.looked_up_at)
-        if request.looked_up is None or hand.worth > request.looked_up.worth:
-            request.looked_up = hand
 
     def _go_on(self, request_id: str, request: Request, hand: Hand, said: list[int]) -> bool:
         """Uses the rest of an older draft.  False: it does not begin with `said`, generated since, or a better one is there."""
@@ -300,10 +292,9 @@ class Hands:
             source = draft.source
             assert isinstance(source, Source)
             self._calibration(source).observe(request_id, draft.signs, draft.matched, draft.seen)
-            if source.predicted and request.prediction is not None:
-                request.prediction.scored(draft.matched, draft.seen)
-            elif source.drafter_id == LOOKUP and self._lookups is not None:
-                self._lookups.scored(request_id, draft.matched, draft.seen)
+            for each in request.texts:
+                if each.kind == source.kind:
+                    each.scored(draft.matched, draft.seen)
 
     def _checked(
         self, request_id: str, request: Request, source: Source, tokens: list[int], signs: list[float], draft_s: float

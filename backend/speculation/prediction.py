@@ -9,20 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from backend.speculation.calibration import log_odds
 from backend.speculation.lookup import LONGEST, SHORTEST
+from backend.speculation.texts import TextSource
 
-FORGET = 0.9
-"""Weight of a draft's score after each newer draft."""
 SURE = 8
 """Agreeing tokens that count in a sign; more say nothing new."""
 
 
-class Prediction:
+class Prediction(TextSource):
     """The predicted answer of one request."""
+
+    kind = "prediction"
 
     def __init__(self, tokens: Sequence[int], began: int) -> None:
         """`began`: the length of the request's prompt."""
+        super().__init__()
         self._tokens = tokens
         self._began = self._read = began
         self._at = 0
@@ -31,21 +32,12 @@ class Prediction:
         """How many of the answer's latest tokens agree; 0: answer and prediction have parted."""
         self._places: dict[int, list[int]] | None = None
         """Each token's places in the prediction.  Made when answer and prediction first part."""
-        self._right = self._wrong = 0.0
 
     def propose(self, text: Sequence[int], k: int) -> tuple[list[int], list[float]]:
-        """A draft of at most `k` tokens to follow `text` (all the request's tokens), and its signs; empty if they have parted.
-
-        Signs per token: the log-odds of recent drafts, and how long the answer has agreed.
-        """
+        """As in `TextSource`."""
         self._follow(text)
         tokens = list(self._tokens[self._at : self._at + k]) if self._agreed else []
-        return tokens, [log_odds(self._right, self._wrong), min(self._agreed, SURE) - 3.0] * len(tokens)
-
-    def scored(self, matched: int, seen: int) -> None:
-        """Takes the result of comparing a draft with the text (`guesses.Resolved`)."""
-        self._right = FORGET * self._right + matched
-        self._wrong = FORGET * self._wrong + seen - matched
+        return tokens, self._signs(min(self._agreed, SURE), len(tokens))
 
     def _follow(self, text: Sequence[int]) -> None:
         tokens, follows = self._tokens, self._agreed or self._read == self._began

@@ -72,7 +72,7 @@ class Asked(msgspec.Struct, frozen=True):
     logprobs_mode: Literal["raw", "processed"] | None = None
     """Log probabilities of the model's own distribution, or of the one sampled from.  None: `engine_args.logprobs_mode`."""
     learn: bool = True
-    """Whether drafters may learn from the request's text."""
+    """Whether drafters may learn from the request's text, and whether it shares look-ups with its tenant's requests."""
     tenant: str = ""
     """Hash of the API key's name; empty where all requests have the same key, or none."""
     session: str = ""
@@ -83,7 +83,7 @@ class Tally(msgspec.Struct):
     """Counts of a request's verified drafts, for one drafter and source."""
 
     source: str
-    """`fresh`, `ahead`, `lookup`, `prediction`, or `native`."""
+    """`fresh`, `ahead`, `lookup`, `prediction`, `shared`, or `native`."""
     drafter: str
     drafts: int = 0
     drafted: int = 0

@@ -19,7 +19,9 @@ BODY = {"model": "demo", "prompt": PROMPT, "max_tokens": TOKENS, "ignore_eos": T
 
 async def ask(fleet: EngineFleet, options: dict[str, Any], **fields: Any) -> tuple[str, dict[str, Any], dict[str, Any]]:
     """Text, what speculation did, and usage."""
-    response = await fleet.http.post("/v1/completions", json=BODY | {"outrider": {"stats": True, **options}} | fields)
+    response = await fleet.http.post(
+        "/v1/completions", json=BODY | {"outrider": {"stats": True, "learn": False, **options}} | fields
+    )
     assert response.status_code == 200, response.text
     answer = response.json()
     (told,) = answer["outrider"]["choices"]
@@ -67,6 +69,18 @@ async def test_wishes_are_met_and_change_no_token() -> None:
             assert told["accepted"] == sum(n * count for n, count in enumerate(told["accepted_lengths"]))
             # The last verification may accept more than was asked for.
             assert TOKENS <= told["verifications"] + told["accepted"] <= TOKENS + K
+
+        # What a request generated drafts for the next one, where neither has opted out.
+        for _ in range(5):
+            same, shared, _ = await ask(fleet, {"mode": "sync", "learn": True})
+            assert same == text
+            accepted = sum(each["accepted"] for each in shared["sources"] if each["source"] == "shared")
+            if accepted > TOKENS / 2:
+                break
+        assert accepted > TOKENS / 2
+        same, alone, _ = await ask(fleet, {"mode": "sync"})
+        assert same == text
+        assert "shared" not in {each["source"] for each in alone["sources"]}
 
         # By a stop string the gateway ends the sequence, and the verifier tells all the same.
         _, stopped, _ = await ask(fleet, {}, stop=[text[40:44]])

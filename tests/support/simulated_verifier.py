@@ -211,7 +211,7 @@ class SimulatedCore:
                         break
             self.decided += len(emitted)
             draft = self.scheduler.speculator.verified(request_id)
-            if drafts and draft is not None and not draft.source.ahead and draft.source.drafter_id != LOOKUP:
+            if drafts and draft is not None and draft.source.kind == "fresh":
                 self.fresh_drafts += 1
             features = text.features[first : first + n].clone()
             true = n - (len(drafts) - max(len(emitted) - 1, 0)) if emitted else n

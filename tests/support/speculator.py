@@ -24,8 +24,6 @@ def assert_nothing_is_left(speculator: Speculator) -> None:
         "overdue": speculator.questions._overdue,
         "guesses": speculator.hands._guesses._open,
     }
-    if speculator.hands._lookups is not None:
-        tables["look-ups"] = speculator.hands._lookups._own
     for source, calibration in speculator.hands._calibrations.items():
         tables[f"offsets of {source}"] = calibration._requests
     assert speculator.hands.forced == 0

@@ -7,11 +7,13 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from backend.config.settings import DraftingSettings
+from backend.drafter.loop import DrafterLoop
 from backend.drafter.process import DrafterModel, DrafterProcess
 from backend.engine import feature_link
 from backend.engine.features import FeatureShipper
@@ -179,6 +181,16 @@ def test_the_fleets_keys_are_needed_over_tcp(model: DrafterModel) -> None:
         friend.hub.close()
         stranger.hub.close()
         process.stop()
+
+
+def test_an_exchange_that_was_given_up_does_not_happen_later() -> None:
+    service, hub = Mock(has_work=False), Mock()
+    loop = DrafterLoop(hub, Mock(receive=Mock(return_value=None), connections_refused=Mock(return_value=0)), service)
+    with pytest.raises(TimeoutError):
+        loop.replace(Mock(), 0.01)
+    hub.poll.side_effect = lambda _: loop.stop()
+    loop.run()
+    service.replace.assert_not_called()
 
 
 def test_a_crash_is_reported(tmp_path: Path, model: DrafterModel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Every draft is compared with the text, whenever it came and whether or not it was verified; look-ups find what was said."""
+"""Every draft is compared with the text, whenever it came and whether or not it was verified."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backend.speculation.guesses import KEPT, Guesses, Resolved
-from backend.speculation.lookup import Lookup
-from backend.speculation.lookups import INDEXED_PER_STEP, Lookups
 
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=5)
 
@@ -87,48 +85,3 @@ def test_no_more_than_a_few_are_kept_and_none_for_another_text() -> None:
     guesses.note("r", "ahead of the text", 4, [5], [], [1, 9])
     assert guesses.advance("r", [1, 9, 5, 5, 5]) == []
     assert guesses.forget("r") == []
-
-
-@given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.lists(st.integers(1, 5), max_size=12))
-def test_look_ups_find_the_latest_occurrence_of_the_longest_suffix(text: list[int], strides: list[int]) -> None:
-    lookups, length = Lookups(), len(text) // 2
-    lookups.advance("r", text[:length])
-    for stride in strides:
-        lookups.begin_step()
-        length = min(length + stride, len(text))
-        lookups.advance("r", text[:length])
-        tokens, signs = lookups.propose("r", text[:length], 4)
-        assert tokens == Lookup(text[:length], 2, 4).draft(4)
-        assert len(signs) == 2 * len(tokens)
-        assert set(signs[1::2]) <= {-1.0, 0.0, 1.0}
-
-
-def test_a_look_up_follows_tokens_that_are_not_findable_yet() -> None:
-    lookups = Lookups()
-    lookups.advance("r", [1, 2, 3, 4, 5])
-    assert lookups.propose("r", [1, 2, 3, 4, 5, 9, 2, 3], 2) == ([4, 5], [0.0, -1.0] * 2)
-    assert lookups.propose("nobody", [1, 2, 1, 2], 2) == ([], [])
-    lookups.forget("r")
-    assert lookups.propose("r", [1, 2, 3, 1, 2, 3], 2) == ([], [])
-
-
-def test_a_request_that_copies_says_so_in_its_signs() -> None:
-    lookups = Lookups()
-    lookups.advance("r", [1, 2, 3, 1, 2])
-    for _ in range(8):
-        lookups.scored("r", 4, 4)
-    assert lookups.propose("r", [1, 2, 3, 1, 2], 1)[1][0] > 2
-    for _ in range(30):
-        lookups.scored("r", 0, 1)
-    assert lookups.propose("r", [1, 2, 3, 1, 2], 1)[1][0] < -1
-
-
-def test_a_long_prompt_is_made_findable_over_several_steps() -> None:
-    lookups = Lookups()
-    text = [*range(3 * INDEXED_PER_STEP), *range(2 * INDEXED_PER_STEP, 2 * INDEXED_PER_STEP + 3)]
-    lookups.advance("r", text)
-    assert lookups.propose("r", text, 2)[0] == []
-    for _ in range(3):
-        lookups.begin_step()
-        lookups.advance("r", text)
-    assert lookups.propose("r", text, 2)[0] == [2 * INDEXED_PER_STEP + 3, 2 * INDEXED_PER_STEP + 4]

@@ -39,6 +39,8 @@ class SpeculatorMachine(RuleBasedStateMachine):
         self.dice = random.Random(7)
         self.now = 100.0
         self.texts: dict[str, list[int]] = {}
+        self.written: dict[str, list[int]] = {}
+        """Those of ended requests, too."""
         self.decoding: set[str] = set()
         self.made: set[tuple[str, int, tuple[int, ...]]] = set()
         """All valid drafts that came: request, length, tokens."""
@@ -61,7 +63,7 @@ class SpeculatorMachine(RuleBasedStateMachine):
         """Its prompt has been computed, its first token is there."""
         self.next_id += 1
         name = f"r{self.next_id}"
-        self.texts[name] = [self.dice.randrange(SMALL) for _ in range(6)]
+        self.texts[name] = self.written[name] = [self.dice.randrange(SMALL) for _ in range(6)]
         self.decoding.add(name)
         self.asked[name] = asked or Asked()
         if asked is not None:
@@ -92,9 +94,12 @@ class SpeculatorMachine(RuleBasedStateMachine):
             assert hand is not None
             assert 0 < len(draft) <= self._longest(name)
             assert draft == hand.tokens[: len(draft)]
-            if hand.source.predicted:
+            if hand.source.kind == "prediction":
                 assert self.asked[name].prediction
                 self._is_predicted(text[5:], draft)
+            elif hand.source.kind == "shared":
+                others = [each for other, each in self.written.items() if other != name]
+                assert any(each[i : i + 5] == [*text[-4:], draft[0]] for each in others for i in range(len(each) - 4))
             elif hand.source.drafter_id == LOOKUP:
                 assert any(text[i : i + 3] == [*text[-2:], draft[0]] for i in range(length - 2)), "it stands there already"
             else:

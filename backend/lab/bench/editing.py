@@ -4,7 +4,8 @@
 
 The prompt is a piece of source code.  The answer is the same piece with small changes; it is a fixed response, because no small
 model can edit.  So speeds are real, and drafts are accepted as far as they agree with the edited piece.  In a second case the
-prompt lacks the piece, and the client sends it as the request's `prediction`.  Alternating rounds; one request in flight.
+prompt lacks the piece, and the client sends it as the request's `prediction`, or an earlier request was answered with the
+piece in another edition.  Alternating rounds; one request in flight.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from backend.lab.bench.engines import assign
 from backend.lab.bench.prompts import Prompts
 from backend.wire.engine import Asked
 
-HEAD_ONLY, LOOKUPS, PREDICTED = "head alone", "head and look-ups", "head, look-ups, prediction"
+HEAD_ONLY, LOOKUPS = "head alone", "head and look-ups"
+PREDICTED, SHARED = "head, look-ups, prediction", "head, look-ups, an earlier answer"
 CASES = (("file in the prompt", True), ("file in the prediction alone", False))
 
 
@@ -35,11 +37,11 @@ def edited(tokens: list[int], changes: int, chance: random.Random) -> list[int]:
     return found
 
 
-def speed(client: EngineClient, asked: list[tuple[list[int], list[int], list[int]]]) -> float:
-    """Tokens per second over triples of prompt, answer and prediction, run one at a time; the first only warms up."""
+def speed(client: EngineClient, prompts: list[list[int]], answers: list[list[int]], asked: list[Asked]) -> float:
+    """Tokens per second of these requests, run one at a time; the first only warms up."""
     spent, count = 0.0, 0
-    for i, (prompt, answer, prediction) in enumerate(asked):
-        request_id = client.add(prompt, fixed_sampling(answer, 0.0), asked=Asked(prediction=prediction))
+    for i, (prompt, answer, options) in enumerate(zip(prompts, answers, asked, strict=True)):
+        request_id = client.add(prompt, fixed_sampling(answer, 0.0), asked=options)
         client.finish_all()
         found = client.answers.pop(request_id)
         assert found.tokens == answer
@@ -63,19 +65,19 @@ def main() -> None:
         plain, alone, helped = (verifier(processes, *asked) for asked in (("off",), ("auto", False), ("auto",)))
         for child, _ in (alone, helped):
             assign(child, [ref])
-        kinds = {"none": plain, HEAD_ONLY: alone, LOOKUPS: helped, PREDICTED: helped}
+        kinds = {"none": plain, HEAD_ONLY: alone, LOOKUPS: helped, PREDICTED: helped, SHARED: helped}
         make = Prompts(processes.models.target_dir, given.tokens)
         for turn in range(-1, given.rounds):
             for case, shown in CASES:
                 chance = random.Random(f"{turn}/{shown}")
                 pieces = [make.make("code", f"edit/{turn}/{shown}/{i}") for i in range(given.requests + 1)]
-                answers = [edited(piece, given.changes, chance) for piece in pieces]
+                prompts = [piece if shown else piece[:8] for piece in pieces]
+                earlier, answers = ([edited(piece, given.changes, chance) for piece in pieces] for _ in range(2))
                 for kind, (_, client) in kinds.items():
-                    asked = [
-                        (piece if shown else piece[:8], answer, piece if kind == PREDICTED else [])
-                        for piece, answer in zip(pieces, answers, strict=True)
-                    ]
-                    found = speed(client, asked)
+                    if kind == SHARED:
+                        speed(client, prompts, earlier, [Asked()] * len(pieces))
+                    asked = [Asked(prediction=piece if kind == PREDICTED else [], learn=kind == SHARED) for piece in pieces]
+                    found = speed(client, prompts, answers, asked)
                     if turn >= 0:
                         speeds.setdefault((case, kind), []).append(found)
     lines = ["| | drafts | tokens/s | of plain decoding | of the head alone |", "|---|---|---|---|---|"]

@@ -18,13 +18,14 @@ import msgspec
 from backend.engine.client import EngineClient
 from backend.fleet import DrafterRef, DrafterStats
 from backend.lab.bench.children import ENVIRONMENT, Child, close_all
-from backend.lab.bench.load import Load, run_load, run_phases
+from backend.lab.bench.load import APART, Load, run_load, run_phases
 from backend.lab.bench.measure import Snapshot, drafting_between
 from backend.lab.bench.options import PROBABILISTIC
 from backend.lab.bench.pace import Pace, Paced
 from backend.lab.bench.plan import Configuration, CoreSplit
 from backend.lab.bench.worker import PACED
 from backend.models.resolve import ResolvedModels, Say
+from backend.wire.engine import Asked
 
 LOADING_AT_ONCE = 2
 NEVER_S = 3600 * 24.0
@@ -125,10 +126,17 @@ class Speed:
     drafts: int
 
 
-def measure_load(client: EngineClient, prompts: Sequence[list[int]], tokens: int, temperature: float, requests: int) -> Speed:
+def measure_load(
+    client: EngineClient,
+    prompts: Sequence[list[int]],
+    tokens: int,
+    temperature: float,
+    requests: int,
+    asked: Asked = APART,
+) -> Speed:
     """Runs a closed loop with `requests` requests in flight, and measures it."""
     before = client.fresh_stats()
-    load = run_load(client, prompts, tokens, temperature, requests)
+    load = run_load(client, prompts, tokens, temperature, requests, asked)
     grown = drafting_between(before, client.fresh_stats())
     return Speed(load.tokens_per_s, 1 + grown.accepted_tokens / grown.drafts if grown.drafts else 1.0, grown.drafts)
 

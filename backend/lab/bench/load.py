@@ -7,8 +7,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from backend.engine.client import Answer, EngineClient, sampling
+from backend.wire.engine import Asked
 
 TIMEOUT_S = 3600.0
+APART = Asked(learn=False)
+"""A request that shares no text with others.  A prompt that is asked twice would be drafted for by its first answer."""
 
 
 class LoadError(Exception):
@@ -27,7 +30,14 @@ class Load:
     request's start.  If there is no such period, over the whole load."""
 
 
-def run_load(client: EngineClient, prompts: Sequence[list[int]], tokens: int, temperature: float, concurrency: int) -> Load:
+def run_load(
+    client: EngineClient,
+    prompts: Sequence[list[int]],
+    tokens: int,
+    temperature: float,
+    concurrency: int,
+    asked: Asked = APART,
+) -> Load:
     """Runs all prompts.  Raises `LoadError`, `TimeoutError`, and what the client's `watch` raises."""
     params = sampling(tokens, temperature)
     client.receive()
@@ -38,7 +48,7 @@ def run_load(client: EngineClient, prompts: Sequence[list[int]], tokens: int, te
     """When requests ended while the full number was in flight, and the tokens received until then."""
     while len(ids) < len(prompts) or open_ids:
         while len(open_ids) < concurrency and len(ids) < len(prompts):
-            request_id = client.add(prompts[len(ids)], params)
+            request_id = client.add(prompts[len(ids)], params, asked=asked)
             ids.append(request_id)
             open_ids.add(request_id)
         wait_for_one(client, open_ids)

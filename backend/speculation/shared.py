@@ -1,0 +1,103 @@
+"""Drafts from the outputs of other requests.  Pure; scheduler's process and thread.
+
+Samples of one prompt, retries, and files that are edited again and again repeat each other.  When a request's latest tokens
+occur in another request's output, the tokens that follow there are its draft (suffix decoding, arXiv 2411.04975; that paper
+counts occurrences, this code takes the latest).  Outputs are indexed while they grow, so that concurrent
+requests draft for each other.
+
+Only requests of one tenant share outputs, and only requests that drafters may learn from.  Sharing changes no token.  A
+request's speed, however, tells whether another request of its tenant got a similar answer.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+
+from backend.speculation.texts import TextSource
+
+SIZES = (8, 4)
+"""Lengths in tokens of the suffixes that are looked up, the longest first."""
+KEPT = 1 << 17
+"""Suffixes in the index, over all requests and sizes: about 20 MB.  The older half is dropped when it is full."""
+SURE = 10
+"""Agreeing tokens that count in a sign; more say nothing new."""
+
+Place = tuple[list[int], int]
+"""An output, and a position in it."""
+
+
+class SharedTexts:
+    """An index over the outputs of one verifier's requests, by the hash of a suffix and its tenant's salt."""
+
+    def __init__(self) -> None:
+        self._young: dict[int, Place] = {}
+        self._old: dict[int, Place] = {}
+        self._salts: dict[str, int] = {}
+
+    def reader(self, tenant: str, length: int) -> SharedText:
+        """The view of a request that is `length` tokens long now.  Its further tokens are shared with its tenant's requests."""
+        # The salt is secret: no tenant can construct a suffix whose hash is another tenant's.
+        return SharedText(self, self._salts.setdefault(tenant, secrets.randbits(62)), length)
+
+    def find(self, suffix: int) -> Place | None:
+        """The position after the latest occurrence of a suffix."""
+        return self._young.get(suffix) or self._old.get(suffix)
+
+    def add(self, suffix: int, place: Place) -> None:
+        """Indexes a suffix that ends before `place`."""
+        self._young[suffix] = place
+        if len(self._young) >= KEPT // 2:
+            self._old, self._young = self._young, {}
+
+
+class SharedText(TextSource):
+    """One request's view of the index."""
+
+    kind = "shared"
+
+    def __init__(self, texts: SharedTexts, salt: int, length: int) -> None:
+        super().__init__()
+        self._texts, self._salt = texts, salt
+        self._output: list[int] = []
+        """The request's own tokens that are indexed."""
+        self._shared = self._read = length
+        """The length up to which the request's text is indexed, and up to which it was compared with the other output."""
+        self._at: Place | None = None
+        """The position in another output that the request's next token is compared with."""
+        self._agreed = 0
+
+    def propose(self, text: Sequence[int], k: int) -> tuple[list[int], list[float]]:
+        """As in `TextSource`."""
+        self._follow(text)
+        if self._at is None:
+            return [], []
+        output, at = self._at
+        tokens = output[at : at + k]
+        return tokens, self._signs(min(self._agreed, SURE), len(tokens))
+
+    def advance(self, text: Sequence[int], most: int) -> int:
+        """As in `TextSource`."""
+        end = min(len(text), self._shared + most)
+        for place in range(self._shared, end):
+            self._output.append(text[place])
+            for size in SIZES:
+                if place >= size:
+                    self._texts.add(hash((self._salt, *text[place - size : place])), (self._output, len(self._output) - 1))
+        advanced, self._shared = end - self._shared, end
+        return advanced
+
+    def _follow(self, text: Sequence[int]) -> None:
+        """Compares new tokens with the other output; looks the suffix up anew where that output ends or differs."""
+        if self._at is not None:
+            output, at = self._at
+            while self._read < len(text) and at < len(output) and output[at] == text[self._read]:
+                at, self._read, self._agreed = at + 1, self._read + 1, self._agreed + 1
+            self._at = (output, at) if self._read == len(text) and at < len(output) else None
+        if self._at is None:
+            self._read = len(text)
+            for size in SIZES:
+                found = self._texts.find(hash((self._salt, *text[-size:]))) if len(text) >= size else None
+                if found is not None and found[0] is not self._output:
+                    self._at, self._agreed = found, size
+                    return
