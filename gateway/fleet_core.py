@@ -39,6 +39,7 @@ from gateway.engine_link import DECLARED_LOST, RESTARTED, Loss, VerifierLink
 from gateway.errors import NoVerifier, Poisoned, ShuttingDown, Unavailable, VerifierLost
 from gateway.in_flight import Cut, InFlight, Sequences, TrafficObserver
 from gateway.inquiry import Awaited
+from gateway.pauses import Pauses
 from gateway.weights_in_force import WeightsInForce
 
 logger = logging.getLogger(__name__)
@@ -85,6 +86,7 @@ class FleetCore(EngineCoreClient):
         self._poison_after = poison_after
         self._stopping = False
         self.weights = WeightsInForce()
+        self.pauses = Pauses()
         self.draining = False
         """No new requests are taken."""
         # When a verifier was last there for a new request; and what those wait for that come while none is.
@@ -159,7 +161,8 @@ class FleetCore(EngineCoreClient):
     def routable(self) -> list[VerifierLink]:
         """The verifiers that take new requests: those with the newest weights; those that sleep only while all do."""
         ready = [link for link in self.ready_links if link.member.state == "ready" and not self.weights.is_behind(link)]
-        awake = [link for link in ready if link.stats is None or not link.stats.paused]
+        running = [link for link in ready if not self.pauses.holds(link.member.id)]
+        awake = [link for link in running if link.stats is None or not link.stats.paused]
         return awake or ready
 
     async def until_routable(self) -> None:
@@ -248,6 +251,9 @@ class FleetCore(EngineCoreClient):
         strays = self._strays.pop((link.member.id, link.member.incarnation), [])
         if strays:
             link.abort(strays)
+        if self.pauses.holds(link.member.id):
+            # Sent before any request is.
+            link.call("pause", "keep", False).add_done_callback(_tell_of_failure)
         self.weights.compare(link)
         for record in self._sequences:
             # It was stopped or starved, and nothing has killed it.
@@ -536,6 +542,11 @@ class FleetCore(EngineCoreClient):
             link.close()
         self.gate.fail_all(ShuttingDown)
         self._fail(self.sequences, ShuttingDown)
+
+
+def _tell_of_failure(pause: asyncio.Future[Any]) -> None:
+    if not pause.cancelled() and (error := pause.exception()):
+        logger.error("a verifier that became ready could not be paused: %s", error)
 
 
 def _takes(link: VerifierLink, record: InFlight) -> bool:

@@ -264,7 +264,7 @@ class WeightControl:
         self._core.collective_rpc("reload_weights", kwargs={"weights_path": path})
 
     def _fall_back(self, stays_paused: bool, touched: bool = True) -> None:
-        """A load is broken off.  If it has `touched` the weights, the last from a directory are back.  Else the process ends."""
+        """A load is broken off.  If it has `touched` the weights, the last from a directory are loaded, or the process ends."""
         try:
             self._core.collective_rpc("abandon_weight_update")
             if touched:

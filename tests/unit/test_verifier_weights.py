@@ -331,7 +331,9 @@ def test_an_update_of_which_nothing_came_is_refused_and_keeps_the_weights(core: 
     assert control.loaded == Weights(4, "8", None)
 
 
-@pytest.mark.parametrize(("backend", "sent", "said"), [(NAME, {"names": []}, "bytes"), ("nccl", tensors(a=(2, 3)), "update_info")])
+@pytest.mark.parametrize(
+    ("backend", "sent", "said"), [(NAME, {"names": []}, "bytes"), ("nccl", tensors(a=(2, 3)), "update_info")]
+)
 def test_tensors_that_come_another_way_are_refused_and_the_update_goes_on(
     core: Core, control: WeightControl, backend: str, sent: Any, said: str
 ) -> None:
