@@ -349,7 +349,7 @@ def test_an_update_whose_trainer_has_died_is_given_up(
     core: Core, control: WeightControl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 1000.0
-    monkeypatch.setattr(weights.time, "monotonic", lambda: now)
+    monkeypatch.setattr("backend.engine.weights.time.monotonic", lambda: now)
     core.batch_queue.clear()
     control.start_weight_update()
     now += weights.UPDATE_PATIENCE_S
