@@ -51,6 +51,8 @@ def build_app(gateway: Gateway) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         balancer = Balancer(gateway.client.core, gateway.settings)
+        if gateway.peers is not None:
+            gateway.client.core.pauses = await gateway.peers.pauses()
         gateway.client.start()
         gateway.feed.start()
         balancer.start()

@@ -115,17 +115,15 @@ class VerifierLink:
         if request_ids:
             self._dealer.send(self._speech.abort(request_ids))
 
-    async def call(self, method: str, *args: Any) -> Any:
-        """Calls a method of the verifier's engine core and returns its result.  Raises `UtilityError`."""
+    def call(self, method: str, *args: Any) -> asyncio.Future[Any]:
+        """Calls a method of the verifier's engine core, ahead of all that is sent later; `UtilityError` when it fails."""
         self._next_call += 1
         call_id = self._next_call
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._calls[call_id] = future
+        future.add_done_callback(lambda _: self._calls.pop(call_id, None))
         self._dealer.send(self._speech.call(call_id, method, args))
-        try:
-            return await future
-        finally:
-            self._calls.pop(call_id, None)
+        return future
 
     @property
     def weights(self) -> Weights:

@@ -37,6 +37,7 @@ from gateway.engine_link import DECLARED_LOST, RESTARTED, Loss, VerifierLink
 from gateway.errors import NoVerifier, Poisoned, ShuttingDown, Unavailable, VerifierLost
 from gateway.in_flight import Cut, InFlight, Sequences, TrafficObserver
 from gateway.inquiry import Awaited
+from gateway.pauses import Pauses
 from gateway.weights_in_force import WeightsInForce
 
 logger = logging.getLogger(__name__)
@@ -84,6 +85,7 @@ class FleetCore(EngineCoreClient):
         self._poison_after = poison_after
         self._stopping = False
         self.weights = WeightsInForce()
+        self.pauses = Pauses()
         self.draining = False
         """No new requests are taken."""
         # When a verifier was last routable (monotonic seconds), and the event that new requests wait for while none is.
@@ -157,7 +159,8 @@ class FleetCore(EngineCoreClient):
     def routable(self) -> list[VerifierLink]:
         """The verifiers for new requests: with the newest weights, not draining, and awake unless all sleep."""
         ready = [link for link in self.ready_links if link.member.state == "ready" and not self.weights.is_behind(link)]
-        awake = [link for link in ready if link.stats is None or not link.stats.paused]
+        running = [link for link in ready if not self.pauses.holds(link.member.id)]
+        awake = [link for link in running if link.stats is None or not link.stats.paused]
         return awake or ready
 
     async def until_routable(self) -> None:
@@ -248,6 +251,9 @@ class FleetCore(EngineCoreClient):
         strays = self._strays.pop((link.member.id, link.member.incarnation), [])
         if strays:
             link.abort(strays)
+        if self.pauses.holds(link.member.id):
+            # Sent before any request is.
+            link.call("pause", "keep", False).add_done_callback(_tell_of_failure)
         self.weights.compare(link)
         for record in self._sequences:
             # The verifier had only been stopped or starved, so no request has killed it.
@@ -536,6 +542,11 @@ class FleetCore(EngineCoreClient):
             link.close()
         self.gate.fail_all(ShuttingDown)
         self._fail(self.sequences, ShuttingDown)
+
+
+def _tell_of_failure(pause: asyncio.Future[Any]) -> None:
+    if not pause.cancelled() and (error := pause.exception()):
+        logger.error("a verifier that became ready could not be paused: %s", error)
 
 
 def _takes(link: VerifierLink, record: InFlight) -> bool:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import httpx
+import msgspec
 import uvicorn
 from prometheus_client import generate_latest
 from starlette.applications import Starlette
@@ -25,6 +26,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from backend.engine.front import LoadLoRAAdapterRequest, UnloadLoRAAdapterRequest
+from gateway.errors import Unavailable
+from gateway.pauses import Pauses
 from gateway.reload import ReloadError
 from gateway.state import Gateway
 
@@ -74,6 +77,8 @@ class Peers:
                 Route("/cancel", _cancel, methods=["POST"]),
                 Route("/abort", _abort, methods=["POST"]),
                 Route("/adapters", _adapters, methods=["GET", "POST", "DELETE"]),
+                Route("/pauses", _pauses, methods=["GET", "POST"]),
+                Route("/update-number", _update_number, methods=["POST"]),
             ]
         )
         app.state.gateway = gateway
@@ -154,10 +159,30 @@ class Peers:
         """Ends a background response that another process generates."""
         await self._ask_all("POST", "/cancel", params={"id": response_id, "owner": owner})
 
-    async def abort(self, request_ids: list[str] | None) -> dict[str, list[list[int]]]:
-        """As `Gateway.abort`, at all other processes."""
-        answers = await self._ask_all("POST", "/abort", json=request_ids)
+    async def abort(self, request_ids: list[str] | None, verifier: str | None) -> dict[str, list[list[int]]]:
+        """Ends requests of the other processes; the tokens they had."""
+        answers = await self._ask_all("POST", "/abort", json=[request_ids, verifier])
         return {named: tokens for answer in answers.values() for named, tokens in answer.json().items()}
+
+    async def pauses(self) -> Pauses:
+        """Which verifiers are paused, as another process knows."""
+        answers = await self._ask_all("GET", "/pauses", timeout_s=READY_TIMEOUT_S)
+        return next((msgspec.json.decode(answer.content, type=Pauses) for answer in answers.values()), Pauses())
+
+    async def tell_pauses(self, pauses: Pauses) -> None:
+        """Has all other processes pause verifiers that become ready, or no longer."""
+        self._tell_of_others(
+            await self._ask_all("POST", "/pauses", json=msgspec.to_builtins(pauses)), "did not hear of a pause"
+        )
+
+    async def update_number(self, gateway: Gateway) -> int:
+        """Of the next update of the weights: the first process counts for all.  Raises `Unavailable`."""
+        if self.is_first:
+            return gateway.client.core.weights.next_number()
+        answers = await self._ask_all("POST", "/update-number", of=[0])
+        if 0 not in answers:
+            raise Unavailable
+        return int(answers[0].json())
 
     async def _ask_all(
         self,
@@ -166,6 +191,7 @@ class Peers:
         params: Mapping[str, str] | None = None,
         timeout_s: float = ASK_TIMEOUT_S,
         json: object = None,
+        of: Sequence[int] | None = None,
     ) -> dict[int, httpx.Response]:
         """The other processes' answers that come in time, by process number."""
 
@@ -177,7 +203,7 @@ class Peers:
             except httpx.TransportError:
                 return None
 
-        return dict(filter(None, await asyncio.gather(*map(ask, self._others))))
+        return dict(filter(None, await asyncio.gather(*map(ask, self._others if of is None else of))))
 
     def _path(self, index: int) -> Path:
         return self._folder / f"gateway-{index}.sock"
@@ -267,7 +293,18 @@ async def _reload(request: Request) -> Response:
 
 
 async def _abort(request: Request) -> Response:
-    return JSONResponse(request.app.state.gateway.abort(await request.json()))
+    return JSONResponse(request.app.state.gateway.abort(*await request.json()))
+
+
+async def _pauses(request: Request) -> Response:
+    core = request.app.state.gateway.client.core
+    if request.method == "POST":
+        core.pauses = msgspec.json.decode(await request.body(), type=Pauses)
+    return JSONResponse(msgspec.to_builtins(core.pauses))
+
+
+async def _update_number(request: Request) -> Response:
+    return JSONResponse(request.app.state.gateway.client.core.weights.next_number())
 
 
 async def _adapters(request: Request) -> Response:

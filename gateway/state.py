@@ -47,13 +47,17 @@ class Gateway:
     tokenizing: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))
     """Bounds the texts that are tokenized, other than prompts, which use the same threads and would wait behind them."""
 
-    def abort(self, request_ids: list[str] | None) -> dict[str, list[list[int]]]:
-        """Ends requests by their ids in answers or in `X-Request-Id`; None: all.  Returns, by id, a token list per sequence."""
+    def abort(self, request_ids: list[str] | None, verifier: str | None = None) -> dict[str, list[list[int]]]:
+        """Ends requests, all or those that answers or `X-Request-Id` name so; the tokens of each one's sequences, by its id.
+
+        With `verifier` only sequences that run there.
+        """
         tokens: dict[str, list[list[int]]] = {}
         ended = []
         for record in self.client.core.sequences:
             named = record.request.external_req_id or record.request.request_id
-            if request_ids is None or not _names(named).isdisjoint(request_ids):
+            here = verifier is None or (record.link is not None and record.link.member.id == verifier)
+            if here and (request_ids is None or not _names(named).isdisjoint(request_ids)):
                 tokens.setdefault(named, []).append(list(record.emitted))
                 ended.append(record)
         self.client.core.finish(ended)

@@ -17,12 +17,13 @@ class WeightsInForce:
     def __init__(self) -> None:
         self.newest = Weights()
         self._last_number = 0
-        # Verifiers that were behind, with the weights that they were asked to load and the task that waits for the answer.
+        self._reported: dict[VerifierLink, Weights] = {}
+        # Verifiers that were behind, and which weights they were asked to load.
         self._asked: dict[VerifierLink, tuple[Weights, asyncio.Task[None]]] = {}
 
     def next_number(self) -> int:
-        """A number for a new update.  Two updates at once get different numbers, even before a verifier has loaded either."""
-        self._last_number = max(self._last_number, self.newest.update) + 1
+        """Of an update: of two at once, neither of which a verifier has loaded yet, each has one of its own."""
+        self._last_number += 1
         return self._last_number
 
     def is_behind(self, link: VerifierLink) -> bool:
@@ -30,7 +31,16 @@ class WeightsInForce:
         return link.weights.update < self.newest.update
 
     def compare(self, link: VerifierLink) -> None:
-        """Has a verifier load the newest weights if it is behind, because it was restarted or away during an update."""
+        """One that was started anew, or was away during an update, loads what the others have before it is given requests.
+
+        Newest weights that no verifier has any more, and none can load, are in force no longer: an update has failed
+        everywhere, and the verifiers went back to earlier ones.
+        """
+        before, self._reported[link] = self._reported.get(link, link.weights), link.weights
+        self._last_number = max(self._last_number, link.weights.update)
+        went_back = link.weights.update < before.update
+        if went_back and not self.newest.path and all(each.update < self.newest.update for each in self._reported.values()):
+            self.newest = max(self._reported.values(), key=lambda each: each.update)
         if link.weights.update > self.newest.update:
             self.newest = link.weights
         elif self.is_behind(link) and self.newest.path and self._asked.get(link, (None,))[0] != self.newest:
@@ -38,6 +48,7 @@ class WeightsInForce:
 
     def gone(self, link: VerifierLink) -> None:
         self._asked.pop(link, None)
+        self._reported.pop(link, None)
 
 
 async def _catch_up(link: VerifierLink, weights: Weights) -> None:

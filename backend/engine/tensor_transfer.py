@@ -15,6 +15,7 @@ from safetensors.torch import load
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 NAME = "outrider_wire"
 Shape = tuple[int, ...]
@@ -64,6 +65,18 @@ class WireTransfer(WeightTransferEngine[NoInfo, Tensors]):
 def register() -> None:
     if NAME not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(NAME, WireTransfer)
+
+
+def forget(model: torch.nn.Module, model_config: Any) -> None:
+    """Ends a load that stays incomplete.  A layer keeps its earlier weights unless all of its new ones had come.
+
+    vLLM keeps what has come of a layer for the next load, which would mix it with that load's weights.
+    """
+    for layer in model.modules():
+        info = get_layerwise_info(layer)
+        info.load_numel = 0
+        info.loaded_weights.clear()
+    finalize_layerwise_reload(model, model_config)
 
 
 def shapes_in(data: bytes) -> dict[str, Shape]:

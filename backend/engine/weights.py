@@ -8,6 +8,7 @@ do, and `ValueError` for wrong calls.  After either, nothing has changed unless 
 from __future__ import annotations
 
 import logging
+import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -20,7 +21,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import RequestStatus
 
-from backend.engine.tensor_transfer import Shape, shapes_in
+from backend.engine.tensor_transfer import NAME, Shape, shapes_in
 from backend.fleet.stats import Weights
 from backend.models.head_config import CheckpointError
 from backend.models.tensor_files import TensorFiles
@@ -29,6 +30,8 @@ from backend.wire.engine import PAUSED
 logger = logging.getLogger(__name__)
 
 PAUSE_MODES = ("abort", "wait", "keep")
+UPDATE_PATIENCE_S = 300.0
+"""An update by tensors is given up when so long none has come: a trainer that died must not stop the fleet for ever."""
 
 
 class WeightControl:
@@ -50,8 +53,11 @@ class WeightControl:
         """Called when other weights have been loaded."""
         self._draining: Future[None] | None = None
         self._clears = False
-        # During an update by tensors: the names received, and whether the engine was paused before.
+        # An update by tensors: what has come of it by name, whether vLLM was given any, when, and whether the engine was
+        # paused before.
         self._received: set[str] | None = None
+        self._touched = False
+        self._progress_at = 0.0
         self._was_paused = False
         core.set_weight_version(self.loaded.version)
 
@@ -84,7 +90,9 @@ class WeightControl:
         return None
 
     def look(self) -> None:
-        """Completes a pause of mode `wait` once all requests have finished."""
+        """Ends a pause's wait when nothing runs any more, and an update by tensors of which nothing more comes."""
+        if self._received is not None and time.monotonic() - self._progress_at > UPDATE_PATIENCE_S:
+            self._give_up()
         if self._draining is not None and not self._core.scheduler.has_unfinished_requests():
             draining, self._draining = self._draining, None
             self._pause()
@@ -169,13 +177,13 @@ class WeightControl:
             raise ValueError("wake the weights up first")
         self._was_paused = self.is_paused
         self._pause()
+        self._received, self._touched = set(), False
         try:
             self._transfer("start_weight_update")
         except BaseException:
-            if not self._was_paused:
-                self._core.resume_scheduler()
+            self._give_up()
             raise
-        self._received = set()
+        self._progress_at = time.monotonic()
 
     def update_weights(self, update_info: Any) -> None:
         """Loads some tensors: safetensors bytes, or a description of what vLLM's transfer engine should receive.
@@ -184,25 +192,34 @@ class WeightControl:
         """
         if self._received is None:
             raise ValueError("start_weight_update comes first")
+        if self._takes_bytes != isinstance(update_info, bytes):
+            raise ValueError(
+                "tensors come as safetensors' bytes; verifier.engine_args.weight_transfer_config names no other way"
+                if self._takes_bytes
+                else "tensors come through vLLM's transfer engine: send its update_info"
+            )
         if isinstance(update_info, bytes):
             found = shapes_in(update_info)
             check_shapes({name: self._shapes.get(name) for name in found}, found)
             update_info = {"tensors": update_info}
             self._received |= found.keys()
+        self._touched = True
         try:
             self._transfer("update_weights", update_info=update_info)
         except Exception:
             self._give_up()
             raise
+        self._progress_at = time.monotonic()
 
     def finish_weight_update(self, version: str | None = None, update: int | None = None) -> None:
         """Ends an update by tensors; resumes, unless paused before.  On failure, the last weights from a directory are back."""
         if self._received is None:
             raise ValueError("start_weight_update comes first")
-        missing = sorted(self._shapes.keys() - self._received) if self._received else []
+        missing = sorted(self._shapes.keys() - self._received) if self._takes_bytes else []
         if missing:
             self._give_up()
-            raise ValueError(f"{len(missing)} tensors did not come, {missing[0]} for one; the last from a directory are back")
+            now = "the last from a directory are back" if self._touched else "nothing has changed"
+            raise ValueError(f"{len(missing)} tensors did not come, {missing[0]} for one; {now}")
         try:
             self._transfer("finish_weight_update")
         except Exception:
@@ -213,13 +230,15 @@ class WeightControl:
 
     def _give_up(self) -> None:
         """Ends a failed update by tensors."""
-        logger.error("an update of the weights failed; loading the earlier ones again")
+        logger.error("an update of the weights by tensors is given up")
         self._received = None
-        self._fall_back(self._was_paused)
+        self._fall_back(self._was_paused, self._touched)
 
     def _refuse_during_update(self) -> None:
         if self._received is not None:
-            raise ValueError("a weight update is under way; finish_weight_update ends it")
+            raise ValueError(
+                f"a weight update is under way; finish_weight_update ends it, or {UPDATE_PATIENCE_S:g} s without tensors"
+            )
 
     # How
 
@@ -228,6 +247,11 @@ class WeightControl:
         """Shapes of the tensors in the checkpoint of the start."""
         files = TensorFiles(self._target_dir)
         return {name: tuple(files.shape(name) or ()) for name in files.tensors}
+
+    @property
+    def _takes_bytes(self) -> bool:
+        """Whether tensors come over our own wire, and not by a transfer engine of vLLM's."""
+        return bool(self._core.vllm_config.weight_transfer_config.backend == NAME)
 
     @property
     def _directory(self) -> str:
@@ -240,13 +264,18 @@ class WeightControl:
     def _load(self, path: str) -> None:
         self._core.collective_rpc("reload_weights", kwargs={"weights_path": path})
 
-    def _fall_back(self, stays_paused: bool) -> None:
-        """Loads the last weights that came from a directory again; ends the process if that fails."""
+    def _fall_back(self, stays_paused: bool, touched: bool = True) -> None:
+        """Ends a failed load.  If it has `touched` the weights, loads the last ones from a directory; ends the process if that fails."""
         try:
-            self._load(self._directory)
+            self._core.collective_rpc("abandon_weight_update")
+            if touched:
+                self._load(self._directory)
         except Exception as error:
             raise SystemExit("neither the new nor the earlier weights can be loaded") from error
-        self._renewed(self._from_disk, stays_paused)
+        if touched:
+            self._renewed(self._from_disk, stays_paused)
+        else:
+            self._go_on(stays_paused)
 
     def _transfer(self, method: str, **arguments: Any) -> None:
         try:
@@ -260,6 +289,9 @@ class WeightControl:
         self._core.set_weight_version(loaded.version)
         self._core._reset_caches(reset_running_requests=True)
         self.on_renewed()
+        self._go_on(stays_paused)
+
+    def _go_on(self, stays_paused: bool) -> None:
         if not stays_paused:
             self._core.resume_scheduler()
         self.on_changed()

@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any
 
+from vllm.config import set_current_vllm_config
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -38,7 +39,9 @@ class _Mixed:
     """Common to both workers; `vllm_config.additional_config["outrider"]` decides which mixins apply."""
 
     model_runner: Any
+    model_config: Any
     vllm_config: Any
+    weight_transfer_engine: Any
     wire: Wire | None = None
 
     def init_device(self) -> None:
@@ -89,6 +92,15 @@ class _Mixed:
         if self.wire is None:
             self.wire = Wire(fleet_keys)
         shipper.set_drafters(self.wire, refs, epoch, weights)
+
+    def abandon_weight_update(self) -> None:
+        """Ends whatever vLLM is loading, and its update session; layers that were loaded wholly keep the new weights."""
+        with set_current_vllm_config(self.vllm_config):
+            if self.weight_transfer_engine is not None:
+                self.weight_transfer_engine.drain_pending()
+                self.weight_transfer_engine.reset_weight_update_target()
+            self._weight_update_active = False
+            tensor_transfer.forget(self.model_runner.get_model(), self.model_config)
 
     def take_drafting_counters(self) -> Shipped:
         """`FeatureShipper.take_counters` on the rank that sends; empty counters on the others."""

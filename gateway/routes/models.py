@@ -19,7 +19,7 @@ from backend.engine.front import (
 )
 from gateway import answers
 from gateway.admission.admit import check_model
-from gateway.errors import EngineFailed, Forbidden, ModelNotFound, checked
+from gateway.errors import BadRequest, EngineFailed, Forbidden, ModelNotFound, checked
 from gateway.keys.caller import caller_of
 from gateway.requests import ModelT, parse, read_json
 from gateway.routes.weights import reset_prefix_cache
@@ -106,6 +106,9 @@ async def unload_adapter(request: Request) -> Response:
 
 async def _adapter(request: Request, model: type[ModelT]) -> ModelT:
     gateway = gateway_of(request)
+    if "verifier" in request.query_params:
+        # Any verifier loads one that it lacks with the first request for it.
+        raise BadRequest("Adapters are those of all verifiers: leave out `verifier`.", param="verifier")
     if not gateway.settings.verifier.adapters_loadable:
         raise Forbidden("Adapters are loaded over HTTP only with `verifier.adapters_loadable`.")
     return parse(model, await read_json(request, gateway.max_body_bytes))

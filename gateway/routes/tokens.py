@@ -10,6 +10,8 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from backend.engine.front import GenerateRequest, SamplingParams
+from backend.records.rows import REQUEST_ID_KEY
+from backend.wire.engine import FIXED_RESPONSE
 from gateway.asking import inquire
 from gateway.bounds import check_bounds
 from gateway.errors import BadRequest
@@ -23,7 +25,6 @@ router = APIRouter()
 
 INTERNAL = frozenset(
     {
-        "extra_args",
         "output_kind",
         "output_text_buffer_length",
         "routed_experts_prompt_start",
@@ -32,7 +33,11 @@ INTERNAL = frozenset(
         "trace_decode_token_ids",
     }
 )
-"""Sampling parameters that clients must not send: vLLM's front half sets them, or they are for parts that do not run here."""
+"""Sampling parameters that vLLM's front half sets, or hands on to what does not run here."""
+VERIFIERS = "outrider_"
+"""So begin the names of the verifier's own `extra_args`; clients give `REQUEST_ID_KEY` alone."""
+TRANSFERS = frozenset({"ec_transfer_params", "kv_transfer_params", "kv_cache_report_mode"})
+"""Of `extra_args`, what vLLM's engine itself reads."""
 PARAMETERS = frozenset(field.name for field in msgspec.structs.fields(SamplingParams) if field.name[0] != "_") - INTERNAL
 
 
@@ -48,6 +53,7 @@ async def generate_tokens(request: Request) -> Response:
         if name not in PARAMETERS:
             raise BadRequest(unknown(name, PARAMETERS), param="sampling_params", code="unknown_parameter")
     check_bounds(parameters)
+    parameters["extra_args"] = _extra_args(parameters.get("extra_args"))
     inquiry = await inquire(gateway, request, data)
     asked = parse(GenerateRequest, data, GENERATING)
     sampling = asked.sampling_params
@@ -67,3 +73,17 @@ async def generate_tokens(request: Request) -> Response:
         return await gateway.services.tokens.serve_tokens(asked, request)
 
     return await respond(gateway, request, view, create, CHAT, lambda answer: answer.model_dump(mode="json"), inquiry)
+
+
+def _extra_args(asked: Any) -> dict[str, Any] | None:
+    """What custom logits processors are told, as by `vllm_xargs` elsewhere; neither the verifier's own nor vLLM's arguments."""
+    if not isinstance(asked, dict | None):
+        raise BadRequest("`extra_args` must be an object.", param="sampling_params")
+    if FIXED_RESPONSE in (asked or {}):
+        raise BadRequest(f"`{FIXED_RESPONSE}` belongs to rollouts.", param="sampling_params")
+    kept = {
+        name: value
+        for name, value in (asked or {}).items()
+        if name == REQUEST_ID_KEY or not (name.startswith(VERIFIERS) or name in TRANSFERS)
+    }
+    return kept or None

@@ -1,14 +1,15 @@
 """Routes that pause verifiers and exchange their weights: vLLM's control plane for trainers, for one verifier or all.
 
-Calls go straight to all verifiers at once, and return when the work is done.  If one refuses, the route answers with its error,
-whatever the others did; then repeat the call with `verifier`.  A verifier that missed an update of the whole fleet from a
-directory loads it before it gets requests (`WeightsInForce`).
+Calls go straight to the verifiers and answer when it is done.  All are asked at once; if one refuses, that is the answer,
+whatever the others did: ask again, with `verifier`.  A verifier that missed an update of all of them by directory loads it
+before it is given requests (`WeightsInForce`).  Pauses are remembered: a verifier that becomes ready later is paused, too.
 """
 
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated, Any
+from collections.abc import Awaitable, Iterable
+from typing import Annotated, Any, Literal
 
 import msgspec
 from fastapi import APIRouter, Query, Request
@@ -17,6 +18,7 @@ from starlette.responses import JSONResponse, Response
 from backend.engine.front import VLLM_VERSION
 from gateway.engine_link import UtilityError, VerifierLink
 from gateway.errors import ApiError, BadRequest, EngineFailed, NotFound, NotSupported
+from gateway.pauses import Pauses
 from gateway.requests import media_type, read_bytes, read_json
 from gateway.state import Gateway, gateway_of
 
@@ -78,14 +80,14 @@ class AbortRequests(msgspec.Struct, forbid_unknown_fields=True):
 async def sleep(request: Request) -> Response:
     """Puts verifiers to sleep; requests wait until they wake up.  The levels are vLLM's."""
     gateway, asked = await _read(request, Sleep)
-    return await _everywhere(gateway, asked.verifier, "sleep", asked.level)
+    return _said(await _hold(gateway, asked.verifier, True, "sleep", asked.level))
 
 
 @router.post("/admin/wake-up")
 async def wake_up(request: Request) -> Response:
     """Wakes verifiers up; requests go on."""
     gateway, asked = await _read(request, WakeUp)
-    return await _everywhere(gateway, asked.verifier, "wake_up", asked.tags)
+    return _said(await _wake(gateway, asked.verifier, asked.tags))
 
 
 @router.post("/admin/reload-weights")
@@ -96,15 +98,20 @@ async def reload_weights(request: Request) -> Response:
 
 
 @router.post("/pause")
-async def pause(request: Request, mode: str = "abort", clear_cache: bool = True, verifier: str | None = None) -> Response:
-    """Pauses verifiers: running requests end (`abort`), finish first (`wait`), or stand still (`keep`); new ones wait."""
-    return await _everywhere(gateway_of(request), verifier, "pause", mode, clear_cache, status="paused")
+async def pause(
+    request: Request,
+    mode: Literal["abort", "wait", "keep"] = "abort",
+    clear_cache: bool = True,
+    verifier: str | None = None,
+) -> Response:
+    """Requests at hand end (`abort`), are waited for (`wait`), or stand still (`keep`); new ones wait."""
+    return _said(await _hold(gateway_of(request), verifier, True, "pause", mode, clear_cache), status="paused")
 
 
 @router.post("/resume")
 async def resume(request: Request, verifier: str | None = None) -> Response:
-    """Ends a pause; requests go on."""
-    return await _everywhere(gateway_of(request), verifier, "resume", status="resumed")
+    """Requests go on."""
+    return _said(await _hold(gateway_of(request), verifier, False, "resume"), status="resumed")
 
 
 @router.get("/is_paused")
@@ -115,16 +122,16 @@ async def is_paused(request: Request, verifier: str | None = None) -> Response:
 
 @router.post("/sleep")
 async def sleep_as_vllm(request: Request, level: int = 1, mode: str = "abort", verifier: str | None = None) -> Response:
-    """vLLM's sleep: frees the device's memory (level 1 or 2), or only pauses (0)."""
-    return await _everywhere(gateway_of(request), verifier, "sleep", level, mode, status="sleeping", level=level)
+    """vLLM's: frees the device's memory (level 1 or 2), or only pauses (0)."""
+    return _said(await _hold(gateway_of(request), verifier, True, "sleep", level, mode), status="sleeping", level=level)
 
 
 @router.post("/wake_up")
 async def wake_up_as_vllm(
     request: Request, tags: Annotated[list[str] | None, Query()] = None, verifier: str | None = None
 ) -> Response:
-    """vLLM's wake-up: ends a sleep."""
-    woken = await _results(gateway_of(request), verifier, "wake_up", tags)
+    """vLLM's: undoes it."""
+    woken = await _wake(gateway_of(request), verifier, tags)
     return JSONResponse({"status": "awake" if all(woken.values()) else "sleeping", "tags": tags, "verifiers": woken})
 
 
@@ -147,13 +154,16 @@ async def reset_prefix_cache(request: Request, reset_running_requests: bool = Fa
 async def init_weight_transfer_engine(request: Request, verifier: str | None = None) -> Response:
     """Connects vLLM's transfer engine to a trainer; tensors sent over HTTP need no such connection."""
     gateway, asked = await _read(request, InitTransfer)
-    return await _everywhere(gateway, verifier, "init_weight_transfer_engine", asked.init_info)
+    links = _links(gateway, verifier)
+    infos = init_infos(asked.init_info, len(links), gateway.settings.verifier.tensor_parallel)
+    calls = (_call(link, "init_weight_transfer_engine", info) for link, info in zip(links, infos, strict=True))
+    return _said(await _gather(links, calls))
 
 
 @router.post("/start_weight_update")
 async def start_weight_update(request: Request, verifier: str | None = None) -> Response:
-    """Begins an update by tensors; verifiers stand still until it is finished."""
-    return await _everywhere(gateway_of(request), verifier, "start_weight_update")
+    """Tensors follow; verifiers stand still until they have all come."""
+    return _said(await _results(gateway_of(request), verifier, "start_weight_update"))
 
 
 @router.post("/update_weights")
@@ -162,13 +172,13 @@ async def update_weights(request: Request, verifier: str | None = None) -> Respo
     gateway = gateway_of(request)
     if media_type(request) == CHUNKS:
         chunk = await read_bytes(request, gateway.max_body_bytes)
-        return await _everywhere(gateway, verifier, "update_weights", bytes(chunk))
+        return _said(await _results(gateway, verifier, "update_weights", bytes(chunk)))
     _, asked = await _read(request, UpdateWeights)
     if (asked.weight_dir is None) == (asked.update_info is None):
         raise BadRequest("Name a `weight_dir`, or give an `update_info`.", param="weight_dir")
     if asked.weight_dir is not None:
         return await _renew(gateway, verifier, "reload_weights", asked.weight_dir, version=asked.weight_version)
-    return await _everywhere(gateway, verifier, "update_weights", asked.update_info)
+    return _said(await _results(gateway, verifier, "update_weights", asked.update_info))
 
 
 @router.post("/finish_weight_update")
@@ -179,12 +189,14 @@ async def finish_weight_update(request: Request, verifier: str | None = None) ->
 
 
 @router.post("/abort_requests")
-async def abort_requests(request: Request) -> Response:
-    """Ends the named requests, or all; returns the tokens that each had generated."""
+async def abort_requests(request: Request, verifier: str | None = None) -> Response:
+    """Ends requests by their ids, or all there are; says what each had generated."""
     gateway, asked = await _read(request, AbortRequests)
-    texts = gateway.abort(asked.request_ids)
+    if verifier is not None:
+        _links(gateway, verifier)
+    texts = gateway.abort(asked.request_ids, verifier)
     if gateway.peers is not None:
-        texts |= await gateway.peers.abort(asked.request_ids)
+        texts |= await gateway.peers.abort(asked.request_ids, verifier)
     return JSONResponse({"status": "aborted", "aborted": len(texts), "token_ids": texts})
 
 
@@ -237,23 +249,68 @@ async def _read(request: Request, kind: type[Any]) -> tuple[Gateway, Any]:
 async def _renew(gateway: Gateway, verifier: str | None, method: str, *arguments: Any, version: str | int | None) -> Response:
     """Has verifiers load new weights.  Only an update of all gets a new number, or the others would count as behind."""
     core = gateway.client.core
-    number = core.weights.next_number()
+    number = core.weights.next_number() if gateway.peers is None else await gateway.peers.update_number(gateway)
     name = str(number if version is None else version)
     counted = core.weights.newest.update if verifier else number
-    answer = await _everywhere(gateway, verifier, method, *arguments, name, counted, weight_version=name)
+    results = await _results(gateway, verifier, method, *arguments, name, counted)
     core.choosing.emptied([verifier] if verifier else core.links)
-    return answer
+    return _said(results, weight_version=name)
 
 
-async def _everywhere(gateway: Gateway, verifier: str | None, method: str, *arguments: Any, **said: str | int) -> Response:
-    return JSONResponse({**said, "verifiers": await _results(gateway, verifier, method, *arguments)})
+async def _hold(gateway: Gateway, verifier: str | None, paused: bool, method: str, *arguments: Any) -> dict[str, Any]:
+    """A pause, or its end: also for verifiers that become ready meanwhile or later, unless it is refused."""
+    before = gateway.client.core.pauses
+    await _remember(gateway, before.after(verifier, paused))
+    try:
+        return await _results(gateway, verifier, method, *arguments)
+    except (BadRequest, NotFound, NotSupported):
+        await _remember(gateway, before)
+        raise
 
 
-async def _results(gateway: Gateway, verifier: str | None, method: str, *arguments: Any) -> dict[str, Any]:
+async def _wake(gateway: Gateway, verifier: str | None, tags: list[str] | None) -> dict[str, Any]:
+    before = gateway.client.core.pauses
+    woken = await _hold(gateway, verifier, False, "wake_up", tags)
+    if not all(woken.values()):
+        await _remember(gateway, before)
+    return woken
+
+
+async def _remember(gateway: Gateway, pauses: Pauses) -> None:
+    gateway.client.core.pauses = pauses
+    if gateway.peers is not None:
+        await gateway.peers.tell_pauses(pauses)
+
+
+def init_infos(init_info: dict[str, Any], verifiers: int, ranks: int) -> list[dict[str, Any]]:
+    """Of each verifier, which has so many ranks: where they are numbered (NCCL), those of one follow those of the one before.
+
+    vLLM adds a rank's number within its own engine alone.
+    """
+    offset = init_info.get("rank_offset")
+    if not isinstance(offset, int):
+        return [init_info] * verifiers
+    return [{**init_info, "rank_offset": offset + number * ranks} for number in range(verifiers)]
+
+
+def _said(results: dict[str, Any], **said: str | int) -> Response:
+    return JSONResponse({**said, "verifiers": results})
+
+
+def _links(gateway: Gateway, verifier: str | None) -> list[VerifierLink]:
     links = [link for link in gateway.client.core.ready_links if verifier in (None, link.member.id)]
     if not links:
         raise NotFound("There is no such verifier." if verifier else "There is no verifier.")
-    results = await asyncio.gather(*(_call(link, method, *arguments) for link in links), return_exceptions=True)
+    return links
+
+
+async def _results(gateway: Gateway, verifier: str | None, method: str, *arguments: Any) -> dict[str, Any]:
+    links = _links(gateway, verifier)
+    return await _gather(links, (_call(link, method, *arguments) for link in links))
+
+
+async def _gather(links: list[VerifierLink], calls: Iterable[Awaitable[Any]]) -> dict[str, Any]:
+    results = await asyncio.gather(*calls, return_exceptions=True)
     for result in results:
         if isinstance(result, BaseException):
             raise result

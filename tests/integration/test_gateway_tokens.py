@@ -51,12 +51,21 @@ async def test_a_stream(running):
     assert chunks[-1]["usage"]["completion_tokens"] == 4
 
 
+async def test_arguments_of_others_are_taken_and_those_of_the_verifier_are_not(running):
+    given = {"prl_compact_logprobs": True, "outrider_request_id": "mine", "outrider_noise_seed": 7, "kv_transfer_params": {}}
+    await running.http.post(URL, json=asking(sampling_params={"max_tokens": 4, "extra_args": given}))
+    kept = {"prl_compact_logprobs": True, "outrider_request_id": "mine"}
+    assert running.verifier.sequences[-1].request.sampling_params.extra_args == kept
+
+
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
         ({"sampling_params": None}, "sampling_params"),
         ({"sampling_params": {"max_tokns": 4}}, "sampling_params"),
         ({"sampling_params": {"extra_args": {"outrider_fixed_response": [1]}}}, "sampling_params"),
+        ({"sampling_params": {"extra_args": [1]}}, "sampling_params"),
+        ({"sampling_params": {"extra_args": {"a": "x" * 2**21}}}, "extra_args"),
         ({"sampling_params": {"temperature": -1}}, None),
         ({"sampling_params": {"n": 100_000}}, "n"),
         ({"token_ids": []}, "token_ids"),

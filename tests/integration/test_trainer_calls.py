@@ -25,6 +25,7 @@ from tests.support.lora import write_adapter
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 TARGET = Path(backend.models.demo.__file__).parent / "target"
 RUNNING, LONG = 4, 900
+BYTES = {"content-type": "application/octet-stream"}
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +106,13 @@ def said(http: httpx.Client, path: str, **options: Any) -> dict[str, Any]:
     assert answer.status_code == 200, answer.text
     body: dict[str, Any] = answer.json()
     return body
+
+
+def send(http: httpx.Client, tensors: dict[str, torch.Tensor]) -> None:
+    """Some at a time."""
+    names = list(tensors)
+    for at in range(0, len(names), 5):
+        said(http, "/update_weights", content=save({name: tensors[name] for name in names[at : at + 5]}), headers=BYTES)
 
 
 class Meanwhile:
@@ -217,12 +225,9 @@ def test_tensors_in_parts_while_requests_run(fleet: ServedFleet, http: httpx.Cli
     meanwhile = Meanwhile(fleet, http)
     said(http, "/init_weight_transfer_engine", json={"init_info": {}})
     said(http, "/start_weight_update", json={"is_checkpoint_format": True})
-    tensors = target()
-    names = list(tensors)
-    headers = {"content-type": "application/octet-stream"}
-    for at in range(0, len(names), 5):
-        said(http, "/update_weights", content=save({name: tensors[name] for name in names[at : at + 5]}), headers=headers)
-    refused = http.post("/update_weights", content=b"nothing", headers=headers)
+    send(http, target())
+    assert http.post("/update_weights", json={"update_info": {"names": []}}).status_code == 400, "it goes on"
+    refused = http.post("/update_weights", content=b"nothing", headers=BYTES)
     assert (refused.status_code, "safetensors" in refused.text) == (400, True)
     assert http.post("/resume").status_code == 400, "half a model must not answer"
     said(http, "/finish_weight_update", json={"weight_version": "two"})
@@ -241,6 +246,12 @@ def test_prime_rl(http: httpx.Client, others: Path, before: list[int], after: li
     assert answer["prompt_token_ids"]
     assert "demo" in [each["id"] for each in http.get("/v1/models").json()["data"]]
     assert http.get("/health").status_code == 200
+    top = {"logprobs": 3, "flat_logprobs": True, "detokenize": False, "skip_special_tokens": False, "stop_token_ids": [2]}
+    asked = {**top, "max_tokens": 8, "extra_args": {"prl_compact_logprobs": True}}
+    (choice,) = said(http, "/inference/v1/generate", json={"token_ids": [5, 6, 7], "sampling_params": asked})["choices"]
+    for entry in choice["logprobs"]["content"]:
+        assert len(entry["top_logprobs"]) == 3
+        assert entry["rank"] > 3 or entry["token_id"] in [each["token_id"] for each in entry["top_logprobs"]]
     assert http.post("/init_broadcaster", json={"host": "trainer", "port": 1}).status_code == 404, "its client goes on then"
     said(http, "/pause", params={"mode": "keep", "clear_cache": "false"})
     said(http, "/update_weights", json={"weight_dir": str(others), "skip_prefix_cache_reset": True})
@@ -264,6 +275,20 @@ def test_prime_rl(http: httpx.Client, others: Path, before: list[int], after: li
     said(http, "/v1/unload_lora_adapter", json={"lora_name": "policy"})
     missing = http.post("/load_lora_adapter", json={"lora_name": "policy", "lora_path": "/nowhere"})
     assert missing.status_code == 404
+
+
+def test_after_an_update_that_fails_everywhere_the_fleet_serves(http: httpx.Client, before: list[int]) -> None:
+    """Tensors cannot be loaded again: the verifiers go back to the last weights from a directory, and so does the fleet."""
+    said(http, "/update_weights", json={"weight_dir": str(TARGET), "weight_version": "disk"})
+    said(http, "/start_weight_update")
+    send(http, target())
+    said(http, "/finish_weight_update", json={"weight_version": "wire"})
+    said(http, "/start_weight_update")
+    send(http, dict(list(target().items())[1:]))
+    incomplete = http.post("/finish_weight_update")
+    assert (incomplete.status_code, "1 tensors did not come" in incomplete.text) == (400, True)
+    assert tokens(http) == before
+    assert http.get("/weight_info").json() == {"weight_version": "disk", "verifiers": {f"verifier-{i}": "disk" for i in (0, 1)}}
 
 
 def test_requests_end_wait_or_are_waited_for(fleet: ServedFleet, http: httpx.Client) -> None:
@@ -314,4 +339,20 @@ def test_a_verifier_that_is_started_anew_gets_the_newest_weights(
 
     wait_for(lambda: "verifier-0" not in http.get("/server_info").json()["verifiers"], what="it is gone")
     wait_for(renewed, 120, what="it has come back with them")
+    assert tokens(http)[:8] == after
+
+
+def test_a_verifier_that_is_started_anew_during_a_pause_is_paused(http: httpx.Client, after: list[int]) -> None:
+    said(http, "/pause", params={"mode": "keep"})
+    (pid,) = [each["pid"] for each in http.get("/fleet").json()["verifiers"] if each["id"] == "verifier-1"]
+    os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: "verifier-1" not in http.get("/server_info").json()["verifiers"], what="it is gone")
+
+    def stands_still() -> bool:
+        found = http.get("/server_info").json()["verifiers"].get("verifier-1")
+        return found is not None and found["weights"]["version"] == "last"
+
+    wait_for(stands_still, 120, what="it has come back with the newest weights")
+    assert http.get("/is_paused", params={"verifier": "verifier-1"}).json() == {"is_paused": True}
+    said(http, "/resume")
     assert tokens(http)[:8] == after

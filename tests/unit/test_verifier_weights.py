@@ -13,7 +13,9 @@ from safetensors.torch import save, save_file
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import FinishReason
 
+from backend.engine import weights
 from backend.engine.counting import Counters
+from backend.engine.tensor_transfer import NAME
 from backend.engine.weights import WeightControl, check_same_shapes
 from backend.fleet import VERSIONS, Verified, VerifierStats
 from backend.fleet.stats import Weights
@@ -34,6 +36,8 @@ class Core:
         self.pause_state = PauseState.UNPAUSED
         self.requests: list[Any] = []
         self.version = ""
+        self.transferring = False
+        self.vllm_config = SimpleNamespace(weight_transfer_config=SimpleNamespace(backend=NAME))
 
     @property
     def is_sleeping(self) -> Any:
@@ -79,12 +83,19 @@ class Core:
         self.paused = False
         return True
 
-    def collective_rpc(self, method: str, kwargs: dict[str, Any]) -> None:
+    def collective_rpc(self, method: str, kwargs: dict[str, Any] | None = None) -> None:
         if method != "reload_weights":
             self.log.append(method)
+            # vLLM's worker: one session at a time, which a part that fails ends.
+            if method == "start_weight_update" and self.transferring:
+                raise RuntimeError("already active")
+            self.transferring = method in ("start_weight_update", "update_weights")
             if method in self.broken:
+                self.transferring &= method == "finish_weight_update"
                 raise RuntimeError("torn")
             return
+        assert kwargs is not None
+        assert not self.transferring
         path = Path(kwargs["weights_path"]).name
         self.log.append(f"load {path}")
         if path in self.broken:
@@ -166,7 +177,7 @@ def test_half_loaded_weights_are_replaced_by_the_earlier_ones(core: Core, contro
     core.broken = {"new"}
     with pytest.raises(ValueError, match="could not be loaded: torn"):
         control.reload_weights(new)
-    assert core.log == ["begin", "load new", "load old", "reset", "renewed", "resume", "on"]
+    assert core.log == ["begin", "load new", "abandon_weight_update", "load old", "reset", "renewed", "resume", "on"]
     core.log.clear()
     core.broken = {"new", "old"}
     # The process ends: Ray starts another.
@@ -295,6 +306,64 @@ def test_an_update_that_stays_incomplete_or_fails_leaves_the_weights_of_a_direct
         control.update_weights(tensors(a=(2, 3)))
     assert core.log[-5:] == ["load old", "reset", "renewed", "resume", "on"]
     assert control.loaded == Weights()
+
+
+def test_an_update_of_which_nothing_came_is_refused_and_keeps_the_weights(core: Core, control: WeightControl) -> None:
+    core.batch_queue.clear()
+    control.start_weight_update()
+    control.update_weights(tensors(a=(2, 3), b=(4,)))
+    control.finish_weight_update("7", 3)
+    core.log.clear()
+    control.start_weight_update()
+    with pytest.raises(ValueError, match="2 tensors did not come, a for one; nothing has changed"):
+        control.finish_weight_update()
+    core.broken = {"start_weight_update"}
+    with pytest.raises(ValueError, match="torn"):
+        control.start_weight_update()
+    assert core.log == 2 * ["begin", "start_weight_update", "abandon_weight_update", "resume", "on"]
+    assert control.loaded == Weights(3, "7", None)
+    # An engine of vLLM's says nothing of names.
+    core.vllm_config.weight_transfer_config.backend = "nccl"
+    core.broken.clear()
+    control.start_weight_update()
+    control.update_weights({"names": ["a"]})
+    control.finish_weight_update("8", 4)
+    assert control.loaded == Weights(4, "8", None)
+
+
+@pytest.mark.parametrize(
+    ("backend", "sent", "said"), [(NAME, {"names": []}, "bytes"), ("nccl", tensors(a=(2, 3)), "update_info")]
+)
+def test_tensors_that_come_another_way_are_refused_and_the_update_goes_on(
+    core: Core, control: WeightControl, backend: str, sent: Any, said: str
+) -> None:
+    core.vllm_config.weight_transfer_config.backend = backend
+    core.batch_queue.clear()
+    control.start_weight_update()
+    with pytest.raises(ValueError, match=said):
+        control.update_weights(sent)
+    assert core.log == ["begin", "start_weight_update"]
+
+
+def test_an_update_whose_trainer_has_died_is_given_up(
+    core: Core, control: WeightControl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr("backend.engine.weights.time.monotonic", lambda: now)
+    core.batch_queue.clear()
+    control.start_weight_update()
+    now += weights.UPDATE_PATIENCE_S
+    control.update_weights(tensors(a=(2, 3)))
+    now += weights.UPDATE_PATIENCE_S
+    control.look()
+    assert control.is_paused
+    now += 1
+    control.look()
+    assert core.log[-6:] == ["abandon_weight_update", "load old", "reset", "renewed", "resume", "on"]
+    assert not control.is_paused
+    with pytest.raises(ValueError, match="comes first"):
+        control.update_weights(tensors(b=(4,)))
+    control.start_weight_update()
 
 
 def test_acceptance_is_counted_by_the_newest_versions() -> None:

@@ -1,0 +1,193 @@
+"""What a trainer asks of the fleet, in front of fake verifiers: pauses that last, updates that fail, several processes."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from backend.fleet.stats import Weights
+from gateway.pauses import Pauses
+from gateway.peers import Peers
+from gateway.weights_in_force import WeightsInForce
+from tests.integration.test_gateway_streams import stall
+from tests.support.fake_verifier import FakeVerifier, eventually
+from tests.support.running_gateway import COMPLETION, Running, running_gateway
+
+PAUSED = ("pause", ["keep", False])
+
+
+async def post(running: Running, path: str, status: int = 200, **options: Any) -> Any:
+    answer = await running.http.post(path, **options)
+    assert answer.status_code == status, answer.text
+    return answer.json()
+
+
+def routable(running: Running) -> list[str]:
+    return sorted(link.member.id for link in running.core.routable())
+
+
+async def restarted(running: Running, number: int) -> FakeVerifier:
+    """A verifier is killed, and another one of its name is there."""
+    old = running.verifiers[number]
+    old.kill()
+    await eventually(lambda: old.name not in running.core.links)
+    new = FakeVerifier(Path(old.address.removeprefix("ipc://")).parent, old.name).start()
+    running.verifiers[number] = new
+    running.directory.set_members([each.member for each in running.verifiers])
+    await eventually(lambda: old.name in [link.member.id for link in running.core.ready_links])
+    return new
+
+
+async def test_a_verifier_that_comes_during_a_pause_is_paused_before_it_gets_requests():
+    async with running_gateway(verifiers=2) as running:
+        await post(running, "/pause")
+        for each in running.verifiers:
+            each.send_stats(paused=True)
+        await eventually(lambda: all(link.stats is not None and link.stats.paused for link in running.core.ready_links))
+        new = await restarted(running, 0)
+        assert routable(running) == ["verifier-0", "verifier-1"], "it is not preferred to those that stand still"
+        await eventually(lambda: new.utilities == [PAUSED])
+        await post(running, "/resume")
+        assert [method for method, _ in new.utilities] == ["pause", "resume"]
+        assert (await restarted(running, 0)).utilities == []
+
+
+async def test_one_verifier_that_is_paused_stays_so():
+    async with running_gateway(verifiers=2) as running:
+        await post(running, "/pause", params={"verifier": "verifier-1", "mode": "keep"})
+        assert routable(running) == ["verifier-0"]
+        assert (await restarted(running, 0)).utilities == []
+        new = await restarted(running, 1)
+        await eventually(lambda: new.utilities == [PAUSED])
+        await post(running, "/resume", params={"verifier": "verifier-1"})
+        assert routable(running) == ["verifier-0", "verifier-1"]
+
+
+@pytest.mark.parametrize(("path", "ends"), [("/sleep", "/wake_up"), ("/admin/sleep", "/admin/wake-up")])
+async def test_a_sleep_is_a_pause_unless_it_is_refused(path: str, ends: str):
+    async with running_gateway() as running:
+        running.verifier.failure = "NotImplementedError: it cannot"
+        await post(running, path, 501, json={})
+        assert not running.core.pauses.holds("verifier-0")
+        running.verifier.failure = None
+        await post(running, path, json={})
+        assert running.core.pauses.holds("verifier-0")
+        running.verifier.failure = "ValueError: not now"
+        await post(running, ends, 400, json={})
+        await post(running, "/resume", 400)
+        assert running.core.pauses.holds("verifier-0")
+        running.verifier.failure = None
+        await post(running, ends, json={})
+        assert not running.core.pauses.holds("verifier-0")
+
+
+async def test_a_pause_of_another_kind_or_of_nobody_is_refused():
+    async with running_gateway() as running:
+        assert (await post(running, "/pause", 400, params={"mode": "never"}))["error"]["param"] == "mode"
+        await post(running, "/pause", 404, params={"verifier": "nobody"})
+        assert running.core.pauses == Pauses()
+
+
+def test_pauses_of_all_and_of_one():
+    paused = Pauses().after("a", True)
+    assert (paused.holds("a"), paused.holds("b")) == (True, False)
+    assert paused.after("a", False) == Pauses()
+    everyone = paused.after(None, True).after("b", False)
+    assert (everyone.holds("a"), everyone.holds("b")) == (True, False)
+    assert everyone.after("b", True) == Pauses(True)
+    assert everyone.after(None, False) == Pauses()
+
+
+async def test_when_an_update_has_failed_everywhere_the_fleet_serves_with_what_it_went_back_to():
+    async with running_gateway(verifiers=2) as running:
+        first, second = running.verifiers
+
+        async def run(verifier: FakeVerifier, weights: Weights, serving: list[str]) -> None:
+            verifier.weights = weights
+            verifier.send_stats()
+            await eventually(lambda: routable(running) == serving)
+
+        tensors = Weights(1, "one")
+        await run(first, tensors, ["verifier-0"])
+        await run(second, tensors, ["verifier-0", "verifier-1"])
+        await run(first, Weights(), ["verifier-1"])
+        await run(second, Weights(), ["verifier-0", "verifier-1"])
+        assert (await running.http.get("/weight_info")).json()["weight_version"] == "0"
+        answer = await post(running, "/finish_weight_update")
+        assert answer["weight_version"] == "2", "no number is used twice"
+        # One that was started anew has not gone back: it may have other weights than those that the trainer wants.
+        await run(first, tensors, ["verifier-0"])
+        await run(second, tensors, ["verifier-0", "verifier-1"])
+        for number in (0, 1):
+            await restarted(running, number)
+        assert routable(running) == []
+
+
+async def test_each_verifier_has_ranks_of_its_own_in_a_trainers_group():
+    async with running_gateway(verifiers=2) as running:
+        info = {"master_address": "trainer", "master_port": 1, "rank_offset": 1, "world_size": 3}
+        await post(running, "/init_weight_transfer_engine", json={"init_info": info})
+        asked = [verifier.utilities[-1][1][0] for verifier in running.verifiers]
+        assert sorted(each["rank_offset"] for each in asked) == [1, 2]
+        assert all(each | {"rank_offset": 1} == info for each in asked)
+        await post(running, "/init_weight_transfer_engine", json={"init_info": info}, params={"verifier": "verifier-1"})
+        assert running.verifiers[1].utilities[-1][1] == [info]
+
+
+@pytest.mark.parametrize("kind", [dict, list])
+async def test_what_vllms_transfer_engine_is_to_receive_reaches_every_verifier(kind: type):
+    """SkyRL's body, and the one with an entry per rank."""
+    info: Any = {"names": ["a"], "dtype_names": ["bfloat16"], "shapes": [[2, 3]], "packed": True}
+    info = info if kind is dict else [info, info]
+    async with running_gateway(verifiers=2) as running:
+        await post(running, "/update_weights", json={"update_info": info})
+        assert [verifier.utilities for verifier in running.verifiers] == 2 * [[("update_weights", [info])]]
+        await post(running, "/update_weights", 400, json={"update_info": "x"})
+
+
+async def test_requests_of_one_verifier_are_aborted():
+    async with running_gateway(verifiers=2) as running:
+        for each in running.verifiers:
+            each.behaviour = stall
+        requests = [asyncio.ensure_future(running.http.post("/v1/completions", json=COMPLETION)) for _ in range(2)]
+        await eventually(lambda: [len(each.sequences) for each in running.verifiers] == [1, 1])
+        await post(running, "/abort_requests", 404, json={}, params={"verifier": "nobody"})
+        assert (await post(running, "/abort_requests", json={}, params={"verifier": "verifier-1"}))["aborted"] == 1
+        await asyncio.wait_for(running.verifiers[1].sequences[0].aborted.wait(), 30)
+        assert not running.verifiers[0].sequences[0].aborted.is_set()
+        assert (await post(running, "/abort_requests", json={}))["aborted"] == 1
+        await asyncio.gather(*requests)
+
+
+async def test_adapters_are_those_of_all_verifiers():
+    async with running_gateway() as running:
+        adapter = {"lora_name": "sql", "lora_path": "/x"}
+        for path in ("/load_lora_adapter", "/v1/unload_lora_adapter"):
+            answer = await post(running, path, 400, json=adapter, params={"verifier": "verifier-0"})
+            assert answer["error"]["param"] == "verifier"
+
+
+async def test_processes_of_one_port_share_pauses_and_the_numbers_of_updates(tmp_path: Path):
+    gateways = [
+        SimpleNamespace(client=SimpleNamespace(core=SimpleNamespace(weights=WeightsInForce(), pauses=Pauses())))
+        for _ in range(2)
+    ]
+    peers = [Peers(tmp_path, number, 2) for number in range(2)]
+    try:
+        assert await peers[1].pauses() == Pauses()
+        for each, gateway in zip(peers, gateways, strict=True):
+            each.start(gateway, 0)  # type: ignore[arg-type]
+        await eventually(lambda: all((tmp_path / f"gateway-{number}.sock").exists() for number in range(2)))
+        # None of them hears of the others' updates meanwhile.
+        numbers = [await peers[each].update_number(gateways[each]) for each in (0, 1, 1, 0)]  # type: ignore[arg-type]
+        assert numbers == [1, 2, 3, 4]
+        paused = Pauses(True, frozenset({"verifier-1"}))
+        await peers[1].tell_pauses(paused)
+        assert gateways[0].client.core.pauses == paused == await peers[1].pauses()
+    finally:
+        for each in peers:
+            await each.close(1.0)
