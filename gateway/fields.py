@@ -34,7 +34,7 @@ NO_EFFECT: Mapping[str, Fits] = {
 """Fields without effect, with the values for which that is true: the answer is the same without them.  Others are refused."""
 
 GENERATING: Mapping[str, Fits] = {**NO_EFFECT, "outrider": _anything, "prediction": _anything}
-"""What chat and text completions take besides vLLM's fields; `gateway/asking.py` reads the last two."""
+"""What chat and text completions take besides vLLM's fields; `gateway/asking.py` reads the last two, here and below."""
 
 RESPONSES_NO_EFFECT: Mapping[str, Fits] = {
     "context_management": _one_of([]),
@@ -44,6 +44,7 @@ RESPONSES_NO_EFFECT: Mapping[str, Fits] = {
     "stream_options": _anything,
 }
 """The same for /v1/responses."""
+RESPONDING: Mapping[str, Fits] = {**RESPONSES_NO_EFFECT, "outrider": _anything}
 
 MESSAGES_NO_EFFECT: Mapping[str, Fits] = {
     "cache_control": _anything,
@@ -51,6 +52,7 @@ MESSAGES_NO_EFFECT: Mapping[str, Fits] = {
     "service_tier": _one_of("auto", "standard_only"),
 }
 """The same for /v1/messages."""
+MESSAGING: Mapping[str, Fits] = {**MESSAGES_NO_EFFECT, "outrider": _anything}
 
 _GUIDED = "use `structured_outputs` or `response_format`"
 _INTERNAL = "it belongs to vLLM's own processes"

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 ACCOUNT_WAIT_S = 1.0
 """How long an answer waits for the account of a sequence that the gateway has ended, by a stop string: it comes after the step
 that runs."""
-_LAST = '"choices":[]'
-"""Stands in the chunk with the usage and in no other; in text, its quotes would be escaped."""
+_LAST = ('"choices":[]', '"type":"message_delta"')
+"""Either stands in OpenAI's or Anthropic's chunk with the usage and in no other; in text, its quotes would be escaped."""
 
 
 @dataclass
@@ -183,10 +183,11 @@ class Inquiry:
         """The chunks; that of the usage with what was asked for."""
         try:
             async for chunk in chunks:
-                if _LAST not in chunk:
+                if not any(last in chunk for last in _LAST):
                     yield chunk
                     continue
-                body = await self.add_to(json.loads(chunk.removeprefix("data: ")))
-                yield f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n"
+                name, _, data = chunk.partition("data: ")
+                body = await self.add_to(json.loads(data))
+                yield f"{name}data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n"
         finally:
             await chunks.aclose()
