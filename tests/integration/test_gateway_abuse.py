@@ -362,17 +362,25 @@ async def test_many_log_probabilities_of_an_answer_hold_nobody_up(running, probe
         assert not last, f"the loop stalled for {stalls.longest_s:.3f} s"
 
 
-async def test_prompts_do_not_wait_for_all_that_is_to_be_tokenized(running, monkeypatch):
-    serving = running.server.gateway.services.tokenization
-    create, gate, most = serving.create_tokenize, asyncio.Event(), []
+@pytest.mark.parametrize(
+    ("path", "body", "serving", "name"),
+    [
+        ("/tokenize", {"prompt": "x"}, "tokenization", "create_tokenize"),
+        ("/v1/messages/count_tokens", {"model": "demo", **said("x")}, "messages", "count_tokens"),
+        ("/v1/responses/input_tokens", made_from("x"), "renderer", "render_responses"),
+    ],
+)
+async def test_prompts_do_not_wait_for_all_that_is_to_be_tokenized(running, monkeypatch, path, body, serving, name):
+    serving = getattr(running.server.gateway.services, serving)
+    create, gate, most = getattr(serving, name), asyncio.Event(), []
 
-    async def slow(asked, request):
+    async def slow(*args):
         most.append(1)
         await gate.wait()
-        return await create(asked, request)
+        return await create(*args)
 
-    monkeypatch.setattr(serving, "create_tokenize", slow)
-    requests = [asyncio.ensure_future(running.http.post("/tokenize", json={"prompt": "x"})) for _ in range(20)]
+    monkeypatch.setattr(serving, name, slow)
+    requests = [asyncio.ensure_future(running.http.post(path, json=body)) for _ in range(20)]
     await eventually(lambda: len(most) == 2)
     assert (await running.http.post(COMPLETIONS, json=COMPLETION)).status_code == 200
     assert len(most) == 2
