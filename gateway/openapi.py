@@ -151,7 +151,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
 _OUTRIDER = {"outrider": {"$ref": _REF.format(model=Options.__name__)}}
 _GENERATING = {**_OUTRIDER, "prediction": {"$ref": _REF.format(model=Prediction.__name__)}}
 _OURS: dict[type[pydantic.BaseModel], dict[str, Schema]] = {
-    vllm.ChatCompletionRequest: {**_GENERATING, "tool_choice": _object("type", "allowed_tools", type={"const": "allowed_tools"})},
+    vllm.ChatCompletionRequest: {**_GENERATING, "tool_choice": _object("allowed_tools", type={"const": "allowed_tools"})},
     vllm.CompletionRequest: _GENERATING,
     vllm.GenerateRequest: _GENERATING,
     vllm.ResponsesRequest: {**_OUTRIDER, "conversation": {"anyOf": [_STRING, _object("id", id=_STRING)]}},
@@ -204,7 +204,8 @@ def _schemas() -> dict[str, Schema]:
     taken = {each for operation in OPERATIONS.values() for each in _models(operation.takes)}
     given = {each for operation in OPERATIONS.values() for each in _models(operation.gives)}
     pydantics = [each for each in taken | given if issubclass(each, pydantic.BaseModel)]
-    shown = sorted({*pydantics, Options, Prediction}, key=str)
+    models: set[type[pydantic.BaseModel]] = {*pydantics, Options, Prediction}
+    shown = sorted(models, key=str)
     _, made = models_json_schema([(each, "validation") for each in shown], ref_template=_REF)
     schemas: dict[str, Schema] = made["$defs"]
     for model in taken & set(pydantics):

@@ -61,7 +61,9 @@ class Store(Database):
         super().__init__(path, _SCHEMA)
         with contextlib.suppress(sqlite3.OperationalError):
             # The file of an earlier version lacks the column.
-            self._connection.executescript("ALTER TABLE conversations ADD COLUMN used REAL; UPDATE conversations SET used = created")
+            self._connection.execute("ALTER TABLE conversations ADD COLUMN used REAL")
+            self._connection.execute("UPDATE conversations SET used = created")
+            self._connection.commit()
         self._connection.execute("CREATE INDEX IF NOT EXISTS conversations_used ON conversations (used)")
         self._max_bytes = max_bytes
 
@@ -219,7 +221,7 @@ class Store(Database):
 
 
 def _process(pid: int) -> str:
-    """A process, told from a later one of its pid by when it was started: field 22 of proc_pid_stat(5).  Empty: there is none."""
+    """A process, told from others of its pid by when it started (field 22 of proc_pid_stat(5)); empty: there is none."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

@@ -193,7 +193,7 @@ ROWS: list[tuple[str, str, Any, int, str | None, str | None]] = [
     ("as many items, all empty", RESPONSES, made_from([{}] * 2048), 400, "input", None),
     ("as many calls, all wrong", RESPONSES, made_from([{"type": "function_call"}] * 2048), 400, "input", None),
     ("an item of no type", RESPONSES, made_from([{"type": [5]}]), 400, "input", None),
-    ("wrong parts of an item", RESPONSES, made_from([{"role": "user", "content": [{"type": "no"}] * 1024}]), 400, "input", None),
+    ("wrong parts of an item", RESPONSES, made_from([{**ITEM, "content": [{"type": "no"}] * 1024}]), 400, "input", None),
     ("wrong parts of an output", RESPONSES, made_from([{**RESULT, "output": [{"type": "no"}] * 1024}]), 400, "input", None),
     ("too many parts of an output", RESPONSES, made_from([{**RESULT, "output": [TEXT_PART] * 1025}]), 400, "input", None),
     ("too many parts of all items", RESPONSES, made_from([{**RESULT, "output": [TEXT_PART] * 1000}] * 70), 400, "input", None),

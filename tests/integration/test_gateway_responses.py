@@ -259,6 +259,17 @@ async def test_the_items_of_a_conversation_are_bounded(running):
     assert (error["param"], error["code"]) == ("items", "conversation_full")
 
 
+async def test_truncation_keeps_the_end(running):
+    text = "first " + "x y z " * 3000 + "last"
+    assert (await running.http.post("/v1/responses", json={"model": "demo", "input": text})).status_code == 400
+    for fields in ({}, {"max_output_tokens": 6}):
+        asked = {"model": "demo", "input": text, "truncation": "auto", **fields}
+        answer = await running.http.post("/v1/responses", json=asked)
+        assert answer.status_code == 200, answer.text
+        assert "first" not in prompt_of(running)
+        assert "last" in prompt_of(running)
+
+
 async def test_structured_answers_parse(running):
     from pydantic import BaseModel
 

@@ -5,13 +5,14 @@ import sqlite3
 
 import pytest
 
+from gateway.bounds import MAX_ITEMS
 from gateway.errors import BadRequest, NotFound
-from gateway.responses import store as stores
-from gateway.responses.store import INTERRUPTED, LIFETIME_S, Kept, Store
+from gateway.responses.store import INTERRUPTED, LIFETIME_S, Kept, Store, _process
 
 DAY = 86400.0
 OLD = """
-CREATE TABLE responses (id TEXT PRIMARY KEY, owner TEXT, created REAL, previous TEXT, conversation TEXT, input TEXT, body TEXT, maker INTEGER);
+CREATE TABLE responses (
+    id TEXT PRIMARY KEY, owner TEXT, created REAL, previous TEXT, conversation TEXT, input TEXT, body TEXT, maker INTEGER);
 CREATE TABLE conversations (id TEXT PRIMARY KEY, owner TEXT, created REAL, metadata TEXT);
 """
 
@@ -19,7 +20,7 @@ CREATE TABLE conversations (id TEXT PRIMARY KEY, owner TEXT, created REAL, metad
 @pytest.fixture
 def now(monkeypatch):
     at = [1e9]
-    monkeypatch.setattr(stores.time, "time", lambda: at[0])
+    monkeypatch.setattr("gateway.responses.store.time.time", lambda: at[0])
     return at
 
 
@@ -65,14 +66,14 @@ async def test_nobody_elses_look_is_a_use(store, now):
 
 
 async def test_one_item_more_than_fits_is_refused_and_nothing_is_lost(store):
-    await store.create_conversation("c", "me", {}, items(stores.MAX_ITEMS - 1))
+    await store.create_conversation("c", "me", {}, items(MAX_ITEMS - 1))
     with pytest.raises(BadRequest, match="2049 items") as caught:
         await store.add_items("c", "me", items(2, 5000))
     assert (caught.value.param, caught.value.code) == ("items", "conversation_full")
-    assert len(await store.items("c", "me")) == stores.MAX_ITEMS - 1
+    assert len(await store.items("c", "me")) == MAX_ITEMS - 1
     await store.add_items("c", "me", items(1, 5000))
     await store.add_items("c", "me", items(3, 6000), most=None)
-    assert len(await store.items("c", "me")) == stores.MAX_ITEMS + 3
+    assert len(await store.items("c", "me")) == MAX_ITEMS + 3
 
 
 def claim(store: Store, name: str, maker: object) -> None:
@@ -100,7 +101,7 @@ async def test_a_response_whose_maker_is_gone_has_failed(store):
 
 async def test_another_process_that_runs_is_left_alone(store):
     await store.put(kept("theirs", "in_progress"))
-    claim(store, "theirs", stores._process(os.getppid()))
+    claim(store, "theirs", _process(os.getppid()))
     assert await store.fail_interrupted() == 0
     assert await store.unfinished("theirs")
 

@@ -68,4 +68,6 @@ class ResponseRequest(ResponsesRequest):
         return self
 
     def build_tok_params(self, model_config: ModelConfig) -> TokenizeParams:
-        return dataclasses.replace(super().build_tok_params(model_config), add_special_tokens=False)
+        # A prompt that is cut leaves room for the answer.
+        room = self.max_output_tokens or 1
+        return dataclasses.replace(super().build_tok_params(model_config), add_special_tokens=False, max_output_tokens=room)
