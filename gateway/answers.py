@@ -15,6 +15,7 @@ import pydantic
 from starlette.responses import Response
 
 from backend.engine.front.deferred import discard
+from backend.engine.front.usage import detailed
 
 _SILENT_WHEN_NULL = frozenset(
     {
@@ -46,8 +47,9 @@ _ANSWERED = ("choices", "message", "prompt_tokens_details", "usage")
 
 
 def body(answer: pydantic.BaseModel) -> dict[str, Any]:
-    """An answer's JSON object for the client."""
-    return _spoken(answer.model_dump(mode="json", by_alias=True))
+    """An answer's JSON."""
+    made = _spoken(answer.model_dump(mode="json", by_alias=True))
+    return made | {"usage": detailed(made["usage"])} if "usage" in made else made
 
 
 class InPieces:

@@ -39,9 +39,11 @@ class Bound(NamedTuple):
     """Most numbers, strings, lists and objects in the field, at any depth."""
 
 
+MAX_ITEMS = 2048
+"""Items that a response is made from, and messages."""
 SCHEMA = Bound(items=None, chars=1 << 18, values=20_000)
 """For a JSON schema, regex, grammar or list of choices.  Its compile time is limited elsewhere."""
-TEXT = Bound(items=2048, chars=None, values=25_000)
+TEXT = Bound(items=MAX_ITEMS, chars=None, values=25_000)
 """For text that becomes a prompt; `check_text` bounds its characters."""
 
 FIELDS: Mapping[str, Bound] = {
@@ -87,7 +89,9 @@ TAKEN_TEMPLATE_ARGUMENTS = frozenset({"chat_template", "conversation", "messages
 """Forbidden in `chat_template_kwargs`, because the renderer passes these itself."""
 MEDIA = frozenset({"audio_url", "file", "image_url", "input_audio", "source", "video_url"})
 """Keys of message parts whose strings are media or links, not text."""
-PARTS: Mapping[str, int] = {"content": 1024, "tool_calls": 128}
+LABELS = MEDIA | {"id", "role", "status", "type"}
+"""`MEDIA`, and keys of response items whose strings are long where the text is short."""
+PARTS: Mapping[str, int] = {"content": 1024, "output": 1024, "summary": 1024, "tool_calls": 128}
 """Most entries of these lists, within each entry of `messages` and `input`."""
 
 
@@ -107,7 +111,7 @@ def check_bounds(data: Mapping[str, Any]) -> None:
         raise BadRequest(f"The prompts times `n` are more than {MAX_SEQUENCES} sequences.", param=field)
     for name, value in data.items():
         if isinstance(value, str | list | dict):
-            _check_field(name[:64], value, FIELDS.get(name, Bound()))
+            _check_field(name[:64], value)
     _check_parts(data)
 
 
@@ -177,21 +181,45 @@ def check_text(data: Mapping[str, Any], context: int) -> None:
     for text in prompt if isinstance(prompt, list) and count_prompts(prompt) > 1 else (prompt,):
         # Each prompt may fill the context.
         _check_length("prompt", text, limit)
-    for name in ("messages", "input", "system", "instructions", "tools", "documents", "suffix"):
+    for name in ("messages", "input", "items", "system", "instructions", "tools", "documents", "suffix"):
         _check_length(name, data.get(name), limit)
 
 
+def check_items(items: list[Any], context: int, *, history: bool) -> None:
+    """Bounds what a response is made from: `input`, with a `history` before it or without.  Raises `BadRequest`."""
+    try:
+        _check_field("input", items)
+        _check_length("input", items, max(MIN_TEXT, MAX_TEXT_PER_TOKEN * context))
+    except BadRequest as error:
+        raise type(error)(f"With what came before it, {error.message}" if history else error.message, param="input") from None
+
+
 def _check_length(name: str, value: Any, limit: int) -> None:
-    if isinstance(value, str | list | dict) and _measure(value, MEDIA).chars > limit:
+    if not isinstance(value, str | list | dict):
+        return
+    bound = _bound(name, value)
+    _check_count(name, value, bound)
+    if _measure(value, LABELS if name in ("input", "items") else MEDIA, bound.values).chars > limit:
         raise ContextTooLong(
             f"`{name}` has more than {limit} characters, too many for this model's maximum context length.", param=name
         )
 
 
-def _check_field(name: str, value: str | list[Any] | dict[str, Any], bound: Bound) -> None:
+def _bound(name: str, value: str | list[Any] | dict[str, Any]) -> Bound:
+    """Of the field with this value: `input` is what a response is made from, or what is to be embedded."""
+    is_items = name == "input" and isinstance(value, list) and dict in set(map(type, value))
+    return TEXT if is_items else FIELDS.get(name, Bound())
+
+
+def _check_count(name: str, value: str | list[Any] | dict[str, Any], bound: Bound) -> None:
     if bound.items is not None and not isinstance(value, str) and len(value) > bound.items:
         raise _too_much(name, bound.items, "entries")
-    found = _measure(value)
+
+
+def _check_field(name: str, value: str | list[Any] | dict[str, Any]) -> None:
+    bound = _bound(name, value)
+    _check_count(name, value, bound)
+    found = _measure(value, most=bound.values)
     if found.depth > MAX_DEPTH:
         raise _too_much(name, MAX_DEPTH, "levels of lists and objects")
     if found.values > bound.values:
@@ -218,13 +246,18 @@ class _Size(NamedTuple):
     longest: int
 
 
-def _measure(value: Any, without: frozenset[str] = frozenset()) -> _Size:
-    """The size of a JSON value, except for values under the keys `without`.  Goes level by level, flat lists in one go."""
+def _measure(value: Any, without: frozenset[str] = frozenset(), most: int = MAX_STRUCTURE) -> _Size:
+    """The size of a JSON value, except for values under the keys `without`.
+
+    Goes level by level, flat lists in one go.  Stops once there are more values than `most`.
+    """
     depth = values = chars = longest = 0
     level: list[Any] = [value]
-    while level and depth <= MAX_DEPTH and values <= MAX_STRUCTURE:
+    while level and depth <= MAX_DEPTH:
         below: list[Any] = []
         values += len(level)
+        if values > most:
+            break
         nested = False
         for each in level:
             if isinstance(each, str):

@@ -34,7 +34,7 @@ NO_EFFECT: Mapping[str, Fits] = {
 """Fields without effect on the answer, each with the values for which that is true.  Other values are refused."""
 
 GENERATING: Mapping[str, Fits] = {**NO_EFFECT, "outrider": _anything, "prediction": _anything}
-"""Fields that chat and text completions accept besides vLLM's; `gateway/asking.py` reads `outrider` and `prediction`."""
+"""Fields that chat and text completions accept besides vLLM's.  `gateway/asking.py` reads `outrider` and `prediction`."""
 
 RESPONSES_NO_EFFECT: Mapping[str, Fits] = {
     "context_management": _one_of([]),
@@ -44,6 +44,7 @@ RESPONSES_NO_EFFECT: Mapping[str, Fits] = {
     "stream_options": _anything,
 }
 """Fields of /v1/responses without effect, as in `NO_EFFECT`."""
+RESPONDING: Mapping[str, Fits] = {**RESPONSES_NO_EFFECT, "outrider": _anything}
 
 MESSAGES_NO_EFFECT: Mapping[str, Fits] = {
     "cache_control": _anything,
@@ -51,6 +52,7 @@ MESSAGES_NO_EFFECT: Mapping[str, Fits] = {
     "service_tier": _one_of("auto", "standard_only"),
 }
 """Fields of /v1/messages without effect, as in `NO_EFFECT`."""
+MESSAGING: Mapping[str, Fits] = {**MESSAGES_NO_EFFECT, "outrider": _anything}
 
 _GUIDED = "use `structured_outputs` or `response_format`"
 _INTERNAL = "it belongs to vLLM's own processes"

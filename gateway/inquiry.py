@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 ACCOUNT_WAIT_S = 1.0
 """Seconds that an answer waits for missing accounts.  If the gateway ended a sequence at a stop string, its account comes only
 after the running step."""
-_LAST = '"choices":[]'
-"""Occurs in the chunk with the usage and in no other: inside generated text the quotes would be escaped."""
+_LAST = ('"choices":[]', '"type":"message_delta"')
+"""One of these occurs in the chunk with the usage and in no other: inside generated text the quotes would be escaped."""
 
 
 @dataclass
@@ -181,10 +181,11 @@ class Inquiry:
         """A stream's chunks, with the statistics in that with the usage."""
         try:
             async for chunk in chunks:
-                if _LAST not in chunk:
+                if not any(last in chunk for last in _LAST):
                     yield chunk
                     continue
-                body = await self.add_to(json.loads(chunk.removeprefix("data: ")))
-                yield f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n"
+                name, _, data = chunk.partition("data: ")
+                body = await self.add_to(json.loads(data))
+                yield f"{name}data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n"
         finally:
             await chunks.aclose()

@@ -148,7 +148,16 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("GET", "/server_info"): Operation(gives=_object("weight_version", "verifiers")),
 }
 
-_SPECULATION: dict[str, type[pydantic.BaseModel]] = {"outrider": Options, "prediction": Prediction}
+_OUTRIDER = {"outrider": {"$ref": _REF.format(model=Options.__name__)}}
+_GENERATING = {**_OUTRIDER, "prediction": {"$ref": _REF.format(model=Prediction.__name__)}}
+_OURS: dict[type[pydantic.BaseModel], dict[str, Schema]] = {
+    vllm.ChatCompletionRequest: {**_GENERATING, "tool_choice": _object("allowed_tools", type={"const": "allowed_tools"})},
+    vllm.CompletionRequest: _GENERATING,
+    vllm.GenerateRequest: _GENERATING,
+    vllm.ResponsesRequest: {**_OUTRIDER, "conversation": {"anyOf": [_STRING, _object("id", id=_STRING)]}},
+    vllm.AnthropicMessagesRequest: _OUTRIDER,
+}
+"""Fields, and values of vLLM's fields, that the routes read themselves."""
 
 _NO_EFFECT = {
     vllm.ResponsesRequest: RESPONSES_NO_EFFECT,
@@ -195,12 +204,14 @@ def _schemas() -> dict[str, Schema]:
     taken = {each for operation in OPERATIONS.values() for each in _models(operation.takes)}
     given = {each for operation in OPERATIONS.values() for each in _models(operation.gives)}
     pydantics = [each for each in taken | given if issubclass(each, pydantic.BaseModel)]
-    shown = sorted({*pydantics, *_SPECULATION.values()}, key=str)
+    models: set[type[pydantic.BaseModel]] = {*pydantics, Options, Prediction}
+    shown = sorted(models, key=str)
     _, made = models_json_schema([(each, "validation") for each in shown], ref_template=_REF)
     schemas: dict[str, Schema] = made["$defs"]
     for model in taken & set(pydantics):
-        if model in (vllm.ChatCompletionRequest, vllm.CompletionRequest):
-            schemas[model.__name__]["properties"] |= {name: _ref(each) for name, each in _SPECULATION.items()}
+        properties = schemas[model.__name__]["properties"]
+        for name, each in _OURS.get(model, {}).items():
+            properties[name] = {"anyOf": [properties[name], each]} if name in properties else each
         no_effect = {} if issubclass(model, Body) else _NO_EFFECT.get(model, NO_EFFECT)
         _as_taken(schemas[model.__name__], no_effect.keys())
     structs = sorted(taken - set(pydantics), key=str)

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import pydantic
 from starlette.requests import Request
 
+from backend.engine.front import VLLMClientError
 from backend.engine.front.grammar import asked_in
 from backend.wire.engine import FIXED_RESPONSE
 from gateway.bounds import check_bounds, check_structure, check_text, grammar_field
@@ -107,9 +108,32 @@ def fitted(model: type[ModelT], data: dict[str, Any], no_effect: Mapping[str, Fi
     kept = check_fields(model, without_nulls(data), no_effect)
     try:
         return model.model_validate(kept)
-    except (TypeError, AttributeError, KeyError):
-        # vLLM's own validators run before the types are checked and trip over wrong ones.
-        raise BadRequest("A field of the request has the wrong type.") from None
+    except _TRIPPED:
+        wrong = _wrong_field(model, kept)
+        raise BadRequest(f"{f'`{wrong}`' if wrong else 'A field of the request'} has the wrong type.", param=wrong) from None
+
+
+_TRIPPED = (TypeError, AttributeError, KeyError)
+"""vLLM's own validators run before the types are checked, and trip over wrong ones."""
+
+
+def _wrong_field(model: type[pydantic.BaseModel], kept: dict[str, Any]) -> str | None:
+    """The field that a validator trips over by itself, or without which types are checked."""
+
+    def outcome(data: dict[str, Any]) -> type[BaseException] | None:
+        try:
+            model.model_validate(data)
+        except (*_TRIPPED, pydantic.ValidationError, VLLMClientError) as error:
+            return type(error)
+        return None
+
+    for name, value in kept.items():
+        if outcome({name: value}) in _TRIPPED:
+            return name
+    for name in kept:
+        if outcome({other: value for other, value in kept.items() if other != name}) in (None, pydantic.ValidationError):
+            return name
+    return None
 
 
 def read_object(model: type[ModelT], value: Any, name: str) -> ModelT:

@@ -93,7 +93,8 @@ def build_gateway(
     about = {"model": served_names[0], "mode": settings.mode, "num_speculative_tokens": settings.num_speculative_tokens}
     feed = FleetFeed(core, about, metrics)
     folder = _state_folder(settings)
-    responses = Responses(None if folder is None else Store(folder / "responses.sqlite", settings.gateway.state_mib << 20))
+    store = None if folder is None else Store(folder / "responses.sqlite", settings.gateway.state_mib << 20)
+    responses = Responses(store, vllm_config.model_config.max_model_len)
     doors = open_doors(settings, core.gateway_id, folder)
     batches = Batches(folder, settings, served_names[0])
     return Gateway(settings, client, services, metrics, feed, responses, doors, batches, tracing)

@@ -265,7 +265,7 @@ class WeightControl:
         self._core.collective_rpc("reload_weights", kwargs={"weights_path": path})
 
     def _fall_back(self, stays_paused: bool, touched: bool = True) -> None:
-        """Ends a failed load.  If it has `touched` the weights, loads the last ones from a directory; ends the process if that fails."""
+        """Ends a failed load.  If it has `touched` the weights, loads the last ones from a directory, or ends the process."""
         try:
             self._core.collective_rpc("abandon_weight_update")
             if touched:

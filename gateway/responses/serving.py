@@ -10,12 +10,13 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
 from backend.engine.front import ResponseRequest
+from gateway.bounds import check_bounds, check_items
 from gateway.calling import check_kinds, named_tools, only_allowed
 from gateway.errors import BadRequest, TooManyRequests, translate
-from gateway.fields import RESPONSES_NO_EFFECT
-from gateway.requests import parse
+from gateway.fields import RESPONDING
+from gateway.requests import fitted
 from gateway.responses.events import Event, complete, failed
-from gateway.responses.store import Item, Store
+from gateway.responses.store import UNFINISHED, Item, Store
 from gateway.responses.turn import Turn, as_items
 
 logger = logging.getLogger(__name__)
@@ -26,15 +27,14 @@ BACKGROUND_QUEUED = 1000
 """Most background responses in all; further ones are refused."""
 FLUSH_S = 0.2
 """Seconds between two writes of a background response's events to the store."""
-UNFINISHED = ("queued", "in_progress")
-INTERRUPTED = {"code": "server_error", "message": "The server was stopped while it made this response."}
 
 
 class Responses:
-    """Without a `store` there are no earlier items and no background responses."""
+    """`store` is None where nothing is kept: then there is no history and no background.  `context`: the model's, in tokens."""
 
-    def __init__(self, store: Store | None) -> None:
+    def __init__(self, store: Store | None, context: int) -> None:
         self._store = store
+        self._context = context
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._turns = asyncio.Semaphore(BACKGROUND_AT_ONCE)
         self._news: dict[str, asyncio.Event] = {}
@@ -51,7 +51,7 @@ class Responses:
     async def start(self) -> None:
         """Marks responses that an earlier gateway left unfinished as failed."""
         if self._store is not None:
-            failed = await self._store.fail_interrupted(INTERRUPTED)
+            failed = await self._store.fail_interrupted()
             if failed:
                 logger.warning("%d responses were interrupted by the end of an earlier gateway", failed)
 
@@ -62,7 +62,7 @@ class Responses:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._store is not None:
-            await self._store.fail_interrupted(INTERRUPTED)
+            await self._store.fail_interrupted()
             await asyncio.to_thread(self._store.close)
 
     async def turn(self, data: dict[str, Any], owner: str) -> Turn:
@@ -88,20 +88,22 @@ class Responses:
         if not history and not own:
             raise BadRequest("`input` must not be empty.", param="input")
         check_kinds(data.get("tools"))
-        theirs = {
-            name: value for name, value in only_allowed(data).items() if name not in ("conversation", "previous_response_id")
-        }
-        asked = parse(
+        ours = ("conversation", "input", "previous_response_id")
+        theirs = {name: value for name, value in only_allowed(data).items() if name not in ours}
+        check_bounds(theirs)
+        items = [*history, *own]
+        check_items(items, self._context, history=bool(history))
+        asked = fitted(
             ResponseRequest,
             {
                 **theirs,
-                "input": [*history, *own],
+                "input": items,
                 "store": False,
                 "background": False,
                 "stream": background or data.get("stream"),
                 "request_id": f"resp_{uuid.uuid4().hex}",
             },
-            RESPONSES_NO_EFFECT,
+            RESPONDING,
         )
         echo = asked.model_dump(mode="json", by_alias=True, exclude={"input"}) | named_tools(data)
         return Turn(asked, echo, owner, own, stored, background, data.get("stream") is True, previous, conversation)
@@ -120,10 +122,12 @@ class Responses:
             yield each
 
     async def _keep(self, turn: Turn, body: dict[str, Any]) -> None:
+        if turn.inquiry is not None:
+            await turn.inquiry.add_to(body)
         if turn.store:
             await self.store.put(turn.kept(body))
         if turn.conversation is not None and body["status"] in ("completed", "incomplete"):
-            await self.store.add_items(turn.conversation, turn.owner, [*turn.input, *body["output"]])
+            await self.store.add_items(turn.conversation, turn.owner, [*turn.input, *body["output"]], most=None)
 
     # In the background
 

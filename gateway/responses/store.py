@@ -6,6 +6,7 @@ that link to it cannot be continued.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sqlite3
@@ -15,25 +16,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gateway.errors import NotFound
+from gateway.bounds import MAX_ITEMS
+from gateway.errors import BadRequest, NotFound
 from gateway.sqlite import Database, transaction
 
 Item = dict[str, Any]
 
 LIFETIME_S = 30 * 86400
-"""Seconds that a response is kept; as with OpenAI."""
+"""As long as OpenAI keeps a response.  A conversation is kept as long after its last use."""
+INTERRUPTED = {"code": "server_error", "message": "The server was stopped while it made this response."}
+UNFINISHED = ("queued", "in_progress")
 LONGEST_CHAIN = 1000
 """Most responses in a chain of links."""
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS responses (
-    id TEXT PRIMARY KEY, owner TEXT, created REAL, previous TEXT, conversation TEXT, input TEXT, body TEXT, maker INTEGER);
+    id TEXT PRIMARY KEY, owner TEXT, created REAL, previous TEXT, conversation TEXT, input TEXT, body TEXT, maker TEXT);
 CREATE INDEX IF NOT EXISTS responses_created ON responses (created);
 CREATE TABLE IF NOT EXISTS outputs (id TEXT PRIMARY KEY, response TEXT, owner TEXT, item TEXT);
 CREATE INDEX IF NOT EXISTS outputs_response ON outputs (response);
 CREATE TABLE IF NOT EXISTS events (response TEXT, number INTEGER, event TEXT, PRIMARY KEY (response, number));
-CREATE TABLE IF NOT EXISTS conversations (id TEXT PRIMARY KEY, owner TEXT, created REAL, metadata TEXT);
-CREATE INDEX IF NOT EXISTS conversations_created ON conversations (created);
+CREATE TABLE IF NOT EXISTS conversations (id TEXT PRIMARY KEY, owner TEXT, created REAL, metadata TEXT, used REAL);
 CREATE TABLE IF NOT EXISTS items (
     number INTEGER PRIMARY KEY, conversation TEXT, id TEXT, item TEXT, UNIQUE (conversation, id));
 """
@@ -56,6 +59,12 @@ class Store(Database):
 
     def __init__(self, path: Path, max_bytes: int) -> None:
         super().__init__(path, _SCHEMA)
+        with contextlib.suppress(sqlite3.OperationalError):
+            # The file of an earlier version lacks the column.
+            self._connection.execute("ALTER TABLE conversations ADD COLUMN used REAL")
+            self._connection.execute("UPDATE conversations SET used = created")
+            self._connection.commit()
+        self._connection.execute("CREATE INDEX IF NOT EXISTS conversations_used ON conversations (used)")
         self._max_bytes = max_bytes
 
     # Responses
@@ -74,7 +83,7 @@ class Store(Database):
                 kept.conversation,
                 json.dumps(kept.input),
                 json.dumps(kept.body),
-                os.getpid(),
+                _process(os.getpid()),
             ),
         )
         outputs = [(item["id"], kept.id, kept.owner, json.dumps(item)) for item in kept.body["output"]]
@@ -88,9 +97,10 @@ class Store(Database):
 
     @transaction
     def unfinished(self, db: sqlite3.Connection, response_id: str) -> bool:
-        """Whether it is queued or in progress, at any gateway."""
-        query = "SELECT 1 FROM responses WHERE id = ? AND json_extract(body, '$.status') IN ('queued', 'in_progress')"
-        return db.execute(query, (response_id,)).fetchone() is not None
+        """Whether some gateway generates it."""
+        query = "SELECT maker FROM responses WHERE id = ? AND json_extract(body, '$.status') IN ('queued', 'in_progress')"
+        row = db.execute(query, (response_id,)).fetchone()
+        return row is not None and not _is_over(row[0])
 
     @transaction
     def delete(self, db: sqlite3.Connection, response_id: str, owner: str) -> None:
@@ -117,14 +127,12 @@ class Store(Database):
         return [_output(db, item, owner) if item.get("type") == "item_reference" else item for item in items]
 
     @transaction
-    def fail_interrupted(self, db: sqlite3.Connection, error: dict[str, Any]) -> int:
-        """Marks responses that a gateway left unfinished when it ended as `failed` with this error.  Returns how many.
-
-        Call it while this process generates none: it may have an earlier gateway's pid.
-        """
+    def fail_interrupted(self, db: sqlite3.Connection) -> int:
+        """Marks responses that a gateway left unfinished when it ended as `failed`; returns how many."""
         query = "SELECT id, body, maker FROM responses WHERE json_extract(body, '$.status') IN ('queued', 'in_progress')"
-        dead = [(each, json.loads(body)) for each, body, maker in db.execute(query) if _is_over(maker)]
-        changes = [(json.dumps(body | {"status": "failed", "error": error}), each) for each, body in dead]
+        here = _process(os.getpid())
+        dead = [(each, json.loads(body)) for each, body, maker in db.execute(query) if maker == here or _is_over(maker)]
+        changes = [(json.dumps(_interrupted(body)), each) for each, body in dead]
         db.executemany("UPDATE responses SET body = ? WHERE id = ?", changes)
         return len(changes)
 
@@ -148,7 +156,8 @@ class Store(Database):
         self, db: sqlite3.Connection, conversation_id: str, owner: str, metadata: dict[str, Any], items: list[Item]
     ) -> Item:
         now = time.time()
-        db.execute("INSERT INTO conversations VALUES (?,?,?,?)", (conversation_id, owner, now, json.dumps(metadata)))
+        row = (conversation_id, owner, now, json.dumps(metadata), now)
+        db.execute("INSERT INTO conversations VALUES (?,?,?,?,?)", row)
         _add(db, conversation_id, items)
         self._make_room(db, now)
         return _conversation(db, conversation_id, owner)
@@ -179,10 +188,16 @@ class Store(Database):
         return [json.loads(item) for (item,) in rows]
 
     @transaction
-    def add_items(self, db: sqlite3.Connection, conversation_id: str, owner: str, items: list[Item]) -> None:
-        """Raises `NotFound`."""
+    def add_items(
+        self, db: sqlite3.Connection, conversation_id: str, owner: str, items: list[Item], most: int | None = MAX_ITEMS
+    ) -> None:
+        """`most`: None keeps what was made already, however much there is.  Raises `NotFound` or `BadRequest`."""
         _conversation(db, conversation_id, owner)
         _add(db, conversation_id, items)
+        (held,) = db.execute("SELECT count(*) FROM items WHERE conversation = ?", (conversation_id,)).fetchone()
+        if most is not None and held > most:
+            message = f"The conversation would have {held} items; {most} are the most. Delete some, or begin another."
+            raise BadRequest(message, param="items", code="conversation_full")
         self._make_room(db, time.time())
 
     @transaction
@@ -195,31 +210,38 @@ class Store(Database):
 
     def _make_room(self, db: sqlite3.Connection, now: float) -> None:
         """Drops what is too old.  Then drops the oldest tenth, again and again, while the file uses more bytes than allowed."""
-        _drop(db, "created < ?", now - LIFETIME_S)
+        _drop(db, now - LIFETIME_S)
         for _ in range(10):
             pages, free = db.execute("PRAGMA page_count").fetchone()[0], db.execute("PRAGMA freelist_count").fetchone()[0]
             if (pages - free) * db.execute("PRAGMA page_size").fetchone()[0] <= self._max_bytes:
                 return
-            ages = "SELECT created FROM responses UNION ALL SELECT created FROM conversations ORDER BY created"
-            times = [created for (created,) in db.execute(ages)]
-            _drop(db, "created <= ?", times[len(times) // 10])
+            ages = "SELECT created AS at FROM responses UNION ALL SELECT used FROM conversations ORDER BY at"
+            times = [at for (at,) in db.execute(ages)]
+            _drop(db, times[len(times) // 10])
 
 
-def _is_over(maker: int) -> bool:
-    """Whether the gateway that had this pid has ended."""
+def _process(pid: int) -> str:
+    """A process, told from others of its pid by when it started (field 22 of proc_pid_stat(5)); empty: there is none."""
     try:
-        os.kill(maker, 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        return False
-    return maker == os.getpid()
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return ""
+    return f"{pid} {stat.rpartition(')')[2].split()[19]}"
 
 
-def _drop(db: sqlite3.Connection, which: str, value: float) -> None:
-    old = [each for (each,) in db.execute(f"SELECT id FROM responses WHERE {which}", (value,))]
+def _is_over(maker: str) -> bool:
+    """Whether the process `maker`, which was a gateway, has ended."""
+    return _process(int(str(maker).partition(" ")[0])) != maker
+
+
+def _interrupted(body: dict[str, Any]) -> dict[str, Any]:
+    return body | {"status": "failed", "error": INTERRUPTED}
+
+
+def _drop(db: sqlite3.Connection, until: float) -> None:
+    old = [each for (each,) in db.execute("SELECT id FROM responses WHERE created <= ?", (until,))]
     _forget_responses(db, old)
-    for (conversation,) in db.execute(f"SELECT id FROM conversations WHERE {which}", (value,)).fetchall():
+    for (conversation,) in db.execute("SELECT id FROM conversations WHERE used <= ?", (until,)).fetchall():
         _forget_conversation(db, conversation)
 
 
@@ -234,11 +256,14 @@ def _forget_conversation(db: sqlite3.Connection, conversation_id: str) -> None:
 
 
 def _response(db: sqlite3.Connection, response_id: str, owner: str, param: str = "response_id") -> Kept:
-    query = "SELECT previous, conversation, input, body FROM responses WHERE id = ? AND owner = ?"
+    query = "SELECT previous, conversation, input, body, maker FROM responses WHERE id = ? AND owner = ?"
     row = db.execute(query, (response_id, owner)).fetchone()
     if row is None:
         raise NotFound("There is no such response, or it is not kept any more.", param=param)
-    return Kept(response_id, owner, row[0], row[1], json.loads(row[2]), json.loads(row[3]))
+    body = json.loads(row[3])
+    if body["status"] in UNFINISHED and _is_over(row[4]):
+        body = _interrupted(body)
+    return Kept(response_id, owner, row[0], row[1], json.loads(row[2]), body)
 
 
 def _output(db: sqlite3.Connection, reference: Item, owner: str) -> Item:
@@ -250,11 +275,13 @@ def _output(db: sqlite3.Connection, reference: Item, owner: str) -> Item:
 
 
 def _conversation(db: sqlite3.Connection, conversation_id: str, owner: str) -> Item:
-    query = "SELECT created, metadata FROM conversations WHERE id = ? AND owner = ?"
-    row = db.execute(query, (conversation_id, owner)).fetchone()
-    if row is None:
+    # Whatever it is looked up for is a use.
+    query = "UPDATE conversations SET used = ? WHERE id = ? AND owner = ? RETURNING created, metadata"
+    rows = db.execute(query, (time.time(), conversation_id, owner)).fetchall()
+    if not rows:
         raise NotFound("There is no such conversation, or it is not kept any more.", param="conversation")
-    return {"id": conversation_id, "object": "conversation", "created_at": int(row[0]), "metadata": json.loads(row[1])}
+    created, metadata = rows[0]
+    return {"id": conversation_id, "object": "conversation", "created_at": int(created), "metadata": json.loads(metadata)}
 
 
 def _add(db: sqlite3.Connection, conversation_id: str, items: list[Item]) -> None:

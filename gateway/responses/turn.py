@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from backend.engine.front import ResponseRequest
+from gateway.bounds import MAX_ITEMS
 from gateway.errors import BadRequest
+from gateway.inquiry import Inquiry
 from gateway.responses.store import Item, Kept
 
 _PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
@@ -30,6 +32,8 @@ class Turn:
     """Whether the client asked for a stream."""
     previous: str | None
     conversation: str | None
+    inquiry: Inquiry | None = None
+    """What it asks of speculation."""
 
     @property
     def id(self) -> str:
@@ -82,6 +86,8 @@ def as_items(value: Any) -> list[Item]:
         value = [{"role": "user", "content": value}]
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
         raise BadRequest("`input` must be a string or a list of items.", param="input")
+    if len(value) > MAX_ITEMS:
+        raise BadRequest(f"`input` has more than {MAX_ITEMS} entries.", param="input")
     return [_whole(item) for item in value]
 
 

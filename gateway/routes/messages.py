@@ -10,11 +10,12 @@ from starlette.responses import JSONResponse, Response
 
 from backend.engine.front import AnthropicCountTokensRequest, AnthropicMessagesRequest
 from gateway.admission.admit import check_model
+from gateway.asking import inquire
 from gateway.errors import checked
-from gateway.fields import MESSAGES_NO_EFFECT
+from gateway.fields import MESSAGES_NO_EFFECT, MESSAGING
 from gateway.requests import parse, read_json
 from gateway.routes.generate import respond
-from gateway.sse import MESSAGES
+from gateway.sse import MESSAGES, unless_disconnected
 from gateway.state import gateway_of
 
 router = APIRouter()
@@ -24,8 +25,10 @@ router = APIRouter()
 async def messages(request: Request) -> Response:
     """Anthropic's messages."""
     gateway = gateway_of(request)
-    asked = parse(AnthropicMessagesRequest, await read_json(request, gateway.max_body_bytes), MESSAGES_NO_EFFECT)
-    return await respond(gateway, request, asked, gateway.services.messages.create_messages, MESSAGES, _shown)
+    data = await read_json(request, gateway.max_body_bytes)
+    asked = parse(AnthropicMessagesRequest, data, MESSAGING)
+    inquiry = await inquire(gateway, request, data)
+    return await respond(gateway, request, asked, gateway.services.messages.create_messages, MESSAGES, _shown, inquiry)
 
 
 @router.post("/v1/messages/count_tokens")
@@ -34,7 +37,8 @@ async def count_tokens(request: Request) -> Response:
     gateway = gateway_of(request)
     asked = parse(AnthropicCountTokensRequest, await read_json(request, gateway.max_body_bytes), MESSAGES_NO_EFFECT)
     check_model(gateway, request, asked)
-    counted = checked(await gateway.services.messages.count_tokens(asked, request))
+    async with gateway.tokenizing:
+        counted = checked(await unless_disconnected(request, gateway.services.messages.count_tokens(asked, request)))
     return JSONResponse({"input_tokens": counted.input_tokens})
 
 

@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import replace
 from functools import partial
 
 from fastapi import APIRouter, Query, Request
 from starlette.responses import JSONResponse, Response
 
 from gateway.admission.admit import check_model
+from gateway.asking import inquire
 from gateway.errors import BadRequest, checked
 from gateway.requests import read_json
 from gateway.responses.events import DIALECT, Event
 from gateway.routes.generate import generate
 from gateway.routes.lists import page_of
-from gateway.sse import Generated, stream_response
+from gateway.sse import Generated, stream_response, unless_disconnected
 from gateway.state import Gateway, gateway_of, owner_of
 
 router = APIRouter()
@@ -27,8 +29,10 @@ async def create_response(request: Request) -> Response:
     """OpenAI's responses."""
     gateway = gateway_of(request)
     responses = gateway.responses
-    turn = await responses.turn(await read_json(request, gateway.max_body_bytes), owner_of(request))
-    made = await generate(gateway, request, turn.asked, gateway.services.responses.create_responses)
+    data = await read_json(request, gateway.max_body_bytes)
+    turn = await responses.turn(data, owner_of(request))
+    turn = replace(turn, inquiry=await inquire(gateway, request, data))
+    made = await generate(gateway, request, turn.asked, gateway.services.responses.create_responses, turn.inquiry)
     if turn.background:
         model = turn.asked.model or gateway.services.models.model_name()
         body = await responses.begin(turn, made, model, int(time.time()))
@@ -44,7 +48,8 @@ async def count_input(request: Request) -> Response:
     gateway = gateway_of(request)
     turn = await gateway.responses.turn(await read_json(request, gateway.max_body_bytes), owner_of(request))
     check_model(gateway, request, turn.asked)
-    rendered = checked(await gateway.services.renderer.render_responses(turn.asked))
+    async with gateway.tokenizing:
+        rendered = checked(await unless_disconnected(request, gateway.services.renderer.render_responses(turn.asked)))
     count = len(rendered.engine_input["prompt_token_ids"])
     return JSONResponse({"object": "response.input_tokens", "input_tokens": count})
 

@@ -22,7 +22,7 @@ from tests.support.watchers import Probe, Stalls
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+COMPLETIONS, CHATS, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 STALL_S = 0.05
 PROBE_S = 1.0
 MIB = 1 << 20
@@ -45,6 +45,10 @@ def said(content: Any) -> Any:
     return {"messages": [{"role": "user", "content": content}]}
 
 
+def made_from(given: Any, **fields: Any) -> Any:
+    return {"model": "demo", "input": given, "max_output_tokens": 6, **fields}
+
+
 def grammar(**fields: Any) -> Any:
     return completion(structured_outputs=fields)
 
@@ -62,6 +66,10 @@ def tools(count: int, schema: Any) -> Any:
 
 LOOP = {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}
 BOMB = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(4000)}}
+ITEM = {"role": "user", "content": "x"}
+CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+RESULT = {"type": "function_call_output", "call_id": "c", "output": "x"}
+TEXT_PART = {"type": "input_text", "text": "x"}
 UNKNOWN = "unknown_parameter"
 CONTEXT = "context_length_exceeded"
 
@@ -177,6 +185,26 @@ ROWS: list[tuple[str, str, Any, int, str | None, str | None]] = [
      chat(response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": "#"}}}),
      400, "response_format", None),
     ("a format of no type", CHATS, chat(response_format={"type": "nope"}), 400, "response_format", None),
+    # Responses
+    ("too many items", RESPONSES, made_from([ITEM] * 2049), 400, "input", None),
+    ("75,000 items", RESPONSES, made_from([{"a": 1}] * 75_000), 400, "input", None),
+    ("items that are numbers", RESPONSES, made_from([5] * 200_000), 400, "input", None),
+    ("as many items, all wrong", RESPONSES, made_from([{"type": "nope"}] * 2048), 400, "input", None),
+    ("as many items, all empty", RESPONSES, made_from([{}] * 2048), 400, "input", None),
+    ("as many calls, all wrong", RESPONSES, made_from([{"type": "function_call"}] * 2048), 400, "input", None),
+    ("an item of no type", RESPONSES, made_from([{"type": [5]}]), 400, "input", None),
+    ("wrong parts of an item", RESPONSES, made_from([{**ITEM, "content": [{"type": "no"}] * 1024}]), 400, "input", None),
+    ("wrong parts of an output", RESPONSES, made_from([{**RESULT, "output": [{"type": "no"}] * 1024}]), 400, "input", None),
+    ("too many parts of an output", RESPONSES, made_from([{**RESULT, "output": [TEXT_PART] * 1025}]), 400, "input", None),
+    ("too many parts of all items", RESPONSES, made_from([{**RESULT, "output": [TEXT_PART] * 1000}] * 70), 400, "input", None),
+    ("a deep item", RESPONSES, made_from([nested(100)]), 400, "input", None),
+    ("long input", RESPONSES, made_from("abc " * (3 * MIB)), 400, "input", CONTEXT),
+    ("a long item", RESPONSES, made_from([{"role": "user", "content": "abc " * (3 * MIB)}]), 400, "input", CONTEXT),
+    ("tools that are a number", RESPONSES, made_from("x", tools=5), 400, "tools", None),
+    ("2,048 items", RESPONSES, made_from([ITEM] * 2048), 400, None, CONTEXT),
+    ("2,048 calls", RESPONSES, made_from([CALL] * 2048), 200, None, None),
+    ("2,048 outputs", RESPONSES, made_from([RESULT] * 2048), 400, None, CONTEXT),
+    ("as many in a conversation", "/v1/conversations", {"items": [ITEM] * 2048}, 400, "items", None),
     # Tokens
     ("a text of 15 MB to tokenize", "/tokenize", {"prompt": "abc " * (15 * MIB // 4)}, 400, "prompt", CONTEXT),
     ("messages of 15 MB to tokenize", "/tokenize", said("abc " * (15 * MIB // 4)), 400, "messages", CONTEXT),
@@ -334,17 +362,25 @@ async def test_many_log_probabilities_of_an_answer_hold_nobody_up(running, probe
         assert not last, f"the loop stalled for {stalls.longest_s:.3f} s"
 
 
-async def test_prompts_do_not_wait_for_all_that_is_to_be_tokenized(running, monkeypatch):
-    serving = running.server.gateway.services.tokenization
-    create, gate, most = serving.create_tokenize, asyncio.Event(), []
+@pytest.mark.parametrize(
+    ("path", "body", "serving", "name"),
+    [
+        ("/tokenize", {"prompt": "x"}, "tokenization", "create_tokenize"),
+        ("/v1/messages/count_tokens", {"model": "demo", **said("x")}, "messages", "count_tokens"),
+        ("/v1/responses/input_tokens", made_from("x"), "renderer", "render_responses"),
+    ],
+)
+async def test_prompts_do_not_wait_for_all_that_is_to_be_tokenized(running, monkeypatch, path, body, serving, name):
+    serving = getattr(running.server.gateway.services, serving)
+    create, gate, most = getattr(serving, name), asyncio.Event(), []
 
-    async def slow(asked, request):
+    async def slow(*args):
         most.append(1)
         await gate.wait()
-        return await create(asked, request)
+        return await create(*args)
 
-    monkeypatch.setattr(serving, "create_tokenize", slow)
-    requests = [asyncio.ensure_future(running.http.post("/tokenize", json={"prompt": "x"})) for _ in range(20)]
+    monkeypatch.setattr(serving, name, slow)
+    requests = [asyncio.ensure_future(running.http.post(path, json=body)) for _ in range(20)]
     await eventually(lambda: len(most) == 2)
     assert (await running.http.post(COMPLETIONS, json=COMPLETION)).status_code == 200
     assert len(most) == 2

@@ -34,6 +34,31 @@ CALLS: list[tuple[str, str, str, dict[str, Any] | None]] = [
 ]
 
 
+OUTRIDER = {"outrider": {"stats": True, "mode": "off"}}
+PREDICTION = {"prediction": {"type": "content", "content": "x = 1"}}
+FUNCTION = {"name": "f", "parameters": {"type": "object", "properties": {}}}
+ALLOWED = {"mode": "required", "tools": [{"type": "function", "function": {"name": "f"}}]}
+RESPONSE = {"model": "demo", "input": "hi", "max_output_tokens": 6}
+TAKEN: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/chat/completions", {**CHAT, **OUTRIDER, **PREDICTION, "store": True, "verbosity": "low", "temperature": None}),
+    (
+        "/v1/chat/completions",
+        {
+            **CHAT,
+            "tools": [{"type": "function", "function": FUNCTION}],
+            "tool_choice": {"type": "allowed_tools", "allowed_tools": ALLOWED},
+            "max_tokens": 200,
+        },
+    ),
+    ("/v1/completions", {**COMPLETION, **OUTRIDER, **PREDICTION, "best_of": 1, "top_k": 3}),
+    ("/inference/v1/generate", {"token_ids": [5], "sampling_params": {"max_tokens": 6}, **OUTRIDER, **PREDICTION}),
+    ("/v1/responses", {**RESPONSE, **OUTRIDER, "conversation": None, "previous_response_id": None}),
+    ("/v1/responses", {**RESPONSE, "input": [{"role": "user", "content": "hi"}], "include": ["reasoning.encrypted_content"]}),
+    ("/v1/responses", {**RESPONSE, "context_management": [], "stream_options": {"include_obfuscation": False}}),
+    ("/v1/messages", {**CHAT, **OUTRIDER, "inference_geo": "eu", "top_k": 5, "system": [{"type": "text", "text": "brief"}]}),
+]
+
+
 @pytest.fixture
 async def running():
     async with running_gateway() as gateway:
@@ -61,6 +86,24 @@ async def test_answers_are_as_documented(running):
         if answer.is_success and body is not None:
             taken = document["paths"][path][method.lower()]["requestBody"]["content"]["application/json"]["schema"]
             check(document, taken, body)
+
+
+@pytest.mark.parametrize(("path", "body"), TAKEN)
+async def test_what_is_taken_is_documented(running, path, body):
+    await taken(running, path, body)
+
+
+async def test_a_conversation_is_documented(running):
+    made = (await running.http.post("/v1/conversations", json={})).json()["id"]
+    for conversation in (made, {"id": made}):
+        await taken(running, "/v1/responses", {**RESPONSE, "conversation": conversation})
+
+
+async def taken(running, path, body):
+    document = (await running.http.get("/openapi.json")).json()
+    answer = await running.http.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    check(document, document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"], body)
 
 
 def check(document, schema, value):

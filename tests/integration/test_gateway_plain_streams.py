@@ -4,12 +4,15 @@ import asyncio
 import json
 
 import pytest
+from openai.types import CompletionUsage
+from openai.types.chat.chat_completion import ChoiceLogprobs
 from tokenizers import Tokenizer
 from vllm.v1.engine import FinishReason
 
 from backend.engine.front.plain import PlainStream
 from gateway.routes import generate
-from tests.support.fake_verifier import eventually
+from tests.integration.test_gateway_abuse import likely
+from tests.support.fake_verifier import count_up, eventually
 from tests.support.running_gateway import MODEL_DIR, running_gateway
 
 TEXT = 'def naïve(x):\n\t"""漢字 🙂 100%s {content}""" # \\ end\n    return x'
@@ -152,6 +155,41 @@ async def test_what_vllm_would_say(path, body, matrix, plain, monkeypatch):
                 theirs = await events(running, path, body | fields, script)
                 assert len(plain) == 1, name
             assert ours == theirs, name
+            for each in ours:
+                if isinstance(each, dict) and each.get("choices") == []:
+                    as_openai_has_it(each["usage"])
+
+
+def as_openai_has_it(usage: dict) -> None:
+    """With each detail that OpenAI has for texts, and besides at most vLLM's count of what was cached anew."""
+    parsed = CompletionUsage.model_validate(usage, strict=True)
+    assert not parsed.model_extra
+    for details, texts in ((parsed.prompt_tokens_details, 2), (parsed.completion_tokens_details, 4)):
+        assert details is not None
+        assert (details.model_extra or {}).keys() <= {"created_cache_tokens"}
+        assert sum(type(value) is int for name, value in details if name in type(details).model_fields) == texts
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_answers_have_the_shape_of_openais(stream):
+    logprobs = [("/v1/chat/completions", CHAT | {"logprobs": True}), ("/v1/completions", COMPLETION | {"logprobs": 0})]
+    async with running_gateway() as running:
+        for path, body in [("/v1/chat/completions", CHAT), ("/v1/completions", COMPLETION), *logprobs]:
+            running.verifier.behaviour = likely(0) if "logprobs" in body else count_up
+            asked = body | {"max_tokens": 3, "stream": stream} | (USAGE if stream else {})
+            answer = await running.http.post(path, json=asked)
+            said = [line[6:] for line in answer.text.splitlines() if line[6:7] == "{"] if stream else [answer.text]
+            chunks = [json.loads(each) for each in said]
+            as_openai_has_it(chunks[-1]["usage"])
+            found = [each["logprobs"] for chunk in chunks for each in chunk["choices"] if each.get("logprobs")]
+            assert bool(found) == ("logprobs" in body)
+            if "messages" in body:
+                assert all(each["refusal"] is None and each["content"] for each in found)
+                for each in found:
+                    ChoiceLogprobs.model_validate(each, strict=True)
+        many = {"model": "demo", "max_tokens": 3, "logprobs": True, "messages": [CHAT["messages"]]}
+        (choice,) = (await running.http.post("/v1/chat/completions/batch", json=many)).json()["choices"]
+        assert choice["logprobs"]["refusal"] is None
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import json
 import openai
 import pytest
 
+from gateway.bounds import MAX_TEXT_PER_TOKEN, MIN_TEXT
 from tests.integration.test_gateway_streams import stall
 from tests.support.fake_verifier import eventually
 from tests.support.running_gateway import running_gateway
@@ -230,6 +231,45 @@ async def test_conversations(running):
         await ours.conversations.retrieve(made.id)
 
 
+async def test_what_came_before_counts(running):
+    limit = max(MIN_TEXT, MAX_TEXT_PER_TOKEN * running.server.gateway.client.model_config.max_model_len)
+    long = {"type": "message", "role": "user", "content": "x" * (limit * 2 // 3)}
+    conversation = (await running.http.post("/v1/conversations", json={"items": [long]})).json()["id"]
+    asked = {"model": "demo", "conversation": conversation, "input": "and"}
+    assert (await running.http.post("/v1/responses", json=asked)).json()["error"]["param"] is None
+    added = await running.http.post(f"/v1/conversations/{conversation}/items", json={"items": [long]})
+    assert added.status_code == 200
+    error = (await running.http.post("/v1/responses", json=asked)).json()["error"]
+    assert (error["param"], error["code"]) == ("input", "context_length_exceeded")
+    assert error["message"].startswith("With what came before it, `input` has more than")
+    error = (await running.http.post(f"/v1/conversations/{conversation}/items", json={"items": [long] * 2})).json()["error"]
+    assert (error["param"], error["code"]) == ("items", "context_length_exceeded")
+
+
+async def test_the_items_of_a_conversation_are_bounded(running):
+    conversation = (await running.http.post("/v1/conversations", json={})).json()["id"]
+    said = {"type": "message", "role": "user", "content": "x"}
+    for _ in range(102):
+        added = await running.http.post(f"/v1/conversations/{conversation}/items", json={"items": [said] * 20})
+        assert added.status_code == 200
+    asked = {"model": "demo", "conversation": conversation}
+    error = (await running.http.post("/v1/responses", json={**asked, "input": [said] * 9})).json()["error"]
+    assert (error["param"], error["message"]) == ("input", "With what came before it, `input` has more than 2048 entries.")
+    error = (await running.http.post(f"/v1/conversations/{conversation}/items", json={"items": [said] * 9})).json()["error"]
+    assert (error["param"], error["code"]) == ("items", "conversation_full")
+
+
+async def test_truncation_keeps_the_end(running):
+    text = "first " + "x y z " * 3000 + "last"
+    assert (await running.http.post("/v1/responses", json={"model": "demo", "input": text})).status_code == 400
+    for fields in ({}, {"max_output_tokens": 6}):
+        asked = {"model": "demo", "input": text, "truncation": "auto", **fields}
+        answer = await running.http.post("/v1/responses", json=asked)
+        assert answer.status_code == 200, answer.text
+        assert "first" not in prompt_of(running)
+        assert "last" in prompt_of(running)
+
+
 async def test_structured_answers_parse(running):
     from pydantic import BaseModel
 
@@ -245,6 +285,8 @@ async def test_structured_answers_parse(running):
 BAD = [
     ({"input": 5}, 400, "input"),
     ({"input": [3]}, 400, "input"),
+    ({"input": [{"type": "web_search_call"}]}, 400, "input"),
+    ({"input": "x", "tools": 5}, 400, "tools"),
     ({"input": "x", "temprature": 1}, 400, "temprature"),
     ({"input": "x", "model": "nope"}, 404, "model"),
     ({"input": "x", "previous_response_id": "resp_no"}, 404, "previous_response_id"),

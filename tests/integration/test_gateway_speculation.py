@@ -5,7 +5,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import msgspec
+import openai
 
 from backend.wire import engine as wire
 from backend.wire.engine import Account, Asked, Tally
@@ -121,7 +123,7 @@ async def tells(running: Running, path: str, predicted: dict[str, Any]) -> None:
         "waited_s": 0.25,
         "moves": [],
     }
-    wanted = {"accepted_prediction_tokens": 3, "rejected_prediction_tokens": 4}
+    wanted = {"accepted_prediction_tokens": 3, "audio_tokens": 0, "reasoning_tokens": 0, "rejected_prediction_tokens": 4}
     assert whole["usage"]["completion_tokens_details"] == wanted
     response = await running.http.post(path, json={**predicted, "stream": True}, headers={"X-Outrider-Stats": "1"})
     *chunks, last = events(response.text)
@@ -176,6 +178,41 @@ async def forgets_who_leaves(running: Running) -> None:
     await eventually(lambda: len(running.core._accounts) == 1)
     answer.cancel()
     await eventually(lambda: running.idle and not running.core._accounts)
+
+
+async def test_responses_and_messages_tell_it_too():
+    async with running_gateway() as running:
+        running.verifier.behaviour = drafting
+        responses = openai.AsyncOpenAI(base_url=f"{running.server.url}/v1", api_key="none", max_retries=0).responses
+        messages = anthropic.AsyncAnthropic(base_url=running.server.url, api_key="none", max_retries=0).messages
+        for extra in ({"extra_body": STATS}, {"extra_headers": {"X-Outrider-Stats": "1"}}):
+            made = await responses.create(**RESPONSE, **extra)
+            assert told(made) == told(await responses.retrieve(made.id)) == 5
+            *_, last = [event async for event in await responses.create(**RESPONSE, **extra, stream=True)]
+            assert told(last.response) == 5
+            begun = await responses.create(**RESPONSE, **extra, background=True)
+            while (made := await responses.retrieve(begun.id)).status in ("queued", "in_progress"):
+                await asyncio.sleep(0.01)
+            assert told(made) == 5
+            assert told(await messages.create(**CHAT, **extra)) == 5
+            async with messages.stream(**CHAT, **extra) as stream:
+                events = [event async for event in stream]
+                assert (await stream.get_final_message()).usage.output_tokens == 6
+            assert [event.type for event in events if hasattr(event, "outrider")] == ["message_delta"]
+            (delta,) = (event for event in events if event.type == "message_delta")
+            assert told(delta) == 5
+        for path, base in (("/v1/responses", RESPONSE), ("/v1/messages", CHAT)):
+            assert "outrider" not in (await running.http.post(path, json=base)).json()
+            answer = await running.http.post(path, json={**base, "outrider": {"mode": "fast"}})
+            assert answer.status_code == 400
+            assert "outrider.mode" in answer.text
+            assert (await running.http.post(path, json=base, headers={"X-Outrider-Stats": "yes"})).status_code == 400
+        assert running.idle
+
+
+def told(answer: Any) -> int:
+    (choice,) = answer.to_dict()["outrider"]["choices"]
+    return int(choice["accepted"])
 
 
 async def test_a_moved_request_adds_up_and_a_lost_verifier_leaves_tokens_unaccounted():

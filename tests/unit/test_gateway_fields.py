@@ -1,10 +1,26 @@
 """The tables of request fields: what they do, and that the docs say the same."""
 
+import re
 from pathlib import Path
+from typing import get_args
 
+import pydantic
 import pytest
+from openai.types.chat.completion_create_params import CompletionCreateParamsBase
+from openai.types.responses import ResponseIncludable
+from openai.types.responses.response_create_params import ResponseCreateParamsBase
 
-from gateway.fields import MESSAGES_NO_EFFECT, NO_EFFECT, REFUSED, RESPONSES_NO_EFFECT, without_nulls
+from backend.engine.front import ChatCompletionRequest, ResponseRequest, VLLMClientError
+from gateway.fields import (
+    GENERATING,
+    MESSAGES_NO_EFFECT,
+    NO_EFFECT,
+    REFUSED,
+    RESPONDING,
+    RESPONSES_NO_EFFECT,
+    without_nulls,
+)
+from gateway.requests import parse
 
 DOCS = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
 
@@ -12,6 +28,52 @@ DOCS = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
 @pytest.mark.parametrize("name", sorted({*NO_EFFECT, *RESPONSES_NO_EFFECT, *MESSAGES_NO_EFFECT, *REFUSED}))
 def test_every_field_is_in_the_docs(name):
     assert f"`{name}`" in DOCS
+
+
+def rows() -> dict[str, tuple[str, str]]:
+    """What the docs say of a field, or of a value of `include`, in chat completions and in responses."""
+    table = DOCS.partition("| OpenAI's field | chat | responses |\n|---|---|---|\n")[2].partition("\n\n")[0]
+    found: dict[str, tuple[str, str]] = {}
+    for line in table.splitlines():
+        names, chat, responses = line.strip("| ").split(" | ")
+        for name in re.findall(r"`([^`]+)`", names.removeprefix("`include`: ")):
+            assert name not in found, name
+            found[name] = chat, responses
+    return found
+
+
+CALLS = [
+    (0, CompletionCreateParamsBase, ChatCompletionRequest, GENERATING, {"messages": [{"role": "user", "content": "x"}]}),
+    (1, ResponseCreateParamsBase, ResponseRequest, {**RESPONDING, "conversation": NO_EFFECT["metadata"]}, {"input": []}),
+]
+
+
+@pytest.mark.parametrize(("column", "params", "model", "others", "body"), CALLS)
+def test_the_docs_say_of_each_of_openais_fields_what_it_does(column, params, model, others, body):
+    asked = {*params.__annotations__, "stream"} - {"include"}
+    said = {
+        name: row[column] for name, row in rows().items() if row[column] != "-" and name not in get_args(ResponseIncludable)
+    }
+    assert said.keys() == asked
+    for name in asked:
+        if name in REFUSED or name not in {*model.model_fields, *others}:
+            assert said[name].startswith("refused"), name
+        elif name in (NO_EFFECT, RESPONSES_NO_EFFECT)[column]:
+            assert said[name].startswith("no effect"), name
+        elif said[name].startswith("refused"):
+            with pytest.raises(VLLMClientError):
+                parse(model, {**body, name: {"id": "x"}}, others)
+
+
+def test_the_docs_say_of_each_value_of_include_what_it_does():
+    for value in get_args(ResponseIncludable):
+        asked = {"input": [], "include": [value]}
+        if rows()[value][1].startswith("refused"):
+            with pytest.raises(pydantic.ValidationError):
+                parse(ResponseRequest, asked, RESPONDING)
+        else:
+            works = parse(ResponseRequest, asked, RESPONDING).is_include_output_logprobs()
+            assert rows()[value][1].startswith("works" if works else "no effect"), value
 
 
 def test_null_means_absent():

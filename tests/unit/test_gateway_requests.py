@@ -1,9 +1,12 @@
+from typing import Any
+
 import pytest
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
-from gateway.errors import BadRequest
-from gateway.fields import NO_EFFECT, REFUSED
+from backend.engine.front import AnthropicMessagesRequest, GenerateRequest, ResponseRequest
+from gateway.errors import BadRequest, translate
+from gateway.fields import GENERATING, MESSAGING, NO_EFFECT, REFUSED, RESPONDING
 from gateway.requests import check_fields, check_generation, parse
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
@@ -41,6 +44,38 @@ def test_values_that_would_have_an_effect_are_refused(field, value):
 def test_vllm_extensions_pass():
     parsed = parse(ChatCompletionRequest, {**CHAT, "top_k": 3, "structured_outputs": {"regex": "a+"}, "ignore_eos": True})
     assert parsed.top_k == 3
+
+
+REQUESTS: list[tuple[Any, dict[str, Any], Any]] = [
+    (ChatCompletionRequest, CHAT, GENERATING),
+    (CompletionRequest, {"model": "m", "prompt": "x"}, GENERATING),
+    (ResponseRequest, {"model": "m", "input": [{"role": "user", "content": []}]}, RESPONDING),
+    (AnthropicMessagesRequest, {**CHAT, "max_tokens": 3}, MESSAGING),
+    (GenerateRequest, {"token_ids": [1], "sampling_params": {}}, GENERATING),
+]
+
+
+@pytest.mark.parametrize(("model", "body", "others"), REQUESTS)
+def test_the_wrong_type_of_any_field_is_an_error_that_names_it(model, body, others):
+    parse(model, body, others)
+    values: list[Any] = [5, 1e300, "x", True, [5], ["x"], [{}], [[]], {"a": 5}]
+    for name in model.model_fields:
+        for value in values:
+            try:
+                parse(model, {**body, name: value}, others)
+            except Exception as error:
+                told = translate(error)
+                assert (told.status, told.param is not None) == (400, True), f"{name}: {value}: {told.message}"
+
+
+def test_of_several_wrong_fields_one_is_named():
+    for wrong in ({"messages": 5, "tools": 5}, {"structured_outputs": "x", "temperature": "x"}):
+        with pytest.raises(BadRequest) as caught:
+            parse(ChatCompletionRequest, {**CHAT, **wrong})
+        assert caught.value.param in wrong
+    with pytest.raises(BadRequest) as caught:
+        parse(CompletionRequest, {"structured_outputs": "x", "prompt": "x", "temperature": "x"})
+    assert (caught.value.param, caught.value.message) == ("structured_outputs", "`structured_outputs` has the wrong type.")
 
 
 def test_nested_stream_options_are_checked():

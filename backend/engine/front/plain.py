@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, Protocol
 
 import vllm  # noqa: F401  (first: its submodules do not import alone)
+from vllm.entrypoints.openai.chat_completion.batch_serving import OpenAIServingChatBatch
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionStreamResponse
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat, _make_prompt_tokens_details
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest, CompletionStreamResponse
@@ -27,6 +28,7 @@ from vllm.v1.engine.output_processor import RequestState
 from backend.engine.front.chunks import Template, chat_template, completion_template, to_json
 from backend.engine.front.client import FleetClient, Submit, submissions
 from backend.engine.front.deferred import Deferred, deferred
+from backend.engine.front.usage import last_chunk, streamed
 
 DONE = b"data: [DONE]\n\n"
 
@@ -245,11 +247,23 @@ def is_plain(serving: Any, request: Any) -> bool:
 def _dump(serving: Any, chunk: Any, usage: UsageInfo, **dump: bool) -> str:
     chunk.usage = usage
     chunk.system_fingerprint = serving.system_fingerprint
-    text: str = chunk.model_dump_json(exclude_none=True, **dump)
-    return text
+    return last_chunk(chunk.model_dump_json(exclude_none=True, **dump))
 
 
-class Chat(OpenAIServingChat):
+class Refusals:
+    """Adds the field `refusal` of OpenAI's schema to log probabilities."""
+
+    def _create_chat_logprobs(self, *args: Any, **kwargs: Any) -> Any:
+        made = super()._create_chat_logprobs(*args, **kwargs)  # type: ignore[misc]
+        made.refusal = None
+        return made
+
+
+class ChatOfMany(Refusals, OpenAIServingChatBatch):
+    """vLLM's chat completions of several conversations in one request."""
+
+
+class Chat(Refusals, OpenAIServingChat):
     """vLLM's chat completions, with a `PlainStream` where one was offered (`client.offer_plain`) and suffices."""
 
     def chat_completion_stream_generator(
@@ -268,7 +282,7 @@ class Chat(OpenAIServingChat):
             stream: AsyncGenerator[str, None] = super().chat_completion_stream_generator(
                 request, result_generator, request_id, model_name, *args, mm_token_counts=mm_token_counts, **kwargs
             )
-            return stream
+            return streamed(stream)
         created = int(time.time())
 
         def last(usage: UsageInfo, state: RequestState) -> str:
@@ -319,7 +333,7 @@ class Completion(OpenAIServingCompletion):
             stream: AsyncGenerator[str, None] = super().completion_stream_generator(
                 request, engine_inputs, result_generator, request_id, created_time, model_name, *args, **kwargs
             )
-            return stream
+            return streamed(stream)
 
         def last(usage: UsageInfo, state: RequestState) -> str:
             if self.enable_prompt_tokens_details:

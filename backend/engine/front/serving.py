@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import vllm  # noqa: F401  (first: its submodules do not import alone)
-from vllm.entrypoints.openai.chat_completion.batch_serving import OpenAIServingChatBatch
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.openai.models.protocol import BaseModelPath, LoRAModulePath
@@ -28,7 +27,7 @@ from backend.engine.front import any_model  # noqa: F401  (registers itself)
 from backend.engine.front.client import FleetClient
 from backend.engine.front.deferred import deferred
 from backend.engine.front.messages import Messages, StreamFailed
-from backend.engine.front.plain import Chat, Completion
+from backend.engine.front.plain import Chat, ChatOfMany, Completion
 from backend.engine.front.pooling import Pooling
 from backend.engine.parsers import tool_parser
 
@@ -61,7 +60,7 @@ class Services:
 
     models: OpenAIServingModels
     chat: OpenAIServingChat
-    chat_of_many: OpenAIServingChatBatch
+    chat_of_many: ChatOfMany
     completion: OpenAIServingCompletion
     responses: OpenAIServingResponses
     messages: Messages
@@ -105,7 +104,7 @@ def build_services(
     return Services(
         models=models,
         chat=Chat(client, models, "assistant", **chatting),
-        chat_of_many=OpenAIServingChatBatch(client, models, "assistant", **chatting),
+        chat_of_many=ChatOfMany(client, models, "assistant", **chatting),
         completion=Completion(client, models, online_renderer=renderer, request_logger=None, **counted),
         responses=OpenAIServingResponses(client, models, **chatting),
         messages=Messages(client, models, "assistant", **chatting),

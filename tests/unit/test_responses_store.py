@@ -1,0 +1,118 @@
+"""What is kept of responses and conversations: for how long, and what of makers that are gone."""
+
+import os
+import sqlite3
+
+import pytest
+
+from gateway.bounds import MAX_ITEMS
+from gateway.errors import BadRequest, NotFound
+from gateway.responses.store import INTERRUPTED, LIFETIME_S, Kept, Store, _process
+
+DAY = 86400.0
+OLD = """
+CREATE TABLE responses (
+    id TEXT PRIMARY KEY, owner TEXT, created REAL, previous TEXT, conversation TEXT, input TEXT, body TEXT, maker INTEGER);
+CREATE TABLE conversations (id TEXT PRIMARY KEY, owner TEXT, created REAL, metadata TEXT);
+"""
+
+
+@pytest.fixture
+def now(monkeypatch):
+    at = [1e9]
+    monkeypatch.setattr("gateway.responses.store.time.time", lambda: at[0])
+    return at
+
+
+@pytest.fixture
+def store(tmp_path):
+    opened = Store(tmp_path / "responses.sqlite", 1 << 30)
+    yield opened
+    opened.close()
+
+
+def kept(name: str, status: str = "completed") -> Kept:
+    return Kept(name, "me", None, None, [], {"id": name, "status": status, "output": []})
+
+
+def items(count: int, first: int = 0) -> list[dict]:
+    return [{"id": f"msg_{first + index}"} for index in range(count)]
+
+
+async def test_a_conversation_lives_as_long_as_it_is_used(store, now):
+    for name in ("used", "unused"):
+        await store.create_conversation(name, "me", {}, [])
+    for _ in range(60):
+        now[0] += DAY
+        await store.items("used", "me")
+        await store.put(kept("r"))
+    assert (await store.conversation("used", "me"))["created_at"] == 1e9
+    with pytest.raises(NotFound):
+        await store.conversation("unused", "me")
+    now[0] += LIFETIME_S
+    await store.put(kept("s"))
+    with pytest.raises(NotFound):
+        await store.conversation("used", "me")
+
+
+async def test_nobody_elses_look_is_a_use(store, now):
+    await store.create_conversation("c", "me", {}, [])
+    now[0] += LIFETIME_S
+    with pytest.raises(NotFound):
+        await store.conversation("c", "other")
+    await store.put(kept("r"))
+    with pytest.raises(NotFound):
+        await store.conversation("c", "me")
+
+
+async def test_one_item_more_than_fits_is_refused_and_nothing_is_lost(store):
+    await store.create_conversation("c", "me", {}, items(MAX_ITEMS - 1))
+    with pytest.raises(BadRequest, match="2049 items") as caught:
+        await store.add_items("c", "me", items(2, 5000))
+    assert (caught.value.param, caught.value.code) == ("items", "conversation_full")
+    assert len(await store.items("c", "me")) == MAX_ITEMS - 1
+    await store.add_items("c", "me", items(1, 5000))
+    await store.add_items("c", "me", items(3, 6000), most=None)
+    assert len(await store.items("c", "me")) == MAX_ITEMS + 3
+
+
+def claim(store: Store, name: str, maker: object) -> None:
+    with store._connection as db:
+        db.execute("UPDATE responses SET maker = ? WHERE id = ?", (maker, name))
+
+
+async def test_a_response_whose_maker_is_gone_has_failed(store):
+    for name in ("ours", "gone", "reused", "older"):
+        await store.put(kept(name, "in_progress"))
+    claim(store, "gone", f"{2**22 + 1} 1")
+    # A process of that pid runs, and is another.
+    claim(store, "reused", f"{os.getppid()} 1")
+    claim(store, "older", os.getppid())
+    assert await store.unfinished("ours")
+    assert (await store.get("ours", "me")).body["status"] == "in_progress"
+    for name in ("gone", "reused", "older"):
+        assert not await store.unfinished(name)
+        body = (await store.get(name, "me")).body
+        assert (body["status"], body["error"]) == ("failed", INTERRUPTED)
+    # Where this process makes none.
+    assert await store.fail_interrupted() == 4
+    assert (await store.get("ours", "me")).body["status"] == "failed"
+
+
+async def test_another_process_that_runs_is_left_alone(store):
+    await store.put(kept("theirs", "in_progress"))
+    claim(store, "theirs", _process(os.getppid()))
+    assert await store.fail_interrupted() == 0
+    assert await store.unfinished("theirs")
+
+
+async def test_the_file_of_an_earlier_version_is_taken_over(tmp_path, now):
+    path = tmp_path / "old.sqlite"
+    with sqlite3.connect(path) as db:
+        db.executescript(OLD)
+        db.execute("INSERT INTO conversations VALUES ('c', 'me', ?, '{}')", (now[0],))
+    store = Store(path, 1 << 30)
+    now[0] += DAY
+    await store.put(kept("r"))
+    assert (await store.conversation("c", "me"))["created_at"] == 1e9
+    store.close()
