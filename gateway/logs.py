@@ -16,6 +16,25 @@ LogFormat = Literal["text", "json"]
 TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
+class TextLines(logging.Formatter):
+    """One line a message, whatever a client has put into it; a traceback's lines are indented."""
+
+    converter = time.gmtime
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return _escaped(super().formatMessage(record))
+
+    def formatException(self, ei: Any) -> str:
+        return "\n".join(f"  {_escaped(line)}" for line in super().formatException(ei).split("\n"))
+
+
+def _escaped(text: str) -> str:
+    """Line ends and whatever else would change how a line is shown, as in a Python literal."""
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+
+
 class JsonLines(logging.Formatter):
     """One JSON object a line."""
 
@@ -34,11 +53,7 @@ class JsonLines(logging.Formatter):
 
 def formatter(kind: LogFormat) -> logging.Formatter:
     """What a handler needs."""
-    if kind == "json":
-        return JsonLines()
-    result = logging.Formatter(TEXT)
-    result.converter = time.gmtime
-    return result
+    return JsonLines() if kind == "json" else TextLines(TEXT)
 
 
 def configure_logging(level: str, kind: LogFormat = "text") -> None:
