@@ -1,4 +1,4 @@
-"""uvicorn's HTTP/1.1 protocol with bounds on what comes before the body: URL, headers, and the time they take.
+"""uvicorn's HTTP/1.1 protocol with bounds on what comes before the body, and on the time a client takes nothing of its answer.
 
 uvicorn has none of its own over httptools.  It also loses the body of a request that offers to change the protocol (`Upgrade:
 h2c`), which a server may ignore, and this one does.  Errors have the shape of all others, and the connection ends with them.
@@ -7,8 +7,10 @@ h2c`), which a server may ignore, and this one does.  Errors have the shape of a
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import sys
+import termios
 from http import HTTPStatus
 from typing import Any
 
@@ -23,6 +25,8 @@ MAX_HEADER_BYTES = 65536
 """Names and values together: cookies and traces included, other servers stop at 8 to 64 KiB."""
 HEAD_TIMEOUT_S = 20.0
 """From the first byte of a request to the end of its headers."""
+WRITE_TIMEOUT_S = 60.0
+"""For a client to take something of an answer that waits for it: as long as a body may pause."""
 
 
 class _Refused(Exception):
@@ -39,6 +43,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._refusal: ApiError | None = None
         self._data = b""
         self._late: asyncio.TimerHandle | None = None
+        self._reading: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -46,7 +51,16 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
+        self._stop_watching()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_reader(None)
+
+    def resume_writing(self) -> None:
+        self._stop_watching()
+        super().resume_writing()
 
     def data_received(self, data: bytes) -> None:
         idle = not self._in_head
@@ -138,6 +152,22 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refuse(RequestTimeout("The request's headers took too long to arrive."))
         else:
             self.transport.close()
+
+    def _watch_reader(self, before: int | None) -> None:
+        """Ends the connection when nothing was taken since there were `before` bytes to send; else looks again."""
+        socket = self.transport.get_extra_info("socket")
+        queued = int.from_bytes(fcntl.ioctl(socket.fileno(), termios.TIOCOUTQ, bytes(4)), sys.byteorder)
+        # The kernel's queue holds megabytes, and wakes us only when a third of it is free.
+        left = self.transport.get_write_buffer_size() + queued
+        if before is not None and left >= before:
+            self.transport.abort()
+        else:
+            self._reading = self.loop.call_later(WRITE_TIMEOUT_S, self._watch_reader, left)
+
+    def _stop_watching(self) -> None:
+        if self._reading is not None:
+            self._reading.cancel()
+            self._reading = None
 
     def _refuse(self, error: ApiError) -> None:
         body = json.dumps(error.body()).encode()

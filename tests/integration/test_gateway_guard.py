@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
+import socket
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 import pytest_asyncio
+from vllm.v1.engine import FinishReason
 
 from gateway import guard, protocol
 from tests.integration.test_gateway_streams import silence
@@ -193,6 +196,58 @@ async def test_too_much_that_arrives_at_once_is_refused(running, monkeypatch):
         async with wire(running) as third:
             await third.send(HEAD + b"\r\n" + BODY)
             assert (await third.answer())[0] == 200, "what is complete counts no more"
+
+
+async def endless(verifier, sequence):
+    """More than all buffers hold, until it is aborted."""
+    while not sequence.aborted.is_set():
+        sequence.emit([300] * 1000)
+        await asyncio.sleep(0.001)
+
+
+@asynccontextmanager
+async def unread_stream(running: Running, sent_ahead: int) -> AsyncIterator[socket.socket]:
+    """A connection that has asked for an endless stream, with room in the kernel for `sent_ahead` bytes of it."""
+    running.verifier.behaviour = endless
+    url, loop = httpx.URL(running.server.url), asyncio.get_running_loop()
+    body = json.dumps({**COMPLETION, "stream": True}).encode()
+    with socket.socket(fileno=os.dup(running.server._server.servers[0].sockets[0].fileno())) as listener:
+        # Those that it accepts inherit it.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, sent_ahead // 2)
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.setblocking(False)
+        await loop.sock_connect(client, (url.host, url.port))
+        await loop.sock_sendall(client, POST + b"content-length: %d\r\n\r\n" % len(body) + body)
+        await eventually(lambda: any(each.flow.write_paused for each in server_connections(running)))
+        yield client
+
+
+@pytest.mark.parametrize("ends", [False, True])
+async def test_a_stream_that_is_never_read_ends_as_if_its_client_had_left(monkeypatch, ends):
+    monkeypatch.setattr(protocol, "WRITE_TIMEOUT_S", 0.3)
+    async with running_gateway() as running:
+        metrics = running.server.gateway.metrics
+        async with unread_stream(running, 1 << 14):
+            if ends:
+                running.verifier.sequences[0].emit([], FinishReason.LENGTH)
+            await eventually(lambda: running.idle and metrics.in_flight == 0 and not server_connections(running))
+        assert running.verifier.sequences[0].aborted.is_set() != ends
+        assert metrics._disconnects._value.get() == 1
+
+
+async def test_a_stream_that_is_read_slowly_goes_on(monkeypatch):
+    """Also where the kernel holds so much of it that the gateway's own buffer stands still."""
+    async with running_gateway() as running:
+        async with unread_stream(running, 1 << 19) as client:
+            monkeypatch.setattr(protocol, "WRITE_TIMEOUT_S", 0.3)
+            (connection,) = (each for each in server_connections(running) if each.flow.write_paused)
+            connection.resume_writing()
+            connection.pause_writing()
+            for _ in range(30):
+                await asyncio.get_running_loop().sock_recv(client, 8192)
+                await asyncio.sleep(0.05)
+            assert not running.verifier.sequences[0].aborted.is_set()
 
 
 async def test_a_client_that_leaves_in_its_body_is_no_error_of_ours(running, caplog):
