@@ -7,7 +7,6 @@ import ipaddress
 import re
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -22,7 +21,7 @@ BODY_TIMEOUT_S = 60.0
 BODY_BYTES_PER_S = 1 << 14
 """What has arrived prolongs it: 16 KiB make a second.  A body of 16 MiB may take 18 minutes, one that trickles a minute."""
 MAX_ARRIVING_BYTES = 1 << 29
-"""Of all bodies together that have begun to arrive and are not complete."""
+"""Of all bodies together that have begun to arrive in memory and are not complete; uploaded files are written to disk."""
 PROBES = frozenset({"/livez", "/liveness", "/readyz", "/health"})
 """Called by machines under any name; they say nothing."""
 
@@ -40,7 +39,6 @@ class Guard:
         self._app = app
         self._local = is_loopback(listens_on)
         self._has_key = has_key
-        self._arriving = _Arriving()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -52,27 +50,14 @@ class Guard:
                 raise Forbidden("Without an API key this gateway answers to its own machine's names only, such as localhost.")
             if not _is_local_origin(headers.get("origin")):
                 raise Forbidden("Without an API key this gateway serves no web pages of other origins.")
-        timed = _Timed(receive, self._arriving)
-        try:
-            await self._app(scope, timed, send)
-        finally:
-            timed.complete()
-
-
-@dataclass
-class _Arriving:
-    """Bytes of incomplete bodies."""
-
-    bytes: int = 0
+        await self._app(scope, _Timed(receive), send)
 
 
 class _Timed:
     """`receive`, with a deadline until the body is complete."""
 
-    def __init__(self, receive: Receive, arriving: _Arriving) -> None:
+    def __init__(self, receive: Receive) -> None:
         self._receive = receive
-        self._arriving = arriving
-        self._bytes = 0
         self._deadline = time.monotonic() + BODY_TIMEOUT_S
         self._complete = False
 
@@ -83,44 +68,44 @@ class _Timed:
             async with asyncio.timeout(max(0.0, self._deadline - time.monotonic())):
                 message = await self._receive()
         except TimeoutError:
-            self.complete()
+            self._complete = True
             raise RequestTimeout("The request body took too long to arrive.") from None
-        if message["type"] != "http.request" or not message.get("more_body", False):
-            self.complete()
-            return message
-        size = len(message.get("body", b""))
-        self._deadline += size / BODY_BYTES_PER_S
-        self._bytes += size
-        self._arriving.bytes += size
-        if self._arriving.bytes > MAX_ARRIVING_BYTES:
-            raise TooManyRequests("Too many large requests arrive at once. Try again.")
+        self._complete = message["type"] != "http.request" or not message.get("more_body", False)
+        self._deadline += len(message.get("body", b"")) / BODY_BYTES_PER_S
         return message
 
-    def complete(self) -> None:
-        """There is nothing more to wait for."""
-        self._complete = True
-        self._arriving.bytes -= self._bytes
-        self._bytes = 0
+
+async def read_body(scope: Scope, receive: Receive, most: int) -> bytearray:
+    """A body of `most` bytes at most.  Raises `PayloadTooLarge`, `TooManyRequests`, `RequestTimeout` or `ClientGone`."""
+    gateway = scope["app"].state.gateway
+    declared = Headers(scope=scope).get("content-length", "")
+    if declared.isdigit() and int(declared) > most:
+        raise PayloadTooLarge(f"The request body is larger than {most} bytes.")
+    body, more = bytearray(), True
+    try:
+        while more:
+            message: Any = await receive()
+            if message["type"] != "http.request":
+                raise ClientGone
+            part = message.get("body", b"")
+            more = message.get("more_body", False)
+            body += part
+            gateway.arriving_bytes += len(part)
+            if len(body) > most:
+                raise PayloadTooLarge(f"The request body is larger than {most} bytes.")
+            if more and gateway.arriving_bytes > MAX_ARRIVING_BYTES:
+                raise TooManyRequests("Too many large requests arrive at once. Try again.")
+    finally:
+        gateway.arriving_bytes -= len(body)
+    return body
 
 
 async def whole_body(scope: Scope, receive: Receive) -> Receive:
     """Waits until the body is there, so that nothing is held for a request that never comes.
 
-    Returns a `receive` that has it in one piece.  Raises `PayloadTooLarge`, `RequestTimeout` or `ClientGone`.
+    Returns a `receive` that has it in one piece.  Raises what `read_body` does.
     """
-    most: int = scope["app"].state.gateway.max_body_bytes
-    declared = Headers(scope=scope).get("content-length", "")
-    if declared.isdigit() and int(declared) > most:
-        raise PayloadTooLarge(f"The request body is larger than {most} bytes.")
-    body, more = bytearray(), True
-    while more:
-        message: Any = await receive()
-        if message["type"] != "http.request":
-            raise ClientGone
-        body += message.get("body", b"")
-        more = message.get("more_body", False)
-        if len(body) > most:
-            raise PayloadTooLarge(f"The request body is larger than {most} bytes.")
+    body = await read_body(scope, receive, scope["app"].state.gateway.max_body_bytes)
     scope["state"]["body_bytes"] = len(body)
     given = False
 

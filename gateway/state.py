@@ -44,6 +44,8 @@ class Gateway:
     """The other processes on this port; None: there are none."""
     started: float = field(default_factory=time.time)
     """Unix seconds; also when its models were "created"."""
+    arriving_bytes: int = 0
+    """In memory, of request bodies that are not complete."""
     tokenizing: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))
     """Texts that are tokenized for their own sake: prompts wait for the same thread, and not for more than these."""
 

@@ -198,6 +198,22 @@ async def test_too_much_that_arrives_at_once_is_refused(running, monkeypatch):
             assert (await third.answer())[0] == 200, "what is complete counts no more"
 
 
+async def test_a_file_on_its_way_to_disk_takes_no_room_of_others(running, monkeypatch):
+    monkeypatch.setattr(guard, "MAX_ARRIVING_BYTES", 1000)
+    head = b"POST /v1/files HTTP/1.1\r\nhost: localhost\r\ncontent-type: multipart/form-data; boundary=b\r\n"
+    part = b'--b\r\ncontent-disposition: form-data; name="file"; filename="f"\r\n\r\n'
+    async with wire(running) as upload, wire(running) as other:
+        await upload.send(head + b"content-length: 9999\r\n\r\n" + part + b" " * 5000)
+        await eventually(lambda: bool(running.server._server.server_state.tasks))
+        await asyncio.sleep(0.05)
+        await other.send(HEAD + b"\r\n" + BODY[:10])
+        await asyncio.sleep(0.05)
+        await other.send(BODY[10:])
+        assert (await other.answer())[0] == 200
+    await eventually(lambda: not running.server._server.server_state.tasks)
+    assert running.server.gateway.arriving_bytes == 0
+
+
 async def endless(verifier, sequence):
     """More than all buffers hold, until it is aborted."""
     while not sequence.aborted.is_set():
