@@ -6,7 +6,7 @@ import asyncio
 import ipaddress
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -32,13 +32,15 @@ class Guard:
     """Refuses other names than loopback ones where nothing else protects, and gives every body its time.
 
     A gateway on loopback without a key trusts this machine.  A web page could have its visitor's browser, on this machine, call
-    it under a name of the page's own (DNS rebinding), or from a foreign origin without reading the answer.
+    it under a name of the page's own (DNS rebinding), or from a foreign origin without reading the answer.  Pages of `origins`
+    may; `*` means all.
     """
 
-    def __init__(self, app: ASGIApp, *, listens_on: str, has_key: Callable[[], bool]) -> None:
+    def __init__(self, app: ASGIApp, *, listens_on: str, has_key: Callable[[], bool], origins: Sequence[str]) -> None:
         self._app = app
         self._local = is_loopback(listens_on)
         self._has_key = has_key
+        self._origins = origins
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -48,8 +50,9 @@ class Guard:
             headers = Headers(scope=scope)
             if not is_loopback(host_of(headers.get("host", ""))):
                 raise Forbidden("Without an API key this gateway answers to its own machine's names only, such as localhost.")
-            if not _is_local_origin(headers.get("origin")):
-                raise Forbidden("Without an API key this gateway serves no web pages of other origins.")
+            origin = headers.get("origin")
+            if not (is_local_origin(origin) or origin in self._origins or "*" in self._origins):
+                raise Forbidden("Without an API key this gateway serves no web pages but those of `gateway.cors_origins`.")
         await self._app(scope, _Timed(receive), send)
 
 
@@ -135,7 +138,8 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def _is_local_origin(origin: str | None) -> bool:
+def is_local_origin(origin: str | None) -> bool:
+    """Whether no web page of another machine sent the request, going by its header `Origin`."""
     if origin is None:
         return True
     try:

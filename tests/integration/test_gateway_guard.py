@@ -315,6 +315,18 @@ async def test_without_a_key_only_this_machine_is_served(running, headers, statu
     assert (await running.http.get("/livez", headers=headers)).status_code == 200
 
 
+@pytest.mark.parametrize("listed", ["https://app.example", "*"])
+async def test_pages_of_listed_origins_are_served_and_do_not_administer(listed):
+    page, other = {"origin": "https://app.example"}, {"origin": "https://evil.example"}
+    async with running_gateway(cors_origins=[listed]) as running:
+        answer = await running.http.post("/v1/completions", json=COMPLETION, headers=page)
+        assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, listed)
+        assert (await running.http.get("/v1/models", headers=other)).status_code == (200 if listed == "*" else 403)
+        assert (await running.http.get("/v1/models", headers={**page, "host": "evil.example"})).status_code == 403
+        assert (await running.http.post("/admin/drain", json={}, headers=page)).status_code == 403
+        assert (await running.http.post("/admin/drain", json={})).status_code == 400
+
+
 async def test_with_a_key_any_name_will_do():
     async with running_gateway(api_key="k") as running:
         headers = {"host": "api.example", "origin": "https://app.example", "authorization": "Bearer k"}
