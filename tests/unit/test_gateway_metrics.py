@@ -138,6 +138,7 @@ def test_timing_definitions():
     metrics = GatewayMetrics()
     one = sequence(arrived=10.0, tokens=0)
     metrics.on_tokens(one, 2, 12.0)
+    metrics.on_said(5)
     one.first_token = one.last_token = 12.0
     one.emitted = [1, 2]
     metrics.on_tokens(one, 3, 13.0)
