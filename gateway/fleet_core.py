@@ -27,13 +27,13 @@ from backend.engine.front import (
 )
 from backend.fleet import FleetSnapshot, Member, VerifierStats
 from backend.fleet.speed import RESPONSE_TOKENS
+from backend.routing.choosing import Choosing
 from backend.routing.routers import LeastLoaded, Router
 from backend.transport.sockets import Wire
 from backend.wire.engine import PAUSED, Account, Asked
 from gateway.admission.claim import current_claim
 from gateway.admission.gate import Gate, Queueing
 from gateway.admission.room import Rooms
-from gateway.choosing import Choosing
 from gateway.directory import Directory, follow
 from gateway.engine_link import DECLARED_LOST, RESTARTED, Loss, VerifierLink
 from gateway.errors import NoVerifier, Poisoned, ShuttingDown, Unavailable, VerifierLost

@@ -1,4 +1,4 @@
-"""Routing as `FleetCore` uses it: the router, and all that it is told about verifiers.  The gateway's event loop."""
+"""Routing as a gateway uses it: the router, and all that it is told about verifiers.  Pure, as the routers are."""
 
 from __future__ import annotations
 
