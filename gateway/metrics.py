@@ -24,7 +24,10 @@ class Definition(NamedTuple):
     labels: tuple[str, ...]
     help: str
     field: str = ""
-    """Of what members report: by the labels of a verifier, of a pair, of a drafter that learns, or summed over the fleet."""
+    """Of what members report (`backend.fleet.stats`), by the labels of a verifier, of a pair, or of a drafter that learns.
+
+    Without any of these labels, a counter of verifiers or of pairs is summed over the fleet.
+    """
 
 
 _VERIFIER = ("verifier",)
@@ -223,7 +226,7 @@ DEFINITIONS: dict[str, Definition] = {
         "counter", (), "see outrider_accepted_tokens_total", "accepted_tokens"
     ),
     "vllm:spec_decode_num_accepted_tokens_per_pos_total": Definition(
-        "counter", ("position",), "see outrider_accepted_tokens_by_position_total"
+        "counter", ("position",), "see outrider_accepted_tokens_by_position_total", "accepted_by_position"
     ),
 }
 
