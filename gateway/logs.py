@@ -19,8 +19,6 @@ TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 class TextLines(logging.Formatter):
     """One line a message, whatever a client has put into it; a traceback's lines are indented."""
 
-    converter = time.gmtime
-
     def formatMessage(self, record: logging.LogRecord) -> str:
         return _escaped(super().formatMessage(record))
 
@@ -53,7 +51,11 @@ class JsonLines(logging.Formatter):
 
 def formatter(kind: LogFormat) -> logging.Formatter:
     """What a handler needs."""
-    return JsonLines() if kind == "json" else TextLines(TEXT)
+    if kind == "json":
+        return JsonLines()
+    result = TextLines(TEXT)
+    result.converter = time.gmtime
+    return result
 
 
 def configure_logging(level: str, kind: LogFormat = "text") -> None:

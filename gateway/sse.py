@@ -246,6 +246,11 @@ class EventStream(Response):
         self._leaving.cancel()
         await self._source.close()
 
+    def _said_all(self) -> bool:
+        """Whether the last event has been taken."""
+        last, ends = self._events.last, self._dialect.ends
+        return self._events.empty and (last.startswith(ends) or last.endswith(ends))
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         events, leaving = self._events, self._leaving
         complete = False
@@ -257,8 +262,7 @@ class EventStream(Response):
                     continue
                 await send({"type": "http.response.body", "body": events.take(), "more_body": True})
                 # Whoever has read the last event may go before the source has cleared up.
-                said = events.last.startswith(self._dialect.ends) or events.last.endswith(self._dialect.ends)
-                complete = said and events.empty and not leaving.done()
+                complete = self._said_all() and not leaving.done()
             if not leaving.done():
                 rest = events.take()
                 if events.error is not None:
