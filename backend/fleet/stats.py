@@ -11,7 +11,7 @@ import msgspec
 
 from backend.fleet.speed import RESPONSE_TOKENS, Speed
 
-IDLE_CAUSES = ("no_work", "awaiting_draft", "transfer", "swap")
+IDLE_CAUSES = ("no_work", "awaiting_draft", "swap")
 
 LOOKUP = "lookup"
 """Stands among the drafters of a verifier's counters for its own prompt lookup (`speculation/lookups.py`)."""
