@@ -24,6 +24,7 @@
         |-- NoVerifier           none is ready
         |-- NotAllReady          one of the processes on this port is not
         |-- Overloaded           too many requests wait for one, or this one would wait too long
+        |-- TooManyConnections   of clients to this gateway process
         |-- VerifierLost         the one that served this request went away, and no other came in time
         |-- Poisoned        500  several verifiers were lost while they served this request
         |-- NoCoordinator        it does not answer; only administration needs it
@@ -280,6 +281,11 @@ class Overloaded(Unavailable):
 
     def headers(self) -> dict[str, str]:
         return {"retry-after": self.message.split()[-2]}
+
+
+class TooManyConnections(Unavailable):
+    code = "too_many_connections"
+    text = "This gateway has as many connections as it can hold. Try again."
 
 
 class VerifierLost(Unavailable):

@@ -1,4 +1,4 @@
-"""uvicorn's HTTP/1.1 protocol with bounds on what comes before the body, and on the time a client takes nothing of its answer.
+"""uvicorn's HTTP/1.1 protocol with bounds on connections, on what comes before the body, and on clients that take no answer.
 
 uvicorn has none of its own over httptools.  It also loses the body of a request that offers to change the protocol (`Upgrade:
 h2c`), which a server may ignore, and this one does.  Errors have the shape of all others, and the connection ends with them.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import json
+import resource
 import sys
 import termios
 from http import HTTPStatus
@@ -17,7 +18,15 @@ from typing import Any
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from gateway.errors import ApiError, BadRequest, HeadersTooLarge, MethodNotAllowed, RequestTimeout, UriTooLong
+from gateway.errors import (
+    ApiError,
+    BadRequest,
+    HeadersTooLarge,
+    MethodNotAllowed,
+    RequestTimeout,
+    TooManyConnections,
+    UriTooLong,
+)
 
 MAX_URL_BYTES = 8192
 MAX_HEADERS = 100
@@ -27,6 +36,10 @@ HEAD_TIMEOUT_S = 20.0
 """From the first byte of a request to the end of its headers."""
 WRITE_TIMEOUT_S = 60.0
 """For a client to take something of an answer that waits for it: as long as a body may pause."""
+MAX_CONNECTIONS = resource.getrlimit(resource.RLIMIT_NOFILE)[0] * 3 // 4
+"""Of this process.  Each is an open file; the gateway needs others for verifiers, logs and its own files."""
+LINGER_S = 1.0
+"""For the client of one connection too many to read that."""
 
 
 class _Refused(Exception):
@@ -47,7 +60,13 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._wait_for_head(self.timeout_keep_alive)
+        if len(self.connections) <= MAX_CONNECTIONS:
+            self._wait_for_head(self.timeout_keep_alive)
+            return
+        # Its request is not read.  Were the connection closed at once, the kernel would reset it before the answer is read.
+        transport.pause_reading()
+        self._answer(TooManyConnections())
+        self._late = self.loop.call_later(LINGER_S, transport.close)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
@@ -170,8 +189,12 @@ class BoundedProtocol(HttpToolsProtocol):
             self._reading = None
 
     def _refuse(self, error: ApiError) -> None:
+        self._answer(error)
+        self.transport.close()
+
+    def _answer(self, error: ApiError) -> None:
         body = json.dumps(error.body()).encode()
         status = HTTPStatus(error.status)
-        head = f"HTTP/1.1 {status.value} {status.phrase}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
-        self.transport.write(f"{head}connection: close\r\n\r\n".encode() + body)
-        self.transport.close()
+        headers = {"content-type": "application/json", "content-length": len(body), "connection": "close", **error.headers()}
+        head = [f"HTTP/1.1 {status.value} {status.phrase}", *(f"{name}: {value}" for name, value in headers.items())]
+        self.transport.write("\r\n".join([*head, "", ""]).encode() + body)

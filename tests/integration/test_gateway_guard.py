@@ -100,6 +100,25 @@ async def test_what_comes_before_the_body_is_bounded(running, head, status, code
         assert await client.rest() == b"", "the connection ends with it"
 
 
+async def test_connections_beyond_what_the_gateway_can_hold_are_told_to_come_again(running, monkeypatch):
+    await eventually(lambda: len(server_connections(running)) <= 1)
+    async with wire(running) as first:
+        await first.send(b"GET /livez HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        assert (await first.answer())[0] == 200
+        monkeypatch.setattr(protocol, "MAX_CONNECTIONS", len(server_connections(running)))
+        async with httpx.AsyncClient(base_url=running.server.url) as second:
+            refused = await second.post("/v1/completions", json=COMPLETION)
+            assert (refused.status_code, code_of(refused.content)) == (503, "too_many_connections")
+            assert refused.headers["retry-after"] == "1"
+        async with wire(running) as silent:
+            assert (await silent.answer())[0] == 503
+            assert await silent.rest() == b""
+        await first.send(b"GET /livez HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        assert (await first.answer())[0] == 200, "who is in stays"
+    async with httpx.AsyncClient(base_url=running.server.url) as third:
+        assert (await third.post("/v1/completions", json=COMPLETION)).status_code == 200
+
+
 async def test_headers_without_end_are_not_kept(running):
     async with wire(running) as client:
         await client.send(b"GET /livez HTTP/1.1\r\nhost: localhost\r\nx: ")

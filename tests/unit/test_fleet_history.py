@@ -240,7 +240,6 @@ def test_the_log_is_bounded():
 
 
 def test_the_page_draws_every_part_of_a_verifiers_time_and_no_other():
-    times = (
-        (Path(gateway.page.__file__).parent / "dom.js").read_text().partition("export const TIMES = [")[2].partition("];")[0]
-    )
+    script = (Path(gateway.page.__file__).parent / "dom.js").read_text()
+    times = script.partition("export const TIMES = [")[2].partition("];")[0]
     assert set(re.findall(r'\["(\w+)"', times)) == {"busy", *IDLE_CAUSES}
