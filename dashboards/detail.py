@@ -43,7 +43,6 @@ VERIFIERS = Dashboard(
             for cause, words, about in (
                 ("no_work", "no work", "Share of time without a single request."),
                 ("awaiting_draft", "waiting for drafts", "Share of time with requests, all of which wait for drafts."),
-                ("transfer", "transfer", "Share of time waiting for data to arrive."),
                 ("swap", "swap", "Share of time waiting for memory to be swapped."),
             )
         ),

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.admission.claim import Claim
 from gateway.errors import Forbidden, TooManyRequests, Unauthorized
-from gateway.guard import host_of, is_loopback, whole_body
+from gateway.guard import host_of, is_local_origin, is_loopback, whole_body
 from gateway.keys.caller import ANYBODY, Caller
 from gateway.keys.quotas import Quotas
 from gateway.keys.ring import KeyRing
@@ -168,6 +168,7 @@ class Access:
 
         If any key has that right, such a key is required.  Otherwise the request must come from this machine, with the API key
         if there is one, and with a loopback name as `Host`: a web page could send its visitor's browser here under another.
+        Pages that may call (`cors_origins`) may not administer.
         """
         ring = self._doors.ring
         if ring.has_admin:
@@ -178,8 +179,9 @@ class Access:
             if known is not None and known.owner:
                 raise Forbidden("This key may not administer the fleet.")
             raise Unauthorized("Missing or wrong admin key. Send it as `Authorization: Bearer <key>`.")
-        client = scope.get("client")
-        if client is None or not (is_loopback(client[0]) and is_loopback(host_of(Headers(scope=scope).get("host", "")))):
+        client, headers = scope.get("client"), Headers(scope=scope)
+        is_local = client is not None and is_loopback(client[0]) and is_loopback(host_of(headers.get("host", "")))
+        if not (is_local and is_local_origin(headers.get("origin"))):
             raise Forbidden("Without a key for it the fleet is administered from the gateway's own machine only.")
         caller = ring.find(scope)
         if caller is None:

@@ -100,12 +100,13 @@ def build_app(gateway: Gateway) -> FastAPI:
     app.add_exception_handler(RequestValidationError, _http_error)
     settings = gateway.settings.gateway
     app.add_middleware(Access, metrics=gateway.metrics, doors=gateway.doors)
-    app.add_middleware(Guard, listens_on=settings.host, has_key=lambda: not gateway.doors.ring.open)
+    has_key, origins = (lambda: not gateway.doors.ring.open), settings.cors_origins
+    app.add_middleware(Guard, listens_on=settings.host, has_key=has_key, origins=origins)
     app.add_middleware(Envelope, metrics=gateway.metrics, quotas=gateway.doors.quotas)
-    if settings.cors_origins:
+    if origins:
         app.add_middleware(
             CORSMiddleware,
-            allow_origins=settings.cors_origins,
+            allow_origins=origins,
             allow_methods=["*"],
             allow_headers=["*"],
             expose_headers=EXPOSED_HEADERS,

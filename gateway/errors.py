@@ -24,6 +24,7 @@
         |-- NoVerifier           no verifier is ready
         |-- NotAllReady          one of the gateway processes on this port is not ready
         |-- Overloaded           too many requests wait for a verifier, or this one would wait too long
+        |-- TooManyConnections   this gateway process has too many connections of clients
         |-- VerifierLost         the verifier of this request was lost, and no other was ready in time
         |-- Poisoned        500  several verifiers were lost while they served this request
         |-- NoCoordinator        the coordinator does not answer; only administration needs it
@@ -279,6 +280,11 @@ class Overloaded(Unavailable):
 
     def headers(self) -> dict[str, str]:
         return {"retry-after": self.message.split()[-2]}
+
+
+class TooManyConnections(Unavailable):
+    code = "too_many_connections"
+    text = "This gateway has as many connections as it can hold. Try again."
 
 
 class VerifierLost(Unavailable):

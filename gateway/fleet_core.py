@@ -25,13 +25,13 @@ from backend.engine.front import (
 )
 from backend.fleet import FleetSnapshot, Member, VerifierStats
 from backend.fleet.speed import RESPONSE_TOKENS
+from backend.routing.choosing import Choosing
 from backend.routing.routers import LeastLoaded, Router
 from backend.transport.sockets import Wire
 from backend.wire.engine import PAUSED, Account, Asked
 from gateway.admission.claim import current_claim
 from gateway.admission.gate import Gate, Queueing
 from gateway.admission.room import Rooms
-from gateway.choosing import Choosing
 from gateway.directory import Directory, follow
 from gateway.engine_link import DECLARED_LOST, RESTARTED, Loss, VerifierLink
 from gateway.errors import NoVerifier, Poisoned, ShuttingDown, Unavailable, VerifierLost
@@ -92,6 +92,8 @@ class FleetCore(EngineCoreClient):
         self._served_at = float("-inf")
         self._arrival = asyncio.Event()
         self._sequences = Sequences()
+        # Over at their verifiers, for these reasons, while vLLM has yet to put their last tokens into answers.
+        self._ending: dict[str, tuple[InFlight, str]] = {}
         self._rooms = Rooms(slots)
         self.gate = Gate(self._room, queueing or Queueing())
         # Place ids of sequences that may still run at a lost verifier, by its id and incarnation.  Aborted if it comes back.
@@ -325,18 +327,35 @@ class FleetCore(EngineCoreClient):
         output.request_id = record.request.request_id
         record.claim.heard_at = now
         if output.new_token_ids:
-            record.claim.output_tokens += len(output.new_token_ids)
             self._observer.on_tokens(record, len(output.new_token_ids), now)
             record.cut = None
             self._sequences.grown(record, output.new_token_ids, now)
         if output.finish_reason is not None:
             self._accounts.ended(record.place_id)
-            self._end(record, str(output.finish_reason))
+            self._leave(record, str(output.finish_reason))
         return True
+
+    def on_said(self, request_id: str, tokens: int, last: bool) -> None:
+        """vLLM has put tokens of a sequence into its answer: these are shown and charged.  It aborts at a stop string."""
+        record, reason = self._ending.get(request_id) or (self._sequences.get(request_id), "")
+        if record is None:
+            return
+        record.said += tokens
+        record.claim.output_tokens += tokens
+        self._observer.on_said(tokens)
+        if last and reason:
+            self._end(record, reason)
+
+    def _leave(self, record: InFlight, reason: str) -> None:
+        """It is over at its verifier, and its last tokens are on their way to vLLM."""
+        self._sequences.remove(record)
+        self._ending[record.request.request_id] = record, reason
+        self.gate.look()
 
     def _end(self, record: InFlight, reason: str) -> None:
         """Forgets a sequence that has ended, and settles its claim."""
         self._sequences.remove(record)
+        self._ending.pop(record.request.request_id, None)
         self._observer.on_finished(record, reason)
         record.claim.ended()
         if not record.claim.running:
@@ -495,21 +514,24 @@ class FleetCore(EngineCoreClient):
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
         """Ends sequences.  Never suspends, so that it also works in a task that is being cancelled."""
+        for request_id in request_ids:
+            if request_id in self._ending:
+                self._end(*self._ending[request_id])
         known = [self._sequences.get(request_id) for request_id in dict.fromkeys(request_ids)]
-        self._abort([record for record in known if record is not None])
+        self._abort([record for record in known if record is not None], self._end)
 
     def finish(self, records: Sequence[InFlight]) -> None:
         """Ends sequences as aborted, after all tokens that have arrived for them."""
-        self._abort(records)
+        self._abort(records, self._leave)
         ended = [EngineCoreOutput(each.request.request_id, [], finish_reason=FinishReason.ABORT) for each in records]
         self._outputs.put_nowait(EngineCoreOutputs(outputs=ended))
 
-    def _abort(self, records: Sequence[InFlight]) -> None:
+    def _abort(self, records: Sequence[InFlight], over: Callable[[InFlight, str], None]) -> None:
         by_link: dict[int, tuple[VerifierLink, list[str]]] = {}
         for record in records:
             if record.link is not None:
                 by_link.setdefault(id(record.link), (record.link, []))[1].append(record.place_id)
-            self._end(record, "aborted")
+            over(record, "aborted")
         for link, ids in by_link.values():
             link.abort(ids)
 

@@ -34,11 +34,15 @@ def acceptance_length(counters: DraftCounters | Verified) -> float | None:
     return 1 + counters.accepted_tokens / counters.drafts if counters.drafts else None
 
 
+Sums = Counter[tuple[str, ...]]
+"""By a metric's name and its labels."""
+
+
 class FleetTotals:
-    """Draft counters summed over verifiers.  They include earlier incarnations, so that they never decrease."""
+    """Counters summed over verifiers.  They include earlier incarnations, so that they never decrease."""
 
     def __init__(self) -> None:
-        self._gone: Counter[str] = Counter()
+        self._gone: Sums = Counter()
         self._last: dict[str, VerifierStats] = {}
 
     def update(self, stats: VerifierStats) -> None:
@@ -48,21 +52,27 @@ class FleetTotals:
             self._gone.update(_sums(last))
         self._last[stats.verifier_id] = stats
 
-    def sums(self) -> Counter[str]:
-        """The sums, by field of `DraftCounters` and by `accepted@<position>`."""
-        total = Counter(self._gone)
-        for stats in self._last.values():
-            total.update(_sums(stats))
+    def sums(self) -> Sums:
+        """Of every metric that is summed; 0 where nothing was reported and there is no label."""
+        total: Sums = Counter({(name,): 0 for name in _summed() if not DEFINITIONS[name].labels})
+        for each in (self._gone, *map(_sums, self._last.values())):
+            total.update(each)
         return total
 
 
-def _sums(stats: VerifierStats) -> Counter[str]:
-    total: Counter[str] = Counter()
-    for counters in stats.drafters.values():
-        for name in ("drafts", "draft_tokens", "accepted_tokens"):
-            total[name] += getattr(counters, name)
-        for position, accepted in enumerate(counters.accepted_by_position):
-            total[f"accepted@{position}"] += accepted
+def _summed() -> dict[str, str]:
+    """The metrics that are summed over the fleet: their fields by their names."""
+    return {
+        name: each.field for name, each in DEFINITIONS.items() if each.field and not {*each.labels} & {"verifier", "drafter"}
+    }
+
+
+def _sums(stats: VerifierStats) -> Sums:
+    total: Sums = Counter()
+    for name, field in _summed().items():
+        for report in [stats] if hasattr(stats, field.partition(".")[0]) else stats.drafters.values():
+            for label, value in _values(report, field):
+                total[name, *label] += value  # type: ignore[assignment]
     return total
 
 
@@ -80,7 +90,7 @@ class FleetCollector(Collector):
         yield from self._members(stats)
         yield from _verifiers(stats)
         yield from _pairs(stats)
-        yield from self._vllm_names()
+        yield from self._over_the_fleet()
 
     def _members(self, stats: list[VerifierStats]) -> Iterator[Metric]:
         members = _family("outrider_fleet_members")
@@ -100,19 +110,11 @@ class FleetCollector(Collector):
         yield _refused(views)
         yield from _drafters(views)
 
-    def _vllm_names(self) -> Iterator[Metric]:
-        sums = self._totals.sums()
-        for name, definition in DEFINITIONS.items():
-            if definition.field and not definition.labels:
-                family = _family(name)
-                family.add_metric([], sums[definition.field])
-                yield family
-        by_position = _family("vllm:spec_decode_num_accepted_tokens_per_pos_total")
-        position = 0
-        while f"accepted@{position}" in sums:
-            by_position.add_metric([str(position)], sums[f"accepted@{position}"])
-            position += 1
-        yield by_position
+    def _over_the_fleet(self) -> Iterator[Metric]:
+        families = {name: _family(name) for name in _summed()}
+        for (name, *labels), value in self._totals.sums().items():
+            families[name].add_metric(labels, value)
+        yield from families.values()
 
 
 class GatewayCollector(Collector):

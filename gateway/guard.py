@@ -6,8 +6,7 @@ import asyncio
 import ipaddress
 import re
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -22,7 +21,7 @@ BODY_TIMEOUT_S = 60.0
 BODY_BYTES_PER_S = 1 << 14
 """Each so many bytes that have arrived prolong that time by a second.  So 16 MiB may take 18 minutes, a trickling body one."""
 MAX_ARRIVING_BYTES = 1 << 29
-"""Most bytes of all incomplete bodies together."""
+"""Most bytes in memory of all incomplete bodies together; uploaded files are written to disk."""
 PROBES = frozenset({"/livez", "/liveness", "/readyz", "/health"})
 """Served under any host name; the answers contain no information."""
 
@@ -33,14 +32,15 @@ class Guard:
     """Sets a deadline for every body.  On loopback without a key, also refuses host names and origins other than loopback ones.
 
     Such a gateway trusts this machine.  But a web page could make a browser on this machine call it: under a host name of the
-    page's own (DNS rebinding), or from a foreign origin without reading the answer.
+    page's own (DNS rebinding), or from a foreign origin without reading the answer.  Pages of `origins`
+    may call; `*` means all.
     """
 
-    def __init__(self, app: ASGIApp, *, listens_on: str, has_key: Callable[[], bool]) -> None:
+    def __init__(self, app: ASGIApp, *, listens_on: str, has_key: Callable[[], bool], origins: Sequence[str]) -> None:
         self._app = app
         self._local = is_loopback(listens_on)
         self._has_key = has_key
-        self._arriving = _Arriving()
+        self._origins = origins
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -50,29 +50,17 @@ class Guard:
             headers = Headers(scope=scope)
             if not is_loopback(host_of(headers.get("host", ""))):
                 raise Forbidden("Without an API key this gateway answers to its own machine's names only, such as localhost.")
-            if not _is_local_origin(headers.get("origin")):
-                raise Forbidden("Without an API key this gateway serves no web pages of other origins.")
-        timed = _Timed(receive, self._arriving)
-        try:
-            await self._app(scope, timed, send)
-        finally:
-            timed.complete()
-
-
-@dataclass
-class _Arriving:
-    """Bytes of incomplete bodies so far."""
-
-    bytes: int = 0
+            origin = headers.get("origin")
+            if not (is_local_origin(origin) or origin in self._origins or "*" in self._origins):
+                raise Forbidden("Without an API key this gateway serves no web pages but those of `gateway.cors_origins`.")
+        await self._app(scope, _Timed(receive), send)
 
 
 class _Timed:
     """`receive`, with a deadline until the body is complete."""
 
-    def __init__(self, receive: Receive, arriving: _Arriving) -> None:
+    def __init__(self, receive: Receive) -> None:
         self._receive = receive
-        self._arriving = arriving
-        self._bytes = 0
         self._deadline = time.monotonic() + BODY_TIMEOUT_S
         self._complete = False
 
@@ -83,44 +71,44 @@ class _Timed:
             async with asyncio.timeout(max(0.0, self._deadline - time.monotonic())):
                 message = await self._receive()
         except TimeoutError:
-            self.complete()
+            self._complete = True
             raise RequestTimeout("The request body took too long to arrive.") from None
-        if message["type"] != "http.request" or not message.get("more_body", False):
-            self.complete()
-            return message
-        size = len(message.get("body", b""))
-        self._deadline += size / BODY_BYTES_PER_S
-        self._bytes += size
-        self._arriving.bytes += size
-        if self._arriving.bytes > MAX_ARRIVING_BYTES:
-            raise TooManyRequests("Too many large requests arrive at once. Try again.")
+        self._complete = message["type"] != "http.request" or not message.get("more_body", False)
+        self._deadline += len(message.get("body", b"")) / BODY_BYTES_PER_S
         return message
 
-    def complete(self) -> None:
-        """Ends the deadline: the body is complete or given up."""
-        self._complete = True
-        self._arriving.bytes -= self._bytes
-        self._bytes = 0
+
+async def read_body(scope: Scope, receive: Receive, most: int) -> bytearray:
+    """A body of `most` bytes at most.  Raises `PayloadTooLarge`, `TooManyRequests`, `RequestTimeout` or `ClientGone`."""
+    gateway = scope["app"].state.gateway
+    declared = Headers(scope=scope).get("content-length", "")
+    if declared.isdigit() and int(declared) > most:
+        raise PayloadTooLarge(f"The request body is larger than {most} bytes.")
+    body, more = bytearray(), True
+    try:
+        while more:
+            message: Any = await receive()
+            if message["type"] != "http.request":
+                raise ClientGone
+            part = message.get("body", b"")
+            more = message.get("more_body", False)
+            body += part
+            gateway.arriving_bytes += len(part)
+            if len(body) > most:
+                raise PayloadTooLarge(f"The request body is larger than {most} bytes.")
+            if more and gateway.arriving_bytes > MAX_ARRIVING_BYTES:
+                raise TooManyRequests("Too many large requests arrive at once. Try again.")
+    finally:
+        gateway.arriving_bytes -= len(body)
+    return body
 
 
 async def whole_body(scope: Scope, receive: Receive) -> Receive:
     """Waits until the whole body has arrived, so that no quota or slot is held for one that never does.
 
-    Returns a `receive` that yields the body in one piece.  Raises `PayloadTooLarge`, `RequestTimeout` or `ClientGone`.
+    Returns a `receive` that has it in one piece.  Raises what `read_body` does.
     """
-    most: int = scope["app"].state.gateway.max_body_bytes
-    declared = Headers(scope=scope).get("content-length", "")
-    if declared.isdigit() and int(declared) > most:
-        raise PayloadTooLarge(f"The request body is larger than {most} bytes.")
-    body, more = bytearray(), True
-    while more:
-        message: Any = await receive()
-        if message["type"] != "http.request":
-            raise ClientGone
-        body += message.get("body", b"")
-        more = message.get("more_body", False)
-        if len(body) > most:
-            raise PayloadTooLarge(f"The request body is larger than {most} bytes.")
+    body = await read_body(scope, receive, scope["app"].state.gateway.max_body_bytes)
     scope["state"]["body_bytes"] = len(body)
     given = False
 
@@ -149,7 +137,8 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def _is_local_origin(origin: str | None) -> bool:
+def is_local_origin(origin: str | None) -> bool:
+    """Whether no web page of another machine sent the request, going by its header `Origin`."""
     if origin is None:
         return True
     try:

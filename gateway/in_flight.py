@@ -41,6 +41,8 @@ class InFlight:
     first_token: float | None = None
     last_token: float | None = None
     emitted: list[int] = field(default_factory=list)
+    said: int = 0
+    """Tokens of these in its answer: none after a stop string."""
     noise_seed: int = field(default_factory=lambda: secrets.randbits(64))
     """The seed for a request that gives none.  Equal at every verifier, so that a move changes no token."""
     places: int = 0
@@ -192,6 +194,10 @@ class TrafficObserver(Protocol):
 
     def on_tokens(self, sequence: InFlight, count: int, now: float) -> None:
         """`count` tokens arrived in one chunk; called before `sequence` takes them in."""
+        ...
+
+    def on_said(self, count: int) -> None:
+        """`count` tokens are in an answer."""
         ...
 
     def on_finished(self, sequence: InFlight, reason: str) -> None:

@@ -70,7 +70,7 @@ class Told:
     def body(self, index: int, mode: str) -> dict[str, Any]:
         """The statistics as the answer shows them; `mode` is the fleet's."""
         record, accounts, tallies = self.record, self.accounts, self.tallies()
-        emitted, known = len(record.emitted), sum(account.tokens for account in accounts)
+        emitted, known = record.said, sum(account.tokens for account in accounts)
         verifications = sum(account.verifications for account in accounts)
         lengths: Counter[int] = Counter()
         for account in accounts:

@@ -16,6 +16,23 @@ LogFormat = Literal["text", "json"]
 TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
+class TextLines(logging.Formatter):
+    """One line a message, whatever a client has put into it; a traceback's lines are indented."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return _escaped(super().formatMessage(record))
+
+    def formatException(self, ei: Any) -> str:
+        return "\n".join(f"  {_escaped(line)}" for line in super().formatException(ei).split("\n"))
+
+
+def _escaped(text: str) -> str:
+    """Line ends and whatever else would change how a line is shown, as in a Python literal."""
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+
+
 class JsonLines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {
@@ -33,7 +50,7 @@ class JsonLines(logging.Formatter):
 def formatter(kind: LogFormat) -> logging.Formatter:
     if kind == "json":
         return JsonLines()
-    result = logging.Formatter(TEXT)
+    result = TextLines(TEXT)
     result.converter = time.gmtime
     return result
 

@@ -24,7 +24,10 @@ class Definition(NamedTuple):
     labels: tuple[str, ...]
     help: str
     field: str = ""
-    """The field of the report of a verifier, pair or drafter, by the labels.  Without labels, its sum over the fleet."""
+    """Of what members report (`backend.fleet.stats`), by the labels of a verifier, of a pair, or of a drafter that learns.
+
+    Without any of these labels, a counter of verifiers or of pairs is summed over the fleet.
+    """
 
 
 _VERIFIER = ("verifier",)
@@ -72,9 +75,7 @@ DEFINITIONS: dict[str, Definition] = {
         "counter", (), "requests answered 503 because they waited too long for room, would have, or the queue was full"
     ),
     "outrider_prompt_tokens_total": Definition("counter", (), "prompt tokens of sequences that got a first token"),
-    "outrider_generated_tokens_total": Definition(
-        "counter", (), "tokens received from verifiers, also those after a stop string"
-    ),
+    "outrider_generated_tokens_total": Definition("counter", (), "tokens of answers, as their usage counts them"),
     "outrider_time_to_first_token_seconds": Definition("histogram", (), "from a request's arrival to its first token"),
     "outrider_inter_chunk_seconds": Definition(
         "histogram", (), "between two chunks of one sequence; a chunk is what one verification emitted"
@@ -251,7 +252,7 @@ DEFINITIONS: dict[str, Definition] = {
         "counter", (), "see outrider_accepted_tokens_total", "accepted_tokens"
     ),
     "vllm:spec_decode_num_accepted_tokens_per_pos_total": Definition(
-        "counter", ("position",), "see outrider_accepted_tokens_by_position_total"
+        "counter", ("position",), "see outrider_accepted_tokens_by_position_total", "accepted_by_position"
     ),
 }
 
@@ -321,8 +322,10 @@ class GatewayMetrics:
             self.moves[cut.kind, cut.cause, sequence.link.member.id] += 1
         (self._failovers if cut.kind == "failover" else self._migrations).labels(cut.cause).inc()
 
-    def on_tokens(self, sequence: InFlight, count: int, now: float) -> None:
+    def on_said(self, count: int) -> None:
         self._tokens.inc(count)
+
+    def on_tokens(self, sequence: InFlight, count: int, now: float) -> None:
         if sequence.cut is not None:
             since = sequence.cut.at if sequence.last_token is None else sequence.last_token
             self._recovery.labels(sequence.cut.kind).observe(now - since)

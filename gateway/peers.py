@@ -12,7 +12,6 @@ import logging
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
@@ -73,7 +72,8 @@ class Peers:
             routes=[
                 Route("/ready", _ready),
                 Route("/metrics", _metrics),
-                Route("/reload", _reload, methods=["POST"]),
+                Route("/reload/prepare", _prepare_reload, methods=["POST"]),
+                Route("/reload/apply", _apply_reload, methods=["POST"]),
                 Route("/cancel", _cancel, methods=["POST"]),
                 Route("/abort", _abort, methods=["POST"]),
                 Route("/adapters", _adapters, methods=["GET", "POST", "DELETE"]),
@@ -132,11 +132,17 @@ class Peers:
         texts[self._index] = exposed(gateway, fleet=self.is_first)
         return merged([texts[number] for number in sorted(texts)])
 
-    async def reload(self) -> None:
-        """Has all other processes read keys, limits and routing again."""
-        answers = await self._ask_all("POST", "/reload", timeout_s=6 * ASK_TIMEOUT_S)
-        # A process that is just starting reads the new settings anyway.
-        self._tell_of_others(answers, "did not reload")
+    async def prepare_reload(self) -> None:
+        """Has all other processes read keys, limits and routing again.  Raises `ReloadError` when one refuses them."""
+        # One that is being started reads the settings then.
+        for number, answer in (await self._ask_all("POST", "/reload/prepare", timeout_s=6 * ASK_TIMEOUT_S)).items():
+            if answer.status_code != 200:
+                logger.error("reload refused by gateway process %d, nothing has changed: %s", number, answer.text)
+                raise ReloadError(f"gateway process {number}: {answer.text}")
+
+    async def apply_reload(self) -> None:
+        """Has them put in force what they have read."""
+        self._tell_of_others(await self._ask_all("POST", "/reload/apply"), "did not reload")
 
     async def adapters(self) -> list[dict[str, Any]]:
         """LoRA adapters that another process has loaded, as requests to load them."""
@@ -284,12 +290,17 @@ async def _metrics(request: Request) -> Response:
     return Response(exposed(gateway, fleet=gateway.peers.is_first))
 
 
-async def _reload(request: Request) -> Response:
-    reloader = request.app.state.gateway.reloader
+async def _prepare_reload(request: Request) -> Response:
     try:
-        return JSONResponse(asdict(await reloader.reload()))
+        await request.app.state.gateway.reloader.prepare()
     except ReloadError as error:
         return Response(str(error), status_code=400)
+    return Response()
+
+
+async def _apply_reload(request: Request) -> Response:
+    request.app.state.gateway.reloader.apply()
+    return Response()
 
 
 async def _abort(request: Request) -> Response:

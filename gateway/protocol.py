@@ -1,4 +1,4 @@
-"""uvicorn's HTTP/1.1 protocol with bounds on the URL, the headers, and the time that both may take to arrive.
+"""uvicorn's HTTP/1.1 protocol with bounds on connections, on what comes before the body, and on clients that take no answer.
 
 uvicorn has no such bounds with httptools.  It also loses the body of a request that offers to change the protocol (`Upgrade:
 h2c`).  A server may ignore such an offer, and this one does.  Errors have the usual JSON format, and end the connection.
@@ -7,15 +7,26 @@ h2c`).  A server may ignore such an offer, and this one does.  Errors have the u
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
+import resource
 import sys
+import termios
 from http import HTTPStatus
 from typing import Any
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from gateway.errors import ApiError, BadRequest, HeadersTooLarge, MethodNotAllowed, RequestTimeout, UriTooLong
+from gateway.errors import (
+    ApiError,
+    BadRequest,
+    HeadersTooLarge,
+    MethodNotAllowed,
+    RequestTimeout,
+    TooManyConnections,
+    UriTooLong,
+)
 
 MAX_URL_BYTES = 8192
 MAX_HEADERS = 100
@@ -23,6 +34,12 @@ MAX_HEADER_BYTES = 65536
 """Names and values of all headers together.  Other servers allow 8 to 64 KiB, cookies and trace headers included."""
 HEAD_TIMEOUT_S = 20.0
 """Seconds from the first byte of a request to the end of its headers."""
+WRITE_TIMEOUT_S = 60.0
+"""Seconds in which a client must read something of an answer that waits for it."""
+MAX_CONNECTIONS = resource.getrlimit(resource.RLIMIT_NOFILE)[0] * 3 // 4
+"""Most connections of this process.  Each is an open file; verifiers, logs and the gateway's own files need the rest."""
+LINGER_S = 1.0
+"""Seconds in which the client of one connection too many may read the refusal."""
 
 
 class _Refused(Exception):
@@ -39,14 +56,30 @@ class BoundedProtocol(HttpToolsProtocol):
         self._refusal: ApiError | None = None
         self._data = b""
         self._late: asyncio.TimerHandle | None = None
+        self._reading: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._wait_for_head(self.timeout_keep_alive)
+        if len(self.connections) <= MAX_CONNECTIONS:
+            self._wait_for_head(self.timeout_keep_alive)
+            return
+        # Its request is not read.  Were the connection closed at once, the kernel would reset it before the answer is read.
+        transport.pause_reading()
+        self._answer(TooManyConnections())
+        self._late = self.loop.call_later(LINGER_S, transport.close)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
+        self._stop_watching()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_reader(None)
+
+    def resume_writing(self) -> None:
+        self._stop_watching()
+        super().resume_writing()
 
     def data_received(self, data: bytes) -> None:
         idle = not self._in_head
@@ -139,9 +172,29 @@ class BoundedProtocol(HttpToolsProtocol):
         else:
             self.transport.close()
 
+    def _watch_reader(self, before: int | None) -> None:
+        """Ends the connection when nothing was taken since there were `before` bytes to send; else looks again."""
+        socket = self.transport.get_extra_info("socket")
+        queued = int.from_bytes(fcntl.ioctl(socket.fileno(), termios.TIOCOUTQ, bytes(4)), sys.byteorder)
+        # The kernel's queue holds megabytes, and wakes us only when a third of it is free.
+        left = self.transport.get_write_buffer_size() + queued
+        if before is not None and left >= before:
+            self.transport.abort()
+        else:
+            self._reading = self.loop.call_later(WRITE_TIMEOUT_S, self._watch_reader, left)
+
+    def _stop_watching(self) -> None:
+        if self._reading is not None:
+            self._reading.cancel()
+            self._reading = None
+
     def _refuse(self, error: ApiError) -> None:
+        self._answer(error)
+        self.transport.close()
+
+    def _answer(self, error: ApiError) -> None:
         body = json.dumps(error.body()).encode()
         status = HTTPStatus(error.status)
-        head = f"HTTP/1.1 {status.value} {status.phrase}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
-        self.transport.write(f"{head}connection: close\r\n\r\n".encode() + body)
-        self.transport.close()
+        headers = {"content-type": "application/json", "content-length": len(body), "connection": "close", **error.headers()}
+        head = [f"HTTP/1.1 {status.value} {status.phrase}", *(f"{name}: {value}" for name, value in headers.items())]
+        self.transport.write("\r\n".join([*head, "", ""]).encode() + body)

@@ -1,7 +1,7 @@
 """Replaces keys, limits and routing of a running gateway, all of them or none.  The gateway's event loop.
 
-The settings are read again from their original sources.  All new parts are built first.  Only then do they replace the old
-ones, between two requests.
+The settings are read again from their original sources.  All new parts are built first, in every process on the port.  Only
+then do they replace the old ones, between two requests.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from backend.config import Settings
 from backend.config.sources import ConfigError
 from backend.routing.routers import make_router
 from gateway.doors import queueing_of, ring_of
-from gateway.keys.ring import KeyFileError
+from gateway.keys.ring import KeyFileError, KeyRing
 from gateway.state import Gateway
 
 logger = logging.getLogger(__name__)
@@ -56,11 +56,15 @@ class Reloaded:
 
 
 async def reload_all(gateway: Gateway) -> Reloaded:
-    """Reloads in every process on this port.  `gateway` has a reloader.  Raises `ReloadError`."""
+    """Reloads in every process on this port, or in none.  `gateway` has a reloader.  Raises `ReloadError`."""
     assert gateway.reloader is not None
-    done = await gateway.reloader.reload()
-    if gateway.peers is not None:
-        await gateway.peers.reload()
+    async with gateway.reloader.turn:
+        done = await gateway.reloader.prepare()
+        if gateway.peers is not None:
+            await gateway.peers.prepare_reload()
+        gateway.reloader.apply()
+        if gateway.peers is not None:
+            await gateway.peers.apply_reload()
     return done
 
 
@@ -68,40 +72,44 @@ class Reloader:
     """`read` reads the settings; it may raise `ConfigError`, and runs in a thread."""
 
     def __init__(self, gateway: Gateway, read: Callable[[], Settings]) -> None:
+        self.turn = asyncio.Lock()
+        """Of the reloads that this process was asked for."""
         self._gateway = gateway
         self._read = read
-        self._turn = asyncio.Lock()
+        self._prepared: tuple[Settings, KeyRing, Reloaded] | None = None
 
-    async def reload(self) -> Reloaded:
-        """Raises `ReloadError`."""
-        async with self._turn:
-            try:
-                done = await self._reload()
-            except (ConfigError, KeyFileError) as error:
-                logger.error("reload refused, nothing has changed: %s", error)
-                raise ReloadError(str(error)) from None
-        logger.info("reloaded: %d keys; changed: %s", done.keys, ", ".join(done.changed) or "nothing else")
-        if done.needs_restart:
-            logger.warning("these need a restart: %s", ", ".join(done.needs_restart))
+    async def prepare(self) -> Reloaded:
+        """Makes everything new; `apply` does what is returned.  Raises `ReloadError`."""
+        self._prepared = None
+        old = self._gateway.settings
+        try:
+            asked = (await asyncio.to_thread(self._read)).gateway
+            different = [name for name in type(asked).model_fields if getattr(asked, name) != getattr(old.gateway, name)]
+            changed = [name for name in different if name in RELOADABLE]
+            section = old.gateway.model_copy(update={name: getattr(asked, name) for name in changed})
+            new = old.model_copy(update={"gateway": section})
+            ring = await asyncio.to_thread(ring_of, new)
+        except (ConfigError, KeyFileError) as error:
+            logger.error("reload refused, nothing has changed: %s", error)
+            raise ReloadError(str(error)) from None
+        restart = [f"gateway.{name}" for name in different if name not in RELOADABLE]
+        done = Reloaded([f"gateway.{name}" for name in changed], restart, len(ring))
+        self._prepared = new, ring, done
         return done
 
-    async def _reload(self) -> Reloaded:
-        gateway, old = self._gateway, self._gateway.settings
-        asked = (await asyncio.to_thread(self._read)).gateway
-        different = [name for name in type(asked).model_fields if getattr(asked, name) != getattr(old.gateway, name)]
-        changed = [name for name in different if name in RELOADABLE]
-        section = old.gateway.model_copy(update={name: getattr(asked, name) for name in changed})
-        new = old.model_copy(update={"gateway": section})
-        ring = await asyncio.to_thread(ring_of, new)
-        router = None
-        if {"routing", "affinity"} & set(changed):
+    def apply(self) -> None:
+        """Puts in force what was prepared last, if that has not been done."""
+        if self._prepared is None:
+            return
+        (new, ring, done), self._prepared = self._prepared, None
+        gateway, section, old = self._gateway, new.gateway, self._gateway.settings.gateway
+        if (section.routing, section.affinity) != (old.routing, old.affinity):
             slots = new.verifier.max_num_seqs
             router = make_router(section.routing, section.affinity, seed=secrets.randbits(32), slots=slots)
-        # Nothing below fails or suspends.
+            gateway.client.core.choosing.reroute(router)
         gateway.settings = new
         gateway.doors.ring, gateway.doors.max_in_flight = ring, section.max_in_flight
         gateway.client.core.gate.limit(queueing_of(new))
-        if router is not None:
-            gateway.client.core.choosing.reroute(router)
-        restart = [f"gateway.{name}" for name in different if name not in RELOADABLE]
-        return Reloaded([f"gateway.{name}" for name in changed], restart, len(ring))
+        logger.info("reloaded: %d keys; changed: %s", done.keys, ", ".join(done.changed) or "nothing else")
+        if done.needs_restart:
+            logger.warning("these need a restart: %s", ", ".join(done.needs_restart))

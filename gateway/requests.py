@@ -24,6 +24,7 @@ from backend.wire.engine import FIXED_RESPONSE
 from gateway.bounds import check_bounds, check_structure, check_text, grammar_field
 from gateway.errors import BadRequest, PayloadTooLarge, UnsupportedMedia, from_pydantic
 from gateway.fields import NO_EFFECT, REFUSED, Fits, without_nulls
+from gateway.guard import read_body
 
 LARGE_BYTES = 1 << 18
 """Larger bodies are decoded in a thread.  Each step of decoding holds the interpreter, but others run in between."""
@@ -56,11 +57,8 @@ def media_type(request: Request) -> str:
 
 
 async def read_bytes(request: Request, max_bytes: int) -> bytearray:
-    """The request's body.  Raises `PayloadTooLarge`."""
-    body = bytearray()
-    async for chunk in bounded(request, max_bytes, PayloadTooLarge(f"The request body is larger than {max_bytes} bytes.")):
-        body += chunk
-    return body
+    """The request's body.  Raises what `read_body` does."""
+    return await read_body(request.scope, request.receive, max_bytes)
 
 
 async def bounded(request: Request, max_bytes: int, too_large: PayloadTooLarge) -> AsyncGenerator[bytes, None]:

@@ -80,6 +80,9 @@ class SequenceSpans:
         if (span := self._span(sequence)) is not None:
             span.event(cut.kind, {**_where(sequence), "outrider.cause": cut.cause, "outrider.tokens": len(sequence.emitted)})
 
+    def on_said(self, count: int) -> None:
+        self._inner.on_said(count)
+
     def on_finished(self, sequence: InFlight, reason: str) -> None:
         self._inner.on_finished(sequence, reason)
         span = self._span(sequence)
@@ -90,7 +93,7 @@ class SequenceSpans:
             {
                 **_where(sequence),
                 "gen_ai.usage.prompt_tokens": len(sequence.request.prompt_token_ids or ()),
-                "gen_ai.usage.completion_tokens": len(sequence.emitted),
+                "gen_ai.usage.completion_tokens": sequence.said,
                 "outrider.finish_reason": reason,
                 "outrider.places": sequence.places,
             }

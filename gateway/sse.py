@@ -248,23 +248,31 @@ class EventStream(Response):
         self._leaving.cancel()
         await self._source.close()
 
+    def _said_all(self) -> bool:
+        """Whether the last event has been taken."""
+        last, ends = self._events.last, self._dialect.ends
+        return self._events.empty and (last.startswith(ends) or last.endswith(ends))
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        events = self._events
+        events, leaving = self._events, self._leaving
+        complete = False
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            while not events.ended:
-                if not events.empty:
-                    await send({"type": "http.response.body", "body": events.take(), "more_body": True})
-                elif self._leaving.done():
-                    # A client that has read the last event may leave while the source still finishes.
-                    if not (events.last.startswith(self._dialect.ends) or events.last.endswith(self._dialect.ends)):
-                        self._on_disconnect()
-                    return
-                else:
+            while not events.ended and not leaving.done():
+                if events.empty:
                     await events.more()
-            rest = events.take()
-            if events.error is not None:
-                rest += self._dialect.failed(events.error)
-            await send({"type": "http.response.body", "body": rest, "more_body": False})
+                    continue
+                await send({"type": "http.response.body", "body": events.take(), "more_body": True})
+                # Whoever has read the last event may go before the source has cleared up.
+                complete = self._said_all() and not leaving.done()
+            if not leaving.done():
+                rest = events.take()
+                if events.error is not None:
+                    rest += self._dialect.failed(events.error)
+                await send({"type": "http.response.body", "body": rest, "more_body": False})
+                # `send` waits for a client that reads nothing, and returns when that one is gone.
+                complete = not leaving.done()
+            if not complete:
+                self._on_disconnect()
         finally:
             await self.close()

@@ -43,7 +43,9 @@ class Gateway:
     peers: Peers | None = None
     """The other gateway processes on this port; None: there are none."""
     started: float = field(default_factory=time.time)
-    """Unix seconds; also reported as the time when the models were "created"."""
+    """Unix seconds; also when its models were "created"."""
+    arriving_bytes: int = 0
+    """In memory, of request bodies that are not complete."""
     tokenizing: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))
     """Bounds the texts that are tokenized, other than prompts, which use the same threads and would wait behind them."""
 

@@ -10,7 +10,7 @@ import msgspec
 
 from backend.fleet.speed import RESPONSE_TOKENS, Speed
 
-IDLE_CAUSES = ("no_work", "awaiting_draft", "transfer", "swap")
+IDLE_CAUSES = ("no_work", "awaiting_draft", "swap")
 
 LOOKUP = "lookup"
 """A verifier's own prompt lookup (`speculation/lookups.py`), as an id in `VerifierStats.drafters`."""

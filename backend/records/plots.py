@@ -19,7 +19,6 @@ COLOURS = ("#3b6ea5", "#d98b3a", "#5a9e6f", "#a05a9e", "#c44e52", "#7f7f2f", "#2
 IDLE_COLOURS = {
     "no_work": "#dddddd",
     "awaiting_draft": "#d98b3a",
-    "transfer": "#a05a9e",
     "swap": "#c44e52",
     "any cause": "#d98b3a",
 }

@@ -17,11 +17,11 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from backend.config.sources import CommandError
-from backend.fleet import IDLE_CAUSES
+from backend.records import schema
 from backend.records.schema import ABOUT, SCHEMA_VERSION, SCHEMAS, VERSION_KEY, Books
 from backend.records.store import FILE
 
-IDLE_COLUMNS = {cause: f"idle_{cause}_ms" for cause in IDLE_CAUSES}
+IDLE_COLUMNS = {cause: f"idle_{cause}_ms" for cause in schema.IDLE_COLUMNS}
 
 
 class RecordsError(CommandError):

@@ -12,7 +12,6 @@ from typing import Any
 import msgspec
 import pyarrow as pa
 
-from backend.fleet import IDLE_CAUSES
 from backend.records.rows import DecisionRow, RequestRow, Row, StepRow, VerificationRow
 
 SCHEMA_VERSION = 4
@@ -27,7 +26,9 @@ KINDS: dict[str, type[Row]] = {
     "decision": DecisionRow,
 }
 KIND_OF: dict[type[Any], str] = {row: kind for kind, row in KINDS.items()}
-_IDLE = pa.struct([(cause, pa.float64()) for cause in IDLE_CAUSES])
+IDLE_COLUMNS = ("no_work", "awaiting_draft", "transfer", "swap")
+"""The causes of idle time, and `transfer`: it is always 0, and stays for programs that read this column."""
+_IDLE = pa.struct([(cause, pa.float64()) for cause in IDLE_COLUMNS])
 _TYPES: dict[Any, pa.DataType] = {
     int: pa.int64(),
     float: pa.float64(),
@@ -77,7 +78,7 @@ def to_table(kind: str, rows: Sequence[Row]) -> pa.Table:
 
 def _column(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
     if kind == _IDLE:
-        values = [{cause: idle.get(cause, 0.0) for cause in IDLE_CAUSES} for idle in values]
+        values = [{cause: idle.get(cause, 0.0) for cause in IDLE_COLUMNS} for idle in values]
     return pa.array(values, kind)
 
 

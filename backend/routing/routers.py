@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, assert_never
 
 import msgspec
 
@@ -202,10 +202,13 @@ class WithAffinity(Router):
 def make_router(policy: Routing, affinity: Affinity = "none", *, seed: int, slots: int) -> Router:
     """The router that the settings name; `slots` is `verifier.max_num_seqs`."""
     base: Router
-    if policy == "power-of-two":
-        base = PowerOfTwo(seed)
-    elif policy == "predicted-tgs":
-        base = PredictedTgs(slots)
-    else:
-        base = LeastLoaded()
+    match policy:
+        case "least-loaded":
+            base = LeastLoaded()
+        case "power-of-two":
+            base = PowerOfTwo(seed)
+        case "predicted-tgs":
+            base = PredictedTgs(slots)
+        case _:
+            assert_never(policy)
     return base if affinity == "none" else WithAffinity(base, affinity)

@@ -76,7 +76,6 @@ export const clock = (unix) => new Date(1000 * unix).toTimeString().slice(0, 8);
 export const TIMES = [
   ["busy", "busy"],
   ["awaiting_draft", "waiting for drafts"],
-  ["transfer", "transfer"],
   ["swap", "swap"],
   ["no_work", "no work"],
 ];

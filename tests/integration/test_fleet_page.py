@@ -10,7 +10,7 @@ from typing import cast
 import httpx
 import pytest
 
-from gateway import fleet_feed
+from gateway import fleet_feed, protocol
 from gateway.errors import TooManyRequests
 from gateway.fleet_core import FleetCore
 from gateway.fleet_feed import FleetFeed
@@ -102,7 +102,7 @@ def test_there_are_only_so_many_places(page, monkeypatch):
 
 
 def test_a_browser_that_takes_nothing_is_let_go_and_delays_nobody(monkeypatch):
-    monkeypatch.setattr(fleet_feed, "SEND_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(protocol, "WRITE_TIMEOUT_S", 0.2)
     with served(Story(300, 300)) as page, socket.create_connection(("127.0.0.1", page.port)) as stuck:
         page.advance()
         stuck.sendall(b"GET /fleet/events HTTP/1.1\r\nhost: x\r\n\r\n")

@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
+import socket
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 import pytest_asyncio
+from vllm.v1.engine import FinishReason
 
 from gateway import guard, protocol
 from tests.integration.test_gateway_streams import silence
@@ -95,6 +98,25 @@ async def test_what_comes_before_the_body_is_bounded(running, head, status, code
         found, body = await client.answer()
         assert (found, code_of(body)) == (status, code)
         assert await client.rest() == b"", "the connection ends with it"
+
+
+async def test_connections_beyond_what_the_gateway_can_hold_are_told_to_come_again(running, monkeypatch):
+    await eventually(lambda: len(server_connections(running)) <= 1)
+    async with wire(running) as first:
+        await first.send(b"GET /livez HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        assert (await first.answer())[0] == 200
+        monkeypatch.setattr(protocol, "MAX_CONNECTIONS", len(server_connections(running)))
+        async with httpx.AsyncClient(base_url=running.server.url) as second:
+            refused = await second.post("/v1/completions", json=COMPLETION)
+            assert (refused.status_code, code_of(refused.content)) == (503, "too_many_connections")
+            assert refused.headers["retry-after"] == "1"
+        async with wire(running) as silent:
+            assert (await silent.answer())[0] == 503
+            assert await silent.rest() == b""
+        await first.send(b"GET /livez HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        assert (await first.answer())[0] == 200, "who is in stays"
+    async with httpx.AsyncClient(base_url=running.server.url) as third:
+        assert (await third.post("/v1/completions", json=COMPLETION)).status_code == 200
 
 
 async def test_headers_without_end_are_not_kept(running):
@@ -195,6 +217,70 @@ async def test_too_much_that_arrives_at_once_is_refused(running, monkeypatch):
             assert (await third.answer())[0] == 200, "what is complete counts no more"
 
 
+async def test_a_file_on_its_way_to_disk_takes_no_room_of_others(running, monkeypatch):
+    monkeypatch.setattr(guard, "MAX_ARRIVING_BYTES", 1000)
+    head = b"POST /v1/files HTTP/1.1\r\nhost: localhost\r\ncontent-type: multipart/form-data; boundary=b\r\n"
+    part = b'--b\r\ncontent-disposition: form-data; name="file"; filename="f"\r\n\r\n'
+    async with wire(running) as upload, wire(running) as other:
+        await upload.send(head + b"content-length: 9999\r\n\r\n" + part + b" " * 5000)
+        await eventually(lambda: bool(running.server._server.server_state.tasks))
+        await asyncio.sleep(0.05)
+        await other.send(HEAD + b"\r\n" + BODY[:10])
+        await asyncio.sleep(0.05)
+        await other.send(BODY[10:])
+        assert (await other.answer())[0] == 200
+    await eventually(lambda: not running.server._server.server_state.tasks)
+    assert running.server.gateway.arriving_bytes == 0
+
+
+async def endless(verifier, sequence):
+    """More than all buffers hold, until it is aborted."""
+    while not sequence.aborted.is_set():
+        sequence.emit([300] * 1000)
+        await asyncio.sleep(0.001)
+
+
+@asynccontextmanager
+async def unread_stream(running: Running, sent_ahead: int) -> AsyncIterator[socket.socket]:
+    """A connection that has asked for an endless stream, with room in the kernel for `sent_ahead` bytes of it."""
+    running.verifier.behaviour = endless
+    url, loop = httpx.URL(running.server.url), asyncio.get_running_loop()
+    body = json.dumps({**COMPLETION, "stream": True}).encode()
+    with socket.socket(fileno=os.dup(running.server._server.servers[0].sockets[0].fileno())) as listener:
+        # Those that it accepts inherit it.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, sent_ahead // 2)
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.setblocking(False)
+        await loop.sock_connect(client, (url.host, url.port))
+        await loop.sock_sendall(client, POST + b"content-length: %d\r\n\r\n" % len(body) + body)
+        await eventually(lambda: any(each.flow.write_paused for each in server_connections(running)))
+        yield client
+
+
+@pytest.mark.parametrize("ends", [False, True])
+async def test_a_stream_that_is_never_read_ends_as_if_its_client_had_left(monkeypatch, ends):
+    monkeypatch.setattr(protocol, "WRITE_TIMEOUT_S", 0.3)
+    async with running_gateway() as running:
+        metrics = running.server.gateway.metrics
+        async with unread_stream(running, 1 << 14):
+            if ends:
+                running.verifier.sequences[0].emit([], FinishReason.LENGTH)
+            await eventually(lambda: running.idle and metrics.in_flight == 0 and not server_connections(running))
+        assert running.verifier.sequences[0].aborted.is_set() != ends
+        assert metrics._disconnects._value.get() == 1
+
+
+async def test_a_stream_that_is_read_slowly_goes_on(monkeypatch):
+    """Also where the kernel holds so much of it that the gateway's own buffer stands still."""
+    monkeypatch.setattr(protocol, "WRITE_TIMEOUT_S", 0.3)
+    async with running_gateway() as running, unread_stream(running, 1 << 19) as client:
+        for _ in range(30):
+            await asyncio.get_running_loop().sock_recv(client, 8192)
+            await asyncio.sleep(0.05)
+        assert not running.verifier.sequences[0].aborted.is_set()
+
+
 async def test_a_client_that_leaves_in_its_body_is_no_error_of_ours(running, caplog):
     caplog.set_level(logging.INFO)
     before = running.server.gateway.metrics._disconnects._value.get()
@@ -246,6 +332,18 @@ async def test_without_a_key_only_this_machine_is_served(running, headers, statu
     answer = await running.http.post("/v1/completions", json=COMPLETION, headers=headers)
     assert answer.status_code == status
     assert (await running.http.get("/livez", headers=headers)).status_code == 200
+
+
+@pytest.mark.parametrize("listed", ["https://app.example", "*"])
+async def test_pages_of_listed_origins_are_served_and_do_not_administer(listed):
+    page, other = {"origin": "https://app.example"}, {"origin": "https://evil.example"}
+    async with running_gateway(cors_origins=[listed]) as running:
+        answer = await running.http.post("/v1/completions", json=COMPLETION, headers=page)
+        assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, listed)
+        assert (await running.http.get("/v1/models", headers=other)).status_code == (200 if listed == "*" else 403)
+        assert (await running.http.get("/v1/models", headers={**page, "host": "evil.example"})).status_code == 403
+        assert (await running.http.post("/admin/drain", json={}, headers=page)).status_code == 403
+        assert (await running.http.post("/admin/drain", json={})).status_code == 400
 
 
 async def test_with_a_key_any_name_will_do():

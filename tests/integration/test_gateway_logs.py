@@ -4,6 +4,7 @@ import asyncio
 import io
 import json
 import logging
+from contextlib import contextmanager
 
 from gateway.logs import formatter
 from tests.support.fake_verifier import eventually, gated
@@ -60,21 +61,52 @@ async def test_headers_say_how_long_it_took_and_how_much_of_that_was_ours():
         assert 0 < float(headers["x-outrider-gateway-ms"]) < float(headers["openai-processing-ms"]) - 150
 
 
-def test_json_lines():
+@contextmanager
+def logged(kind, name):
+    """What a logger writes in one of the formats."""
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
-    handler.setFormatter(formatter("json"))
-    log = logging.getLogger("test.json")
+    handler.setFormatter(formatter(kind))
+    log = logging.getLogger(name)
     log.addHandler(handler)
     try:
+        yield stream
+    finally:
+        log.removeHandler(handler)
+
+
+def test_json_lines():
+    with logged("json", "test.json") as stream:
+        log = logging.getLogger("test.json")
         log.warning("two\n%s", "lines", extra={"fields": {"status": 200}})
         try:
             raise ValueError("x")
         except ValueError:
             log.exception("broken")
-    finally:
-        log.removeHandler(handler)
     first, second = map(json.loads, stream.getvalue().splitlines())
     assert (first["message"], first["level"], first["status"], first["logger"]) == ("two\nlines", "warning", 200, "test.json")
     assert first["time"].endswith("+00:00")
     assert "ValueError: x" in second["exception"]
+
+
+async def test_a_url_forges_no_text_line(caplog):
+    caplog.set_level(logging.INFO)
+    forged = "/admin/x%0A2026-01-01 INFO outrider.audit: by=root%0D%1B%5B2K%C2%85%E2%80%A8"
+    with logged("text", "outrider.audit") as stream:
+        async with running_gateway(admin_key="adm") as running:
+            assert (await running.http.post(forged)).status_code == 401
+    (line,) = stream.getvalue().splitlines()
+    assert "what=POST /admin/x\\n2026-01-01 INFO outrider.audit: by=root\\r\\x1b[2K\\x85\\u2028 fields" in line
+
+
+def test_an_error_forges_no_text_line():
+    with logged("text", "test.text") as stream:
+        try:
+            raise ValueError("x\n2026-01-01 INFO outrider.audit: by=root\rb")
+        except ValueError:
+            logging.getLogger("test.text").exception("broken by naïve\tclients")
+    first, *rest = stream.getvalue().splitlines()
+    assert first.endswith(r"broken by naïve\tclients")
+    assert len(rest) >= 4
+    assert all(line.startswith("  ") for line in rest)
+    assert rest[-1].endswith(r"by=root\rb")

@@ -1,6 +1,7 @@
 """Keys, limits and routing are read again while requests are served: all of what was read, or nothing."""
 
 import asyncio
+import contextlib
 import os
 import signal
 from typing import Any
@@ -13,6 +14,7 @@ from backend.config.sources import merge, read_yaml
 from backend.routing.routers import LeastLoaded, PowerOfTwo
 from gateway import cli
 from gateway.keys.ring import make_key
+from gateway.peers import Peers
 from tests.support.fake_verifier import eventually, gated
 from tests.support.running_gateway import COMPLETION, running_gateway
 
@@ -116,3 +118,34 @@ async def test_by_signal_and_from_the_command_line(tmp_path, capsys):
 async def test_without_settings_to_read_there_is_nothing_to_reload():
     async with running_gateway() as running:
         assert (await running.http.post("/admin/reload", json={})).status_code == 501
+
+
+async def test_what_one_of_several_processes_refuses_none_has(tmp_path):
+    all_files = [Files(tmp_path / name) for name in ("a", "b")]
+    entry = make_key("one")[1]
+    async with contextlib.AsyncExitStack() as stack:
+        gateways = []
+        for index, files in enumerate(all_files):
+            files.keys.parent.mkdir()
+            files.write([entry])
+            running = await stack.enter_async_context(running_gateway(read_settings=files.read, **files.first))
+            gateways.append(running.server.gateway)
+            peers = gateways[-1].peers = Peers(tmp_path, index, 2)
+            peers.start(gateways[-1], 0)
+            stack.push_async_callback(peers.close, 1)
+            http = running.http
+        await eventually(lambda: len(list(tmp_path.glob("*.sock"))) == 2)
+
+        def limits() -> list[int]:
+            return [gateway.doors.max_in_flight for gateway in gateways]
+
+        before = limits()
+        all_files[0].write("keys: 5")
+        all_files[1].write([entry], max_in_flight=7)
+        refused = await http.post("/admin/reload", json={}, headers=ADMIN)
+        assert refused.status_code == 400
+        assert "Nothing has changed: gateway process 0: <path>: keys: input" in refused.json()["error"]["message"]
+        assert limits() == before
+        all_files[0].write([entry], max_in_flight=7)
+        assert (await http.post("/admin/reload", json={}, headers=ADMIN)).status_code == 200
+        assert limits() == [7, 7]

@@ -2,11 +2,15 @@
 
 import asyncio
 import json
+import logging
 
 import openai
 import pytest
-from vllm.v1.engine import FinishReason
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from vllm.v1.serial_utils import MsgpackEncoder
 
+from backend.wire.engine import OUTPUTS
+from gateway.admission.claim import Claim
 from tests.support.fake_verifier import count_up, eventually, gated
 from tests.support.running_gateway import CHAT, COMPLETION, running_gateway
 
@@ -116,6 +120,56 @@ async def test_stop_strings_end_the_sequence_at_the_verifier():
         assert choice["text"] == whole[: whole.index(whole[3:5])]
         await asyncio.wait_for(running.verifier.sequences[-1].aborted.wait(), 30)
         assert running.idle
+
+
+async def surplus(verifier, sequence):
+    """A step's tokens, and the next step's, as long as nobody ends it."""
+    while not sequence.aborted.is_set():
+        sequence.emit([300, 301, 302, 303, 304, 305])
+        await asyncio.sleep(0.01)
+
+
+async def surplus_at_the_end(verifier, sequence):
+    sequence.emit([300, 301, 302, 303, 304, 305], LENGTH)
+
+
+async def surplus_behind(verifier, sequence):
+    """All of it comes at once, in two parts."""
+    outputs = [EngineCoreOutput(sequence.request_id, [300, 301, 302]), EngineCoreOutput(sequence.request_id, [303, 304, 305])]
+    outputs[1].finish_reason = LENGTH
+    verifier.send(sequence.client, OUTPUTS, *MsgpackEncoder().encode(EngineCoreOutputs(outputs=outputs)))
+
+
+@pytest.mark.parametrize("behaviour", [surplus, surplus_at_the_end, surplus_behind])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_tokens_after_a_stop_string_are_neither_shown_nor_charged(monkeypatch, caplog, behaviour, stream):
+    caplog.set_level(logging.INFO)
+    claims = []
+
+    def claim(*args, **kwargs):
+        claims.append(Claim(*args, **kwargs))
+        return claims[-1]
+
+    monkeypatch.setattr("gateway.access.Claim", claim)
+    monkeypatch.setattr("gateway.inquiry.ACCOUNT_WAIT_S", 0.0)
+    async with running_gateway() as running:
+        whole = (await running.http.post("/v1/completions", json=COMPLETION)).json()["choices"][0]["text"]
+        running.verifier.behaviour = behaviour
+        asked = {**COMPLETION, "stop": [whole[1:3]], "outrider": {"stats": True}, "stream": stream}
+        if stream:
+            asked["stream_options"] = {"include_usage": True}
+        answer = await running.http.post("/v1/completions", json=asked)
+        answered = events(answer.content)[-1] if stream else answer.json()
+        usage = answered["usage"]
+        assert 0 < usage["completion_tokens"] < 3
+        assert answered["outrider"]["choices"][0]["tokens"] == usage["completion_tokens"]
+        await eventually(lambda: running.idle and not running.core._ending)
+        line = [each.fields for each in caplog.records if each.name == "outrider.access"][-1]
+        assert line["output_tokens"] == usage["completion_tokens"]
+        assert claims[-1].charged_tokens == usage["total_tokens"]
+        assert not claims[-1].running
+        generated = running.server.gateway.metrics._tokens._value.get()
+        assert generated == 6 + usage["completion_tokens"]
 
 
 async def test_comments_keep_a_silent_stream_open(monkeypatch):

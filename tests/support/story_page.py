@@ -11,6 +11,7 @@ from typing import Any
 import uvicorn
 
 from gateway.fleet_feed import FleetFeed
+from gateway.protocol import BoundedProtocol
 from gateway.server import _listen
 from tests.support.fleet_story import Story, feed_of, page_app
 
@@ -24,7 +25,7 @@ class Served:
         self._listener = _listen("127.0.0.1", port)
         self.port = self._listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        config = uvicorn.Config(page_app(self.feed, api_key), log_config=None, lifespan="off")
+        config = uvicorn.Config(page_app(self.feed, api_key), http=BoundedProtocol, log_config=None, lifespan="off")
         self._server = uvicorn.Server(config)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, daemon=True)

@@ -1,9 +1,12 @@
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 import pytest
 
-from backend.fleet import Learning, VerifierStats
+import gateway.page
+from backend.fleet import IDLE_CAUSES, Learning, VerifierStats
 from gateway.fleet_history import WINDOW_S, FleetHistory, Observation
 from gateway.fleet_log import KEPT, SHOWN, FleetLog
 from gateway.fleet_view import FleetView
@@ -250,3 +253,9 @@ def test_the_log_is_bounded():
     assert len(log._entries) == KEPT
     assert len(log.latest()) == SHOWN
     assert log.latest()[0].at == 3 * KEPT - 1
+
+
+def test_the_page_draws_every_part_of_a_verifiers_time_and_no_other():
+    script = (Path(gateway.page.__file__).parent / "dom.js").read_text()
+    times = script.partition("export const TIMES = [")[2].partition("];")[0]
+    assert set(re.findall(r'\["(\w+)"', times)) == {"busy", *IDLE_CAUSES}

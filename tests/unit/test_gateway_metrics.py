@@ -10,7 +10,7 @@ from backend.fleet import DraftCounters, DrafterStats, FleetSnapshot, Learning, 
 from gateway.fleet_core import FleetCore
 from gateway.fleet_metrics import FleetCollector, FleetTotals, GatewayCollector, fleet_document
 from gateway.in_flight import Cut, InFlight
-from gateway.metrics import DEFINITIONS, GatewayMetrics
+from gateway.metrics import DEFINITIONS, Definition, GatewayMetrics
 
 
 def stats(started_at: float = 1.0, drafts: int = 10, accepted: int = 15) -> VerifierStats:
@@ -154,13 +154,35 @@ def test_totals_never_fall_when_a_verifier_restarts():
     totals.update(stats(started_at=1.0, drafts=10))
     totals.update(stats(started_at=1.0, drafts=12))
     totals.update(stats(started_at=2.0, drafts=1, accepted=5))
-    assert totals.sums()["drafts"] == 13
+    assert totals.sums()["vllm:spec_decode_num_drafts_total",] == 13
+
+
+def test_what_a_verifier_counts_needs_a_definition_to_be_summed(monkeypatch):
+    for name, labels, field in (("a", (), "tokens"), ("b", ("reason",), "dropped"), ("c", ("version",), "by_version.drafts")):
+        monkeypatch.setitem(DEFINITIONS, f"{name}_total", Definition("counter", labels, "x", field))
+    two = [stats(), stats()]
+    two[0].tokens, two[1].tokens, two[1].verifier_id = 3, 4, "v1"
+    metrics = GatewayMetrics()
+    metrics.registry.register(FleetCollector(cast(FleetCore, Core(*two))))
+    families = exposed(metrics)
+    found = {name: [(sample.labels, sample.value) for sample in families[name].samples] for name in "abc"}
+    assert found == {
+        "a": [({}, 7)],
+        "b": [({"reason": "late"}, 2)],
+        "c": [({"version": "0"}, 4), ({"version": "7"}, 20)],
+    }
+
+
+def test_only_counters_are_summed():
+    for name, each in DEFINITIONS.items():
+        assert each.kind == "counter" or not each.field or {"verifier", "drafter"} & {*each.labels}, name
 
 
 def test_timing_definitions():
     metrics = GatewayMetrics()
     one = sequence(arrived=10.0, tokens=0)
     metrics.on_tokens(one, 2, 12.0)
+    metrics.on_said(5)
     one.first_token = one.last_token = 12.0
     one.emitted = [1, 2]
     metrics.on_tokens(one, 3, 13.0)

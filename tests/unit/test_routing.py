@@ -1,10 +1,11 @@
 import random
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from backend.config.settings import Affinity, Routing
 from backend.fleet.speed import Speed
 from backend.routing.affinity import BLOCK_TOKENS, PrefixMap, RecentMap
 from backend.routing.routers import (
@@ -19,8 +20,8 @@ from backend.routing.routers import (
     predicted_tgs,
 )
 
-POLICIES = ("least-loaded", "power-of-two", "predicted-tgs")
-AFFINITIES = ("none", "session", "prefix", "both")
+POLICIES = get_args(Routing)
+AFFINITIES = get_args(Affinity)
 
 
 def measured(**changes):
@@ -214,3 +215,11 @@ def test_prefix_map_is_bounded(prompts):
         assert len(memory) <= 7
         if len(prompt) >= BLOCK_TOKENS:
             assert memory.longest("", prompt[:BLOCK_TOKENS]) == verifier_id
+
+
+def test_every_policy_is_a_router_of_its_own_and_no_other_name_is_one():
+    routers = [make_router(policy, seed=0, slots=4) for policy in POLICIES]
+    assert len({type(router) for router in routers}) == len(POLICIES)
+    unknown: Any = "least-loadad"
+    with pytest.raises(AssertionError, match=unknown):
+        make_router(unknown, seed=0, slots=4)

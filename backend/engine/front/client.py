@@ -18,9 +18,10 @@ from vllm.exceptions import VLLMValidationError
 from vllm.lora.request import LoRARequest
 from vllm.renderers import renderer_from_config
 from vllm.utils.async_utils import cancel_task_threadsafe
+from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.input_processor import InputProcessor
-from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
+from vllm.v1.engine.output_processor import OutputProcessor, OutputProcessorOutput, RequestOutputCollector
 
 from backend.engine.adapters import adapter_number
 from backend.engine.front.grammar import GrammarChecks
@@ -65,6 +66,10 @@ class Core(Protocol):
 
     async def abort_requests_async(self, request_ids: list[str]) -> None: ...
 
+    def on_said(self, request_id: str, tokens: int, last: bool) -> None:
+        """So many more tokens are in an answer; `last`: there will be no more."""
+        ...
+
     def shutdown(self, timeout: float | None = None) -> None: ...
 
 
@@ -86,6 +91,20 @@ def submissions() -> list[Submit] | None:
     return _submissions.get()
 
 
+class _Outputs(OutputProcessor):
+    """vLLM's, which tells the core what it puts into answers: not what came after a stop string."""
+
+    core: Core
+
+    def process_outputs(self, engine_core_outputs: list[EngineCoreOutput], *args: Any, **kwargs: Any) -> OutputProcessorOutput:
+        known = [output for output in engine_core_outputs if output.request_id in self.request_states]
+        processed = super().process_outputs(engine_core_outputs, *args, **kwargs)
+        for output in known:
+            # It has cut off surplus tokens.
+            self.core.on_said(output.request_id, len(output.new_token_ids), output.request_id not in self.request_states)
+        return processed
+
+
 class FleetClient(AsyncLLM, Generic[CoreT]):
     """The engine client that vLLM's OpenAI layer talks to.  `start` needs the running event loop."""
 
@@ -104,14 +123,14 @@ class FleetClient(AsyncLLM, Generic[CoreT]):
         # `add_request` has already checked structured outputs.
         self.input_processor.structured_outputs_config = None
         self.admission_stats = None
-        self.output_processor = OutputProcessor(
+        self.output_processor = _Outputs(
             self.renderer.tokenizer,
             log_stats=False,
             stream_interval=vllm_config.scheduler_config.stream_interval,
             tracing_enabled=False,
             admission_stats=None,
         )
-        self.engine_core = core
+        self.output_processor.core = self.engine_core = core
         self.logger_manager = None
         self.output_handler: asyncio.Task[None] | None = None
         self.profiler = None

@@ -1,4 +1,4 @@
-"""Routing as `FleetCore` uses it: the router, and what it knows about verifiers.  Runs in the gateway's event loop."""
+"""Routing as a gateway uses it: the router, and what it knows about verifiers.  Pure, as the routers are."""
 
 from __future__ import annotations
 
