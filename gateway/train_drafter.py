@@ -23,7 +23,7 @@ from outrider.asynchronous import AsyncFleet, Prompt
 from outrider.types import OutriderError
 
 Say = Callable[[str], None]
-OWN: tuple[KeyPath, ...] = (("drafters",), ("drafting", "learning_dir"), ("drafting", "ring_dir"), ("drafting", "learning"))
+OWN: tuple[KeyPath, ...] = (("drafters",), ("drafting", "learning_dir"), ("drafting", "learning"))
 """Settings that this command sets itself."""
 TEMPERATURES = (0.0, 0.8)
 """Temperatures of answers, drawn at random: the head must draft for greedy and sampled requests."""
@@ -151,7 +151,7 @@ def fleet_settings(loaded: Loaded, output: Path) -> dict[str, object]:
         for name in path:
             value = getattr(value, name)
         found["_".join(path)] = value
-    where = {"drafting_learning_dir": str(output.absolute()), "drafting_ring_dir": str((output / "ring").absolute())}
+    where = {"drafting_learning_dir": str(output.absolute())}
     kind = {"drafting_learning": "always"} if found.get("drafter", "grow") != "grow" else {"drafter": "grow"}
     # Mode `sync`, because in other modes drafters that do not pay get no features.
     return {"mode": "sync", "drafters": 1} | found | where | kind

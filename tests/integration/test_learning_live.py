@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from vllm.sampling_params import SamplingParams
 
 from backend.config import Settings
+from backend.drafter.learner import ring_dir
 from backend.fleet import Learning
 from backend.learning.ring import SUFFIX
 from backend.models.head_config import read_config
@@ -51,7 +52,7 @@ def fleet(directory: Path, paths: ResolvedModels) -> Iterator[tuple[Verifier, Ve
     plain, drafted, drafter = together(
         lambda: Verifier(directory, {"mode": "off"}),
         lambda: Verifier(directory, SETTINGS, paths),
-        lambda: Drafter(directory, paths, gpus=0, cache_tokens=8192, ring_dir=str(directory / "ring")),
+        lambda: Drafter(directory, paths, gpus=0, cache_tokens=8192),
     )
     drafted.set_drafters(drafter.ref)
     yield plain, drafted, drafter
@@ -131,16 +132,19 @@ def test_a_killed_drafter_goes_on(fleet: tuple[Verifier, Verifier, Drafter], dir
     """What was published, recorded and saved is there again; requests that run meanwhile lose nothing."""
     plain, drafted, drafter = fleet
     before = learned(drafter)
-    recorded = sorted((directory / "ring").rglob(f"*{SUFFIX}"))
+    assert paths.learning_dir is not None
+    ring = ring_dir(Path(paths.learning_dir) / "drafter-0")
+    recorded = set(ring.glob(f"*{SUFFIX}"))
+    assert recorded
     running = [drafted.client.add(prompt, PARAMS) for prompt in prompts(90)]
     drafter.process.kill()
     drafter.process.join()
     drafted.client.finish_all()
     asked = [answer.tokens for answer in plain.client.generate(prompts(90), PARAMS)]
     assert [drafted.client.answers.pop(each).tokens for each in running] == asked
-    again = Drafter(directory, paths, gpus=0, cache_tokens=8192, ring_dir=str(directory / "ring"))
+    again = Drafter(directory, paths, gpus=0, cache_tokens=8192)
     try:
-        assert set(recorded) <= set((directory / "ring").rglob(f"*{SUFFIX}"))
+        assert recorded <= set(ring.glob(f"*{SUFFIX}"))
         assert learned(again).version == before.version > 0
         drafted.set_drafters(again.ref)
         assert Traffic(plain, drafted, again).until("steps").steps >= 40, "it goes on from its checkpoint"

@@ -109,8 +109,6 @@ class Verifier(Child):
     """A running verifier and a client of it."""
 
     def __init__(self, directory: Path, settings: dict[str, Any], paths: ResolvedModels | None = None) -> None:
-        # A long lease, because the test's client pings only while it waits.
-        settings = settings | {"verifier": {"gateway_lease_s": 3600} | settings.get("verifier", {})}
         address = f"ipc://{directory}/v{os.urandom(3).hex()}.sock"
         # The name must be unique: drafters identify verifiers by name, and a second of that name would replace the first.
         self.name = f"verifier-{os.urandom(3).hex()}"

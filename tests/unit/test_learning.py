@@ -321,7 +321,7 @@ def test_a_trainer_keeps_what_it_learned_when_the_target_has_other_weights(start
 
 
 def learner(start: str, directory: Path, swap, learning: str = "always") -> Learner:
-    settings = DraftingSettings(ring_dir=str(directory / "rings"), learning=learning)
+    settings = DraftingSettings(learning=learning)
     return Learner(directory / "drafter-0", str(TARGET_DIR), start, settings, swap)
 
 
@@ -366,7 +366,7 @@ def test_a_head_that_cannot_be_loaded_is_put_away(start: str, tmp_path: Path) ->
 
 def test_a_drafter_process_starts_and_ends_its_trainer(start: str, tmp_path: Path) -> None:
     model = DrafterModel(str(TARGET_DIR), start, start, str(tmp_path))
-    settings = DraftingSettings(gpus=0, cache_tokens=512, ring_dir=str(tmp_path / "rings"))
+    settings = DraftingSettings(gpus=0, cache_tokens=512)
     process = DrafterProcess("drafter-0", model, settings, f"ipc://{tmp_path}/d.sock")
     process.start()
     try:

@@ -40,7 +40,7 @@ def test_a_row_without_a_prompt_is_named(tmp_path: Path, row: dict[str, object])
         (["--minutes", "0"], "--minutes"),
         (["--steps", "0"], "--steps"),
         (["--drafters", "2"], "--drafters: is not for this command"),
-        (["--drafting-ring-dir", "/x"], "--drafting-ring-dir: is not for this command"),
+        (["--drafting-learning-dir", "/x"], "--drafting-learning-dir: is not for this command"),
         (["--nonsense"], "--nonsense"),
     ],
 )
@@ -64,7 +64,6 @@ def test_a_given_head_goes_on_learning_and_any_other_model_gets_a_new_one(tmp_pa
         "verifier_cores": 2,
         "drafter": "grow",
         "drafting_learning_dir": str(tmp_path),
-        "drafting_ring_dir": str(tmp_path / "ring"),
     }
     given = fleet_settings(load(["--drafter", "/head"]), tmp_path)
     assert (given["drafter"], given["drafting_learning"]) == ("/head", "always")

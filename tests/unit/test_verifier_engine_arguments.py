@@ -27,9 +27,20 @@ def test_speculation_is_ours_with_what_is_said_of_it() -> None:
     }
 
 
+def test_of_any_dictionary_only_what_is_said_differs() -> None:
+    ours, theirs = (
+        engine_arguments(Settings.model_validate({"verifier": {"engine_args": each}}), demo_models(), "v")["additional_config"]
+        for each in ({}, {"additional_config": {"x": 1, "outrider": {"ahead_outcomes": 3}}})
+    )
+    assert ours["outrider"]["ahead_outcomes"] == 8
+    assert theirs == {"x": 1, "outrider": ours["outrider"] | {"ahead_outcomes": 3}}
+
+
 def test_other_arguments_take_the_place_of_ours_and_unknown_ones_are_named() -> None:
     assert arguments(block_size=32)["block_size"] == 32
     assert arguments(max_num_seqs=7)["max_num_seqs"] == 7
+    assert arguments()["kv_cache_memory_bytes"] == 256 << 20
+    assert arguments(kv_cache_memory_bytes=1 << 20)["kv_cache_memory_bytes"] == 1 << 20
     with pytest.raises(EngineSetupError, match="vLLM has no argument block_sise"):
         arguments(block_sise=32)
 
