@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from backend.config import Settings
 from backend.config.settings import DraftingSettings
-from backend.drafter.learner import Learner
+from backend.drafter.learner import Learner, ring_dir
 from backend.drafter.lessons import CONTEXT, Lessons
 from backend.drafter.process import DrafterModel, DrafterProcess, build_proposer
 from backend.drafter.proposer import Ask, Until
@@ -381,9 +381,11 @@ def test_a_drafter_process_starts_and_ends_its_trainer(start: str, tmp_path: Pat
         assert learning.version == 0
         with pytest.raises(CheckpointError, match="learns"):
             process.swap_head(start)
+        assert ring_dir(tmp_path / "drafter-0").exists()
     finally:
         process.stop()
     assert trainer.poll() is not None
+    assert not ring_dir(tmp_path / "drafter-0").exists()
 
 
 def test_a_given_head_learns_once_its_drafts_are_accepted_less() -> None:

@@ -30,6 +30,7 @@ def test_defaults() -> None:
     made = settings()
     assert (made.mode, made.verifier.engine_args, options.seed) == ("auto", {}, None)
     assert made.gateway.balance_interval_s == 0
+    assert rollout_options([*NEEDED, "--seed", "3"])[0].seed == 3
     assert settings("--gateway-balance-interval-s", "2").gateway.balance_interval_s == 2
 
 
