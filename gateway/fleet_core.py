@@ -66,7 +66,6 @@ class FleetCore(EngineCoreClient):
         observer: TrafficObserver,
         *,
         router: Router | None = None,
-        silence_limit_s: float = GATEWAY_LEASE_S,
         slots: int | None = None,
         queueing: Queueing | None = None,
     ) -> None:
@@ -83,7 +82,6 @@ class FleetCore(EngineCoreClient):
         self._wire = wire
         self._observer = observer
         self.choosing = Choosing(router or LeastLoaded())
-        self._silence_limit_s = silence_limit_s
         self._stopping = False
         self.weights = WeightsInForce()
         self.draining = False
@@ -236,7 +234,7 @@ class FleetCore(EngineCoreClient):
 
     def _connect(self, member: Member) -> None:
         try:
-            link = VerifierLink(member, self._wire, self.gateway_id, self, self._silence_limit_s)
+            link = VerifierLink(member, self._wire, self.gateway_id, self, GATEWAY_LEASE_S)
         except (ValueError, OSError) as error:
             logger.error("cannot connect to verifier %s: %s", member.id, type(error).__name__)
             return
