@@ -34,8 +34,6 @@ NOTHING = "returns nothing"
 QUIET_TIMEOUT_S = 60.0
 SCRAPES = 3
 """Scrapes in a row with the same number of steps, and no requests, after which the fleet counts as idle."""
-RECORDS = ("--records-rotate-s", "5")
-"""Settings with which rows are written, and counters of rows grow, while the load runs."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -68,7 +66,7 @@ def _check(given: argparse.Namespace, settings: Sequence[str], folder: Path) -> 
         gateway, fleet = given.gateway, None
         if gateway is None:
             print("starting a fleet that keeps records", flush=True)
-            fleet = OwnFleet(("--records-dir", str(folder / "records"), *RECORDS, *settings), folder / "serve.log")
+            fleet = OwnFleet(("--records-dir", str(folder / "records"), *settings), folder / "serve.log")
             stack.callback(fleet.stop)
             gateway = fleet.wait_ready()
         prometheus = stack.enter_context(scraping.running(gateway))

@@ -17,6 +17,8 @@ MAX_DEPTH = 64
 """Most lists and objects nested in each other; vLLM's own bound for the depth of a schema."""
 MAX_SEQUENCES = 512
 """Most sequences that one request may start: prompts times `n`."""
+MAX_CHOICES = 64
+"""Largest `n` of one request."""
 MAX_REGEX = 1 << 14
 """Most characters of a regular expression."""
 MAX_TEXT_PER_TOKEN = 8

@@ -20,8 +20,7 @@ def ring_of(settings: Settings) -> KeyRing:
 
 
 def queueing_of(settings: Settings) -> Queueing:
-    asked = settings.gateway
-    return Queueing(asked.max_queued, asked.max_queued_tokens, asked.queue_wait_s)
+    return Queueing(settings.gateway.max_in_flight, settings.gateway.queue_wait_s)
 
 
 def open_doors(settings: Settings, gateway_id: str, folder: Path | None) -> Doors:

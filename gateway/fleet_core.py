@@ -28,7 +28,7 @@ from backend.fleet.speed import RESPONSE_TOKENS
 from backend.routing.choosing import Choosing
 from backend.routing.routers import LeastLoaded, Router
 from backend.transport.sockets import Wire
-from backend.wire.engine import PAUSED, Account, Asked
+from backend.wire.engine import GATEWAY_LEASE_S, PAUSED, Account, Asked
 from gateway.admission.claim import current_claim
 from gateway.admission.gate import Gate, Queueing
 from gateway.admission.room import Rooms
@@ -47,6 +47,8 @@ FRESH_S = 1.5
 times a second."""
 HOLD_S = 10.0
 """Seconds that new requests wait after the last verifier was lost.  One that was only stopped or starved soon comes back."""
+POISON_AFTER = 2
+"""Number of verifiers lost under a request after which the request is refused instead of tried again."""
 
 
 class FleetCore(EngineCoreClient):
@@ -63,8 +65,6 @@ class FleetCore(EngineCoreClient):
         observer: TrafficObserver,
         *,
         router: Router | None = None,
-        silence_limit_s: float = 10.0,
-        poison_after: int = 2,
         slots: int | None = None,
         queueing: Queueing | None = None,
     ) -> None:
@@ -81,8 +81,6 @@ class FleetCore(EngineCoreClient):
         self._wire = wire
         self._observer = observer
         self.choosing = Choosing(router or LeastLoaded())
-        self._silence_limit_s = silence_limit_s
-        self._poison_after = poison_after
         self._stopping = False
         self.weights = WeightsInForce()
         self.pauses = Pauses()
@@ -239,7 +237,7 @@ class FleetCore(EngineCoreClient):
 
     def _connect(self, member: Member) -> None:
         try:
-            link = VerifierLink(member, self._wire, self.gateway_id, self, self._silence_limit_s)
+            link = VerifierLink(member, self._wire, self.gateway_id, self, GATEWAY_LEASE_S)
         except (ValueError, OSError) as error:
             logger.error("cannot connect to verifier %s: %s", member.id, type(error).__name__)
             return
@@ -396,9 +394,9 @@ class FleetCore(EngineCoreClient):
                 incarnation = record.link.member.incarnation
                 # A verifier that has given up on a sequence is not lost, so each such event counts by itself.
                 record.lost.add(f"{incarnation}~{record.places}" if cause == "given_up" else incarnation)
-        poisoned = [record for record in records if len(record.lost) >= self._poison_after]
+        poisoned = [record for record in records if len(record.lost) >= POISON_AFTER]
         if poisoned:
-            logger.error("%d sequences refused: %d verifiers were lost under each", len(poisoned), self._poison_after)
+            logger.error("%d sequences refused: %d verifiers were lost under each", len(poisoned), POISON_AFTER)
         self._fail(poisoned, Poisoned)
         left = [record for record in records if record in self._sequences]
         cut = Cut("failover", cause, time.monotonic())

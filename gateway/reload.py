@@ -29,9 +29,6 @@ RELOADABLE = frozenset(
         "keys_file",
         "max_body_mib",
         "max_in_flight",
-        "max_n",
-        "max_queued",
-        "max_queued_tokens",
         "queue_wait_s",
         "routing",
     }

@@ -21,7 +21,7 @@ from starlette.requests import Request
 from backend.engine.front import VLLMClientError
 from backend.engine.front.grammar import asked_in
 from backend.wire.engine import FIXED_RESPONSE
-from gateway.bounds import check_bounds, check_structure, check_text, grammar_field
+from gateway.bounds import MAX_CHOICES, check_bounds, check_structure, check_text, grammar_field
 from gateway.errors import BadRequest, PayloadTooLarge, UnsupportedMedia, from_pydantic
 from gateway.fields import NO_EFFECT, REFUSED, Fits, without_nulls
 from gateway.guard import read_body
@@ -176,11 +176,11 @@ def unknown(name: str, known: Set[str], no_effect: Mapping[str, Fits] = MappingP
     return f"Unknown parameter `{shown}`.{hint}"
 
 
-def check_generation(request: Any, *, max_n: int, vllm_speculates: bool) -> None:
+def check_generation(request: Any, *, vllm_speculates: bool) -> None:
     """Refuses what vLLM's request models accept and this server does not.  Raises `BadRequest` naming the parameter."""
     n = getattr(request, "n", 1)
-    if n is not None and not 1 <= n <= max_n:
-        raise BadRequest(f"`n` must be between 1 and {max_n}.", param="n")
+    if n is not None and not 1 <= n <= MAX_CHOICES:
+        raise BadRequest(f"`n` must be between 1 and {MAX_CHOICES}.", param="n")
     if FIXED_RESPONSE in (getattr(request, "vllm_xargs", None) or {}):
         raise BadRequest(f"`{FIXED_RESPONSE}` belongs to rollouts.", param="vllm_xargs")
     if vllm_speculates:

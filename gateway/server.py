@@ -78,8 +78,6 @@ def build_gateway(
         wire or Wire(),
         metrics if tracing is None else SequenceSpans(tracing, metrics),
         router=router,
-        silence_limit_s=settings.verifier.gateway_lease_s,
-        poison_after=settings.gateway.poison_after,
         slots=settings.verifier.max_num_seqs,
         queueing=queueing_of(settings),
     )
@@ -93,7 +91,7 @@ def build_gateway(
     about = {"model": served_names[0], "mode": settings.mode, "num_speculative_tokens": settings.num_speculative_tokens}
     feed = FleetFeed(core, about, metrics)
     folder = _state_folder(settings)
-    store = None if folder is None else Store(folder / "responses.sqlite", settings.gateway.state_mib << 20)
+    store = None if folder is None else Store(folder / "responses.sqlite", settings.gateway.responses_bytes)
     responses = Responses(store, vllm_config.model_config.max_model_len)
     doors = open_doors(settings, core.gateway_id, folder)
     batches = Batches(folder, settings, served_names[0])

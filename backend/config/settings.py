@@ -1,7 +1,7 @@
 """The one settings object: frozen, typed, composed of a section per part.  Pure data, in any process.
 
-Every key is a command-line flag, an environment variable and a YAML key: `verifier.kv_cache_mib` is `--verifier-kv-cache-mib`,
-`OUTRIDER_VERIFIER__KV_CACHE_MIB` and `verifier: {kv_cache_mib: ...}`.  `sources.py` merges them.
+Every key is a command-line flag, an environment variable and a YAML key: `verifier.max_num_seqs` is `--verifier-max-num-seqs`,
+`OUTRIDER_VERIFIER__MAX_NUM_SEQS` and `verifier: {max_num_seqs: ...}`.  `sources.py` merges them.
 """
 
 from __future__ import annotations
@@ -76,11 +76,10 @@ class GatewaySettings(Section):
         description="model names in the API, with commas; answers carry the first; default: the model's own name",
     )
     max_in_flight: int = Field(
-        1024, ge=1, description="requests served at once, waiting ones included; more are answered 429 with Retry-After"
-    )
-    max_queued: int = Field(1024, ge=0, description="sequences that wait at the gateway for room at a verifier; more: 503")
-    max_queued_tokens: int = Field(
-        1 << 20, ge=0, description="tokens of waiting sequences, prompts and expected outputs; more: 503"
+        1024,
+        ge=1,
+        description="requests served at once, waiting ones included; more are answered 429 with Retry-After. As many sequences "
+        "may wait for room at a verifier; more: 503",
     )
     queue_wait_s: float = Field(
         60.0,
@@ -89,15 +88,11 @@ class GatewaySettings(Section):
         "verifier where its own was lost",
     )
     max_body_mib: int = Field(16, ge=1, description="largest request body in MiB")
-    max_n: int = Field(64, ge=1, description="largest `n` of one request")
     drain_s: float = Field(
         30.0,
         ge=0,
         description="seconds that open requests may go on after SIGINT or SIGTERM, and at a verifier before they are moved "
         "elsewhere when it is removed or restarted",
-    )
-    poison_after: int = Field(
-        2, ge=1, description="a request under which so many verifiers were lost is refused instead of tried again"
     )
     balance_interval_s: float = Field(
         2.0, ge=0, description="seconds between two looks at which requests to move to a faster verifier; 0: none are moved"
@@ -107,8 +102,12 @@ class GatewaySettings(Section):
         description="folder of what is kept (responses, conversations, files, batches); auto: the user's state folder; none: "
         "nothing is kept",
     )
-    state_mib: int = Field(256, ge=1, description="MiB of responses and conversations kept; the oldest go first")
-    files_mib: int = Field(2048, ge=1, description="MiB of files kept, outputs of batches included; while they are full: 413")
+    state_mib: int = Field(
+        2048,
+        ge=1,
+        description="MiB kept there: an eighth for responses and conversations (the oldest go first), the rest for files, the "
+        "outputs of batches included (while they are full: 413)",
+    )
     tool_call_parser: str = Field(
         "auto", description="vLLM's tool call parser; auto: by the model's family; none: tools are refused"
     )
@@ -123,6 +122,16 @@ class GatewaySettings(Section):
         description="before routing, prefer the verifier that served the same session (header x-session-id, else `user`), the "
         "same beginning of a prompt, or both",
     )
+
+    @property
+    def responses_bytes(self) -> int:
+        """Bytes of responses and conversations kept."""
+        return (self.state_mib << 20) // 8
+
+    @property
+    def files_bytes(self) -> int:
+        """Bytes of files kept."""
+        return (self.state_mib << 20) - self.responses_bytes
 
     @field_validator("cors_origins", "served_model_name", mode="before")
     @classmethod
@@ -167,22 +176,13 @@ class VerifierSettings(Section):
     )
     max_model_len: int | None = Field(None, ge=1, description="context length; default: the model's own")
     max_num_seqs: int = Field(64, ge=1, description="requests in one step at most")
-    kv_cache_mib: int | None = Field(None, ge=1, description="KV cache in MiB; default: 256 on a CPU, vLLM's choice on a GPU")
     draft_deadline_ms: float = Field(
         250.0, gt=0, description="longest wait for drafts, whatever the measured round trip suggests"
     )
-    ahead_outcomes: int = Field(8, ge=1, le=64, description="outcomes drafted ahead per request and step at most")
     lookup: bool = Field(
         True,
         description="remote modes: the verifier also drafts from each request's own text; its drafts compete with the "
         "drafters' in every step",
-    )
-    gateway_lease_s: float = Field(10.0, gt=0, description="requests of a gateway silent for so long are aborted")
-    kept_rows: int = Field(
-        0, ge=0, description="rows of steps and verifications kept until a client takes them, at most; rollouts set it"
-    )
-    fixed_responses: bool = Field(
-        False, description="take requests that bring the response they must emit; rollouts from traces set it"
     )
     reasoning_parser: str = Field(
         "auto", description="vLLM's reasoning parser; auto: by the model's family; none: reasoning stays text"
@@ -194,7 +194,8 @@ class VerifierSettings(Section):
         False, description="further adapters may be loaded and unloaded over HTTP (/v1/load_lora_adapter), by administrators"
     )
     engine_args: dict[str, Any] = Field(
-        default_factory=dict, description="further vLLM engine arguments, by their names; of speculative_config what differs"
+        default_factory=dict,
+        description="further vLLM engine arguments, by their names, as kv_cache_memory_bytes; of a dictionary what differs",
     )
 
 
@@ -257,7 +258,6 @@ class RecordsSettings(Section):
         None, description="directory for records of steps, verifications, requests and decisions (parquet); default: none"
     )
     max_mib: int = Field(1024, ge=1, description="MiB of records kept per verifier; the oldest files are deleted")
-    rotate_s: float = Field(30.0, gt=0, description="a file is written after so many seconds at the latest")
 
 
 class TracingSettings(Section):
@@ -315,7 +315,6 @@ class Settings(Section):
     drafters: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
         1, description="drafters; auto: on the devices that verifiers leave"
     )
-    seed: int = Field(0, description="seed of the engines")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="our own log level")
     log_format: Literal["text", "json"] = Field("text", description="of the gateway's log: lines of text, or JSON objects")
     gateway: GatewaySettings = Field(default_factory=GatewaySettings)

@@ -73,12 +73,12 @@ def leaves(model: type[BaseModel] = Settings, prefix: KeyPath = ()) -> Iterator[
 
 
 def flag(path: KeyPath) -> str:
-    """`("gateway", "max_n")` -> `--gateway-max-n`."""
+    """`("gateway", "drain_s")` -> `--gateway-drain-s`."""
     return "--" + "-".join(path).replace("_", "-")
 
 
 def variable(path: KeyPath) -> str:
-    """`("gateway", "max_n")` -> `OUTRIDER_GATEWAY__MAX_N`."""
+    """`("gateway", "drain_s")` -> `OUTRIDER_GATEWAY__DRAIN_S`."""
     return environment.PREFIX + "__".join(path).upper()
 
 

@@ -5,7 +5,7 @@ vLLM's source stays unchanged: a mode is a speculative configuration, a schedule
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import vllm
@@ -28,7 +28,9 @@ from backend.models.resolve import DEMO, ResolvedModels
 from backend.speculation.lookup import LONGEST, SHORTEST
 
 SUPPORTED_VLLM = "0.32."
-CPU_KV_CACHE_MIB = 256
+CPU_KV_CACHE_BYTES = 256 << 20
+AHEAD_OUTCOMES = 8
+"""Most outcomes drafted ahead per request and step."""
 
 
 class EngineSetupError(Exception):
@@ -39,16 +41,14 @@ def engine_arguments(settings: Settings, paths: ResolvedModels, verifier_id: str
     """vLLM's engine arguments for these settings, by name."""
     on_cpu = current_platform.is_cpu()
     verifier = settings.verifier
-    kv_mib = verifier.kv_cache_mib or (CPU_KV_CACHE_MIB if on_cpu else None)
     arguments: dict[str, Any] = {
         "model": paths.target_dir,
         "dtype": _dtype(paths.target_dir),
-        "seed": settings.seed,
         "max_model_len": verifier.max_model_len,
         "max_num_seqs": verifier.max_num_seqs,
         "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS,
         "enforce_eager": on_cpu,
-        "kv_cache_memory_bytes": kv_mib * 2**20 if kv_mib else None,
+        "kv_cache_memory_bytes": CPU_KV_CACHE_BYTES if on_cpu else None,
         "tensor_parallel_size": verifier.tensor_parallel,
         "distributed_executor_backend": "mp" if verifier.tensor_parallel > 1 else "uni",
         "reasoning_parser": reasoning_parser(verifier.reasoning_parser, paths.target_dir, settings.gateway.chat_template) or "",
@@ -61,25 +61,29 @@ def engine_arguments(settings: Settings, paths: ResolvedModels, verifier_id: str
     if settings.mode in REMOTE_MODES:
         arguments["async_scheduling"] = False
         arguments["scheduler_cls"] = "backend.engine.scheduler.DraftingScheduler"
-    if verifier.fixed_responses:
-        # A fixed response's next token depends on how many it has emitted, which the worker must know when it samples.
-        arguments["async_scheduling"] = False
     unknown = set(verifier.engine_args) - set(EngineArgs.__dataclass_fields__)
     if unknown:
         raise EngineSetupError(f"verifier.engine_args: vLLM has no argument {', '.join(sorted(unknown))}")
-    merged = arguments | verifier.engine_args
-    if "speculative_config" in verifier.engine_args:
-        # Merged, not replaced: our method, head and number of tokens stay, except what an operator sets here.
-        merged["speculative_config"] = (arguments["speculative_config"] or {}) | verifier.engine_args["speculative_config"]
-    return merged
+    return merged(arguments, verifier.engine_args)
+
+
+def merged(ours: dict[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
+    """`ours` with the values of `theirs`.  Dictionaries within are merged too, such as `speculative_config`."""
+
+    def value(name: str) -> Any:
+        mine, given = ours.get(name), theirs[name]
+        return merged(mine, given) if isinstance(mine, dict) and isinstance(given, dict) else given
+
+    return ours | {name: value(name) for name in theirs}
 
 
 def build_config(settings: Settings, paths: ResolvedModels, verifier_id: str) -> VllmConfig:
     """vLLM's configuration; raises `EngineSetupError` when vLLM's version is not the one our hooks were written for."""
     if not vllm.__version__.startswith(SUPPORTED_VLLM):
         raise EngineSetupError(f"vLLM {vllm.__version__} is installed; this release works with {SUPPORTED_VLLM}*")
-    if settings.verifier.fixed_responses or settings.mode == "off":
-        # The hooks are in the V1 runner; on CUDA vLLM would choose the V2 runner for modes `off` and `native`.
+    if settings.mode == "off" or settings.verifier.engine_args.get("async_scheduling") is False:
+        # The hooks are in the V1 runner; on CUDA vLLM would choose the V2 runner for modes `off` and `native`.  Who switches
+        # asynchronous scheduling off may want fixed responses.
         environment.export({"VLLM_USE_V2_MODEL_RUNNER": "0"})
     config = EngineArgs(**engine_arguments(settings, paths, verifier_id)).create_engine_config(UsageContext.ENGINE_CONTEXT)
     if config.model_config.runner_type == "pooling" and settings.mode != "off":
@@ -157,9 +161,8 @@ def _worker_options(settings: Settings, paths: ResolvedModels, verifier_id: str)
         "aux_layers": aux_layers,
         "features": head_dir is not None,
         "raw_features": paths.learning_dir is not None,
-        "ahead_outcomes": settings.verifier.ahead_outcomes,
+        "ahead_outcomes": AHEAD_OUTCOMES,
         "draft_deadline_ms": settings.verifier.draft_deadline_ms,
-        "fixed_responses": settings.verifier.fixed_responses,
         "shared_noise": settings.mode != "native",
         "lookup": settings.verifier.lookup,
         "ring_bytes": settings.transport.ring_mib * 2**20,

@@ -5,6 +5,7 @@ Any process; a client belongs to one thread.  Uses vLLM's request and output str
 
 from __future__ import annotations
 
+import math
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -94,7 +95,8 @@ class EngineClient:
     """A connection to one verifier; the constructor waits for the answer to its greeting.
 
     `watch` is called during waits and may raise to end them (if the verifier's process has ended).  Several clients of one
-    thread may share a `hub`, which its owner polls and closes.  A tcp address requires the verifier's `server_key`.
+    thread may share a `hub`, which its owner polls and closes.  A tcp address requires the verifier's `server_key`.  `lease_s`
+    and `rows` are those of `EngineHello`; a client with a lease must ping, or wait, as often.
     Raises `EngineRefused`, `TimeoutError`.
     """
 
@@ -105,6 +107,8 @@ class EngineClient:
         watch: Callable[[], None] | None = None,
         hub: Hub | None = None,
         server_key: str = "",
+        lease_s: float = math.inf,
+        rows: bool = False,
     ) -> None:
         self.hub = hub or Hub(Wire())
         self._shares_hub = hub is not None
@@ -125,8 +129,8 @@ class EngineClient:
         """Results of `call` by number: why it failed, or None."""
         self._calls = 0
         self._watch = watch
-        self._name = name
-        self.dealer.send(*self._speech.hello(name))
+        self._hello = self._speech.hello(name, lease_s, rows)
+        self.dealer.send(*self._hello)
         self.run_until(lambda: self.welcome is not None or bool(self.refusals))
         if self.welcome is None:
             self.close()
@@ -182,7 +186,7 @@ class EngineClient:
         self.dealer.send(*self._speech.ping())
 
     def ask_rows(self) -> None:
-        """Asks for the rows that the verifier keeps (`verifier.kept_rows`); they are added to `rows`."""
+        """Asks for the rows that the verifier keeps; they are added to `rows`."""
         self.dealer.send(*self._speech.ask_rows())
         self.rows_awaited += 1
 
@@ -268,7 +272,7 @@ class EngineClient:
             else:
                 # Silent for longer than the lease, as between two rounds of a rollout: the verifier has forgotten all.
                 self.rows_awaited = 0
-                self.dealer.send(*self._speech.hello(self._name))
+                self.dealer.send(*self._hello)
 
     def _take_output(self, output: EngineCoreOutput, now: float) -> None:
         answer = self.answers.get(output.request_id)

@@ -7,6 +7,7 @@ where vLLM decides it.  So all modes are measured with the same code.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from backend.engine.recording import Recording
 from backend.engine.spans import EngineSpans
 from backend.fleet import VERSIONS, DraftCounters, Verified, VerifierStats
 from backend.fleet.speed import Line
-from backend.records.rows import name_for_records
+from backend.records.rows import Row, name_for_records
 from backend.speculation.waiting import Plan
 from backend.wire.engine import Asked
 
@@ -151,6 +152,15 @@ class CountingScheduler:
         )
         self._scheduled_at = time.monotonic()
         return output
+
+    def record_to(self, put: Callable[[Row], None] | None) -> None:
+        """Makes rows for `put` from now on, or none.  The first ones leave out requests that run already."""
+        if put is None:
+            self.records = None
+        elif self.records is None:
+            self.records = Recording(put, self.counters.stats)
+        else:
+            self.records.put = put
 
     def take_verify_s(self) -> float:
         """Seconds of the target's forward passes and sampling since the last call."""

@@ -14,10 +14,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 
 from backend.wire.engine import FIXED_RESPONSE
+
+
+def takes_fixed(config: VllmConfig) -> bool:
+    """Whether the engine can emit fixed responses: it has vLLM's V1 model runner, and schedules synchronously.
+
+    A response's next token depends on how many it has emitted, which the worker must know when it samples.
+    """
+    return not (config.use_v2_model_runner or config.scheduler_config.async_scheduling)
 
 
 def fixed_response(params: SamplingParams | None) -> list[int] | None:
@@ -48,7 +57,7 @@ def refuse_unfit(request: EngineCoreRequest, allowed: bool, vocab_size: int, max
     if fixed is None or params is None:
         return
     if not allowed:
-        raise ValueError("this verifier takes no fixed responses (verifier.fixed_responses is off)")
+        raise ValueError("this verifier takes no fixed responses; they need the engine argument async_scheduling=false")
     if not isinstance(fixed, list) or not fixed:
         raise ValueError("a fixed response is a list of one token or more")
     if not all(isinstance(token, int) and 0 <= token < vocab_size for token in fixed):
@@ -62,15 +71,14 @@ def refuse_unfit(request: EngineCoreRequest, allowed: bool, vocab_size: int, max
 
 
 class FixedResponses:
-    """Mixin over vLLM's V1 model runner.
-
-    Asynchronous scheduling must be off: sampling requires the tokens that a request has emitted so far.
-    """
+    """Mixin over vLLM's V1 model runner, where `takes_fixed` says so."""
 
     def _sample(self, logits: Any, spec_decode_metadata: Any) -> Any:
         """vLLM's method of the same name; `sampled_token_ids` is `[requests, 1 + longest draft]`, padded with -1."""
         output = super()._sample(logits, spec_decode_metadata)  # type: ignore[misc]
         runner: Any = self
+        if not any(fixed_response(runner.requests[each].sampling_params) for each in runner.input_batch.req_ids):
+            return output
         sampled = output.sampled_token_ids
         drafts = spec_decode_metadata.draft_token_ids.tolist() if spec_decode_metadata is not None else []
         begin, width = 0, sampled.shape[1]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -21,7 +22,8 @@ from backend.engine.fixed import refuse_unfit
 from backend.engine.resume import add_request
 from backend.engine.weights import WeightControl
 from backend.fleet import VerifierStats
-from backend.records.kept import KeptRows, RowBatch
+from backend.records.kept import KEPT_ROWS, KeptRows, RowBatch
+from backend.records.rows import Row
 from backend.transport import Router
 from backend.wire.engine import (
     ABORT,
@@ -82,18 +84,22 @@ class _Gateway:
     identity: bytes
     index: int
     last_heard: float
+    lease_s: float
+    wants_rows: bool
 
 
 class GatewayPort:
-    """Takes in gateways' requests and sends outputs.  `lease_s`: how long a gateway may be silent."""
+    """Takes in gateways' requests and sends outputs.
+
+    `files` takes rows in any case, `KeptRows` while a client wants them.
+    """
 
     def __init__(
         self,
         router: Router,
         core: EngineCore,
         welcome: EngineWelcome,
-        lease_s: float,
-        kept: KeptRows | None,
+        files: Callable[[Row], None] | None,
         weights: WeightControl,
     ) -> None:
         self._weights = weights
@@ -101,12 +107,12 @@ class GatewayPort:
         self._router = router
         self._core = core
         self._welcome = welcome
-        self._kept = kept
-        self._lease_s = lease_s
+        self._files = files
+        self._kept: KeptRows | None = None
+        core.scheduler.record_to(files)
         self._by_identity: dict[bytes, _Gateway] = {}
         self._by_index: dict[int, _Gateway] = {}
         self._next_index = 1
-        self._fixed_responses: bool = core.vllm_config.additional_config["outrider"]["fixed_responses"]
         self._vocab_size: int = core.vllm_config.model_config.get_vocab_size()
         self._max_model_len = welcome.max_model_len
         self._encoder = MsgpackEncoder()
@@ -165,7 +171,7 @@ class GatewayPort:
 
     def expire(self, now: float) -> None:
         """Aborts the requests of gateways whose lease has run out."""
-        for gateway in [g for g in self._by_identity.values() if now - g.last_heard > self._lease_s]:
+        for gateway in [g for g in self._by_identity.values() if now - g.last_heard > g.lease_s]:
             logger.warning("gateway %d is silent; its requests are aborted", gateway.index)
             self._forget(gateway)
 
@@ -180,12 +186,20 @@ class GatewayPort:
             self._refuse(identity, "incompatible", f"this verifier speaks wire {ENGINE_WIRE_VERSION} of vLLM {ours}")
             return
         if identity not in self._by_identity:
-            gateway = _Gateway(identity, self._next_index, now)
+            gateway = _Gateway(identity, self._next_index, now, hello.lease_s, hello.rows)
             self._next_index += 1
             self._by_identity[identity] = self._by_index[gateway.index] = gateway
+            self._keep_rows()
         self._by_identity[identity].last_heard = now
         welcome = msgspec.structs.replace(self._welcome, weights=self._weights.loaded)
         self._router.send(identity, WELCOME, msgspec.msgpack.encode(welcome))
+
+    def _keep_rows(self) -> None:
+        """Begins to keep rows when the first client wants them, and ends with the last one."""
+        wanted = any(each.wants_rows for each in self._by_identity.values())
+        if wanted != (self._kept is not None):
+            self._kept = KeptRows(KEPT_ROWS, self._files) if wanted else None
+            self._core.scheduler.record_to(self._files if self._kept is None else self._kept.put)
 
     def _refuse(self, identity: bytes, reason: Literal["unknown", "incompatible", "unreadable"], message: str) -> None:
         self._router.send(identity, REFUSED, msgspec.msgpack.encode(Refusal(reason, message)))
@@ -211,7 +225,7 @@ class GatewayPort:
         try:
             request = self._requests.decode(frames)
             request.request_id, request.client_index = addition.request_id, gateway.index
-            refuse_unfit(request, self._fixed_responses, self._vocab_size, self._max_model_len)
+            refuse_unfit(request, self._welcome.fixed_responses, self._vocab_size, self._max_model_len)
             add_request(self._core, request, addition.emitted, addition.noise_seed, addition.asked)
             self._router.send(gateway.identity, TAKEN, addition.request_id.encode())
         except Exception as error:
@@ -256,6 +270,7 @@ class GatewayPort:
 
     def _forget(self, gateway: _Gateway) -> None:
         del self._by_identity[gateway.identity], self._by_index[gateway.index]
+        self._keep_rows()
         mine = [r for r, request in self._core.scheduler.requests.items() if request.client_index == gateway.index]
         if mine:
             self._core.abort_requests(mine)

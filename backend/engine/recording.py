@@ -43,13 +43,14 @@ class Recording:
     once: no file, no socket, no waiting, no lock that is held for long.
     """
 
-    def __init__(self, put: Callable[[Row], None]) -> None:
-        self._put = put
+    def __init__(self, put: Callable[[Row], None], stats: VerifierStats) -> None:
+        """`stats`: the counters of the time before, which no row contains."""
+        self.put = put
         self._requests: dict[str, _Request] = {}
-        self._steps = 0
-        self._began_s = 0.0
-        self._busy_s = 0.0
-        self._idle_s: dict[str, float] = {}
+        self._steps = stats.steps
+        self._began_s: float | None = None
+        self._busy_s = stats.busy_s
+        self._idle_s = dict(stats.idle_s)
         self._reset()
 
     def _reset(self) -> None:
@@ -92,7 +93,7 @@ class Recording:
             teacher_forced=request.teacher_forced,
             brought_tokens=request.brought_tokens,
         )
-        self._put(row)
+        self.put(row)
 
     # -- one step ------------------------------------------------------------------------------------------------------
 
@@ -129,7 +130,7 @@ class Recording:
             request.accepted += accepted
             self._drafted += 1
             self._drafted_tokens += tokens
-        self._put(
+        self.put(
             VerificationRow(
                 step, request.name, base_len, draft_tokens, accepted, tokens, drafter, ahead, request.teacher_forced
             )
@@ -148,7 +149,7 @@ class Recording:
         row = StepRow(
             step=self._steps,
             began_at=time.time() - seconds,
-            interval_ms=1e3 * (began_s - self._began_s) if self._steps else 0.0,
+            interval_ms=1e3 * (began_s - self._began_s) if self._began_s is not None else 0.0,
             requests=self._emitting,
             prefill_tokens=self._prefill,
             tokens=self._tokens,
@@ -163,7 +164,7 @@ class Recording:
             waiting=waiting,
             kv_usage=kv_usage,
         )
-        self._put(row)
+        self.put(row)
         self._steps += 1
         self._began_s, self._busy_s = began_s, stats.busy_s
         self._idle_s = dict(stats.idle_s)
@@ -184,4 +185,4 @@ class Recording:
             acceptance_length=1 + prospect.gains[plan.k or -1],
             hit_rate=load.foresight.rate(plan.outcomes),
         )
-        self._put(row)
+        self.put(row)

@@ -21,6 +21,7 @@ from backend.wire.engine import (
     ACCOUNTS,
     ADD,
     ENGINE_WIRE_VERSION,
+    GATEWAY_LEASE_S,
     HELLO,
     OUTPUTS,
     PING,
@@ -58,9 +59,9 @@ class EngineSpeech:
         self._encoder = MsgpackEncoder()
         self._decoder = MsgpackDecoder(EngineCoreOutputs)
 
-    def hello(self, name: str) -> list[Buffer]:
-        """The greeting of a client called `name`."""
-        return [HELLO, _pack(EngineHello(ENGINE_WIRE_VERSION, vllm.__version__, name))]
+    def hello(self, name: str, lease_s: float = GATEWAY_LEASE_S, rows: bool = False) -> list[Buffer]:
+        """The greeting of a client called `name`; for the rest see `EngineHello`."""
+        return [HELLO, _pack(EngineHello(ENGINE_WIRE_VERSION, vllm.__version__, name, lease_s, rows))]
 
     def add(
         self,

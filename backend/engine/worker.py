@@ -20,7 +20,7 @@ from backend.engine import target_rows, tensor_transfer
 from backend.engine.cpu_kernels import repack_output_matrix, repair_cpu_kernels
 from backend.engine.feature_link import Projection
 from backend.engine.features import FeatureShipper, Shipped
-from backend.engine.fixed import FixedResponses
+from backend.engine.fixed import FixedResponses, takes_fixed
 from backend.engine.runner import RemoteDrafting, ResumedOutputs, SeededPrefill, UndraftedSteps
 from backend.engine.sampling import SharedNoise, all_logits_processors
 from backend.engine.target_rows import TargetRows
@@ -57,7 +57,7 @@ class _Mixed:
         if options["shared_noise"]:
             warm_up(self.model_runner.device)
             mixins = (SharedNoise, *mixins)
-        if options["fixed_responses"]:
+        if takes_fixed(self.vllm_config):
             mixins = (FixedResponses, *mixins)
         if options["remote"]:
             mixins = (RemoteDrafting, *mixins)

@@ -11,6 +11,9 @@ import msgspec
 
 from backend.records.rows import DecisionRow, RequestRow, Row, StepRow, VerificationRow
 
+KEPT_ROWS = 1_000_000
+"""Most rows that a verifier keeps."""
+
 
 class RowBatch(msgspec.Struct):
     """Rows in the order they were made, and how many were lost since the previous batch."""

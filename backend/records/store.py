@@ -29,7 +29,7 @@ FILE = re.compile(rf"\.?({'|'.join(KINDS)})-\d{{6,}}\.parquet(\.part)?")
 """Names of files that we write, incomplete ones included; no other file is ever deleted."""
 
 
-ROTATE_ROWS, ROTATE_BYTES = 200_000, 16 * 2**20
+ROTATE_ROWS, ROTATE_BYTES, ROTATE_S = 200_000, 16 * 2**20, 30.0
 """A file is written when so many rows wait for it, or so many bytes before compression."""
 
 
@@ -83,7 +83,7 @@ class Store:
         due = [
             kind
             for kind, pending in self._pending.items()
-            if now - pending.since >= self._settings.rotate_s or pending.rows >= ROTATE_ROWS or pending.size >= ROTATE_BYTES
+            if now - pending.since >= ROTATE_S or pending.rows >= ROTATE_ROWS or pending.size >= ROTATE_BYTES
         ]
         if due:
             self._write(due, ended=False)

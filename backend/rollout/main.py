@@ -6,6 +6,7 @@ The command's process, main thread.
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,6 +28,7 @@ from backend.rollout.report import markdown, round_report
 from backend.rollout.requests import Request, Tokenizer, context_length, make_requests
 from backend.rollout.trace import Case, match, read_prompts, read_trace, trace_file, write_cases
 from backend.rollout.weights import WeightsError, check_weights, newest
+from backend.wire.engine import GATEWAY_LEASE_S
 
 # vLLM and Ray are imported where they are used, so that help and errors in the input are shown at once.
 if TYPE_CHECKING:
@@ -60,21 +62,18 @@ def rollout(arguments: Sequence[str], say: Say) -> None:
     """Runs one rollout.  Raises `ConfigError` for faults in the input, `CommandError` for later failures."""
     options, rest = rollout_options(arguments)
     loaded = sources.load(rest, "outrider rollout")
-    seed = loaded.settings.seed if ("seed",) in loaded.origins else None
     with _errors_of_one_line(options):
         if options.join is not None:
             with _joined_fleet(options, loaded) as place:
-                _rounds(options, place, _prepare(options, place.settings, lambda: place.models, seed, say), say)
+                _rounds(options, place, _prepare(options, place.settings, lambda: place.models, say), say)
             return
         settings, models = fleet_settings(options, loaded), cached(lambda: _models(settings, options, say))
-        work = _prepare(options, settings, models, seed, say)
+        work = _prepare(options, settings, models, say)
         with _own_fleet(settings, models(), say) as place:
             _rounds(options, place, work, say)
 
 
-def _prepare(
-    options: RolloutOptions, settings: Settings, models: Callable[[], ResolvedModels], seed: int | None, say: Say
-) -> _Work:
+def _prepare(options: RolloutOptions, settings: Settings, models: Callable[[], ResolvedModels], say: Say) -> _Work:
     """Makes every check that is possible before anything runs; calls `models` after the cheap checks, since it may download."""
     try:
         file, step = trace_file(options.trace, options.step)
@@ -87,7 +86,7 @@ def _prepare(
         named, room = options.prompts or file, context_length(found.target_dir, settings.verifier.max_model_len)
         fixed, samples, most = options.fixed, options.samples, options.max_tokens
         parts = [make_requests(cases[each.start : each.stop], tokenizer, named, fixed, samples, most, room) for each in rows]
-        sampling = _sampling(options, found, tokenizer, seed)
+        sampling = _sampling(options, found, tokenizer)
         logs = [RoundLog(wanted) for wanted in options.log]
         if options.weights_dir is not None:
             check_weights(options.weights_dir, found.target_dir)
@@ -145,19 +144,19 @@ def _prepare_process() -> None:
     environment.export(member_environment(offline=True))
 
 
-def _sampling(options: RolloutOptions, models: ResolvedModels, tokenizer: Tokenizer, seed: int | None) -> Sampling:
+def _sampling(options: RolloutOptions, models: ResolvedModels, tokenizer: Tokenizer) -> Sampling:
     from backend.engine.client import free_sampling
     from backend.rollout.run import Sampling
 
     if options.fixed:
-        return Sampling(options.temperature, None, seed)
+        return Sampling(options.temperature, None, options.seed)
     vocab_size = int(text_config(read_config(models.target_dir))["vocab_size"])
     given = {**options.sampling, "temperature": options.temperature}
     try:
         free = free_sampling(given, tokenizer.eos_token_ids, tokenizer.hugging_face, vocab_size)
     except ValueError as error:
         raise ConfigError(f"--sampling: {error}") from error
-    return Sampling(options.temperature, free, seed)
+    return Sampling(options.temperature, free, options.seed)
 
 
 @contextmanager
@@ -187,7 +186,7 @@ def _joined_fleet(options: RolloutOptions, loaded: Loaded) -> Iterator[_Place]:
 
     with found_fleet(loaded, options.join or None) as (coordinator, cluster):
         info = coordinator.info()
-        settings = joined_settings(options, loaded, Settings.model_validate_json(info.settings_json))
+        settings = joined_settings(loaded, Settings.model_validate_json(info.settings_json))
         yield _Place(coordinator, settings, info.models, cluster.node_id)
 
 
@@ -197,10 +196,15 @@ def _rounds(options: RolloutOptions, place: _Place, work: _Work, say: Say) -> No
 
     about = _about(options, place, work.step)
     slots, interval_s = place.settings.verifier.max_num_seqs, place.settings.gateway.balance_interval_s
-    workers = Workers(place.coordinator, place.coordinator.info().fleet_keys, place.node_id, place.models.target_dir)
+    # A fleet of its own has no other client, and ends with the rollout.
+    lease_s = math.inf if options.join is None else GATEWAY_LEASE_S
+    keys = place.coordinator.info().fleet_keys
+    workers = Workers(place.coordinator, keys, place.node_id, place.models.target_dir, lease_s)
     cases: dict[int, Case] = {}
     try:
         workers.look()
+        if options.fixed:
+            workers.check_fixed()
         for number, requests in enumerate(work.rounds):
             fault = _renew(options.weights_dir, workers, say) if number and options.weights_dir is not None else ""
             bar = Bar(sys.stderr, f"round {number}", len(requests))

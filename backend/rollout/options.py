@@ -19,9 +19,8 @@ from backend.config.sources import ConfigError, Loaded, Parser, flag, leaves
 Implementation = Literal["disaggregated", "native"]
 Method = Literal["eagle3", "eagle", "ngram"]
 
-KEPT_ROWS = 1_000_000
-NEVER_S = 24 * 3600.0
-"""Seconds of the gateway lease, in effect for ever: the rollout is the fleet's only client, and the fleet ends with it."""
+NEEDED_BY_FIXED = {"async_scheduling": False}
+"""vLLM's engine arguments that fixed responses need (`backend.engine.fixed.takes_fixed`)."""
 
 SAMPLING = frozenset(
     (
@@ -77,6 +76,8 @@ class RolloutOptions:
     """Each `tensorboard:DIR` or `wandb:PROJECT`."""
     sampling: dict[str, Any]
     """Further sampling parameters, by vLLM's names."""
+    seed: int | None
+    """None: free responses at a temperature above 0 are not reproducible."""
 
 
 @dataclass(frozen=True)
@@ -153,9 +154,9 @@ def fleet_settings(options: RolloutOptions, loaded: Loaded) -> Settings:
         drafter = "ngram"
     elif options.method is not None and drafter == "ngram":
         raise ConfigError(f"--method {options.method} needs an EAGLE head: --drafter ngram contradicts it")
-    verifier = settings.verifier.model_copy(
-        update={"kept_rows": KEPT_ROWS, "fixed_responses": options.fixed, "gateway_lease_s": NEVER_S}
-    )
+    verifier = settings.verifier
+    if options.fixed:
+        verifier = verifier.model_copy(update={"engine_args": verifier.engine_args | NEEDED_BY_FIXED})
     asked = ("gateway", "balance_interval_s") in loaded.origins
     gateway = settings.gateway if asked else _staying(settings)
     return settings.model_copy(update={"mode": mode, "drafter": drafter, "verifier": verifier, "gateway": gateway})
@@ -166,15 +167,11 @@ def _staying(settings: Settings) -> GatewaySettings:
     return settings.gateway.model_copy(update={"balance_interval_s": 0.0})
 
 
-def joined_settings(options: RolloutOptions, loaded: Loaded, theirs: Settings) -> Settings:
-    """The settings of the fleet that a rollout joins.  Raises `ConfigError` if the fleet or the options do not allow it."""
+def joined_settings(loaded: Loaded, theirs: Settings) -> Settings:
+    """The settings of the fleet that a rollout joins.  Raises `ConfigError` for settings given beside `--join`."""
     for path, origin in loaded.origins.items():
-        if path[0] not in ("ray", "seed"):
+        if path[0] != "ray":
             raise ConfigError(f"--join takes a fleet as it is: {origin} says otherwise")
-    if not theirs.verifier.kept_rows:
-        raise ConfigError(f"this fleet keeps no rows for a rollout: serve it with --verifier-kept-rows {KEPT_ROWS}")
-    if options.fixed and not theirs.verifier.fixed_responses:
-        raise ConfigError("this fleet takes no fixed responses: serve it with --verifier-fixed-responses")
     return theirs.model_copy(update={"gateway": _staying(theirs)})
 
 
@@ -194,7 +191,7 @@ def _rollout_parser() -> argparse.ArgumentParser:
         prog="outrider rollout",
         description="Runs a trace's prompts over a fleet of its own; writes a row of every step, request and verification.",
         epilog="All settings of `outrider serve` are flags here too (--verifiers, --drafters, --mode, --model, --drafter, "
-        f"--num-speculative-tokens, --seed, --config, ...; see `outrider serve --help`), also {aliases}.",
+        f"--num-speculative-tokens, --config, ...; see `outrider serve --help`), also {aliases}.",
         allow_abbrev=False,
     )
     say = parser.add_argument
@@ -241,6 +238,7 @@ def _rollout_parser() -> argparse.ArgumentParser:
         help=f"further sampling parameters of free responses, by vLLM's names: {', '.join(sorted(SAMPLING))}",
     )
     say("--temperature", type=_temperature, default=1.0, metavar="X", help="of free responses (default: 1)")
+    say("--seed", type=int, metavar="N", help="draw free responses from it (default: they differ from run to run)")
     return parser
 
 

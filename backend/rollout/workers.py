@@ -7,7 +7,9 @@ removed and its rows are kept.  A verifier that Ray starts again becomes another
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,12 +17,14 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from backend.config.sources import ConfigError
 from backend.coordinator import CoordinatorUnavailable
 from backend.coordinator.actor import CoordinatorHandle
 from backend.engine.client import EngineClient, EngineRefused
 from backend.fleet import Member
 from backend.fleet.stats import Weights
 from backend.records.kept import RowBatch
+from backend.rollout.options import NEEDED_BY_FIXED
 from backend.transport import Hub, ServerKeys, Wire
 
 logger = logging.getLogger(__name__)
@@ -69,13 +73,20 @@ class Workers:
     """All verifiers that can currently be used."""
 
     def __init__(
-        self, coordinator: CoordinatorHandle, fleet_keys: ServerKeys | None, node_id: str = "", target_dir: str = ""
+        self,
+        coordinator: CoordinatorHandle,
+        fleet_keys: ServerKeys | None,
+        node_id: str = "",
+        target_dir: str = "",
+        lease_s: float = math.inf,
     ) -> None:
+        """After `lease_s` seconds without a message from here, verifiers abort this rollout's requests."""
         self.weights = Weights(path=target_dir)
         """The weights that all verifiers should have."""
         self.hub = Hub(Wire(fleet_keys, node_id=node_id))
         self.present: dict[str, Worker] = {}
         self._coordinator = coordinator
+        self._lease_s = lease_s
         self._next_step: dict[str, int] = {}
 
     def close(self) -> None:
@@ -97,6 +108,13 @@ class Workers:
         left = self._leave(gone)
         come = [self._join(member) for name, member in sorted(ready.items()) if name not in self.present]
         return [worker for worker in come if worker is not None], left
+
+    def check_fixed(self) -> None:
+        """Raises `ConfigError` if a verifier takes no fixed responses."""
+        for each in self.present.values():
+            if each.client.welcome is not None and not each.client.welcome.fixed_responses:
+                needed = json.dumps(NEEDED_BY_FIXED)
+                raise ConfigError(f"{each.name} takes no fixed responses: serve it with --verifier-engine-args '{needed}'")
 
     @property
     def version(self) -> str:
@@ -175,7 +193,8 @@ class Workers:
 
     def _join(self, member: Member) -> Worker | None:
         try:
-            client = EngineClient(self.hub.wire.route(member), "rollout", hub=self.hub, server_key=member.server_key)
+            address, key = self.hub.wire.route(member), member.server_key
+            client = EngineClient(address, "rollout", hub=self.hub, server_key=key, lease_s=self._lease_s, rows=True)
             self._catch_up(client)
         except (EngineRefused, TimeoutError) as error:
             logger.warning("%s cannot be used: %s", member.id, error)

@@ -20,15 +20,14 @@ from backend.config import REMOTE_MODES, Settings
 from backend.engine.build import build_config, build_core, draft_source
 from backend.engine.counting import Counters
 from backend.engine.draft_links import DraftLinks
+from backend.engine.fixed import takes_fixed
 from backend.engine.gateways import GatewayPort
 from backend.engine.loop import EngineLoop
-from backend.engine.recording import Recording
 from backend.engine.spans import EngineSpans
 from backend.engine.warm_up import warm_up
 from backend.engine.weights import WeightControl
 from backend.fleet import DrafterRef, VerifierStats
 from backend.models.resolve import ResolvedModels
-from backend.records.kept import KeptRows
 from backend.tracing import open_tracing
 from backend.transport import Hub, ServerKeys, Wire, unlink_ipc_on_exit
 from backend.wire.engine import ENGINE_WIRE_VERSION, EngineWelcome
@@ -157,10 +156,6 @@ class VerifierProcess:
         counters = Counters(stats)
         core.scheduler.counters = counters
         core.scheduler.source_name = draft_source(self._settings, self._paths)
-        most = self._settings.verifier.kept_rows
-        kept = KeptRows(most, files.put if files is not None else None) if most else None
-        recorder = kept or files
-        core.scheduler.records = Recording(recorder.put) if recorder is not None else None
         router = hub.router(self.address, self._server_keys, self._local_address)
         self.address = router.address
         welcome = EngineWelcome(
@@ -172,9 +167,10 @@ class VerifierProcess:
             num_kv_blocks=config.cache_config.num_gpu_blocks,
             block_size=config.cache_config.block_size,
             supported_tasks=list(core.get_supported_tasks()),
+            fixed_responses=takes_fixed(config),
         )
         weights = WeightControl(core, self._paths.target_dir, bool(config.model_config.enable_sleep_mode))
-        gateways = GatewayPort(router, core, welcome, self._settings.verifier.gateway_lease_s, kept, weights)
+        gateways = GatewayPort(router, core, welcome, files.put if files is not None else None, weights)
         is_remote = self._settings.mode in REMOTE_MODES
         links = DraftLinks(hub, core, self.verifier_id, counters) if is_remote else None
         weights.on_outputs = gateways.send_outputs

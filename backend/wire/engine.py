@@ -8,10 +8,10 @@ gateway -> verifier   HELLO EngineHello | ADD Addition EngineCoreRequest... | AB
 verifier -> gateway   WELCOME EngineWelcome | TAKEN request id | OUTPUTS EngineCoreOutputs... | ACCOUNTS list of Account |
                       STATS VerifierStats | ROWS RowBatch | REFUSED Refusal | PING
 
-ROWS fetches the rows that the verifier keeps (`verifier.kept_rows`).  All earlier messages are answered before it.
+ROWS fetches the rows that the verifier keeps for clients that want them.  All earlier messages are answered before it.
 
-A gateway sends PING every second and the verifier echoes it.  A verifier aborts the requests of a gateway that has been silent
-for `gateway_lease_s`, and asks that gateway to greet it again (`Refusal.reason == "unknown"`).
+A gateway sends PING every second and the verifier echoes it.  A verifier aborts the requests of a client that has been silent
+for `EngineHello.lease_s`, and asks that client to greet it again (`Refusal.reason == "unknown"`).
 
 ACCOUNTS reports what speculation did for requests that asked for it, before their last outputs or after their abort.
 
@@ -34,6 +34,9 @@ ENGINE_WIRE_VERSION = 7
 HELLO, ADD, ABORT, UTILITY, ROWS, PING = b"h", b"a", b"x", b"u", b"q", b"p"
 WELCOME, TAKEN, OUTPUTS, ACCOUNTS, STATS, REFUSED = b"w", b"t", b"o", b"c", b"s", b"r"
 
+GATEWAY_LEASE_S = 10.0
+"""Seconds of silence after which a gateway and a verifier give each other up."""
+
 PAUSED = "outrider_paused"
 """Stop reason of a request that a pause has aborted: the request ends and does not move to another verifier."""
 
@@ -51,11 +54,15 @@ GREEDY_BELOW = 1e-5
 
 
 class EngineHello(msgspec.Struct, frozen=True):
-    """A gateway introduces itself; answered by `EngineWelcome` or REFUSED."""
+    """A gateway, or another client, introduces itself; answered by `EngineWelcome` or REFUSED."""
 
     version: int
     vllm_version: str
     gateway_id: str
+    lease_s: float = GATEWAY_LEASE_S
+    """Seconds that the client may be silent; `inf`: for ever."""
+    rows: bool = False
+    """Whether the verifier should make rows and keep them for the client (`backend/records/kept.py`)."""
 
 
 class Asked(msgspec.Struct, frozen=True):
@@ -141,3 +148,5 @@ class EngineWelcome(msgspec.Struct, frozen=True):
     block_size: int
     supported_tasks: list[str]
     weights: Weights = Weights()
+    fixed_responses: bool = False
+    """Whether requests may bring the response that they must emit (`FIXED_RESPONSE`)."""

@@ -19,6 +19,8 @@ MAX_RETRY_AFTER_S = 60
 """Bound of `Retry-After`: later load cannot be predicted."""
 UNKNOWN_TOKENS = 256
 """Tokens assumed for a claim without an estimate."""
+MAX_QUEUED_TOKENS = 1 << 20
+"""Most tokens of waiting sequences, prompts and expected outputs together."""
 
 
 @dataclass(eq=False, slots=True)
@@ -34,8 +36,6 @@ class _Waiting:
 @dataclass(frozen=True)
 class Queueing:
     max_sequences: int = 1024
-    max_tokens: int = 1 << 20
-    """Tokens of prompts and expected outputs together."""
     wait_s: float = 60.0
     """A request that waits longer, or is expected to, is turned away."""
 
@@ -48,7 +48,7 @@ class Gate:
 
     def __init__(self, room: Callable[[], float], queueing: Queueing) -> None:
         self._room = room
-        self._queue = FairQueue(queueing.max_sequences, queueing.max_tokens)
+        self._queue = FairQueue(queueing.max_sequences, MAX_QUEUED_TOKENS)
         self.wait_s = queueing.wait_s
         self._waiting: dict[Item, _Waiting] = {}
         self._by_claim: dict[Claim, _Waiting] = {}
@@ -69,8 +69,7 @@ class Gate:
 
     def limit(self, queueing: Queueing) -> None:
         """Sets new bounds, from the next request on."""
-        self._queue.max_sequences, self._queue.max_tokens = queueing.max_sequences, queueing.max_tokens
-        self.wait_s = queueing.wait_s
+        self._queue.max_sequences, self.wait_s = queueing.max_sequences, queueing.wait_s
 
     async def enter(self, claim: Claim) -> None:
         """Waits until the claim's sequences may go to the verifiers.  Raises `Overloaded`."""

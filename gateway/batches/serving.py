@@ -29,7 +29,7 @@ class Batches:
     model: str
 
     def __post_init__(self) -> None:
-        self._store = None if self.folder is None else Store(self.folder, self.settings.gateway.files_mib << 20)
+        self._store = None if self.folder is None else Store(self.folder, self.settings.gateway.files_bytes)
         self._runner: Runner | None = None
         self.endpoints: tuple[str, ...] = ()
 

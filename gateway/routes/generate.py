@@ -102,7 +102,7 @@ async def respond(
 
 async def generate(gateway: Gateway, request: Request, asked: Any, create: Create, inquiry: Inquiry | None = None) -> Any:
     """Has vLLM answer; returns its answer or stream.  Cancelled when the client leaves.  Raises `ApiError`."""
-    check_generation(asked, max_n=gateway.settings.gateway.max_n, vllm_speculates=gateway.settings.mode == "native")
+    check_generation(asked, vllm_speculates=gateway.settings.mode == "native")
     if gateway.services.pooling.is_model:
         raise BadRequest("This model embeds or scores text; it does not write any.", param="model")
     claim = admit(gateway, request, asked)

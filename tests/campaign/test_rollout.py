@@ -29,7 +29,7 @@ def test_a_killed_verifier_costs_time_and_no_token(tmp_path: Path) -> None:
     trace = tmp_path / "train.1.parquet"
     made = outrider("trace", "make", "stdlib", "--out", str(trace), "--limit", str(PROMPTS))
     assert made.wait(120) == 0, made.stdout and made.stdout.read()
-    fleet = ServedFleet("--verifiers", "2", "--drafters", "1", "--verifier-kept-rows", "1000000")
+    fleet = ServedFleet("--verifiers", "2", "--drafters", "1")
     try:
         texts = []
         for name, kill in (("disturbed", True), ("left alone", False)):

@@ -118,10 +118,9 @@ async def disturbed(options: Options) -> Result:
         options.mode,
         "--verifiers=2",
         "--drafters=2",
-        # Here verifiers die under innocent requests all the time.
-        "--gateway-poison-after=50",
         "--gateway-queue-wait-s=90",
         '--verifier-engine-args={"structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": true}}',
+        module="tests.chaos.serving",
     )
     try:
         await _under_load(fleet, options, result)

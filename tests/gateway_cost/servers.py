@@ -29,7 +29,7 @@ def gateway(job: dict[str, Any], pipe: Connection) -> None:
 
     member = Member("verifier-0", "verifier", "one", job["engine"], "", "node", os.getpid(), "bench", state="ready")
     asked = {"port": 0, "max_in_flight": 100_000}
-    settings = Settings.model_validate({"mode": "sync", "gateway": asked, "verifier": {"gateway_lease_s": 3600}})
+    settings = Settings.model_validate({"mode": "sync", "gateway": asked})
     directory = StaticDirectory([member])
     server = GatewayServer(settings, directory, job["model"], model_name="bench", on_ready=pipe.send)
     _end_with(pipe)

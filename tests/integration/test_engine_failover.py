@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import AsyncIterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import pytest_asyncio
@@ -33,8 +34,9 @@ BODIES: list[dict[str, Any]] = [
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def fleet() -> AsyncIterator[EngineFleet]:
     args = {"engine_args": {"structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True}}}
-    async with engine_fleet(verifiers=3, drafters=1, verifier=args, poison_after=5) as running:
-        yield running
+    with mock.patch("gateway.fleet_core.POISON_AFTER", 5):
+        async with engine_fleet(verifiers=3, drafters=1, verifier=args) as running:
+            yield running
 
 
 def told(content: bytes) -> list[Any]:

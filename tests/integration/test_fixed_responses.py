@@ -51,7 +51,6 @@ ENGINES = {"off": "none", "native": "ngram", "sync": "eagle", "auto": "eagle"}
 def start(directory: Path, mode: str) -> Verifier:
     # Without look-ups of its own a verifier drafts what the drafter says and nothing else: the arithmetic is exact.
     engine = {
-        "fixed_responses": True,
         "engine_args": {"max_num_batched_tokens": 128},
         "draft_deadline_ms": 2000,
         "lookup": mode != "sync",

@@ -5,6 +5,7 @@ import asyncio
 import openai
 import pytest
 
+from gateway.admission.gate import Queueing
 from gateway.keys.ring import make_key
 from tests.support.fake_verifier import count_up, eventually, gated
 from tests.support.running_gateway import CHAT, COMPLETION, running_gateway
@@ -120,7 +121,8 @@ async def test_keys_share_and_priorities_go_first(tmp_path):
 
 
 async def test_who_would_wait_too_long_or_finds_it_full_is_told_when_to_come_again():
-    async with running_gateway(slots=SLOTS, max_queued=2) as running:
+    async with running_gateway(slots=SLOTS) as running:
+        running.core.gate.limit(Queueing(2))
         filled = Filled(running)
         await filled.fill()
         for stream in (False, True):

@@ -124,7 +124,7 @@ async def test_files():
 
 async def test_bad_uploads_name_the_field(monkeypatch):
     monkeypatch.setattr("gateway.routes.files.MAX_FILE_BYTES", 1000)
-    async with serving(files_mib=1) as (running, client):
+    async with serving(state_mib=1) as (running, client):
         form = {"purpose": "batch"}
         file = {"file": ("a", b"x")}
         hour = {"expires_after[anchor]": "created_at", "expires_after[seconds]": "3599"}
@@ -149,7 +149,7 @@ async def test_bad_uploads_name_the_field(monkeypatch):
 
 
 async def test_a_full_store_says_so():
-    async with serving(files_mib=1) as (_, client):
+    async with serving(state_mib=1) as (_, client):
         kept = await client.files.create(file=b"x" * 700_000, purpose="batch")
         with pytest.raises(openai.APIStatusError) as told:
             await client.files.create(file=b"x" * 700_000, purpose="batch")

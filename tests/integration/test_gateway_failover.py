@@ -185,11 +185,12 @@ async def test_verifiers_that_die_together_are_no_reason_to_blame_a_request(tmp_
         restarted.close()
 
 
-async def test_how_many_verifiers_a_request_may_cost_is_a_setting():
+async def test_how_many_verifiers_a_request_may_cost(monkeypatch):
     async def die(verifier, sequence):
         verifier.kill()
 
-    async with running_gateway(verifiers=3, poison_after=1) as running:
+    monkeypatch.setattr("gateway.fleet_core.POISON_AFTER", 1)
+    async with running_gateway(verifiers=3) as running:
         for verifier in running.verifiers:
             verifier.behaviour = die
         response = await asyncio.wait_for(running.http.post("/v1/completions", json=COMPLETION), 10)
@@ -329,7 +330,7 @@ async def go_on(running: Running) -> None:
 
 async def test_a_verifier_that_is_stopped_and_comes_back_is_no_reason_to_blame_a_request(monkeypatch):
     monkeypatch.setattr("gateway.fleet_core.FRESH_S", 0.05)
-    async with running_gateway(poison_after=2) as running:
+    async with running_gateway() as running:
         running.verifier.behaviour = some_then_stall(2)
         request = asyncio.ensure_future(running.http.post("/v1/completions", json=STREAM))
         for pauses in range(3):
@@ -372,7 +373,7 @@ async def test_they_do_not_wait_for_long_nor_for_one_that_never_was(monkeypatch)
 
 
 async def test_a_request_that_verifiers_give_up_again_and_again_is_refused():
-    async with running_gateway(poison_after=2) as running:
+    async with running_gateway() as running:
 
         async def give_up(verifier, sequence):
             sequence.emit([], FinishReason.ABORT)
@@ -385,7 +386,7 @@ async def test_a_request_that_verifiers_give_up_again_and_again_is_refused():
 
 async def test_nor_are_several_that_are_stopped_in_turn(monkeypatch):
     monkeypatch.setattr("gateway.fleet_core.FRESH_S", 0.05)
-    async with running_gateway(verifiers=2, poison_after=2) as running:
+    async with running_gateway(verifiers=2) as running:
         for verifier in running.verifiers:
             verifier.behaviour = some_then_stall(2)
         request = asyncio.ensure_future(running.http.post("/v1/completions", json=STREAM))

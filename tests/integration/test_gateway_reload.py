@@ -63,7 +63,7 @@ async def test_all_of_it_or_nothing(tmp_path, caplog):
             "keys": 1,
         }
         assert isinstance(core.choosing._router, PowerOfTwo)
-        assert (gateway.doors.max_in_flight, core.gate.wait_s) == (7, 3)
+        assert (gateway.doors.max_in_flight, core.gate._queue.max_sequences, core.gate.wait_s) == (7, 7, 3)
         gate.set()
         assert await open_request, "what was open goes on"
         assert not await opens(old)

@@ -202,7 +202,7 @@ async def test_what_a_gateway_left_unfinished_has_failed(tmp_path):
 
 
 async def test_the_oldest_go_when_there_is_too_much(running, tmp_path):
-    async with running_gateway(state_dir=str(tmp_path), state_mib=1) as running:
+    async with running_gateway(state_dir=str(tmp_path), state_mib=4) as running:
         running.verifier.behaviour = saying("ok")
         responses = client(running).responses
         metadata = {str(number): "x" * 500 for number in range(16)}

@@ -32,9 +32,9 @@ def pair(directory: Path) -> Iterator[tuple[Verifier, Verifier]]:
         "enable_lora": True,
         "max_lora_rank": 8,
         "block_size": 32,
+        "kv_cache_memory_bytes": 12 << 20,
     }
     verifier = {
-        "kv_cache_mib": 12,
         "max_model_len": 1024,
         "max_num_seqs": 16,
         "draft_deadline_ms": 2000,

@@ -62,7 +62,7 @@ async def engine_fleet(
     verifiers: int = 2, drafters: int = 2, mode: str = "sync", verifier: dict[str, Any] | None = None, **gateway: Any
 ) -> AsyncIterator[EngineFleet]:
     """Starts a fleet.  Drafter i mod `drafters` serves verifier i; modes without remote drafting have no drafters."""
-    sections = {"mode": mode, "verifier": {"draft_deadline_ms": 2000, "gateway_lease_s": 10.0} | (verifier or {})}
+    sections = {"mode": mode, "verifier": {"draft_deadline_ms": 2000} | (verifier or {})}
     remote = mode not in ("off", "native")
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))

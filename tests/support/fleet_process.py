@@ -28,6 +28,7 @@ class ServedFleet:
         *arguments: str,
         start_timeout_s: float = 180.0,
         command: str = "serve",
+        module: str = "gateway.cli",
         prefix: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
     ) -> None:
@@ -36,7 +37,7 @@ class ServedFleet:
         self._url = threading.Event()
         self.url = ""
         self.process = subprocess.Popen(
-            [*prefix, sys.executable, "-m", "gateway.cli", command, "--port", "0", *arguments],
+            [*prefix, sys.executable, "-m", module, command, "--port", "0", *arguments],
             cwd=ROOT,
             env=os.environ | {"PYTHONUNBUFFERED": "1"} | dict(env or {}),
             stdout=subprocess.PIPE,

@@ -20,8 +20,10 @@ from unittest import mock
 
 from backend.engine.client import Answer, EngineClient
 from backend.fleet import DrafterRef
+from backend.lab.bench.load import APART
 from backend.models.demo import DRAFTER_DIR, TARGET_DIR
 from backend.models.resolve import ResolvedModels
+from backend.wire.engine import Asked
 from tests.support import run_drafter, run_verifier
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -105,18 +107,23 @@ def _run(main: Main, job: dict[str, Any], pipe: Connection, log: Path) -> None:
     main(job, pipe)
 
 
+class Apart(EngineClient):
+    """A client whose requests share no text unless a test says so: the first answer to a prompt would draft for the second."""
+
+    def add(self, *args: Any, asked: Asked | None = None, **fields: Any) -> str:
+        return super().add(*args, asked=asked or APART, **fields)
+
+
 class Verifier(Child):
     """A running verifier and a client of it."""
 
     def __init__(self, directory: Path, settings: dict[str, Any], paths: ResolvedModels | None = None) -> None:
-        # A long lease, because the test's client pings only while it waits.
-        settings = settings | {"verifier": {"gateway_lease_s": 3600} | settings.get("verifier", {})}
         address = f"ipc://{directory}/v{os.urandom(3).hex()}.sock"
         # The name must be unique: drafters identify verifiers by name, and a second of that name would replace the first.
         self.name = f"verifier-{os.urandom(3).hex()}"
         job = {"verifier_id": self.name, "settings": settings, "paths": paths or demo_models(), "address": address}
         super().__init__(run_verifier.main, job, directory)
-        self.client = EngineClient(self.address)
+        self.client = Apart(self.address)
 
     def set_drafters(self, *refs: DrafterRef) -> None:
         self.tell(list(refs))

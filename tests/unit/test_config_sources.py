@@ -35,16 +35,16 @@ def test_defaults_are_the_settings_defaults() -> None:
 
 
 def test_each_source_beats_the_next_key_by_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = write(tmp_path, "gateway: {port: 1, max_n: 2, host: file}\nverifiers: 3\n")
+    file = write(tmp_path, "gateway: {port: 1, max_body_mib: 2, host: file}\nverifiers: 3\n")
     monkeypatch.setenv("OUTRIDER_GATEWAY__PORT", "10")
-    monkeypatch.setenv("OUTRIDER_GATEWAY__MAX_N", "20")
+    monkeypatch.setenv("OUTRIDER_GATEWAY__MAX_BODY_MIB", "20")
     loaded = load(["--config", file, "--gateway-port", "100"])
-    settings = loaded.settings
-    assert (settings.gateway.port, settings.gateway.max_n, settings.gateway.host, settings.verifiers) == (100, 20, "file", 3)
+    settings, asked = loaded.settings, loaded.settings.gateway
+    assert (asked.port, asked.max_body_mib, asked.host, settings.verifiers) == (100, 20, "file", 3)
     assert settings.drafters == Settings().drafters
     assert loaded.origins == {
         ("gateway", "port"): "--gateway-port",
-        ("gateway", "max_n"): "OUTRIDER_GATEWAY__MAX_N",
+        ("gateway", "max_body_mib"): "OUTRIDER_GATEWAY__MAX_BODY_MIB",
         ("gateway", "host"): f"{file}: gateway.host",
         ("verifiers",): f"{file}: verifiers",
     }
@@ -64,8 +64,8 @@ def test_the_file_can_be_named_by_the_environment(tmp_path: Path, monkeypatch: p
 
 def test_values_of_every_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUTRIDER_VERIFIER__ENGINE_ARGS", '{"block_size": 32}')
-    settings = load(["--verifier-fixed-responses", "--drafting-gpus", "none", "--gateway-drain-s", "2.5"]).settings
-    assert settings.verifier.fixed_responses is True
+    settings = load(["--verifier-adapters-loadable", "--drafting-gpus", "none", "--gateway-drain-s", "2.5"]).settings
+    assert settings.verifier.adapters_loadable is True
     assert settings.drafting.gpus is None
     assert settings.gateway.drain_s == 2.5
     assert settings.verifier.engine_args == {"block_size": 32}

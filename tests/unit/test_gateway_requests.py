@@ -5,6 +5,7 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
 from backend.engine.front import AnthropicMessagesRequest, GenerateRequest, ResponseRequest
+from gateway.bounds import MAX_CHOICES
 from gateway.errors import BadRequest, translate
 from gateway.fields import GENERATING, MESSAGING, NO_EFFECT, REFUSED, RESPONDING
 from gateway.requests import check_fields, check_generation, parse
@@ -93,23 +94,23 @@ def test_what_vllm_understands_is_never_without_effect():
 
 @pytest.mark.parametrize(
     ("fields", "param"),
-    [({"n": 9}, "n"), ({"n": 0}, "n"), ({"min_p": 0.1}, "min_p"), ({"logit_bias": {"5": 1.0}}, "logit_bias")],
+    [({"n": MAX_CHOICES + 1}, "n"), ({"n": 0}, "n"), ({"min_p": 0.1}, "min_p"), ({"logit_bias": {"5": 1.0}}, "logit_bias")],
 )
 def test_what_cannot_be_done_is_refused_by_name(fields, param):
     asked = parse(ChatCompletionRequest, {**CHAT, **fields})
     with pytest.raises(BadRequest) as caught:
-        check_generation(asked, max_n=8, vllm_speculates=True)
+        check_generation(asked, vllm_speculates=True)
     assert caught.value.param == param
     assert param in caught.value.message
 
 
 def test_without_speculation_min_p_and_logit_bias_are_fine():
-    asked = parse(ChatCompletionRequest, {**CHAT, "min_p": 0.1, "logit_bias": {"5": 1.0}, "n": 8})
-    check_generation(asked, max_n=8, vllm_speculates=False)
+    asked = parse(ChatCompletionRequest, {**CHAT, "min_p": 0.1, "logit_bias": {"5": 1.0}, "n": MAX_CHOICES})
+    check_generation(asked, vllm_speculates=False)
 
 
 def test_a_client_cannot_dictate_its_own_response():
     asked = ChatCompletionRequest.model_validate({**CHAT, "vllm_xargs": {"outrider_fixed_response": [1, 2]}})
     with pytest.raises(BadRequest) as caught:
-        check_generation(asked, max_n=8, vllm_speculates=False)
+        check_generation(asked, vllm_speculates=False)
     assert caught.value.param == "vllm_xargs"

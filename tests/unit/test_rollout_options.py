@@ -11,7 +11,7 @@ from backend.config import Settings, sources
 from backend.config.sources import ConfigError
 from backend.engine.client import free_sampling
 from backend.models.demo import TARGET_DIR
-from backend.rollout.options import KEPT_ROWS, fleet_settings, rollout_options, slices, trace_options
+from backend.rollout.options import fleet_settings, rollout_options, slices, trace_options
 from backend.rollout.requests import Tokenizer
 from gateway import cli
 
@@ -28,17 +28,19 @@ def test_defaults() -> None:
     assert (options.rounds, options.repeat, options.samples, options.sampling) == (None, 1, 1, {})
     assert (options.limit, options.temperature, options.fixed, rest) == (None, 1.0, False, [])
     made = settings()
-    assert (made.mode, made.verifier.kept_rows, made.verifier.fixed_responses) == ("auto", KEPT_ROWS, False)
+    assert (made.mode, made.verifier.engine_args, options.seed) == ("auto", {}, None)
     assert made.gateway.balance_interval_s == 0
+    assert rollout_options([*NEEDED, "--seed", "3"])[0].seed == 3
     assert settings("--gateway-balance-interval-s", "2").gateway.balance_interval_s == 2
 
 
 def test_settings_and_their_other_names() -> None:
     made = settings(
-        "--verifiers", "3", "--k", "7", "--draft-mode=ahead", "--target", "t", "--draft-model", "d", "--fixed-responses"
-    )
+        "--verifiers", "3", "--k", "7", "--draft-mode=ahead", "--target", "t", "--draft-model", "d", "--fixed-responses",
+        "--verifier-engine-args", '{"block_size": 32}',
+    )  # fmt: skip
     assert (made.verifiers, made.num_speculative_tokens, made.mode, made.model, made.drafter) == (3, 7, "ahead", "t", "d")
-    assert made.verifier.fixed_responses
+    assert made.verifier.engine_args == {"block_size": 32, "async_scheduling": False}
 
 
 @pytest.mark.parametrize(

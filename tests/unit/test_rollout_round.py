@@ -15,6 +15,7 @@ import pytest
 from msgspec.structs import replace
 from vllm.v1.engine import FinishReason
 
+from backend.config.sources import ConfigError
 from backend.coordinator import CoordinatorUnavailable
 from backend.fleet import FleetSnapshot, MemberView, VerifierStats
 from backend.fleet.members import MemberState
@@ -196,6 +197,17 @@ def test_a_starved_worker_stays(fleet: Fleet) -> None:
         assert workers.look() == ([], [])
         worker.client.heard_at -= STARVED_S
         assert workers.look() == ([], [(worker, "died")])
+    finally:
+        workers.close()
+
+
+def test_fixed_responses_are_refused_where_a_verifier_takes_none(fleet: Fleet) -> None:
+    fleet.start("verifier-0", respond)
+    workers = Workers(fleet, None)  # type: ignore[arg-type]
+    try:
+        workers.look()
+        with pytest.raises(ConfigError, match=r"verifier-0 takes no fixed responses: .*\"async_scheduling\": false"):
+            workers.check_fixed()
     finally:
         workers.close()
 

@@ -7,6 +7,7 @@ from vllm.config.utils import replace
 
 from backend.config import Settings
 from backend.engine.build import EngineSetupError, build_config, engine_arguments
+from backend.engine.fixed import takes_fixed
 from tests.support.processes import demo_models
 
 
@@ -27,11 +28,43 @@ def test_speculation_is_ours_with_what_is_said_of_it() -> None:
     }
 
 
+def test_of_any_dictionary_only_what_is_said_differs() -> None:
+    ours, theirs = (
+        engine_arguments(Settings.model_validate({"verifier": {"engine_args": each}}), demo_models(), "v")["additional_config"]
+        for each in ({}, {"additional_config": {"x": 1, "outrider": {"ahead_outcomes": 3}}})
+    )
+    assert ours["outrider"]["ahead_outcomes"] == 8
+    assert theirs == {"x": 1, "outrider": ours["outrider"] | {"ahead_outcomes": 3}}
+
+
 def test_other_arguments_take_the_place_of_ours_and_unknown_ones_are_named() -> None:
     assert arguments(block_size=32)["block_size"] == 32
     assert arguments(max_num_seqs=7)["max_num_seqs"] == 7
+    assert arguments()["kv_cache_memory_bytes"] == 256 << 20
+    assert arguments(kv_cache_memory_bytes=1 << 20)["kv_cache_memory_bytes"] == 1 << 20
     with pytest.raises(EngineSetupError, match="vLLM has no argument block_sise"):
         arguments(block_sise=32)
+
+
+@pytest.mark.parametrize(
+    ("mode", "engine_args", "v1"),
+    [
+        ("native", {}, False),
+        ("native", {"async_scheduling": False}, True),
+        ("off", {}, True),
+        ("off", {"async_scheduling": True}, True),
+    ],
+)
+def test_fixed_responses_need_the_v1_runner_and_synchronous_scheduling(
+    mode: str, engine_args: dict[str, object], v1: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exported: dict[str, str] = {}
+    monkeypatch.setattr("backend.engine.build.environment.export", exported.update)
+    config = build_config(Settings.model_validate({"mode": mode, "verifier": {"engine_args": engine_args}}), demo_models(), "v")
+    assert exported == ({"VLLM_USE_V2_MODEL_RUNNER": "0"} if v1 else {})
+    assert takes_fixed(config), "on a CPU vLLM always schedules so"
+    config.scheduler_config.async_scheduling = True
+    assert not takes_fixed(config)
 
 
 def test_vllm_can_make_a_drafters_configuration_of_the_demos() -> None:

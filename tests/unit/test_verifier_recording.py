@@ -41,7 +41,8 @@ def step(recording: Recording, counters: Counters, busy_s: float = 0.01, plan: P
 
 def made() -> tuple[Kept, Recording, Counters]:
     kept = Kept()
-    return kept, Recording(kept.rows.append), Counters(VerifierStats("v0", 0.0, "sync", 4))
+    stats = VerifierStats("v0", 0.0, "sync", 4)
+    return kept, Recording(kept.rows.append, stats), Counters(stats)
 
 
 def test_a_request_from_prefill_to_its_end() -> None:
@@ -88,6 +89,21 @@ def test_a_step_without_an_outcome_makes_no_row_and_loses_no_time() -> None:
     recording.prefilled(3)
     step(recording, counters)
     assert kept.of(StepRow)[0].busy_ms == pytest.approx(510)
+
+
+def test_rows_that_begin_late_leave_out_what_was_before() -> None:
+    kept, _, counters = made()
+    counters.step(3.0, 1.0, ran=True)
+    counters.idle("no_work", 2.0)
+    late = Recording(kept.rows.append, counters.stats)
+    for _ in range(2):
+        counters.idle("no_work", 0.5)
+        late.prefilled(1)
+        step(late, counters)
+    first, second = kept.of(StepRow)
+    assert (first.step, second.step) == (1, 2)
+    assert (first.interval_ms, first.idle_ms) == (0, {"no_work": 500.0})
+    assert (first.busy_ms, second.interval_ms) == (pytest.approx(10), pytest.approx(510))
 
 
 def test_a_request_aborted_before_its_first_token() -> None:

@@ -58,7 +58,6 @@ def build_vllm_config(settings: Settings, model_dir: str) -> VllmConfig:
         "max_model_len": verifier.max_model_len,
         "max_num_seqs": verifier.max_num_seqs,
         "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS,
-        "seed": settings.seed,
         "reasoning_parser": reasoning_parser(verifier.reasoning_parser, model_dir, settings.gateway.chat_template) or "",
         "speculative_config": _speculation(settings),
         # No engine: keep vLLM from compiling, or measuring memory for a cache, while it checks the configuration.

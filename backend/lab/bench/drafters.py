@@ -51,7 +51,7 @@ def drafter(processes: Processes, number: int, name: str) -> DrafterRef:
 
 def verifier(processes: Processes, mode: str, lookup: bool = True) -> tuple[Child, EngineClient]:
     """Starts a verifier, and connects a client to it."""
-    settings = {"mode": mode, "verifier": {"lookup": lookup, "fixed_responses": True}}
+    settings = {"mode": mode, "verifier": {"lookup": lookup, "engine_args": {"async_scheduling": False}}}
     child = processes.verifier(f"{mode}{'' if lookup else '-alone'}", settings)
     return child, processes.client(child)
 

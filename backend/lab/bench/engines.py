@@ -28,8 +28,6 @@ from backend.models.resolve import ResolvedModels, Say
 from backend.wire.engine import Asked
 
 LOADING_AT_ONCE = 2
-NEVER_S = 3600 * 24.0
-"""Seconds of the gateway lease, in effect for ever: a client pings only while it waits, and only one waits at a time."""
 GPU_MEMORY_USABLE = 0.85
 DRAFTER_ID = "drafter-0"
 PACED_WORKER = "backend.lab.bench.paced_worker.PacedCpuWorker"
@@ -77,7 +75,7 @@ class Processes:
     def verifier(self, name: str, settings: Mapping[str, Any], cores: Sequence[int] | None = None) -> Child:
         """Starts a verifier, by default on the verifier's cores, and does not wait.  `settings` override the defaults here."""
         cores = cores or self._split.verifier
-        own = {"cores": len(cores), "gateway_lease_s": NEVER_S} | settings["verifier"]
+        own = {"cores": len(cores)} | settings["verifier"]
         job = {"role": "verifier", "name": name, "cores": cores, "paths": msgspec.to_builtins(self.models)}
         return self._child(job | {"settings": {**settings, "verifier": own}}, 0)
 
@@ -252,6 +250,8 @@ def verifier_settings(bench: Bench, configuration: Configuration, verifiers: int
         engine_args["worker_cls"] = PACED_WORKER
     if configuration.mode == PROBABILISTIC:
         engine_args["speculative_config"] = {"draft_sample_method": "probabilistic"}
+    if configuration.outcomes:
+        engine_args["additional_config"] = {"outrider": {"ahead_outcomes": configuration.outcomes}}
     return {
         "mode": configuration.served,
         "num_speculative_tokens": configuration.k or 4,
@@ -259,6 +259,5 @@ def verifier_settings(bench: Bench, configuration: Configuration, verifiers: int
             "max_num_seqs": max(64, bench.most),
             "max_model_len": bench.longest,
             "engine_args": engine_args,
-            **({"ahead_outcomes": configuration.outcomes} if configuration.outcomes else {}),
         },
     }

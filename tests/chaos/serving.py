@@ -1,0 +1,22 @@
+"""`outrider serve` whose gateway takes no request for poison: the campaign kills verifiers under innocent requests."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+from unittest import mock
+
+from gateway import cli
+from gateway.processes import run_gateway
+
+LOSSES = 50
+
+
+def patient_gateway(*given: Any) -> None:
+    with mock.patch("gateway.fleet_core.POISON_AFTER", LOSSES):
+        run_gateway(*given)
+
+
+if __name__ == "__main__":
+    with mock.patch("gateway.cli.run_gateway", patient_gateway):
+        sys.exit(cli.main())

@@ -1,0 +1,103 @@
+"""The verifier's side of the engine wire: how long a silent client is known, and for whom rows are made."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import vllm  # noqa: F401  (must be the first of vLLM's modules)
+
+from backend.engine.counting import CountingScheduler
+from backend.engine.gateways import GatewayPort
+from backend.engine.speech import EngineSpeech
+from backend.records.kept import RowBatch
+from backend.records.rows import RequestRow, Row
+from backend.wire.engine import ENGINE_WIRE_VERSION, GATEWAY_LEASE_S, REFUSED, ROWS, EngineWelcome
+
+ROW = RequestRow("r", 1.0, 2.0, 3.0, 7, 9, 4, 12, 5, "stop", False)
+SPEECH = EngineSpeech()
+
+
+class Scheduler(CountingScheduler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.requests: dict[str, Any] = {}
+
+
+class Verifier:
+    """A port whose socket is two lists, with an engine that only schedules."""
+
+    def __init__(self, files: list[Row] | None = None) -> None:
+        self.scheduler = Scheduler()
+        self.aborted: list[str] = []
+        self._inbox: list[tuple[bytes, list[Any]]] = []
+        self.sent: list[tuple[bytes, bytes, bytes]] = []
+        config = SimpleNamespace(model_config=SimpleNamespace(get_vocab_size=lambda: 100))
+        core: Any = SimpleNamespace(scheduler=self.scheduler, vllm_config=config, abort_requests=self.aborted.extend)
+        weights: Any = SimpleNamespace(loaded=None)
+        welcome = EngineWelcome(ENGINE_WIRE_VERSION, "v", "i", "m", 64, 8, 16, [])
+        self.port = GatewayPort(self, core, welcome, files.append if files is not None else None, weights)  # type: ignore[arg-type]
+
+    def receive(self) -> tuple[bytes, list[Any]] | None:
+        return self._inbox.pop(0) if self._inbox else None
+
+    def send(self, identity: bytes, kind: bytes, payload: bytes = b"") -> bool:
+        self.sent.append((identity, kind, payload))
+        return True
+
+    def hear(self, identity: bytes, frames: list[Any], now: float) -> None:
+        self._inbox.append((identity, frames))
+        self.port.receive(now)
+
+    def rows(self, identity: bytes, now: float) -> RowBatch:
+        self.hear(identity, SPEECH.ask_rows(), now)
+        _, kind, payload = self.sent[-1]
+        assert kind == ROWS
+        return msgspec.msgpack.decode(payload, type=RowBatch)
+
+
+@pytest.mark.parametrize(("lease_s", "known"), [(GATEWAY_LEASE_S, False), (60.0, True), (math.inf, True)])
+def test_a_silent_client_is_known_for_as_long_as_it_said(lease_s: float, known: bool) -> None:
+    verifier = Verifier()
+    verifier.hear(b"c", SPEECH.hello("c", lease_s), 0.0)
+    verifier.scheduler.requests["r"] = SimpleNamespace(client_index=1)
+    verifier.port.expire(GATEWAY_LEASE_S)
+    assert verifier.aborted == []
+    verifier.port.expire(GATEWAY_LEASE_S + 1)
+    assert verifier.aborted == ([] if known else ["r"])
+    verifier.hear(b"c", SPEECH.ping(), 12.0)
+    assert (verifier.sent[-1][1] == REFUSED) != known
+
+
+def test_rows_are_made_while_a_client_wants_them() -> None:
+    verifier = Verifier()
+    verifier.hear(b"gateway", SPEECH.hello("gateway"), 0.0)
+    assert verifier.scheduler.records is None
+    assert len(verifier.rows(b"gateway", 0.0)) == 0
+    verifier.hear(b"rollout", SPEECH.hello("rollout", rows=True), 5.0)
+    assert verifier.scheduler.records is not None
+    verifier.scheduler.records.put(ROW)
+    assert verifier.rows(b"rollout", 5.0).requests == [ROW]
+    assert len(verifier.rows(b"rollout", 5.0)) == 0
+    verifier.port.expire(12.0)
+    assert verifier.scheduler.records is not None, "only the gateway was silent for too long"
+    verifier.port.expire(16.0)
+    assert verifier.scheduler.records is None
+
+
+def test_files_get_every_row_in_any_case() -> None:
+    files: list[Row] = []
+    verifier = Verifier(files)
+    recording = verifier.scheduler.records
+    assert recording is not None
+    recording.put(ROW)
+    verifier.hear(b"rollout", SPEECH.hello("rollout", rows=True), 0.0)
+    recording.put(ROW)
+    assert verifier.rows(b"rollout", 0.0).requests == [ROW]
+    verifier.port.expire(11.0)
+    recording.put(ROW)
+    assert files == [ROW] * 3
+    assert verifier.scheduler.records is recording, "steps go on being counted"
