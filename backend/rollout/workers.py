@@ -141,14 +141,14 @@ class Workers:
     def forget_rows(self) -> None:
         """Drops the rows that verifiers have kept so far, before a round.  `look` handles a verifier that does not answer."""
         for worker in self.present.values():
-            with contextlib.suppress(TimeoutError):
+            with contextlib.suppress(TimeoutError, ConnectionError):
                 worker.client.fetch_rows(ANSWER_S)
             worker.client.rows = RowBatch()
 
     def last_rows(self) -> None:
         """Fetches all rows that verifiers have kept so far.  A verifier that does not answer is skipped."""
         for worker in self.present.values():
-            with contextlib.suppress(TimeoutError):
+            with contextlib.suppress(TimeoutError, ConnectionError):
                 worker.client.rows = worker.client.fetch_rows(ANSWER_S)
             worker.take_rows()
 
@@ -177,7 +177,7 @@ class Workers:
         try:
             client = EngineClient(self.hub.wire.route(member), "rollout", hub=self.hub, server_key=member.server_key)
             self._catch_up(client)
-        except (EngineRefused, TimeoutError) as error:
+        except (EngineRefused, TimeoutError, ConnectionError) as error:
             logger.warning("%s cannot be used: %s", member.id, error)
             return None
         worker = Worker(int(member.id.rpartition("-")[2]), member, client, first_step=self._next_step.get(member.id, 0))
