@@ -95,6 +95,7 @@ class EngineClient:
     """A connection to one verifier; the constructor waits for the answer to its greeting.
 
     `watch` is called during waits and may raise to end them (if the verifier's process has ended).  Several clients of one
+    thread may share a `hub`, which its owner polls and closes.  A tcp address requires the verifier's `server_key`.
     thread may share a `hub`, which its owner polls and closes.  A tcp address requires the verifier's `server_key`.  `lease_s`
     and `rows` are those of `EngineHello`; a client with a lease must ping, or wait, as often.
     Raises `EngineRefused`, `TimeoutError`.
@@ -112,7 +113,7 @@ class EngineClient:
     ) -> None:
         self.hub = hub or Hub(Wire())
         self._shares_hub = hub is not None
-        self.dealer = self.hub.dealer(address, f"{name}-{uuid.uuid4().hex}", server_key)
+        self.dealer = self.hub.dealer(address, f"{name}-{uuid.uuid4().hex}", server_key, watched=True)
         self._speech = EngineSpeech()
         self.answers: dict[str, Answer] = {}
         self.stats: VerifierStats | None = None
@@ -122,6 +123,8 @@ class EngineClient:
         """Rows received in answer to `ask_rows`."""
         self.rows_awaited = 0
         """Calls of `ask_rows` that have no answer yet."""
+        self.is_cut = False
+        """Messages may have been lost: the connection was cut, or the verifier has forgotten this client and its requests."""
         self.heard_at = time.monotonic()
         self.welcome: EngineWelcome | None = None
         self.refusals: list[str] = []
@@ -199,7 +202,10 @@ class EngineClient:
         return taken
 
     def run_until(self, condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
-        """Receives until `condition()` is true.  Raises `TimeoutError` after `timeout_s`, and what `watch` raises."""
+        """Receives until `condition()` is true.
+
+        Raises `TimeoutError` after `timeout_s`, `ConnectionError` while the client `is_cut`, and what `watch` raises.
+        """
         deadline = time.monotonic() + timeout_s
         pinged = 0.0
         while not condition():
@@ -213,11 +219,14 @@ class EngineClient:
                     self._watch()
             self.hub.poll(POLL_S)
             self.receive()
+            if self.is_cut:
+                raise ConnectionError("the connection to the verifier was cut, and messages may be lost")
 
     def receive(self) -> None:
         """Takes everything that has arrived, without waiting."""
         while (frames := self.dealer.receive()) is not None:
             self._take(frames)
+        self.is_cut |= self.dealer.was_cut()
 
     def finish_all(self, timeout_s: float = 300.0) -> None:
         """Waits until every request has ended."""
@@ -272,6 +281,7 @@ class EngineClient:
             else:
                 # Silent for longer than the lease, as between two rounds of a rollout: the verifier has forgotten all.
                 self.rows_awaited = 0
+                self.is_cut |= any(answer.finish_reason is None for answer in self.answers.values())
                 self.dealer.send(*self._hello)
 
     def _take_output(self, output: EngineCoreOutput, now: float) -> None:

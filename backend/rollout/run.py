@@ -1,9 +1,9 @@
 """Runs one round of a rollout: sends the batch to the fleet and gathers answers and rows.  The command's process, main thread.
 
 A request is complete when both its last token and its row have arrived, so that tables and answers agree even if workers die.
-When a worker is lost, its unfinished requests go on at other workers, after the tokens that have arrived.  A finished request
-whose row the worker had not sent gets a row made here.  With a balance interval, requests also move from slow workers to fast
-ones (`backend.routing.balance`).
+When a worker is lost, its unfinished requests go on at other workers, after the tokens that have arrived.  When only the
+connection to it was cut, they go on there.  A finished request whose row the worker had not sent gets a row made here.  With a
+balance interval, requests also move from slow workers to fast ones (`backend.routing.balance`).
 """
 
 from __future__ import annotations
@@ -83,6 +83,8 @@ class RoundRunner:
         """By index of the request: response tokens that earlier workers emitted."""
         self._running: dict[str, _Sent] = {}
         self._ended: dict[str, _Sent] = {}
+        self._doubtful: dict[Worker, list[str]] = {}
+        """Ended requests whose rows may be lost: the connection was cut, and rows have been requested again since."""
         self._parts: dict[int, Part] = {}
         """By worker number."""
         self._tokens = 0
@@ -148,6 +150,29 @@ class RoundRunner:
             for row in batch.requests:
                 if row.request_id in self._ended:
                     self._complete(row.request_id)
+            if worker.client.is_cut:
+                self._mend(worker)
+            elif worker in self._doubtful and not worker.client.rows_awaited:
+                self._complete_without_rows(worker, self._doubtful.pop(worker))
+
+    def _mend(self, worker: Worker) -> None:
+        """Messages of a worker that may still live were lost: its requests go on after the tokens that have arrived."""
+        worker.client.is_cut, worker.client.rows_awaited = False, 0
+        worker.client.ask_rows()
+        running = [request_id for request_id, sent in self._running.items() if sent.worker is worker]
+        for request_id in running:
+            worker.client.abort(request_id)
+            sent = self._running.pop(request_id)
+            self._keep(request_id, sent)
+            self._dispatcher.again(sent.place, worker.name)
+        self._doubtful[worker] = [request_id for request_id, sent in self._ended.items() if sent.worker is worker]
+        self.say(f"the connection to {worker.name} was cut in round {self._round.number}; {len(running)} requests go on")
+
+    def _complete_without_rows(self, worker: Worker, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            if request_id in self._ended:
+                worker.rows.requests.append(self._row(request_id))
+                self._complete(request_id)
 
     def _end(self, request_id: str, sent: _Sent) -> None:
         """Handles a request's finish reason: its last token has arrived, or the verifier has aborted it."""
@@ -242,9 +267,8 @@ class RoundRunner:
             raise RolloutError(f"no verifier is left, and none has come back for {NOBODY_S:g} s")
 
     def _bury(self, worker: Worker, reason: str, now: float) -> None:
-        for request_id in [each for each, sent in self._ended.items() if sent.worker is worker]:
-            worker.rows.requests.append(self._row(request_id))
-            self._complete(request_id)
+        self._doubtful.pop(worker, None)
+        self._complete_without_rows(worker, [each for each, sent in self._ended.items() if sent.worker is worker])
         for request_id in [each for each, sent in self._running.items() if sent.worker is worker]:
             self._keep(request_id, self._running.pop(request_id))
         lost = self._dispatcher.leave(worker.name)

@@ -159,14 +159,14 @@ class Workers:
     def forget_rows(self) -> None:
         """Drops the rows that verifiers have kept so far, before a round.  `look` handles a verifier that does not answer."""
         for worker in self.present.values():
-            with contextlib.suppress(TimeoutError):
+            with contextlib.suppress(TimeoutError, ConnectionError):
                 worker.client.fetch_rows(ANSWER_S)
             worker.client.rows = RowBatch()
 
     def last_rows(self) -> None:
         """Fetches all rows that verifiers have kept so far.  A verifier that does not answer is skipped."""
         for worker in self.present.values():
-            with contextlib.suppress(TimeoutError):
+            with contextlib.suppress(TimeoutError, ConnectionError):
                 worker.client.rows = worker.client.fetch_rows(ANSWER_S)
             worker.take_rows()
 
@@ -196,7 +196,7 @@ class Workers:
             address, key = self.hub.wire.route(member), member.server_key
             client = EngineClient(address, "rollout", hub=self.hub, server_key=key, lease_s=self._lease_s, rows=True)
             self._catch_up(client)
-        except (EngineRefused, TimeoutError) as error:
+        except (EngineRefused, TimeoutError, ConnectionError) as error:
             logger.warning("%s cannot be used: %s", member.id, error)
             return None
         worker = Worker(int(member.id.rpartition("-")[2]), member, client, first_step=self._next_step.get(member.id, 0))

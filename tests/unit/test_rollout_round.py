@@ -225,6 +225,32 @@ def test_a_rollout_that_was_silent_between_rounds_is_known_again(fleet: Fleet) -
         workers.close()
 
 
+def test_requests_go_on_after_the_connection_was_cut(fleet: Fleet) -> None:
+    """The verifier lives, and what it said meanwhile is lost: tokens of running requests, and rows of ended ones."""
+
+    async def cut_first(verifier: FakeVerifier, sequence: Sequence) -> None:
+        first, number = sequence.request.request_id.endswith("-1"), int(sequence.request.request_id.split("-")[1])
+        await respond(verifier, sequence, upto=2 if first and number % 2 else None, with_row=not first)
+
+    verifier = fleet.start("verifier-0", cut_first)
+    cuts = 0
+
+    def cut_once_busy() -> None:
+        nonlocal cuts
+        known = fleet.workers.present.get("verifier-0") if fleet.workers is not None else None
+        if known is not None and len(verifier.sequences) >= 3 and cuts < 3:
+            cuts += 1
+            known.client.is_cut = True
+
+    fleet.on_look = cut_once_busy
+    finished = play(fleet)
+    check(finished)
+    assert not finished.deaths
+    (part,) = finished.parts
+    assert {row.request_id for row in part.rows.requests} >= part.completed
+    assert any(request_id.endswith("-2") for request_id in part.completed)
+
+
 def test_the_only_worker_comes_back(fleet: Fleet) -> None:
     doomed = fleet.start("verifier-0", stall)
 
