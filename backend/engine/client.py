@@ -132,6 +132,8 @@ class EngineClient:
         """Results of `call` by number: why it failed, or None."""
         self._calls = 0
         self._watch = watch
+        self._greeting = True
+        """A greeting has no answer yet: the verifier refuses what was sent before it."""
         self._hello = self._speech.hello(name, lease_s, rows)
         self.dealer.send(*self._hello)
         self.run_until(lambda: self.welcome is not None or bool(self.refusals))
@@ -274,14 +276,15 @@ class EngineClient:
             self.rows.add(heard)
             self.rows_awaited -= 1
         elif isinstance(heard, EngineWelcome):
-            self.welcome = heard
+            self.welcome, self._greeting = heard, False
         elif isinstance(heard, Refusal):
             if self.welcome is None or heard.reason != "unknown":
                 self.refusals.append(heard.message)
-            else:
+            elif not self._greeting:
                 # Silent for longer than the lease, as between two rounds of a rollout: the verifier has forgotten all.
                 self.rows_awaited = 0
                 self.is_cut |= any(answer.finish_reason is None for answer in self.answers.values())
+                self._greeting = True
                 self.dealer.send(*self._hello)
 
     def _take_output(self, output: EngineCoreOutput, now: float) -> None:

@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from vllm.sampling_params import SamplingParams
+
 from backend.engine.client import Answer, EngineClient
 from backend.fleet import DrafterRef
 from backend.lab.bench.load import APART
@@ -110,8 +112,16 @@ def _run(main: Main, job: dict[str, Any], pipe: Connection, log: Path) -> None:
 class Apart(EngineClient):
     """A client whose requests share no text unless a test says so: the first answer to a prompt would draft for the second."""
 
-    def add(self, *args: Any, asked: Asked | None = None, **fields: Any) -> str:
-        return super().add(*args, asked=asked or APART, **fields)
+    def add(
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        request_id: str | None = None,
+        emitted: Sequence[int] = (),
+        asked: Asked | None = None,
+        **fields: Any,
+    ) -> str:
+        return super().add(prompt, params, request_id, emitted, asked or APART, **fields)
 
 
 class Verifier(Child):
