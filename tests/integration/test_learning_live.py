@@ -79,7 +79,7 @@ class Traffic:
             assert time.monotonic() < deadline, found
             asked, params = prompts(self._turn), PARAMS if self._turn % 2 else GREEDY
             self._turn += 1
-            ours = [answer.tokens for answer in self.drafted.client.generate(asked, params)]
+            ours = [answer.tokens for answer in self.drafted.client.generate(asked, params, asked=Asked())]
             if self._turn % 4 < 2:
                 assert ours == [answer.tokens for answer in self.plain.client.generate(asked, params)]
         return found
@@ -88,7 +88,7 @@ class Traffic:
 def test_what_opts_out_is_not_recorded(fleet: tuple[Verifier, Verifier, Drafter]) -> None:
     _, drafted, drafter = fleet
     # The second batch's news tells the drafter that the first one is over.
-    for asked in (Asked(learn=False), None, Asked(learn=False), Asked(learn=False)):
+    for asked in (Asked(learn=False), Asked(), Asked(learn=False), Asked(learn=False)):
         drafted.client.generate(prompts(0), GREEDY, asked=asked)
     deadline = time.monotonic() + LIMIT_S
     while (found := learned(drafter)).sequences < 8:
@@ -132,7 +132,7 @@ def test_a_killed_drafter_goes_on(fleet: tuple[Verifier, Verifier, Drafter], dir
     plain, drafted, drafter = fleet
     before = learned(drafter)
     recorded = sorted((directory / "ring").rglob(f"*{SUFFIX}"))
-    running = [drafted.client.add(prompt, PARAMS) for prompt in prompts(90)]
+    running = [drafted.client.add(prompt, PARAMS, asked=Asked()) for prompt in prompts(90)]
     drafter.process.kill()
     drafter.process.join()
     drafted.client.finish_all()

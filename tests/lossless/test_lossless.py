@@ -157,7 +157,7 @@ def request(seed: int, **fields: Any) -> SamplingParams:
     return params
 
 
-def texts(verifier: Verifier, prompts: list[list[int]], asked: Asked | None = None, **fields: Any) -> list[Answer]:
+def texts(verifier: Verifier, prompts: list[list[int]], asked: Asked = Asked(), **fields: Any) -> list[Answer]:  # noqa: B008
     params = [request(1000 + i, **fields) for i in range(len(prompts))]
     return verifier.client.generate(prompts, params, asked=asked)
 

@@ -29,7 +29,9 @@ def expected(fleet: ServedFleet) -> str:
 
 
 def answer(fleet: ServedFleet) -> str:
-    text: str = fleet.complete(PROMPT, max_tokens=TOKENS, ignore_eos=True)["choices"][0]["text"]
+    # Otherwise the first answer would draft for the next ones.
+    apart = {"learn": False}
+    text: str = fleet.complete(PROMPT, max_tokens=TOKENS, ignore_eos=True, outrider=apart)["choices"][0]["text"]
     return text
 
 
