@@ -34,6 +34,7 @@ from backend.engine.loop import EngineLoop
 from backend.engine.runner import RemoteDrafting
 from backend.engine.scheduler import DraftingScheduler
 from backend.fleet import LOOKUP, DrafterRef, VerifierStats
+from backend.lab.bench.load import APART
 from backend.wire.drafting import Draft
 from tests.support.processes import demo_models
 from tests.support.simulated_link import Network, SimulatedDealer, SimulatedHub, World
@@ -154,7 +155,10 @@ class SimulatedCore:
         params.update_from_generation_config({}, 1)
         self.texts[request_id] = text
         prompt = text.tokens[: text.prompt]
-        self.scheduler.add_request(Request(request_id, prompt, params, None, block_hasher=self._hasher))
+        request = Request(request_id, prompt, params, None, block_hasher=self._hasher)
+        # The texts come again and again: their first answers would draft for all others.
+        request.outrider = APART
+        self.scheduler.add_request(request)
 
     def collective_rpc(self, name: str, args: tuple[Any, ...] = ()) -> list[Any]:
         shipper = self.runner.shipper
