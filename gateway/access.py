@@ -71,7 +71,7 @@ AUDITED_BYTES = 2048
 
 
 @dataclass
-class Doors:
+class AccessRules:
     """The keys and limits in force.  A reload replaces `ring` and `max_in_flight` between two requests."""
 
     ring: KeyRing = field(default_factory=KeyRing)
@@ -82,7 +82,7 @@ class Doors:
 class Access:
     """Checks the key, then the limit on requests in flight, then the key's quotas."""
 
-    def __init__(self, app: ASGIApp, metrics: GatewayMetrics, doors: Doors) -> None:
+    def __init__(self, app: ASGIApp, metrics: GatewayMetrics, doors: AccessRules) -> None:
         self._app = app
         self._metrics = metrics
         self._doors = doors

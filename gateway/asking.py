@@ -10,9 +10,9 @@ from pydantic import Field
 from starlette.requests import Request
 
 from backend.config import Settings
-from backend.wire.engine import Asked
+from backend.wire.engine import RequestOptions
 from gateway.errors import BadRequest
-from gateway.inquiry import Inquiry
+from gateway.inquiry import SpeculationOptions
 from gateway.requests import Body, ModelT, read_object
 from gateway.state import Gateway
 
@@ -60,7 +60,7 @@ class Prediction(Body):
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
-async def inquire(gateway: Gateway, request: Request, data: Mapping[str, Any]) -> Inquiry | None:
+async def inquire(gateway: Gateway, request: Request, data: Mapping[str, Any]) -> SpeculationOptions | None:
     """The options of a request with the body `data`, whose bounds were checked; None: it has none.
 
     Raises `BadRequest` naming the field.
@@ -72,15 +72,15 @@ async def inquire(gateway: Gateway, request: Request, data: Mapping[str, Any]) -
     prediction = await _tokens(gateway, predicted.text) if predicted and predicted.text else []
     account = stats or bool(prediction)
     mode, longest, learn = options.mode or "auto", options.num_speculative_tokens, options.learn is not False
-    asked = Asked(account, mode, longest, prediction, options.logprobs_mode, learn)
-    if asked == Asked():
+    asked = RequestOptions(account, mode, longest, prediction, options.logprobs_mode, learn)
+    if asked == RequestOptions():
         return None
     if asked.account and data.get("use_beam_search"):
         raise BadRequest("Beam search has no account of its drafts.", param="use_beam_search")
-    return Inquiry(asked, stats, gateway.settings.mode)
+    return SpeculationOptions(asked, stats, gateway.settings.mode)
 
 
-def with_usage(data: dict[str, Any], inquiry: Inquiry | None) -> dict[str, Any]:
+def with_usage(data: dict[str, Any], inquiry: SpeculationOptions | None) -> dict[str, Any]:
     """`data`; for a stream with statistics, with usage switched on, because one chunk contains both."""
     if inquiry is None or not inquiry.stats or not data.get("stream"):
         return data

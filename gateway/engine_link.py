@@ -17,12 +17,12 @@ from typing import Any, Literal, Protocol
 import msgspec
 
 from backend.engine.front import EngineCoreOutputs, EngineCoreRequest
-from backend.engine.speech import EngineSpeech, Taken, UnknownKind
+from backend.engine.speech import EngineCodec, Taken, UnknownKind
 from backend.fleet import Member, VerifierStats
 from backend.fleet.stats import Weights
 from backend.transport.aio import AsyncDealer
 from backend.transport.sockets import Wire
-from backend.wire.engine import ENGINE_WIRE_VERSION, Account, Asked, EngineWelcome, Refusal
+from backend.wire.engine import ENGINE_WIRE_VERSION, Account, EngineWelcome, Refusal, RequestOptions
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class VerifierLink:
         # Each connection has a new identity, so that the verifier does not mistake it for an earlier one.
         identity = f"{gateway_id}/{uuid.uuid4().hex[:8]}".encode()
         self._dealer = AsyncDealer(wire, wire.route(member), identity, member.server_key)
-        self._speech = EngineSpeech()
+        self._speech = EngineCodec()
         self._heard_at = self._awake_at = time.monotonic()
         self._excused_until = 0.0
         self._calls: dict[int, asyncio.Future[Any]] = {}
@@ -105,7 +105,12 @@ class VerifierLink:
         self._tasks = [asyncio.create_task(loop, name=f"link-{self.member.id}") for loop in loops]
 
     def add(
-        self, request: EngineCoreRequest, place_id: str, emitted: Sequence[int], noise_seed: int, asked: Asked | None = None
+        self,
+        request: EngineCoreRequest,
+        place_id: str,
+        emitted: Sequence[int],
+        noise_seed: int,
+        asked: RequestOptions | None = None,
     ) -> None:
         """Submits a sequence that goes on after its `emitted` tokens.  The listener gets outputs under the id `place_id`."""
         self._dealer.send(self._speech.add(request, place_id, emitted, noise_seed, asked))

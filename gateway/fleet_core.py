@@ -28,7 +28,7 @@ from backend.fleet.speed import RESPONSE_TOKENS
 from backend.routing.choosing import Choosing
 from backend.routing.routers import LeastLoaded, Router
 from backend.transport.sockets import Wire
-from backend.wire.engine import GATEWAY_LEASE_S, PAUSED, Account, Asked
+from backend.wire.engine import GATEWAY_LEASE_S, PAUSED, Account, RequestOptions
 from gateway.admission.claim import current_claim
 from gateway.admission.gate import Gate, Queueing
 from gateway.admission.room import Rooms
@@ -36,7 +36,7 @@ from gateway.directory import Directory, follow
 from gateway.engine_link import DECLARED_LOST, RESTARTED, Loss, VerifierLink
 from gateway.errors import NoVerifier, Poisoned, ShuttingDown, Unavailable, VerifierLost
 from gateway.in_flight import Cut, InFlight, Sequences, TrafficObserver
-from gateway.inquiry import Awaited
+from gateway.inquiry import AwaitedAccounts
 from gateway.pauses import Pauses
 from gateway.weights_in_force import WeightsInForce
 
@@ -96,7 +96,7 @@ class FleetCore(EngineCoreClient):
         self.gate = Gate(self._room, queueing or Queueing())
         # Place ids of sequences that may still run at a lost verifier, by its id and incarnation.  Aborted if it comes back.
         self._strays: dict[tuple[str, str], list[str]] = {}
-        self._accounts = Awaited()
+        self._accounts = AwaitedAccounts()
         self._outputs: asyncio.Queue[EngineCoreOutputs] = asyncio.Queue()
         self._poller: asyncio.Task[None] | None = None
 
@@ -474,7 +474,9 @@ class FleetCore(EngineCoreClient):
         record.placed_at = time.monotonic()
         record.taken = False
         asked = record.claim.asked
-        link.add(record.request, record.place_id, record.emitted, record.noise_seed, asked if asked != Asked() else None)
+        link.add(
+            record.request, record.place_id, record.emitted, record.noise_seed, asked if asked != RequestOptions() else None
+        )
         self._accounts.placed(record, link)
         self._sequences.put(record, link)
         record.claim.verifier = link.member.id

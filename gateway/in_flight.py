@@ -13,7 +13,7 @@ from backend.engine.front import EngineCoreRequest
 from backend.routing.routers import Ask
 from gateway.admission.claim import Claim
 from gateway.engine_link import VerifierLink
-from gateway.inquiry import Told
+from gateway.inquiry import SequenceStatistics
 from gateway.keys.caller import Priority
 
 MoveKind = Literal["failover", "migration"]
@@ -55,7 +55,7 @@ class InFlight:
     """Incarnations of verifiers that were lost while this sequence was in their engine, and have not come back."""
     context: int = 0
     """Context length of the first verifier, in tokens."""
-    told: Told | None = None
+    told: SequenceStatistics | None = None
     """Speculation statistics for its client, and the client's wishes; None: none."""
     claim: Claim = field(default_factory=Claim)
     """The claim of the request it belongs to."""

@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from backend.wire.engine import Account, Asked, Tally
+from backend.wire.engine import Account, RequestOptions, Tally
 
 if TYPE_CHECKING:
     from gateway.engine_link import VerifierLink
@@ -26,11 +26,11 @@ _LAST = ('"choices":[]', '"type":"message_delta"')
 
 
 @dataclass
-class Told:
+class SequenceStatistics:
     """The accounts and moves of one sequence."""
 
     record: InFlight
-    asked: Asked
+    asked: RequestOptions
     accounts: list[Account] = field(default_factory=list)
     moves: list[Cut] = field(default_factory=list)
     _awaited: set[str] = field(default_factory=set)
@@ -96,11 +96,11 @@ class Told:
         }
 
 
-class Awaited:
+class AwaitedAccounts:
     """Accounts that have not come yet, by the sequence's id at its verifier.  Aborted sequences get one, too."""
 
     def __init__(self) -> None:
-        self._places: dict[str, tuple[VerifierLink, Told]] = {}
+        self._places: dict[str, tuple[VerifierLink, SequenceStatistics]] = {}
 
     def __len__(self) -> int:
         return len(self._places)
@@ -131,20 +131,20 @@ class Awaited:
 
 
 @dataclass
-class Inquiry:
+class SpeculationOptions:
     """One request's options for speculation, and its sequences."""
 
-    asked: Asked
+    asked: RequestOptions
     stats: bool
     mode: str
     """The fleet's mode."""
     choices: int = 1
     """Choices of each prompt (`n`)."""
-    told: dict[int, Told] = field(default_factory=dict)
+    told: dict[int, SequenceStatistics] = field(default_factory=dict)
 
-    def follow(self, record: InFlight) -> Told:
+    def follow(self, record: InFlight) -> SequenceStatistics:
         """The record for a sequence that is about to be submitted."""
-        told = Told(record, self.asked)
+        told = SequenceStatistics(record, self.asked)
         if self.asked.account:
             self.told[self._index(record)] = told
         return told

@@ -13,7 +13,7 @@ from backend.config import Settings
 from backend.engine.front.client import FleetClient
 from backend.engine.front.serving import Services
 from backend.tracing import Tracing
-from gateway.access import Doors
+from gateway.access import AccessRules
 from gateway.batches.serving import Batches
 from gateway.fleet_core import FleetCore
 from gateway.fleet_feed import FleetFeed
@@ -36,7 +36,7 @@ class Gateway:
     metrics: GatewayMetrics
     feed: FleetFeed
     responses: Responses
-    doors: Doors
+    doors: AccessRules
     batches: Batches
     tracing: Tracing | None = None
     reloader: Reloader | None = None

@@ -65,8 +65,8 @@ class ModelProposer(EagleProposer):
                 self._note_ahead(ask.key, drafted.tokens[:-1])
         return drafts
 
-    def imagine(self, batch: Sequence[Premise]) -> list[list[Outcome]]:
-        found = super().imagine([replace(premise, base_len=premise.base_len + 1) for premise in batch])
+    def draft_outcomes(self, batch: Sequence[Premise]) -> list[list[Outcome]]:
+        found = super().draft_outcomes([replace(premise, base_len=premise.base_len + 1) for premise in batch])
         for premise, outcomes in zip(batch, found, strict=True):
             if outcomes:
                 self._note_ahead(premise.key, premise.verifying)

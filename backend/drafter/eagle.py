@@ -115,7 +115,7 @@ class EagleProposer:
         return drafts
 
     @torch.inference_mode()
-    def imagine(self, batch: Sequence[Premise]) -> list[list[Outcome]]:
+    def draft_outcomes(self, batch: Sequence[Premise]) -> list[list[Outcome]]:
         """Drafts for likely outcomes of verifications.  Its cache rows are scratch: the next true rows overwrite them."""
         likely = Shape.of(batch)
         chosen: dict[int, cache.Sequence] = {}

@@ -74,9 +74,9 @@ def check_next(message: Next, proposer: Proposer) -> None:
     """Checks a `Next`.  Raises `Malformed`."""
     if len({item.request_id for item in message.items}) != len(message.items):
         raise Malformed("a request twice in one message")
-    if len(message.judges) not in (0, 2):
-        raise Malformed("judges are for greedy and for sampled requests")
-    if any(len(weights) < 3 or not all(map(math.isfinite, weights)) for weights in message.judges):
+    if len(message.chance_weights) not in (0, 2):
+        raise Malformed("chance_weights are for greedy and for sampled requests")
+    if any(len(weights) < 3 or not all(map(math.isfinite, weights)) for weights in message.chance_weights):
         raise Malformed("a judge has at least three weights, all finite")
     for item in message.items:
         if item.base_len < 1 or item.k < 0 or item.outcomes < 0 or not 0 <= item.floor <= 1:

@@ -31,12 +31,12 @@ class Wanted:
     epoch: int
     item: NextItem
     since: float
-    judges: Sequence[Sequence[float]] = ()
+    chance_weights: Sequence[Sequence[float]] = ()
 
     @property
     def until(self) -> Until:
         """When its drafts end."""
-        return Until(self.item.k, self.item.floor, self.judges)
+        return Until(self.item.k, self.item.floor, self.chance_weights)
 
 
 class Nexts:

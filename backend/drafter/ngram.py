@@ -61,7 +61,7 @@ class NgramProposer:
             drafts.append(Drafted(lookup.draft(k) if lookup is not None and usable else [], []))
         return drafts
 
-    def imagine(self, batch: Sequence[Premise]) -> list[list[Outcome]]:
+    def draft_outcomes(self, batch: Sequence[Premise]) -> list[list[Outcome]]:
         """The one outcome that a look-up predicts: all is accepted, and the text goes on as after its earlier occurrence."""
         return [self._all_accepted(premise) for premise in batch]
 

@@ -8,7 +8,7 @@ comes after them.  With c_i the chance that d_i is accepted,
 
 where r_k is the distribution of the token that comes if d_k is rejected.  The noise is known.  So the tokens with the largest
 values `log q_k + tau G` (greedy requests: `log q_k`) are the likeliest; a softmax over these values estimates their chances.
-If the verifier has sent judges (`backend/speculation/chances.py`), c comes from them, and r_k from the values without d_k.
+If the verifier has sent weights (`backend/speculation/chances.py`), c comes from them, and r_k from the values without d_k.
 Otherwise both come from the values: a token's share in the softmax, which for a greedy request is q_k itself.
 
 The likeliest outcomes are the branches of one tree.  They share the sequence's rows and part of the rows of the draft under

@@ -45,16 +45,16 @@ GREEDY = Sampling(0, 0.0)
 class Until:
     """When a draft ends: after `k` tokens, or before the first whose survival falls below `floor`.
 
-    `judges`: the weights (`chances.py`) for greedy and for sampled requests; empty: `floor` has no effect.
+    `chance_weights`: the weights (`chances.py`) for greedy and for sampled requests; empty: `floor` has no effect.
     """
 
     k: int
     floor: float = 0.0
-    judges: Sequence[Sequence[float]] = ()
+    chance_weights: Sequence[Sequence[float]] = ()
 
     def judge(self, sampling: Sampling) -> Sequence[float] | None:
-        """The weights for a request with this sampling; None without judges."""
-        return self.judges[sampling.temperature > 0] if self.judges else None
+        """The weights for a request with this sampling; None if it has none."""
+        return self.chance_weights[sampling.temperature > 0] if self.chance_weights else None
 
 
 class Drafted(NamedTuple):
@@ -133,7 +133,7 @@ class Proposer(Protocol):
         An ask without rows drafts from the state that the previous ask left, if the request's length has not changed.
         """
 
-    def imagine(self, batch: Sequence[Premise]) -> list[list[Outcome]]:
+    def draft_outcomes(self, batch: Sequence[Premise]) -> list[list[Outcome]]:
         """For each (distinct) request, in order, at most `outcomes` outcomes with their drafts.  Changes no request."""
 
     def length(self, key: Hashable) -> int | None:

@@ -249,7 +249,7 @@ class DrafterService:
     def _take_next(self, session: Session, message: Next, now: float) -> None:
         for item in message.items:
             key = session.verifier_id, session.epoch, item.request_id
-            wanted = Wanted(key, message.epoch, item, now, message.judges)
+            wanted = Wanted(key, message.epoch, item, now, message.chance_weights)
             if item.base_len > self._proposer.max_position:
                 self._nexts.unknown(key, item.base_len, now)
                 self._nexts.want(wanted, None)
@@ -292,7 +292,7 @@ class DrafterService:
         """Drafts ahead: enumerates outcomes of verifications that are running."""
         batch = self._nexts.take_waiting(self._proposer.batch_outcomes)
         premises = [Premise(w.key, w.item.base_len, w.until, w.item.verifying, w.item.outcomes) for w in batch]
-        found = self._proposer.imagine(premises)
+        found = self._proposer.draft_outcomes(premises)
         spent_s = self._clock() - started
         self._counters.busy_s += spent_s
         for wanted, outcomes in zip(batch, found, strict=True):

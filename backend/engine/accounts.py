@@ -1,4 +1,4 @@
-"""Accounts of speculation, for the requests that ask for one (`Asked.account`).  Engine process, engine thread."""
+"""Accounts of speculation, for the requests that ask for one (`RequestOptions.account`).  Engine process, engine thread."""
 
 from __future__ import annotations
 

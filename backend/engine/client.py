@@ -17,12 +17,12 @@ from vllm.sampling_params import SamplingParams
 from vllm.tokenizers.hf import get_cached_tokenizer
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 
-from backend.engine.speech import EngineSpeech
+from backend.engine.speech import EngineCodec
 from backend.fleet import VerifierStats
 from backend.fleet.stats import Weights
 from backend.records.kept import RowBatch
 from backend.transport import Hub, Wire
-from backend.wire.engine import FIXED_RESPONSE, Account, Asked, EngineWelcome, Refusal
+from backend.wire.engine import FIXED_RESPONSE, Account, EngineWelcome, Refusal, RequestOptions
 
 PING_EVERY_S = 1.0
 POLL_S = 0.2
@@ -44,7 +44,7 @@ class Answer:
     """When the first token came; 0 until then."""
     last_at: float = 0.0
     account: Account | None = None
-    """None unless `Asked.account` asked for it."""
+    """None unless `RequestOptions.account` asked for it."""
 
 
 def sampling(max_tokens: int, temperature: float) -> SamplingParams:
@@ -114,7 +114,7 @@ class EngineClient:
         self.hub = hub or Hub(Wire())
         self._shares_hub = hub is not None
         self.dealer = self.hub.dealer(address, f"{name}-{uuid.uuid4().hex}", server_key, watched=True)
-        self._speech = EngineSpeech()
+        self._speech = EngineCodec()
         self.answers: dict[str, Answer] = {}
         self.stats: VerifierStats | None = None
         self.stats_at = 0.0
@@ -147,7 +147,7 @@ class EngineClient:
         params: SamplingParams,
         request_id: str | None = None,
         emitted: Sequence[int] = (),
-        asked: Asked | None = None,
+        asked: RequestOptions | None = None,
         **fields: Any,
     ) -> str:
         """Sends a request, to be continued after the `emitted` output tokens; returns its id.

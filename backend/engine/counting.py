@@ -19,7 +19,7 @@ from backend.fleet import VERSIONS, DraftCounters, Verified, VerifierStats
 from backend.fleet.speed import Line
 from backend.records.rows import Row, name_for_records
 from backend.speculation.waiting import Plan
-from backend.wire.engine import Asked
+from backend.wire.engine import RequestOptions
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class StepOrders:
 
     resumed: dict[str, list[int]]
     """Output tokens of requests that another verifier has begun (`runner.ResumedOutputs`)."""
-    hurried: bool
+    features_needed: bool
     """Whether drafters need this step's features at once."""
     heads: dict[str, str] = field(default_factory=dict)
     """The head chosen for each new request, if drafters differ (`speculation/preference.py`)."""
@@ -122,8 +122,8 @@ class CountingScheduler:
     """Seconds that the last step waited for drafts."""
     _emitted: int = 0
     """Tokens emitted since the last step that was noted."""
-    hurried: bool = True
-    """See `StepOrders.hurried`."""
+    features_needed: bool = True
+    """See `StepOrders.features_needed`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -141,7 +141,7 @@ class CountingScheduler:
             for new in output.scheduled_new_reqs
             if requests[new.req_id].num_output_tokens
         }
-        output.outrider = StepOrders(resumed, self.hurried)
+        output.outrider = StepOrders(resumed, self.features_needed)
         self._resumed = len(resumed)
         if self.spans is not None:
             self.spans.scheduled(output.num_scheduled_tokens)
@@ -191,7 +191,7 @@ class CountingScheduler:
             )
         if self.spans is not None:
             self.spans.began(request)
-        asked: Asked | None = getattr(request, "outrider", None)
+        asked: RequestOptions | None = getattr(request, "outrider", None)
         if asked is not None and asked.account:
             self.accounts.began(request.request_id, request.client_index)
         super().add_request(request)  # type: ignore[misc]

@@ -147,8 +147,8 @@ class DraftLinks:
         for drafter_id, items in self._scheduler.ask(now).items():
             link = self._links.get(drafter_id)
             if link is not None:
-                judges = self._scheduler.speculator.judges(drafter_id)
-                link.dealer.send(encode(Next(self._epoch, items, judges)))
+                chance_weights = self._scheduler.speculator.chance_weights(drafter_id)
+                link.dealer.send(encode(Next(self._epoch, items, chance_weights)))
 
     def read_counters(self, stats: VerifierStats) -> None:
         """Adds what the sending worker counted since the last call, and the plan in force.

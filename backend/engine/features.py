@@ -94,7 +94,7 @@ class _Rows:
 class FeatureShipper:
     """The `features` sockets to all drafters, and which rows each drafter has of each request."""
 
-    hurried: bool = True
+    features_needed: bool = True
     """Whether drafters need the rows now, not later."""
     identity_of: Callable[[str], Identity] = staticmethod(lambda request_id: Identity())
     """Called when a request is opened on a drafter."""
@@ -177,7 +177,7 @@ class FeatureShipper:
         `hidden`: `[num_tokens, width]`, before `fc`; None if drafters need no features.
         """
         if hidden is not None:
-            if not self.hurried and not self._postponed.is_full:
+            if not self.features_needed and not self._postponed.is_full:
                 self._postponed.add(spans, hidden)
                 return
             spans, hidden = self._postponed.with_present(spans, hidden)

@@ -22,7 +22,7 @@ from vllm.utils import length_from_prompt_token_ids_or_embeds
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
 
-from backend.wire.engine import GREEDY_BELOW, LOGPROBS_MODE, NOISE_SEED, NOT_LEARNED, Asked
+from backend.wire.engine import GREEDY_BELOW, LOGPROBS_MODE, NOISE_SEED, NOT_LEARNED, RequestOptions
 
 
 def add_request(
@@ -30,7 +30,7 @@ def add_request(
     request: EngineCoreRequest,
     emitted: Sequence[int] = (),
     noise_seed: int | None = None,
-    asked: Asked | None = None,
+    asked: RequestOptions | None = None,
 ) -> None:
     """Adds `request` to the engine, to continue after its `emitted` output tokens; `noise_seed` and `asked` as in `Addition`.
 

@@ -186,7 +186,7 @@ class RemoteDrafting:
         """vLLM's method of the same name.  `hidden_states`, and the aux tensor of each layer, is `[num_tokens, hidden]`."""
         if self.shipper is not None:
             spans = self._spans(scheduler_output, sampled_token_ids, spec_decode_metadata)
-            self.shipper.hurried = scheduler_output.outrider.hurried
+            self.shipper.features_needed = scheduler_output.outrider.features_needed
             self.shipper.chosen.update(scheduler_output.outrider.heads)
             self.shipper.ship(spans, self._drafter_input(hidden_states, aux_hidden_states))
         return [[] for _ in sampled_token_ids]

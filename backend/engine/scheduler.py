@@ -22,7 +22,7 @@ from backend.fleet import DrafterRef, VerifierStats
 from backend.speculation.speculator import Speculator
 from backend.speculation.waiting import Plan
 from backend.wire.drafting import Ahead, Drafts, NextItem
-from backend.wire.engine import Asked
+from backend.wire.engine import RequestOptions
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class DraftingScheduler(CountingScheduler, Scheduler):
         self._refs: dict[str, DrafterRef] = {}
         self._decoding: list[str] = []
         self._tokens, self._with_prefill = 0, False
-        self.made_up: int | None = None
+        self.warm_up_drafts: int | None = None
         """During warm-up: number of meaningless draft tokens per request.  Then only step times are learned."""
         self._changes = 0
         # A constant table stops vLLM from padding resumed requests with K placeholder draft tokens, which would count as
@@ -147,7 +147,7 @@ class DraftingScheduler(CountingScheduler, Scheduler):
         plan, at, speculator = self.plan_in_force(), self.speculator.step_times.at, self.speculator
         stats.drafters_down = speculator.questions.down()
         stats.plan_k, stats.plan_outcomes, stats.plan_changes = plan.k, plan.outcomes, speculator.changes
-        stats.foretold = speculator.foretold()
+        stats.reliability = speculator.reliability()
         if not speculator.step_times.known:
             return
         load = speculator.load(stats.running)
@@ -160,7 +160,7 @@ class DraftingScheduler(CountingScheduler, Scheduler):
 
     def add_request(self, request: Any) -> None:
         """vLLM's method of the same name."""
-        asked = getattr(request, "outrider", None) or Asked()
+        asked = getattr(request, "outrider", None) or RequestOptions()
         if request.cache_salt:
             asked = replace(asked, tenant=f"{asked.tenant}/{request.cache_salt}")
         self.speculator.asked(request.request_id, asked, request.num_prompt_tokens)
@@ -174,12 +174,12 @@ class DraftingScheduler(CountingScheduler, Scheduler):
         for request in decoding:
             if request.spec_token_ids:
                 request.spec_token_ids = []
-        drafts = attached.tokens if self.made_up is None else {r: [0] * self.made_up for r in self._decoding}
+        drafts = attached.tokens if self.warm_up_drafts is None else {r: [0] * self.warm_up_drafts for r in self._decoding}
         if drafts:
             super().update_draft_token_ids(DraftTokenIds(list(drafts), list(drafts.values())))
         for drafter_id in attached.lost:
             self.counters.dropped(drafter_id, "lost")
-        self.hurried = attached.hurried
+        self.features_needed = attached.features_needed
         output = super().schedule(throttle_prefills)
         if self.speculator.preference.has_choice:
             output.outrider.heads.update(self._choose_heads(output.scheduled_new_reqs))
@@ -191,7 +191,7 @@ class DraftingScheduler(CountingScheduler, Scheduler):
         chosen = {}
         for each in new:
             adapter = each.lora_request.lora_name if each.lora_request is not None else ""
-            asked = getattr(self.requests[each.req_id], "outrider", None) or Asked()
+            asked = getattr(self.requests[each.req_id], "outrider", None) or RequestOptions()
             prompt = each.prompt_token_ids or []
             head = self.speculator.preference.begin(each.req_id, prompt, adapter, asked.tenant, asked.session)
             if head is not None:
@@ -213,7 +213,12 @@ class DraftingScheduler(CountingScheduler, Scheduler):
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         for request_id, length in began.items():
             request = requests.get(request_id)
-            if request is not None and request.num_tokens > length and not request.is_finished() and self.made_up is None:
+            if (
+                request is not None
+                and request.num_tokens > length
+                and not request.is_finished()
+                and self.warm_up_drafts is None
+            ):
                 self.speculator.ended(request_id, request._all_token_ids, length, _is_greedy(request))
         return outputs
 

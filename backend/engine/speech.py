@@ -33,10 +33,10 @@ from backend.wire.engine import (
     WELCOME,
     Account,
     Addition,
-    Asked,
     EngineHello,
     EngineWelcome,
     Refusal,
+    RequestOptions,
 )
 
 _pack = msgspec.msgpack.encode
@@ -52,7 +52,7 @@ class UnknownKind(Exception):
     """A frame kind that this version does not know."""
 
 
-class EngineSpeech:
+class EngineCodec:
     """One client's encoder and decoder; not thread-safe."""
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class EngineSpeech:
         place_id: str,
         emitted: Sequence[int] = (),
         noise_seed: int | None = None,
-        asked: Asked | None = None,
+        asked: RequestOptions | None = None,
     ) -> list[Buffer]:
         """A request, to be continued after its `emitted` tokens; its outputs will carry the id `place_id`."""
         return [ADD, _pack(Addition(place_id, list(emitted), noise_seed, asked)), *self._encoder.encode(request)]

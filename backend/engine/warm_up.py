@@ -31,15 +31,15 @@ def warm_up(core: EngineCore) -> None:
         return
     scheduler: Any = core.scheduler
     drafting = isinstance(scheduler, DraftingScheduler)
-    scheduler.made_up = 0
+    scheduler.warm_up_drafts = 0
     # vLLM compiles the kernels for log probabilities at their first use.
     _decode(core, 1, logprobs=1)
     for k in {0, scheduler.num_spec_tokens} if drafting else {0}:
-        scheduler.made_up = k
+        scheduler.warm_up_drafts = k
         for batch in BATCHES:
             if batch <= scheduler.max_num_running_reqs:
                 _decode(core, batch)
-    scheduler.made_up = None
+    scheduler.warm_up_drafts = None
     core.reset_prefix_cache()
     scheduler.take_verify_s()
 

@@ -66,7 +66,7 @@ class DraftCounters(msgspec.Struct):
 CHANCE_BINS = 10
 
 
-class Foretold(msgspec.Struct):
+class Reliability(msgspec.Struct):
     """Predicted chances of draft tokens, compared with the text; lists are by ten equal bins of the chance."""
 
     chances: list[float] = msgspec.field(default_factory=lambda: [0.0] * CHANCE_BINS)
@@ -76,9 +76,9 @@ class Foretold(msgspec.Struct):
     squared_error: float = 0.0
     """Sum of (chance - right)^2."""
 
-    def plus(self, other: Foretold, sign: int = 1) -> Foretold:
+    def plus(self, other: Reliability, sign: int = 1) -> Reliability:
         """The sum of both, or the difference (`sign` -1)."""
-        return Foretold(
+        return Reliability(
             [a + sign * b for a, b in zip(self.chances, other.chances, strict=True)],
             [a + sign * b for a, b in zip(self.right, other.right, strict=True)],
             [a + sign * b for a, b in zip(self.seen, other.seen, strict=True)],
@@ -149,7 +149,7 @@ class VerifierStats(msgspec.Struct):
     drafters: dict[str, DraftCounters] = msgspec.field(default_factory=dict)
     teacher_forced: DraftCounters = msgspec.field(default_factory=DraftCounters)
     """Verifications of fixed responses (rollouts): agreement with a trace; not counted in `drafters`."""
-    foretold: dict[str, Foretold] = msgspec.field(default_factory=dict)
+    reliability: dict[str, Reliability] = msgspec.field(default_factory=dict)
     """By kind of source: `fresh`, `ahead`, `lookup`, `prediction`, `shared`."""
     drafters_down: list[str] = msgspec.field(default_factory=list)
     """Assigned drafters whose circuit breaker is open."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from backend.fleet import CHANCE_BINS, Foretold
+from backend.fleet import CHANCE_BINS, Reliability
 from backend.speculation.chances import chances, clipped
 
 SIGN_WEIGHTS, OFFSET = (0.3, 0.5), 0.5
@@ -38,7 +38,7 @@ class Calibration:
         """Each request's offset and its doubt."""
         self._last = positions - 1
         self._weights = self._flat()
-        self.foretold = Foretold()
+        self.reliability = Reliability()
 
     @property
     def weights(self) -> list[float]:
@@ -70,11 +70,11 @@ class Calibration:
         Returns two factors: the request's offset moves by doubt times the first, and its doubt falls by doubt squared times the
         second.  Written without loops, since every draft token comes here.
         """
-        place, foretold, error = min(int(chance * CHANCE_BINS), CHANCE_BINS - 1), self.foretold, right - chance
-        foretold.chances[place] += chance
-        foretold.right[place] += right
-        foretold.seen[place] += 1
-        foretold.squared_error += error * error
+        place, reliability, error = min(int(chance * CHANCE_BINS), CHANCE_BINS - 1), self.reliability, right - chance
+        reliability.chances[place] += chance
+        reliability.right[place] += right
+        reliability.seen[place] += 1
+        reliability.squared_error += error * error
         means, doubts, own = self._means, self._doubts, 3 + position
         value, lead = clipped(value), clipped(lead)
         value_gain, lead_gain = doubts[0] * value, doubts[1] * lead

@@ -60,7 +60,7 @@ class Clusters:
 
 
 @dataclass
-class Brought:
+class HeadScore:
     """What one head gained one kind of requests, in recent verifications."""
 
     requests: int = 0
@@ -78,7 +78,7 @@ class Brought:
         return self.tokens / self.verifications if self.verifications else 0.0
 
 
-Kind = dict[str, Brought]
+Kind = dict[str, HeadScore]
 """What each head has brought one kind of requests."""
 
 
@@ -92,7 +92,7 @@ class Preference:
         self._clusters = Clusters()
         self._kinds: OrderedDict[Hashable, Kind] = OrderedDict()
         self._sessions = OrderedDict[Hashable, str]()
-        self._chosen: dict[str, tuple[str, list[Brought]]] = {}
+        self._chosen: dict[str, tuple[str, list[HeadScore]]] = {}
         # With every sixteenth request, trials would always meet the same tenant where tenants take turns.
         self._dice = random.Random(0)
 
@@ -104,7 +104,7 @@ class Preference:
     def begin(self, request_id: str, prompt: Sequence[int], adapter: str, tenant: str = "", session: str = "") -> str | None:
         """Chooses and returns a new request's head; None if all drafters have the same one.
 
-        `tenant`, `session`: as in `Asked`.
+        `tenant`, `session`: as in `RequestOptions`.
         """
         if not self.has_choice or request_id in self._chosen or not prompt:
             return self.of(request_id)
@@ -148,7 +148,7 @@ class Preference:
     def _kind(self, *key: Hashable) -> Kind:
         """What is known of a kind, for the present heads."""
         before = self._kinds.pop(key, {})
-        self._kinds[key] = kind = {head: before.get(head) or Brought() for head in sorted(set(self._heads.values()))}
+        self._kinds[key] = kind = {head: before.get(head) or HeadScore() for head in sorted(set(self._heads.values()))}
         if len(self._kinds) > KINDS:
             self._kinds.popitem(last=False)
         return kind

@@ -17,16 +17,16 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from backend.fleet import Foretold
+from backend.fleet import Reliability
 from backend.speculation.budget import Spent, spend
+from backend.speculation.candidates import Candidate, Candidates, Request
 from backend.speculation.deadlines import Questions
-from backend.speculation.hands import Hand, Hands, Request
 from backend.speculation.pairing import drafter_for
 from backend.speculation.preference import Preference
 from backend.speculation.step_times import DraftTimes, StepTimes
 from backend.speculation.waiting import Ask, Asking, Choice, Load, Pending, Plan, Prospect, Times, waiting_pays
 from backend.wire.drafting import Block, Draft, NextItem
-from backend.wire.engine import Asked
+from backend.wire.engine import RequestOptions
 
 RECONSIDER_EVERY = 16
 """Steps between two choices of what to ask for; a choice costs some hundred microseconds."""
@@ -47,7 +47,7 @@ class Attached:
     """By request."""
     lost: list[str] = field(default_factory=list)
     """Drafters that missed a deadline, once for each draft that is no longer waited for."""
-    hurried: bool = False
+    features_needed: bool = False
     """Whether drafters need the features of this step at once."""
 
 
@@ -58,7 +58,7 @@ class Speculator:
         """`mode`: sync, ahead or auto; `longest`: K; `outcomes`: most drafted ahead per request; `lookups`: enabled or not."""
         self.step_times = StepTimes()
         self.questions = Questions(longest_wait_s)
-        self.hands = Hands(longest, outcomes, lookups, vocab_size)
+        self.candidates = Candidates(longest, outcomes, lookups, vocab_size)
         self.preference = Preference()
         self.changes = 0
         self._fixed = {"sync": Ask.DRAFT, "ahead": Ask.AHEAD}.get(mode)
@@ -78,7 +78,7 @@ class Speculator:
         self._drafter_ids: list[str] = []
         self._probing, self._probed, self._probes = False, 0, 0
         self._asked_ahead = False
-        self._spent_for: tuple[int, list[Hand | None]] = (0, [])
+        self._spent_for: tuple[int, list[Candidate | None]] = (0, [])
         self._last_spent: Spent | None = None
         self._floor = 0.0
         self._base = 1
@@ -100,7 +100,7 @@ class Speculator:
 
     def renewed(self, drafter_id: str) -> None:
         """Forgets what was learned about a drafter's drafts: it has a new head."""
-        self.hands.renewed(drafter_id)
+        self.candidates.renewed(drafter_id)
         self._reconsider_at = 0
 
     def arrived(self, drafter_id: str, draft: Draft, draft_s: float, now: float) -> tuple[str, float | None]:
@@ -109,7 +109,7 @@ class Speculator:
         Also returns the seconds since it was asked for, if it was.
         """
         waited_s = self.questions.answered(drafter_id, draft.request_id, draft.base_len, now)
-        verdict = self.hands.take_fresh(drafter_id, draft, draft_s, self._floor) if waited_s is not None else "stale"
+        verdict = self.candidates.take_fresh(drafter_id, draft, draft_s, self._floor) if waited_s is not None else "stale"
         return verdict, waited_s
 
     def timed(self, rows: int, k: int, draft_s: float, queue_s: float, waited_s: float, now: float) -> None:
@@ -128,7 +128,7 @@ class Speculator:
 
     def take_blocks(self, drafter_id: str, blocks: Sequence[Block], draft_s: float) -> None:
         """Takes outcomes that a drafter has drafted ahead."""
-        self.hands.take_blocks(drafter_id, blocks, draft_s)
+        self.candidates.take_blocks(drafter_id, blocks, draft_s)
         if self._is_telling and (rows := sum(len(block.outcomes) for block in blocks)):
             k = max(len(outcome.tokens) for block in blocks for outcome in block.outcomes)
             depth = max(len(block.verifying) for block in blocks)
@@ -136,13 +136,13 @@ class Speculator:
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
-    def asked(self, request_id: str, asked: Asked, prompt_len: int) -> None:
+    def asked(self, request_id: str, asked: RequestOptions, prompt_len: int) -> None:
         """Notes what a coming request, with a prompt of so many tokens, asks about drafting."""
-        self.hands.asked(request_id, asked, prompt_len)
+        self.candidates.asked(request_id, asked, prompt_len)
 
     def ended(self, request_id: str, text: list[int], began: int, greedy: bool) -> None:
         """A step added tokens to a request that goes on.  `text`: all its tokens; `began`: its length before the step."""
-        self.hands.grown(request_id, text, greedy)
+        self.candidates.grown(request_id, text, greedy)
         self._ended[request_id] = began
         if request_id in self._verifying:
             self.preference.learn(request_id, len(text) - began)
@@ -151,14 +151,14 @@ class Speculator:
         """The request is preempted: none of its drafts is verified for a while."""
         self.questions.forget(request_id)
         self._ended.pop(request_id, None)
-        self.hands.release(request_id)
+        self.candidates.release(request_id)
 
     def forget(self, request_id: str) -> None:
         """The request is over."""
         self.release(request_id)
         self.preference.forget(request_id)
         self._unlearned.pop(request_id, None)
-        self.hands.forget(request_id)
+        self.candidates.forget(request_id)
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
@@ -189,17 +189,17 @@ class Speculator:
         """Chooses the draft tokens for the step that begins, over the `decoding` requests and `prefill` prompt tokens."""
         attached = Attached(lost=[question.drafter_id for question in self.questions.expire(now)])
         self.questions.stop_waiting()
-        self.hands.steps, self._began = self.hands.steps + 1, now
+        self.candidates.steps, self._began = self.candidates.steps + 1, now
         self._probing = bool(self._drafter_ids) and self._fixed is None and self._asking.stepped()
         self._probed = self._probed + 1 if self._probing else 0
         self._probes += self._probed == 1
-        attached.hurried = self._probing or self.choice.ask != Ask.PLAIN or self.hands.forced > 0
-        present = self.hands.present(decoding)
-        self._verifying = {each for each, _ in present} if self.preference.has_choice and attached.hurried else set()
+        attached.features_needed = self._probing or self.choice.ask != Ask.PLAIN or self.candidates.forced > 0
+        present = self.candidates.present(decoding)
+        self._verifying = {each for each, _ in present} if self.preference.has_choice and attached.features_needed else set()
         self._base = max(len(present) + prefill, 1)
-        hands, spent = self._spend(present, self._base)
-        for (_, request), hand in zip(present, hands, strict=True):
-            request.verified = hand
+        candidates, spent = self._spend(present, self._base)
+        for (_, request), candidate in zip(present, candidates, strict=True):
+            request.verified = candidate
         if spent is not None:
             self._floor = ROOM * spent.threshold
             for (request_id, request), length in zip(present, spent.lengths, strict=True):
@@ -208,13 +208,13 @@ class Speculator:
                 else:
                     request.verified = None
         for _, request in present:
-            request.hand = None
+            request.candidate = None
         self._spent_for = (0, [])
         return attached
 
-    def verified(self, request_id: str) -> Hand | None:
+    def verified(self, request_id: str) -> Candidate | None:
         """The draft that the running step verifies for a request, uncut."""
-        request = self.hands.requests.get(request_id)
+        request = self.candidates.requests.get(request_id)
         return request.verified if request is not None else None
 
     def ask(self, now: float) -> dict[str, list[NextItem]]:
@@ -222,37 +222,37 @@ class Speculator:
         asks: dict[str, list[NextItem]] = {}
         choice = self.choice
         of_all = choice.ask != Ask.PLAIN or self._probing
-        if self._drafter_ids and (of_all or self.hands.forced):
+        if self._drafter_ids and (of_all or self.candidates.forced):
             k, outcomes = choice.k or self._longest, self.outcomes
             self._asked_ahead = outcomes > 0
             for request_id in self._ended:
-                if of_all or self.hands.requests[request_id].ask is not None:
+                if of_all or self.candidates.requests[request_id].ask is not None:
                     self._ask_for(request_id, k, outcomes, asks, now)
-            if outcomes or self.hands.forced:
+            if outcomes or self.candidates.forced:
                 self._cut(asks, k)
-            if choice.ask == Ask.PLAIN and not self.hands.forced:
+            if choice.ask == Ask.PLAIN and not self.candidates.forced:
                 self.questions.stop_waiting()
         self._unlearned.update(self._ended)
         self._ended.clear()
         return asks
 
     def _ask_for(self, request_id: str, k: int, outcomes: int, asks: dict[str, list[NextItem]], now: float) -> None:
-        request, drafter_id = self.hands.requests[request_id], drafter_for(request_id, self.preference.among(request_id))
+        request, drafter_id = self.candidates.requests[request_id], drafter_for(request_id, self.preference.among(request_id))
         if drafter_id is None:
             return
-        if request.outcomes and request.told_at == self._ended[request_id]:
-            self.hands.look_up(request_id, request, self._ended[request_id], counts=self._is_telling)
+        if request.outcomes and request.outcomes_at == self._ended[request_id]:
+            self.candidates.look_up(request_id, request, self._ended[request_id], counts=self._is_telling)
         k = min(k, request.longest)
         if not k:
             return
         if request.ask is not None:
             outcomes = (outcomes or self._few) if request.ask == Ask.AHEAD else 0
-        request.outcomes, request.told_at = outcomes, len(request.text)
-        best, length = self.hands.best(request_id, request), len(request.text)
-        if best is not None and request.hand is None and best.worth < self._expected().gains[k]:
+        request.outcomes, request.outcomes_at = outcomes, len(request.text)
+        best, length = self.candidates.best(request_id, request), len(request.text)
+        if best is not None and request.candidate is None and best.worth < self._expected().gains[k]:
             # The request's own text has a draft, but a drafter's is expected to be better.
             best = None
-        request.told = best if outcomes else None
+        request.outcomes_of = best if outcomes else None
         if best is not None and not outcomes:
             return
         verifying = best.tokens if best is not None else []
@@ -264,7 +264,7 @@ class Speculator:
 
     def _cut(self, asks: dict[str, list[NextItem]], k: int) -> None:
         """Cuts each `verifying` to what will be verified, at most `k` tokens: each token costs the drafter a pass."""
-        present = self.hands.present(self._ended)
+        present = self.candidates.present(self._ended)
         spent = self._spend(present, max(len(present), 1))[1]
         cuts = {r: n for (r, _), n in zip(present, spent.lengths, strict=True)} if spent is not None else {}
         for items in asks.values():
@@ -272,9 +272,9 @@ class Speculator:
                 if len(item.verifying) > (cut := min(max(cuts.get(item.request_id, 0), 1), k)):
                     items[i] = replace(item, verifying=item.verifying[:cut])
 
-    def judges(self, drafter_id: str) -> list[list[float]]:
+    def chance_weights(self, drafter_id: str) -> list[list[float]]:
         """The weights (`chances.py`) by which a drafter ends unlikely drafts: for greedy and for sampled requests."""
-        return [self.hands.weights(drafter_id, greedy=greedy) for greedy in (True, False)]
+        return [self.candidates.weights(drafter_id, greedy=greedy) for greedy in (True, False)]
 
     def hold(self, decoding: Iterable[str], prefill: int, now: float) -> float | None:
         """Until when the next step should wait for drafts; call again then.  None: the step should begin."""
@@ -283,7 +283,7 @@ class Speculator:
             return None
         if self._fixed == Ask.DRAFT:
             return deadline
-        present = self.hands.present(decoding)
+        present = self.candidates.present(decoding)
         missing = [i for i, (request_id, _) in enumerate(present) if request_id in self.questions.pending]
         if not missing:
             return None
@@ -291,8 +291,8 @@ class Speculator:
         times = self._miss_times if self.choice.ask == Ask.AHEAD else self._fresh_times
         draft_s = times.at(len(missing), k)
         waited_s = now - min(self.questions.pending[present[i][0]].asked_at for i in missing)
-        hands, spent = self._spend(present, base)
-        rows = [hand.survivals if hand is not None else [] for hand in hands]
+        candidates, spent = self._spend(present, base)
+        rows = [candidate.survivals if candidate is not None else [] for candidate in candidates]
         pending = Pending(missing, k, draft_s, waited_s)
         if not waiting_pays(spent or self._spend_on(rows, base), rows, pending, self._expected(), at, base):
             return None
@@ -307,33 +307,33 @@ class Speculator:
 
     def learn(self, waited_s: float) -> None:
         """Learns from the last step's text.  `waited_s`: how long that step had waited for drafts."""
-        self.hands.begin_learning()
+        self.candidates.begin_learning()
         if self._step_s is not None:
             self._request_s += len(self._unlearned) * (self._step_s + waited_s)
         for request_id, began in self._unlearned.items():
-            request = self.hands.requests.get(request_id)
+            request = self.candidates.requests.get(request_id)
             if request is None:
                 continue
-            self.hands.learn(request_id, request)
+            self.candidates.learn(request_id, request)
             if self._step_s is not None:
                 self._emitted += len(request.text) - began
         self._unlearned.clear()
         self._step_s = None
-        if self.hands.steps >= self._reconsider_at and self._drafter_ids and self.hands.requests:
-            self._reconsider_at = self.hands.steps + RECONSIDER_EVERY
+        if self.candidates.steps >= self._reconsider_at and self._drafter_ids and self.candidates.requests:
+            self._reconsider_at = self.candidates.steps + RECONSIDER_EVERY
             self._reconsider()
 
     def load(self, requests: int) -> Load:
         """What drafts are expected to add to a step over so many requests."""
-        n, at, hands = max(requests, 1), self.step_times.at, self.hands
-        return Load(n, n, hands.alone.prospect(n, n, at), hands.drafted.prospect(n, n, at), hands.foresight)
+        n, at, candidates = max(requests, 1), self.step_times.at, self.candidates
+        return Load(n, n, candidates.alone.prospect(n, n, at), candidates.drafted.prospect(n, n, at), candidates.foresight)
 
-    def foretold(self) -> dict[str, Foretold]:
+    def reliability(self) -> dict[str, Reliability]:
         """How well chances were predicted, by kind of source."""
-        return self.hands.foretold()
+        return self.candidates.reliability()
 
     def _reconsider(self) -> None:
-        load = self.load(min(self._base, len(self.hands.requests)))
+        load = self.load(min(self._base, len(self.candidates.requests)))
         self._prospect = load.drafted
         before = self._asking.choice.ask
         brought = self._emitted / self._request_s if self._request_s else 0.0
@@ -346,14 +346,14 @@ class Speculator:
             self._prospect = self.load(self._base).drafted
         return self._prospect
 
-    def _spend(self, present: list[tuple[str, Request]], base: int) -> tuple[list[Hand | None], Spent | None]:
+    def _spend(self, present: list[tuple[str, Request]], base: int) -> tuple[list[Candidate | None], Spent | None]:
         """Each request's best draft, and how much of it to verify.  Computed again only when a draft or `base` has changed."""
-        hands = [self.hands.best(request_id, request) for request_id, request in present]
-        if self._spent_for != (base, hands):
-            rows = [hand.survivals if hand is not None else [] for hand in hands]
+        candidates = [self.candidates.best(request_id, request) for request_id, request in present]
+        if self._spent_for != (base, candidates):
+            rows = [candidate.survivals if candidate is not None else [] for candidate in candidates]
             self._last_spent = self._spend_on(rows, base) if any(rows) else None
-            self._spent_for = base, hands
-        return hands, self._last_spent
+            self._spent_for = base, candidates
+        return candidates, self._last_spent
 
     def _spend_on(self, rows: list[list[float]], base: int) -> Spent:
         return spend(rows, self.step_times.row(base, sum(map(len, rows)) + 2))

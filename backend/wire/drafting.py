@@ -123,7 +123,7 @@ class Next(msgspec.Struct, frozen=True, tag="next"):
 
     epoch: int
     items: list[NextItem]
-    judges: list[list[float]] = []
+    chance_weights: list[list[float]] = []
     """Weights of `speculation/chances.py` for greedy and for sampled requests; empty: no draft ends before its `k`."""
 
 

@@ -46,9 +46,9 @@ FIXED_RESPONSE = "outrider_fixed_response"
 NOISE_SEED = "outrider_noise_seed"
 """Key of `SamplingParams.extra_args` within a verifier: the seed of a request's noise (`backend/noise`), below 2**64."""
 LOGPROBS_MODE = "outrider_logprobs_mode"
-"""Key of `SamplingParams.extra_args` within a verifier: the request's `Asked.logprobs_mode`."""
+"""Key of `SamplingParams.extra_args` within a verifier: the request's `RequestOptions.logprobs_mode`."""
 NOT_LEARNED = "outrider_not_learned"
-"""Key of `SamplingParams.extra_args` within a verifier: drafters may not learn from the request (`Asked.learn`)."""
+"""Key of `SamplingParams.extra_args` within a verifier: drafters may not learn from the request (`RequestOptions.learn`)."""
 GREEDY_BELOW = 1e-5
 """Temperature below which vLLM samples greedily."""
 
@@ -65,7 +65,7 @@ class EngineHello(msgspec.Struct, frozen=True):
     """Whether the verifier should make rows and keep them for the client (`backend/records/kept.py`)."""
 
 
-class Asked(msgspec.Struct, frozen=True):
+class RequestOptions(msgspec.Struct, frozen=True):
     """What a request asks for besides vLLM's parameters.  None of it changes the text."""
 
     account: bool = False
@@ -123,7 +123,7 @@ class Addition(msgspec.Struct, frozen=True):
     noise_seed: int | None = None
     """Noise seed of a request that names no seed; below 2**64, and equal at every verifier that gets the request.  None: the
     verifier draws a seed."""
-    asked: Asked | None = None
+    asked: RequestOptions | None = None
     """None: the defaults."""
 
 

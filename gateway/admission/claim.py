@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from backend.wire.engine import Asked
+from backend.wire.engine import RequestOptions
 from gateway.keys.caller import ANYBODY, Caller, Priority
 
 if TYPE_CHECKING:
-    from gateway.inquiry import Inquiry
+    from gateway.inquiry import SpeculationOptions
 
 
 class Accounts(Protocol):
@@ -46,7 +46,7 @@ class Claim:
     """The client's name for a session, for routing."""
     learn: bool = True
     """Whether drafters may learn from its sequences."""
-    inquiry: Inquiry | None = None
+    inquiry: SpeculationOptions | None = None
     """The request's options for speculation."""
     closed: bool = False
     """The HTTP request is over, or there was none.  Then tokens are charged as each sequence ends."""
@@ -70,9 +70,9 @@ class Claim:
     """The verifier that a sequence was given to last."""
 
     @property
-    def asked(self) -> Asked:
+    def asked(self) -> RequestOptions:
         """What verifiers are told of it."""
-        asked = self.inquiry.asked if self.inquiry is not None else Asked()
+        asked = self.inquiry.asked if self.inquiry is not None else RequestOptions()
         tenant, session = _label(self.caller.owner), _label(self.session or "")
         return msgspec.structs.replace(asked, learn=asked.learn and self.learn, tenant=tenant, session=session)
 

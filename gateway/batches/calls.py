@@ -15,7 +15,7 @@ import msgspec
 from fastapi import FastAPI
 from fastapi.middleware.asyncexitstack import AsyncExitStackMiddleware
 
-from gateway.access import Doors
+from gateway.access import AccessRules
 from gateway.admission.claim import Claim
 from gateway.batches.objects import Answer, Line, new_id
 from gateway.errors import ApiError, translate
@@ -30,7 +30,7 @@ RETRIED = frozenset({429, 503})
 """Statuses after which a line is tried again: the fleet cannot serve it now."""
 
 
-def rights_of(owner: str, doors: Doors) -> dict[str, Any]:
+def rights_of(owner: str, doors: AccessRules) -> dict[str, Any]:
     """A line's request state: the present rights of the owner's key (none if it is gone), lowest priority, no deadline."""
     caller = doors.ring.of_owner(owner) or Caller("", owner, models=frozenset())
     return {"caller": caller, "claim": Claim(caller, Priority.BATCH, wait_s=None, accounts=doors.quotas)}

@@ -10,7 +10,7 @@ from pathlib import Path
 from fastapi import FastAPI
 
 from backend.config import Settings
-from gateway.access import Doors
+from gateway.access import AccessRules
 from gateway.batches.calls import Calls, rights_of
 from gateway.batches.pace import Pace
 from gateway.batches.runner import Runner
@@ -40,7 +40,7 @@ class Batches:
             raise BadRequest("This server keeps no files (`gateway.state_dir` is `none`).", code="not_stored")
         return self._store
 
-    def start(self, app: FastAPI, core: FleetCore, metrics: GatewayMetrics, doors: Doors) -> None:
+    def start(self, app: FastAPI, core: FleetCore, metrics: GatewayMetrics, doors: AccessRules) -> None:
         """Begins to carry out stored batches, through the routes of `app`."""
         calls = Calls(app, partial(rights_of, doors=doors))
         self.endpoints = calls.endpoints

@@ -9,7 +9,7 @@ from typing import Any
 from backend.engine.front import ResponseRequest
 from gateway.bounds import MAX_ITEMS
 from gateway.errors import BadRequest
-from gateway.inquiry import Inquiry
+from gateway.inquiry import SpeculationOptions
 from gateway.responses.store import Item, Kept
 
 _PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
@@ -32,7 +32,7 @@ class Turn:
     """Whether the client asked for a stream."""
     previous: str | None
     conversation: str | None
-    inquiry: Inquiry | None = None
+    inquiry: SpeculationOptions | None = None
     """What it asks of speculation."""
 
     @property

@@ -25,7 +25,7 @@ from gateway.bounds import MAX_SEQUENCES, check_bounds
 from gateway.calling import ended_apart, only_allowed
 from gateway.errors import BadRequest, ContextTooLong, checked
 from gateway.fields import GENERATING
-from gateway.inquiry import Inquiry
+from gateway.inquiry import SpeculationOptions
 from gateway.requests import ModelT, check_generation, fitted, parse, read_json
 from gateway.sse import CHAT, Dialect, Generated, stream_response, unless_disconnected
 from gateway.state import Gateway, gateway_of
@@ -65,7 +65,7 @@ async def completions(request: Request) -> Response:
     return await respond(gateway, request, asked, gateway.services.completion.create_completion, CHAT, inquiry=inquiry)
 
 
-async def _read(gateway: Gateway, request: Request, model: type[ModelT]) -> tuple[ModelT, Inquiry | None]:
+async def _read(gateway: Gateway, request: Request, model: type[ModelT]) -> tuple[ModelT, SpeculationOptions | None]:
     """The body as `model`, and its options for speculation."""
     data = await read_json(request, gateway.max_body_bytes)
     check_bounds(data)
@@ -83,7 +83,7 @@ async def respond(
     create: Create,
     dialect: Dialect,
     shown: Callable[[Any], dict[str, Any]] = answers.body,
-    inquiry: Inquiry | None = None,
+    inquiry: SpeculationOptions | None = None,
 ) -> Response:
     """The response to `asked`: a stream, or the JSON that `shown` makes of vLLM's answer; with the statistics of `inquiry`."""
     if dialect is CHAT and inquiry is None:
@@ -100,7 +100,9 @@ async def respond(
     return Response(msgspec.json.encode(body), media_type="application/json") if pieces is None else pieces.response(body)
 
 
-async def generate(gateway: Gateway, request: Request, asked: Any, create: Create, inquiry: Inquiry | None = None) -> Any:
+async def generate(
+    gateway: Gateway, request: Request, asked: Any, create: Create, inquiry: SpeculationOptions | None = None
+) -> Any:
     """Has vLLM answer; returns its answer or stream.  Cancelled when the client leaves.  Raises `ApiError`."""
     check_generation(asked, vllm_speculates=gateway.settings.mode == "native")
     if gateway.services.pooling.is_model:

@@ -117,7 +117,7 @@ async def _drafted(fleet: EngineFleet) -> dict[str, Drafted]:
 
 
 def _of_drafters(stats: VerifierStats) -> Drafted:
-    kinds = [foretold for kind, foretold in stats.foretold.items() if kind != LOOKUP]
+    kinds = [reliability for kind, reliability in stats.reliability.items() if kind != LOOKUP]
     return Drafted(sum(sum(kind.right) for kind in kinds), sum(sum(kind.seen) for kind in kinds))
 
 

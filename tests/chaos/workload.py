@@ -72,7 +72,7 @@ def cases(tokens: int) -> list[Case]:
 
 
 @dataclass
-class Told:
+class SequenceStatistics:
     """What a client was told of one index of one request."""
 
     text: str = ""
@@ -90,7 +90,7 @@ class Outcome:
     ended: float = 0.0
     chunks: list[float] = field(default_factory=list)
     """When each piece of text came."""
-    told: dict[int, Told] = field(default_factory=dict)
+    told: dict[int, SequenceStatistics] = field(default_factory=dict)
     usage: dict[str, Any] | None = None
     errors: list[dict[str, Any]] = field(default_factory=list)
     done: bool = False
@@ -146,7 +146,7 @@ def _hear(outcome: Outcome, chunk: dict[str, Any]) -> None:
         return
     outcome.usage = chunk.get("usage") or outcome.usage
     for choice in chunk.get("choices", []):
-        told = outcome.told.setdefault(choice["index"], Told())
+        told = outcome.told.setdefault(choice["index"], SequenceStatistics())
         message = choice.get("delta") or choice.get("message") or {}
         text = choice.get("text") or message.get("content") or ""
         if text:
@@ -191,7 +191,7 @@ def _difference(outcome: Outcome, reference: Outcome) -> str | None:
     return None if outcome.usage == reference.usage else f"usage {outcome.usage}, not {reference.usage}"
 
 
-def _not_json(told: Told) -> str | None:
+def _not_json(told: SequenceStatistics) -> str | None:
     if told.finish == ["length"]:
         return None
     try:

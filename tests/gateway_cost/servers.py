@@ -16,7 +16,7 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.core_client import EngineCoreClient
 
 from backend.config import Settings
-from backend.engine.speech import EngineSpeech
+from backend.engine.speech import EngineCodec
 from backend.fleet import Member
 from backend.transport.aio import AsyncDealer
 from backend.transport.sockets import Wire
@@ -68,7 +68,7 @@ class _EngineOverTheWire(EngineCoreClient):
     def __init__(self, address: str) -> None:
         self.resources = SimpleNamespace(engine_dead=False)
         self._address = address
-        self._speech = EngineSpeech()
+        self._speech = EngineCodec()
         self._outputs: asyncio.Queue[EngineCoreOutputs] = asyncio.Queue()
         self._dealer: AsyncDealer | None = None
 

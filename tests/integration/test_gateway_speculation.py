@@ -10,7 +10,7 @@ import msgspec
 import openai
 
 from backend.wire import engine as wire
-from backend.wire.engine import Account, Asked, Tally
+from backend.wire.engine import Account, RequestOptions, Tally
 from gateway.keys.ring import make_key
 from tests.support.fake_verifier import FakeVerifier, Sequence, count_up, eventually
 from tests.support.running_gateway import CHAT, COMPLETION, Running, running_gateway
@@ -65,15 +65,15 @@ async def test_wishes_reach_the_verifier_and_nothing_else_does():
             running.verifier.behaviour = drafting if "prediction" in body else count_up
             assert (await running.http.post("/v1/chat/completions", json={**CHAT, **body})).status_code == 200
         first, *others = [each.addition.asked for each in running.verifier.sequences]
-        assert first == Asked(mode="ahead", longest=2)
-        assert others == [Asked(account=True, prediction=tokens)] * 2
+        assert first == RequestOptions(mode="ahead", longest=2)
+        assert others == [RequestOptions(account=True, prediction=tokens)] * 2
 
         running.verifier.sequences.clear()
         await running.http.post("/v1/completions", json={**COMPLETION, "outrider": {"learn": False}})
         refusing = {"X-Outrider-Learn": "0"}
         for path, base in (("/v1/chat/completions", CHAT), ("/v1/messages", CHAT), ("/v1/responses", RESPONSE)):
             assert (await running.http.post(path, json=base, headers=refusing)).status_code == 200
-        assert [each.addition.asked for each in running.verifier.sequences] == [Asked(learn=False)] * 4
+        assert [each.addition.asked for each in running.verifier.sequences] == [RequestOptions(learn=False)] * 4
         response = await running.http.post("/v1/messages", json=CHAT, headers={"X-Outrider-Learn": "no"})
         assert response.status_code == 400
 
@@ -85,10 +85,10 @@ async def test_verifiers_are_told_tenant_and_session_by_labels(tmp_path: Path) -
         for name, session in (("Ada", "first"), ("Ada", "second"), ("Bob", "first"), ("Bob", "")):
             headers = {"authorization": f"Bearer {made[name][0]}", "x-session-id": session}
             assert (await running.http.post("/v1/completions", json=COMPLETION, headers=headers)).status_code == 200
-        asked = [each.addition.asked or Asked() for each in running.verifier.sequences]
+        asked = [each.addition.asked or RequestOptions() for each in running.verifier.sequences]
         assert asked[0].tenant == asked[1].tenant != asked[2].tenant == asked[3].tenant
         assert asked[0].session == asked[2].session != asked[1].session
-        assert asked[3] == Asked(tenant=asked[2].tenant)
+        assert asked[3] == RequestOptions(tenant=asked[2].tenant)
         assert not any(secret in repr(asked) for secret in ("Ada", "Bob", "first", "second"))
 
 

@@ -17,7 +17,7 @@ from backend.learning.ring import SUFFIX
 from backend.models.head_config import read_config
 from backend.models.resolve import ResolvedModels, resolve
 from backend.models.writing import WEIGHTS, write_checkpoint
-from backend.wire.engine import Asked
+from backend.wire.engine import RequestOptions
 from tests.support.processes import Drafter, Verifier, together
 from tests.support.run_drafter import GO_ON
 
@@ -79,7 +79,7 @@ class Traffic:
             assert time.monotonic() < deadline, found
             asked, params = prompts(self._turn), PARAMS if self._turn % 2 else GREEDY
             self._turn += 1
-            ours = [answer.tokens for answer in self.drafted.client.generate(asked, params, asked=Asked())]
+            ours = [answer.tokens for answer in self.drafted.client.generate(asked, params, asked=RequestOptions())]
             if self._turn % 4 < 2:
                 assert ours == [answer.tokens for answer in self.plain.client.generate(asked, params)]
         return found
@@ -88,12 +88,12 @@ class Traffic:
 def test_what_opts_out_is_not_recorded(fleet: tuple[Verifier, Verifier, Drafter]) -> None:
     _, drafted, drafter = fleet
     # The second batch's news tells the drafter that the first one is over.
-    for asked in (Asked(learn=False), Asked(), Asked(learn=False), Asked(learn=False)):
+    for asked in (RequestOptions(learn=False), RequestOptions(), RequestOptions(learn=False), RequestOptions(learn=False)):
         drafted.client.generate(prompts(0), GREEDY, asked=asked)
     deadline = time.monotonic() + LIMIT_S
     while (found := learned(drafter)).sequences < 8:
         assert time.monotonic() < deadline, found
-        drafted.client.generate(prompts(0)[:1], GREEDY, asked=Asked(learn=False))
+        drafted.client.generate(prompts(0)[:1], GREEDY, asked=RequestOptions(learn=False))
     assert found.sequences == 8
 
 
@@ -132,7 +132,7 @@ def test_a_killed_drafter_goes_on(fleet: tuple[Verifier, Verifier, Drafter], dir
     plain, drafted, drafter = fleet
     before = learned(drafter)
     recorded = sorted((directory / "ring").rglob(f"*{SUFFIX}"))
-    running = [drafted.client.add(prompt, PARAMS, asked=Asked()) for prompt in prompts(90)]
+    running = [drafted.client.add(prompt, PARAMS, asked=RequestOptions()) for prompt in prompts(90)]
     drafter.process.kill()
     drafter.process.join()
     drafted.client.finish_all()

@@ -8,7 +8,7 @@ import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 from vllm.sampling_params import SamplingParams
 
-from backend.wire.engine import Asked
+from backend.wire.engine import RequestOptions
 from tests.support.processes import Drafter, Verifier
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
@@ -65,7 +65,7 @@ def test_a_session_keeps_its_drafter_where_nothing_is_known_yet(verifier: Verifi
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     before = rounds(verifier)
     for number in range(4):
-        verifier.client.generate([[*range(1000, 1020), number]], params, asked=Asked(tenant="t", session="s"))
+        verifier.client.generate([[*range(1000, 1020), number]], params, asked=RequestOptions(tenant="t", session="s"))
     after = rounds(verifier)
     assert sum(after[each] > before[each] for each in after) == 1
 

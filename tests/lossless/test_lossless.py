@@ -23,7 +23,7 @@ from backend.config import REMOTE_MODES
 from backend.engine.client import Answer
 from backend.models.demo import DRAFT_MODEL_DIR, TARGET_DIR
 from backend.noise import gumbel
-from backend.wire.engine import Account, Asked
+from backend.wire.engine import Account, RequestOptions
 from tests.support.processes import Drafter, Verifier, together
 from tests.support.statistics import chi_square, chi_square_tail
 
@@ -52,6 +52,7 @@ SCHEMA = {
 
 
 BIASED = "biased"
+SHARING = RequestOptions()
 MODES = ("off", BIASED, "sync", "ahead", "auto", "native")
 
 
@@ -157,7 +158,7 @@ def request(seed: int, **fields: Any) -> SamplingParams:
     return params
 
 
-def texts(verifier: Verifier, prompts: list[list[int]], asked: Asked = Asked(), **fields: Any) -> list[Answer]:  # noqa: B008
+def texts(verifier: Verifier, prompts: list[list[int]], asked: RequestOptions = SHARING, **fields: Any) -> list[Answer]:
     params = [request(1000 + i, **fields) for i in range(len(prompts))]
     return verifier.client.generate(prompts, params, asked=asked)
 
@@ -246,7 +247,7 @@ def drafted_by(
     verifier.set_drafters(draft_model.ref)
     before, name = verifier.client.fresh_stats().drafters["drafter-0"], f"T = {temperature}"
     # Otherwise the earlier answers to these prompts would draft.
-    found = texts(verifier, python_prompts(FEW_PROMPTS), asked=Asked(learn=False), temperature=temperature)
+    found = texts(verifier, python_prompts(FEW_PROMPTS), asked=RequestOptions(learn=False), temperature=temperature)
     assert_same(plain, name, expected[name][:FEW_PROMPTS], found)
     after = verifier.client.fresh_stats().drafters["drafter-0"]
     drafted, right = after.draft_tokens - before.draft_tokens, after.accepted_tokens - before.accepted_tokens
@@ -294,15 +295,15 @@ EACH = 3
 """Requests of each wish."""
 
 
-def wishes(text: list[int]) -> list[Asked]:
+def wishes(text: list[int]) -> list[RequestOptions]:
     """Everything that a request may ask of speculation; predictions are right, right in part, and wrong."""
     spoiled = [*text[:20], 7, 7, *text[30:60], *text[:20]]
     predictions = (text, spoiled, text[::-1])
     return [
-        *(Asked(True, mode) for mode in ("off", "sync", "ahead")),
-        *(Asked(True, longest=longest) for longest in (0, 1)),
-        *(Asked(True, prediction=tokens, learn=False) for tokens in predictions),
-        Asked(True),
+        *(RequestOptions(True, mode) for mode in ("off", "sync", "ahead")),
+        *(RequestOptions(True, longest=longest) for longest in (0, 1)),
+        *(RequestOptions(True, prediction=tokens, learn=False) for tokens in predictions),
+        RequestOptions(True),
     ]
 
 

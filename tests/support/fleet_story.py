@@ -22,7 +22,7 @@ from backend.fleet import (
     MemberView,
     VerifierStats,
 )
-from gateway.access import Access, Doors
+from gateway.access import Access, AccessRules
 from gateway.fleet_feed import FleetFeed
 from gateway.keys.ring import KeyRing
 from gateway.metrics import GatewayMetrics
@@ -146,7 +146,7 @@ def page_app(feed: FleetFeed, api_key: str | None = None) -> FastAPI:
     app.state.gateway = SimpleNamespace(feed=feed)
     app.include_router(page.router)
     metrics = GatewayMetrics()
-    doors = Doors(KeyRing(api_key))
+    doors = AccessRules(KeyRing(api_key))
     app.add_middleware(Access, metrics=metrics, doors=doors)
     app.add_middleware(Envelope, metrics=metrics, quotas=doors.quotas)
     return app

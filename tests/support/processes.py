@@ -25,7 +25,7 @@ from backend.fleet import DrafterRef
 from backend.lab.bench.load import APART
 from backend.models.demo import DRAFTER_DIR, TARGET_DIR
 from backend.models.resolve import ResolvedModels
-from backend.wire.engine import Asked
+from backend.wire.engine import RequestOptions
 from tests.support import run_drafter, run_verifier
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -118,7 +118,7 @@ class Apart(EngineClient):
         params: SamplingParams,
         request_id: str | None = None,
         emitted: Sequence[int] = (),
-        asked: Asked | None = None,
+        asked: RequestOptions | None = None,
         **fields: Any,
     ) -> str:
         return super().add(prompt, params, request_id, emitted, asked or APART, **fields)

@@ -303,7 +303,7 @@ class SimulatedVerifier:
     def check(self) -> None:
         """Asserts that the speculator's tables and the counters agree with vLLM's scheduler."""
         scheduler = self.core.scheduler
-        known, pending = scheduler.speculator.hands.requests, scheduler.speculator.questions.pending
+        known, pending = scheduler.speculator.candidates.requests, scheduler.speculator.questions.pending
         assert known.keys() <= scheduler.requests.keys()
         assert pending.keys() <= known.keys()
         for request_id, question in pending.items():

@@ -16,16 +16,16 @@ def spent_on(rows: Sequence[Sequence[float]], step_s: Callable[[int], float], ba
 
 def assert_nothing_is_left(speculator: Speculator) -> None:
     tables: dict[str, Any] = {
-        "requests": speculator.hands.requests,
-        "asked": speculator.hands._asked,
+        "requests": speculator.candidates.requests,
+        "asked": speculator.candidates._asked,
         "ended": speculator._ended,
         "not learned from": speculator._unlearned,
         "pending": speculator.questions.pending,
         "overdue": speculator.questions._overdue,
-        "guesses": speculator.hands._guesses._open,
+        "guesses": speculator.candidates._guesses._open,
     }
-    for source, calibration in speculator.hands._calibrations.items():
+    for source, calibration in speculator.candidates._calibrations.items():
         tables[f"offsets of {source}"] = calibration._requests
-    assert speculator.hands.forced == 0
+    assert speculator.candidates.forced == 0
     held = {name: set(table) for name, table in tables.items() if table}
     assert not held, held

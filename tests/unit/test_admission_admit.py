@@ -6,7 +6,7 @@ from typing import Any, cast
 import pytest
 from starlette.requests import Request
 
-from gateway.access import Doors
+from gateway.access import AccessRules
 from gateway.admission.admit import admit
 from gateway.admission.claim import Claim, current_claim
 from gateway.errors import ModelNotFound
@@ -16,7 +16,7 @@ from gateway.keys.caller import Caller, Priority
 def admitted(claim: Claim, asked: dict[str, Any], size: int = 400) -> Claim:
     gateway = SimpleNamespace(
         services=SimpleNamespace(models=SimpleNamespace(model_name=lambda: "demo"), pooling=SimpleNamespace(is_model=False)),
-        doors=Doors(),
+        doors=AccessRules(),
         settings=SimpleNamespace(gateway=SimpleNamespace(queue_wait_s=60.0)),
         client=SimpleNamespace(model_config=SimpleNamespace(max_model_len=256), core=SimpleNamespace(response_tokens=32.0)),
     )

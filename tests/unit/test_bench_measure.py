@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from backend.engine.client import Answer
-from backend.fleet import DraftCounters, DrafterStats, Foretold, VerifierStats
+from backend.fleet import DraftCounters, DrafterStats, Reliability, VerifierStats
 from backend.lab.bench import options as options_module
 from backend.lab.bench import tables as report
 from backend.lab.bench.identical import GreedyCheck, first_difference
@@ -189,11 +189,11 @@ def test_every_table_of_a_paced_run_says_so_with_the_numbers(tmp_path: Path, res
 
 
 def test_chances_are_shown_beside_what_came_of_them(tmp_path: Path, results: Results) -> None:
-    found = Foretold(squared_error=1.0)
+    found = Reliability(squared_error=1.0)
     found.chances[3], found.right[3], found.seen[3] = 1.4, 1, 4
     assert "Chances" not in report.markdown(document(results), results.rows(), [])
     results.samples["demo", SYNC, POINT] = [
-        msgspec.structs.replace(measured(SYNC, i), foretold={"fresh": found, "lookup": found}) for i in range(3)
+        msgspec.structs.replace(measured(SYNC, i), reliability={"fresh": found, "lookup": found}) for i in range(3)
     ]
     text = report.markdown(document(results), results.rows(), [])
     assert "| code T=0 | fresh | 12 | 0.250 | 0.100 | - | - | - | 0.35: 0.25 | - |" in text

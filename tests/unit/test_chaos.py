@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from tests.chaos.faults import FULL, QUICK, schedule
-from tests.chaos.workload import Case, Outcome, Told, ask, cases, failed, what_is_wrong
+from tests.chaos.workload import Case, Outcome, SequenceStatistics, ask, cases, failed, what_is_wrong
 
 BODY = {"stream": True, "max_tokens": 4}
 
@@ -18,7 +18,7 @@ BODY = {"stream": True, "max_tokens": 4}
 def outcome(case: Case | None = None, text: str = "abcd", finish: str = "length", **fields: object) -> Outcome:
     made = Outcome(case or Case("greedy", "/v1/completions", BODY, True), 0.0, done=True, usage={"completion_tokens": 4})
     for index in range(made.case.body.get("n", 1)):
-        made.told[index] = Told(text, [finish], ["a"], [-0.5])
+        made.told[index] = SequenceStatistics(text, [finish], ["a"], [-0.5])
     for name, value in fields.items():
         setattr(made, name, value)
     return made

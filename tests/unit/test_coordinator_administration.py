@@ -172,7 +172,7 @@ def test_operations_are_worked_on_one_after_the_other_and_the_last_are_kept() ->
     admin, _ = administration()
     first = admin.submit(Remove(member="d0"), 0.0)
     assert isinstance(first, Done)
-    # Asked again, it is the same operation; something else with the same member has to wait.
+    # When asked again, it is the same operation; something else with the same member has to wait.
     assert admin.submit(Remove(member="d0"), 0.0) == Done(first.version, [], first.operation)
     busy = admin.submit(SwapDrafter(drafter="d0", path="/head"), 0.0)
     assert isinstance(busy, Refused)

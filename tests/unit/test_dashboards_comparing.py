@@ -18,7 +18,7 @@ Scrape = dict[str, Series]
 V0 = {"verifier": "verifier-0"}
 
 
-class Told:
+class SequenceStatistics:
     """As much of Prometheus as the comparison asks: aggregations that keep some labels, at two moments."""
 
     def __init__(self, before: Scrape, after: Scrape) -> None:
@@ -80,7 +80,7 @@ def records(tmp_path: Path) -> Path:
 
 
 def compared(records: Path, before: Scrape, after: Scrape) -> dict[str, Quantity]:
-    told: object = Told(before, after)
+    told: object = SequenceStatistics(before, after)
     return {each.name: each for each in compare(told, records, START, START + 10)}  # type: ignore[arg-type]
 
 

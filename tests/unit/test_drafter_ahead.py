@@ -258,10 +258,10 @@ BAD_JUDGES = {
 }
 
 
-@pytest.mark.parametrize("judges", BAD_JUDGES.values(), ids=BAD_JUDGES.keys())
-def test_judges_that_cannot_judge_are_refused(service: DrafterService, judges: list[list[float]]) -> None:
+@pytest.mark.parametrize("chance_weights", BAD_JUDGES.values(), ids=BAD_JUDGES.keys())
+def test_judges_that_cannot_judge_are_refused(service: DrafterService, chance_weights: list[list[float]]) -> None:
     verifier = AheadVerifier(service)
-    replies = service.handle(verifier.drafts, [encode(Next(1, [NextItem("a", 6, 4, [], 0)], judges))])
+    replies = service.handle(verifier.drafts, [encode(Next(1, [NextItem("a", 6, 4, [], 0)], chance_weights))])
     assert isinstance(decode_to_verifier(replies[0][1]), Refused)
 
 

@@ -150,7 +150,7 @@ def test_fed_in_any_way_it_drafts_the_same(data: st.DataObject, llama: tuple[str
             assert drafted == by_the_book(model, tokens, len(drafted))
         ahead = data.draw(st.booleans(), "ahead")
         if drafted and ahead:
-            (found,) = proposer.imagine([Premise(key, len(tokens), Until(2), drafted, 3)])
+            (found,) = proposer.draft_outcomes([Premise(key, len(tokens), Until(2), drafted, 3)])
             for outcome in found:
                 after = [*tokens, *drafted[: outcome.accepted], outcome.token]
                 assert outcome.tokens == by_the_book(model, after, len(outcome.tokens))

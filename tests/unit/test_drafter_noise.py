@@ -220,26 +220,26 @@ def scored(
     return found
 
 
-@pytest.mark.parametrize("judges", [(), (GREEDY_JUDGE, SAMPLED_JUDGE)], ids=["unjudged", "judged"])
+@pytest.mark.parametrize("chance_weights", [(), (GREEDY_JUDGE, SAMPLED_JUDGE)], ids=["unjudged", "judged"])
 @pytest.mark.parametrize("head", HEADS.values(), ids=HEADS.keys())
 def test_outcomes_of_a_sampled_request_are_the_likeliest_given_its_noise(
-    tmp_path: Path, head: TinyHead, judges: Sequence[Sequence[float]]
+    tmp_path: Path, head: TinyHead, chance_weights: Sequence[Sequence[float]]
 ) -> None:
     proposer = make_proposer(tmp_path, head)
     sampling = Sampling.of(SEED, 1.0)
     requests = [Request(proposer, head, key, length, sampling) for key, length in enumerate((9, 3, 30))]
     verifying = [draft(requests[0], Until(4)).tokens, [60, 3], draft(requests[2], Until(3)).tokens]
-    until = Until(4, 0.0, judges)
+    until = Until(4, 0.0, chance_weights)
     premises = [Premise(r.key, len(r.tokens), until, v, 6) for r, v in zip(requests, verifying, strict=True)]
     book, clear = Book(head, SEED, 1.0), 0
-    for request, tokens, outcomes in zip(requests, verifying, proposer.imagine(premises), strict=True):
-        by_formula = scored(book, request, tokens, 7, judges[1] if judges else None)
+    for request, tokens, outcomes in zip(requests, verifying, proposer.draft_outcomes(premises), strict=True):
+        by_formula = scored(book, request, tokens, 7, chance_weights[1] if chance_weights else None)
         best = sorted(by_formula.values(), reverse=True)
         assert len(outcomes) == 6
         for rank, outcome in enumerate(outcomes):
             assert by_formula[outcome.accepted, outcome.token] == pytest.approx(best[rank], abs=1e-3, rel=1e-3)
             clear += is_by_the_book(book, request, tokens, outcome)
-        if not judges:
+        if not chance_weights:
             # The token that this noise makes of the head's distribution: the bonus if all are accepted.
             values = book_values(book, request, tokens)
             assert (len(tokens), max(values[-1], key=lambda t: values[-1][t])) in {(o.accepted, o.token) for o in outcomes} or (
@@ -271,8 +271,8 @@ def test_greedy_outcomes_are_judged_too(tmp_path: Path) -> None:
     request = Request(proposer, head, 1, 20)
     verifying = draft(request, Until(4)).tokens
     for certain, stops in ((20.0, {4}), (-20.0, {0})):
-        judges = [[0.0, 0.0, certain]] * 2
-        outcomes = proposer.imagine([Premise(1, 20, Until(3, 0.0, judges), verifying, 5)])[0]
+        chance_weights = [[0.0, 0.0, certain]] * 2
+        outcomes = proposer.draft_outcomes([Premise(1, 20, Until(3, 0.0, chance_weights), verifying, 5)])[0]
         assert {o.accepted for o in outcomes} == stops
 
 
@@ -281,9 +281,9 @@ def test_drafts_of_outcomes_end_early_too(tmp_path: Path) -> None:
     proposer = make_proposer(tmp_path, head)
     request = Request(proposer, head, 1, 20, Sampling.of(SEED, 1.0))
     verifying = draft(request, Until(4)).tokens
-    judges, floor = (GREEDY_JUDGE, SAMPLED_JUDGE), 0.5
-    whole = proposer.imagine([Premise(1, 20, Until(5, 0.0, judges), verifying, 8)])[0]
-    short = proposer.imagine([Premise(1, 20, Until(5, floor, judges), verifying, 8)])[0]
+    chance_weights, floor = (GREEDY_JUDGE, SAMPLED_JUDGE), 0.5
+    whole = proposer.draft_outcomes([Premise(1, 20, Until(5, 0.0, chance_weights), verifying, 8)])[0]
+    short = proposer.draft_outcomes([Premise(1, 20, Until(5, floor, chance_weights), verifying, 8)])[0]
     lengths = set()
     for full, cut in zip(whole, short, strict=True):
         alive = [s >= floor for s in survivals(SAMPLED_JUDGE, full.signs)]

@@ -65,7 +65,7 @@ def test_every_outcome_is_drafted_by_the_book(tmp_path: Path, head: TinyHead, ga
     wanted = [8, 5, 12]
     premises = [r.premise(v, n) for r, v, n in zip(requests, verifying, wanted, strict=True)]
     clear = 0
-    for request, tokens, outcomes, count in zip(requests, verifying, proposer.imagine(premises), wanted, strict=True):
+    for request, tokens, outcomes, count in zip(requests, verifying, proposer.draft_outcomes(premises), wanted, strict=True):
         clear += check(book, request, tokens, outcomes, count)
     assert clear > 15
 
@@ -76,7 +76,7 @@ def test_outcomes_equal_those_of_a_fresh_sequence(tmp_path: Path) -> None:
     request = Request(proposer, head, 1, 30)
     verifying = request.fresh()
     for step in range(12):
-        proposer.imagine([request.premise(verifying, 16)])
+        proposer.draft_outcomes([request.premise(verifying, 16)])
         verifying = request.commit(tokens_of(step, 1 + step % 3), 4)
         assert request.fresh() == verifying
     alone = make_proposer(tmp_path / "fresh", head)
@@ -85,7 +85,10 @@ def test_outcomes_equal_those_of_a_fresh_sequence(tmp_path: Path) -> None:
     count = len(other.tokens) - 1
     alone.open(1, list(other.tokens), count, 0.0)
     assert alone.draft([Ask(1, count + 1, count, other.features[:count], Until(4))])[0].tokens == verifying
-    expected, found = alone.imagine([other.premise(verifying)])[0], proposer.imagine([request.premise(verifying)])[0]
+    expected, found = (
+        alone.draft_outcomes([other.premise(verifying)])[0],
+        proposer.draft_outcomes([request.premise(verifying)])[0],
+    )
     assert [(o.accepted, o.token, o.tokens) for o in found] == [(o.accepted, o.token, o.tokens) for o in expected]
     for one, two in zip(found, expected, strict=True):
         assert one.signs == pytest.approx(two.signs, abs=1e-3)
@@ -97,10 +100,10 @@ def test_enumeration_leaves_no_row_behind(tmp_path: Path) -> None:
     requests = [Request(proposer, head, key, 20 + key) for key in range(3)]
     held = {r.key: proposer._cache.peek(r.key) for r in requests}
     # Room is made first: afterwards rows stay where they are.
-    proposer.imagine([r.premise(r.fresh()) for r in requests])
+    proposer.draft_outcomes([r.premise(r.fresh()) for r in requests])
     cache = proposer._head.cache
     before = {k: cache[:, s.start : s.start + s.length].clone() for k, s in held.items() if s is not None}
-    proposer.imagine([r.premise([1, 2, 3, 4], 16) for r in requests])
+    proposer.draft_outcomes([r.premise([1, 2, 3, 4], 16) for r in requests])
     for request in requests:
         sequence = held[request.key]
         assert sequence is not None
@@ -114,7 +117,7 @@ def test_the_likeliest_come_first(tmp_path: Path) -> None:
     request = Request(proposer, head, 1, 20)
     verifying = request.fresh()
     by_formula = likeliest(book, request, verifying)
-    values = [by_formula[o.accepted, o.token] for o in proposer.imagine([request.premise(verifying, 20)])[0]]
+    values = [by_formula[o.accepted, o.token] for o in proposer.draft_outcomes([request.premise(verifying, 20)])[0]]
     assert all(a >= b - 1e-4 for a, b in pairwise(values))
 
 
@@ -131,17 +134,17 @@ def test_what_cannot_be_enumerated_is_empty(tmp_path: Path) -> None:
         Premise(1, base_len, Until(0), draft, 8),
         Premise(1, base_len, Until(4), draft, 0),
     ):
-        assert proposer.imagine([premise, request.premise(draft, 3)])[0] == []
-    assert proposer.imagine([]) == []
+        assert proposer.draft_outcomes([premise, request.premise(draft, 3)])[0] == []
+    assert proposer.draft_outcomes([]) == []
     proposer.commit(1, base_len + 1, [5], 1, 0.0)
-    assert proposer.imagine([Premise(1, base_len + 1, Until(4), draft, 8)]) == [[]], "its round was not drafted from"
+    assert proposer.draft_outcomes([Premise(1, base_len + 1, Until(4), draft, 8)]) == [[]], "its round was not drafted from"
 
 
 def test_outcomes_and_positions_have_limits(tmp_path: Path) -> None:
     head = TinyHead(max_position=32)
     proposer = make_proposer(tmp_path, head, cache_tokens=16384)
     request = Request(proposer, head, 1, 26)
-    found = proposer.imagine([request.premise(request.fresh(), 10_000, 70)])[0]
+    found = proposer.draft_outcomes([request.premise(request.fresh(), 10_000, 70)])[0]
     assert len(found) == MAX_OUTCOMES
     assert all(len(o.tokens) == 32 - 26 - 1 - o.accepted for o in found)
 
@@ -150,13 +153,13 @@ def test_guesses_take_no_room_from_open_requests(tmp_path: Path) -> None:
     head = TinyHead()
     proposer, book = make_proposer(tmp_path, head, cache_tokens=384), Book(head)
     one, two = Request(proposer, head, 1, 100), Request(proposer, head, 2, 100)
-    assert proposer.imagine([one.premise(one.fresh(), 16)]) == [[]]
+    assert proposer.draft_outcomes([one.premise(one.fresh(), 16)]) == [[]]
     assert proposer.usage().evictions == 0
     for request in (one, two):
         expected = book.draft(request.tokens, request.known, 4)
         assert request.fresh() == expected
     proposer.close(2)
-    check(book, one, one.fresh(), proposer.imagine([one.premise(one.fresh(), 16)])[0], 16)
+    check(book, one, one.fresh(), proposer.draft_outcomes([one.premise(one.fresh(), 16)])[0], 16)
     assert proposer.usage().evictions == 1
 
 
@@ -178,7 +181,7 @@ def test_half_precision_enumerates_within_the_vocabulary(tmp_path: Path) -> None
     head = TinyHead(layers=2, draft_vocab=23)
     proposer = make_proposer(tmp_path, head, dtype=torch.bfloat16)
     request = Request(proposer, head, 1, 20)
-    found = proposer.imagine([request.premise(request.fresh(), 8)])[0]
+    found = proposer.draft_outcomes([request.premise(request.fresh(), 8)])[0]
     assert len(found) == 8
     assert all(0 <= token < head.vocab for o in found for token in (o.token, *o.tokens))
 
@@ -186,7 +189,7 @@ def test_half_precision_enumerates_within_the_vocabulary(tmp_path: Path) -> None
 def test_prompt_lookup_imagines_that_the_text_goes_on() -> None:
     lookup = NgramProposer(100, 64, 2, 4, 1000)
     lookup.open("r", [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2], 0, 0.0)
-    assert lookup.imagine([Premise("r", 11, Until(2), [3, 4], 8)]) == [[Outcome(2, 5, [6, 7])]]
-    assert lookup.imagine([Premise("r", 11, Until(2), [3, 50], 8), Premise("r", 10, Until(2), [3, 4], 8)]) == [[], []]
-    assert lookup.imagine([Premise("r", 11, Until(2), [3, 4], 0), Premise("ghost", 11, Until(2), [3, 4], 8)]) == [[], []]
+    assert lookup.draft_outcomes([Premise("r", 11, Until(2), [3, 4], 8)]) == [[Outcome(2, 5, [6, 7])]]
+    assert lookup.draft_outcomes([Premise("r", 11, Until(2), [3, 50], 8), Premise("r", 10, Until(2), [3, 4], 8)]) == [[], []]
+    assert lookup.draft_outcomes([Premise("r", 11, Until(2), [3, 4], 0), Premise("ghost", 11, Until(2), [3, 4], 8)]) == [[], []]
     assert lookup.draft([Ask("r", 11, 0, None, Until(3))])[0].tokens == [3, 4, 5], "nothing stays of what was assumed"

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from backend.config import Settings
-from backend.wire.engine import Asked
+from backend.wire.engine import RequestOptions
 from gateway.asking import inquire, with_usage
 from gateway.errors import BadRequest
-from gateway.inquiry import Inquiry
+from gateway.inquiry import SpeculationOptions
 
 ROWS = [
     ({"outrider": 5}, "outrider"),
@@ -34,7 +34,7 @@ ROWS = [
 ]
 
 
-async def asked(body: dict[str, Any], mode: str = "sync", **headers: str) -> Inquiry | None:
+async def asked(body: dict[str, Any], mode: str = "sync", **headers: str) -> SpeculationOptions | None:
     settings = Settings.model_validate({"mode": mode})
     gateway: Any = SimpleNamespace(settings=settings)
     request: Any = SimpleNamespace(headers={name.replace("_", "-"): value for name, value in headers.items()})
@@ -79,11 +79,15 @@ async def test_the_header_asks_and_the_field_decides():
 
 
 async def test_a_stream_that_asks_for_its_account_gets_its_usage():
-    inquiry = Inquiry(Asked(account=True), True, "sync")
+    inquiry = SpeculationOptions(RequestOptions(account=True), True, "sync")
     assert with_usage({"stream": True}, inquiry)["stream_options"] == {"include_usage": True}
     assert with_usage({"stream": True, "stream_options": {"x": 1}}, inquiry)["stream_options"] == {
         "x": 1,
         "include_usage": True,
     }
-    for body, of in (({}, inquiry), ({"stream": True}, None), ({"stream": True}, Inquiry(Asked(mode="off"), False, "sync"))):
+    for body, of in (
+        ({}, inquiry),
+        ({"stream": True}, None),
+        ({"stream": True}, SpeculationOptions(RequestOptions(mode="off"), False, "sync")),
+    ):
         assert with_usage(body, of) == body

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from backend.fleet import LOOKUP
 from backend.speculation.speculator import Speculator
 from backend.wire.drafting import Block, Draft, NextItem, Outcome
-from backend.wire.engine import Asked
+from backend.wire.engine import RequestOptions
 from tests.support.driven_speculator import LONGEST_WAIT_S, OUTCOMES, K
 from tests.support.properties import examples
 from tests.support.speculator import assert_nothing_is_left
@@ -22,12 +22,12 @@ SMALL = 4
 PREDICTED = [(i * i + i // 3) % SMALL for i in range(40)]
 ASKED = [
     None,
-    Asked(mode="off"),
-    Asked(mode="sync"),
-    Asked(mode="ahead"),
-    Asked(longest=1),
-    Asked(prediction=PREDICTED),
-    Asked(mode="off", prediction=PREDICTED),
+    RequestOptions(mode="off"),
+    RequestOptions(mode="sync"),
+    RequestOptions(mode="ahead"),
+    RequestOptions(longest=1),
+    RequestOptions(prediction=PREDICTED),
+    RequestOptions(mode="off", prediction=PREDICTED),
 ]
 
 
@@ -47,7 +47,7 @@ class SpeculatorMachine(RuleBasedStateMachine):
         self.open: set[tuple[str, str, int]] = set()
         """Questions not answered yet: drafter, request, length."""
         self.link: list[tuple[str, NextItem]] = []
-        self.asked: dict[str, Asked] = {}
+        self.asked: dict[str, RequestOptions] = {}
         self.next_id = 0
         self.drafters = ["d0", "d1"]
 
@@ -59,13 +59,13 @@ class SpeculatorMachine(RuleBasedStateMachine):
             self.new_request(sampled=False, asked=None)
 
     @rule(sampled=st.booleans(), asked=st.sampled_from(ASKED))
-    def new_request(self, sampled: bool, asked: Asked | None) -> None:
+    def new_request(self, sampled: bool, asked: RequestOptions | None) -> None:
         """Its prompt has been computed, its first token is there."""
         self.next_id += 1
         name = f"r{self.next_id}"
         self.texts[name] = self.written[name] = [self.dice.randrange(SMALL) for _ in range(6)]
         self.decoding.add(name)
-        self.asked[name] = asked or Asked()
+        self.asked[name] = asked or RequestOptions()
         if asked is not None:
             self.speculator.asked(name, asked, 5)
         self.speculator.ended(name, self.texts[name], 5, not sampled)
@@ -88,22 +88,22 @@ class SpeculatorMachine(RuleBasedStateMachine):
         self.speculator.learn(0.0)
 
     def _verify(self, name: str, draft: list[int], right: bool) -> None:
-        text, hand = self.texts[name], self.speculator.verified(name)
+        text, candidate = self.texts[name], self.speculator.verified(name)
         length = len(text)
         if draft:
-            assert hand is not None
+            assert candidate is not None
             assert 0 < len(draft) <= self._longest(name)
-            assert draft == hand.tokens[: len(draft)]
-            if hand.source.kind == "prediction":
+            assert draft == candidate.tokens[: len(draft)]
+            if candidate.source.kind == "prediction":
                 assert self.asked[name].prediction
                 self._is_predicted(text[5:], draft)
-            elif hand.source.kind == "shared":
+            elif candidate.source.kind == "shared":
                 others = [each for other, each in self.written.items() if other != name]
                 assert any(each[i : i + 5] == [*text[-4:], draft[0]] for each in others for i in range(len(each) - 4))
-            elif hand.source.drafter_id == LOOKUP:
+            elif candidate.source.drafter_id == LOOKUP:
                 assert any(text[i : i + 3] == [*text[-2:], draft[0]] for i in range(length - 2)), "it stands there already"
             else:
-                assert self._was_made(name, text, tuple(hand.tokens)), "made for another length, or by nobody"
+                assert self._was_made(name, text, tuple(candidate.tokens)), "made for another length, or by nobody"
         accepted = len(draft) if right else self.dice.randrange(len(draft) + 1)
         rejected = draft[accepted] if accepted < len(draft) else -1
         text += [*draft[:accepted], self.dice.choice([token for token in range(SMALL) if token != rejected])]
@@ -260,7 +260,7 @@ class SpeculatorMachine(RuleBasedStateMachine):
 
     @invariant()
     def only_for_the_present_length(self) -> None:
-        for name, request in self.speculator.hands.requests.items():
+        for name, request in self.speculator.candidates.requests.items():
             assert request.text is self.texts[name]
         for name, question in self.speculator.questions.pending.items():
             assert question.base_len == len(self.texts[name])

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backend.fleet import LOOKUP
-from backend.speculation.hands import rank_of
+from backend.speculation.candidates import rank_of
 from backend.speculation.speculator import Speculator
 from backend.speculation.waiting import PROBE_EVERY, PROBE_STEPS, Ask
 from backend.wire.drafting import Block, Draft, Outcome
@@ -73,8 +73,8 @@ def test_what_is_not_verified_is_learned_from() -> None:
     made.ended("r", text, 7, True)
     made.ask(100.22)
     made.learn(0.0)
-    foretold = made.foretold()
-    assert (sum(foretold["fresh"].seen), sum(foretold["fresh"].right)) == (2, 1), "seven was right, nine was not"
+    reliability = made.reliability()
+    assert (sum(reliability["fresh"].seen), sum(reliability["fresh"].right)) == (2, 1), "seven was right, nine was not"
 
 
 def test_a_preempted_request_is_asked_for_anew() -> None:
@@ -162,20 +162,20 @@ RECOGNISED = 50
 
 def test_a_block_that_comes_a_step_too_late_says_nothing_of_hits() -> None:
     made, text = one("ahead")
-    looks = list(made.hands.foresight._looks)
+    looks = list(made.candidates.foresight._looks)
     for length in (6, 7):
         made.attach(["r"], 0, 100.0 + length)
         text.append(7)
         made.ended("r", text, length, True)
         made.ask(100.0 + length)
         made.take_blocks("d0", [Block("r", 6, [7], [Outcome(1, 7, [1])])], 1e-3)
-    assert made.hands.foresight._looks == looks
+    assert made.candidates.foresight._looks == looks
     assert made.attach(["r"], 0, 110.0).tokens == {}
     text.append(7)
     made.ended("r", text, 8, True)
     made.take_blocks("d0", [Block("r", 8, [], [Outcome(0, 7, [1])])], 1e-3)
     made.ask(111.0)
-    assert made.hands.foresight._looks != looks
+    assert made.candidates.foresight._looks != looks
     assert made.attach(["r"], 0, 111.0).tokens == {"r": [1]}
 
 
@@ -230,7 +230,7 @@ def test_a_request_that_repeats_itself_drafts_better_than_a_bad_drafter() -> Non
         sources = {driven.speculator.verified(name).source.drafter_id for name in turns[-1].attached.tokens}  # type: ignore[union-attr]
         assert sources == {LOOKUP}
         assert sum(turn.accepted for turn in turns) > 0.95 * K * len(turns) * driven.requests
-        assert sum(turn.waited_s for turn in turns) == 0, "what it has at hand is better than what it could wait for"
+        assert sum(turn.waited_s for turn in turns) == 0, "what it has available is better than what it could wait for"
 
 
 def test_without_drafters_nobody_is_asked() -> None:

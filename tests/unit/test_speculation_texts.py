@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backend.speculation import shared
-from backend.speculation.hands import INDEXED_PER_STEP
+from backend.speculation.candidates import INDEXED_PER_STEP
 from backend.speculation.lookup import Lookup
 from backend.speculation.own_text import OwnText
 from backend.speculation.shared import SharedText, SharedTexts

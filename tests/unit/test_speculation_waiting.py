@@ -265,8 +265,8 @@ def test_a_useless_drafter_is_left_alone_and_asked_again_once_it_is_good() -> No
 def test_chances_are_calibrated_by_drafts_that_nobody_verifies() -> None:
     verifier = Verifier(Machine(offsets=(-5.0,)), 1)
     verifier.run(8, 600)
-    assert sum(verifier.remote.foretold.seen) > 8 * 16
-    assert verifier.remote.foretold.error < 0.1
+    assert sum(verifier.remote.reliability.seen) > 8 * 16
+    assert verifier.remote.reliability.error < 0.1
 
 
 def test_a_kind_that_does_not_keep_its_promises_is_left_and_later_tried_again() -> None:

@@ -12,13 +12,13 @@ import vllm  # noqa: F401  (must be the first of vLLM's modules)
 
 from backend.engine.counting import CountingScheduler
 from backend.engine.gateways import GatewayPort
-from backend.engine.speech import EngineSpeech
+from backend.engine.speech import EngineCodec
 from backend.records.kept import RowBatch
 from backend.records.rows import RequestRow, Row
 from backend.wire.engine import ENGINE_WIRE_VERSION, GATEWAY_LEASE_S, REFUSED, ROWS, EngineWelcome
 
 ROW = RequestRow("r", 1.0, 2.0, 3.0, 7, 9, 4, 12, 5, "stop", False)
-SPEECH = EngineSpeech()
+SPEECH = EngineCodec()
 
 
 class Scheduler(CountingScheduler):

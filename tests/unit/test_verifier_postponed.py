@@ -35,9 +35,9 @@ def test_every_row_of_a_request_that_goes_on_comes_out_once_and_in_order(steps: 
     postponed = Postponed()
     starts = dict.fromkeys("abc", 0)
     sent = dict.fromkeys("abc", 0)
-    for rows_of, hurried in [*steps, (dict.fromkeys("abc", 1), True)]:
+    for rows_of, features_needed in [*steps, (dict.fromkeys("abc", 1), True)]:
         spans, hidden = step(rows_of, starts, rejected=1)
-        if hurried:
+        if features_needed:
             merged, joined = postponed.with_present(spans, hidden)
             assert [span.request_id for span in merged] == [span.request_id for span in spans]
             assert postponed.rows == 0

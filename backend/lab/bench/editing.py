@@ -20,7 +20,7 @@ from backend.engine.client import EngineClient, fixed_sampling
 from backend.lab.bench.drafters import drafter, started, verifier
 from backend.lab.bench.engines import assign
 from backend.lab.bench.prompts import Prompts
-from backend.wire.engine import Asked
+from backend.wire.engine import RequestOptions
 
 HEAD_ONLY, LOOKUPS = "head alone", "head and look-ups"
 PREDICTED, SHARED = "head, look-ups, prediction", "head, look-ups, an earlier answer"
@@ -37,7 +37,7 @@ def edited(tokens: list[int], changes: int, chance: random.Random) -> list[int]:
     return found
 
 
-def speed(client: EngineClient, prompts: list[list[int]], answers: list[list[int]], asked: list[Asked]) -> float:
+def speed(client: EngineClient, prompts: list[list[int]], answers: list[list[int]], asked: list[RequestOptions]) -> float:
     """Tokens per second of these requests, run one at a time; the first only warms up."""
     spent, count = 0.0, 0
     for i, (prompt, answer, options) in enumerate(zip(prompts, answers, asked, strict=True)):
@@ -75,8 +75,10 @@ def main() -> None:
                 earlier, answers = ([edited(piece, given.changes, chance) for piece in pieces] for _ in range(2))
                 for kind, (_, client) in kinds.items():
                     if kind == SHARED:
-                        speed(client, prompts, earlier, [Asked()] * len(pieces))
-                    asked = [Asked(prediction=piece if kind == PREDICTED else [], learn=kind == SHARED) for piece in pieces]
+                        speed(client, prompts, earlier, [RequestOptions()] * len(pieces))
+                    asked = [
+                        RequestOptions(prediction=piece if kind == PREDICTED else [], learn=kind == SHARED) for piece in pieces
+                    ]
                     found = speed(client, prompts, answers, asked)
                     if turn >= 0:
                         speeds.setdefault((case, kind), []).append(found)

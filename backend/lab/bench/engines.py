@@ -25,7 +25,7 @@ from backend.lab.bench.pace import Pace, Paced
 from backend.lab.bench.plan import Configuration, CoreSplit
 from backend.lab.bench.worker import PACED
 from backend.models.resolve import ResolvedModels, Say
-from backend.wire.engine import Asked
+from backend.wire.engine import RequestOptions
 
 LOADING_AT_ONCE = 2
 GPU_MEMORY_USABLE = 0.85
@@ -130,7 +130,7 @@ def measure_load(
     tokens: int,
     temperature: float,
     requests: int,
-    asked: Asked = APART,
+    asked: RequestOptions = APART,
 ) -> Speed:
     """Runs a closed loop with `requests` requests in flight, and measures it."""
     before = client.fresh_stats()

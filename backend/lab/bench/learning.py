@@ -36,7 +36,7 @@ from backend.lab.bench.engines import Processes, assign, measure_load
 from backend.lab.bench.plan import CoreSplit, split_cores
 from backend.lab.bench.prompts import Prompts
 from backend.models.resolve import resolve
-from backend.wire.engine import Asked
+from backend.wire.engine import RequestOptions
 
 CONCURRENCY, REQUESTS, TOKENS, PROMPT = 4, 12, 96, 96
 """Of a window: requests in flight, requests in all, and tokens of each answer and prompt."""
@@ -67,7 +67,7 @@ class Fleet:
         assign(self._verifier, [ref])
 
     def window(self, prompts: Sequence[list[int]], temperature: float) -> dict[str, Any]:
-        found = measure_load(self._client, prompts, TOKENS, temperature, CONCURRENCY, Asked())
+        found = measure_load(self._client, prompts, TOKENS, temperature, CONCURRENCY, RequestOptions())
         length = round(found.length, 3) if found.drafts else None
         return {"tokens_per_s": round(found.tokens_per_s, 1), "length": length, "drafts": found.drafts}
 

@@ -7,10 +7,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from backend.engine.client import Answer, EngineClient, sampling
-from backend.wire.engine import Asked
+from backend.wire.engine import RequestOptions
 
 TIMEOUT_S = 3600.0
-APART = Asked(learn=False)
+APART = RequestOptions(learn=False)
 """A request that shares no text with others.  A prompt that is asked twice would be drafted for by its first answer."""
 
 
@@ -36,7 +36,7 @@ def run_load(
     tokens: int,
     temperature: float,
     concurrency: int,
-    asked: Asked = APART,
+    asked: RequestOptions = APART,
 ) -> Load:
     """Runs all prompts.  Raises `LoadError`, `TimeoutError`, and what the client's `watch` raises."""
     params = sampling(tokens, temperature)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from backend.fleet import DraftCounters, DrafterStats, Foretold, VerifierStats
+from backend.fleet import DraftCounters, DrafterStats, Reliability, VerifierStats
 from backend.lab.bench.pace import Paced
 from backend.lab.bench.plan import Configuration, Point, label
 
@@ -83,7 +83,7 @@ class Sample(msgspec.Struct, frozen=True):
     and `overhead_ms` (the rest: our work and vLLM's).  `overrun_share` is the share of steps with an overrun.  Per draft pass:
     `pass_overrun_ms` and `pass_overrun_share`.
     """
-    foretold: dict[str, Foretold] = {}
+    reliability: dict[str, Reliability] = {}
     """How well the chances of draft tokens were predicted, by source."""
 
 
@@ -118,7 +118,7 @@ class Row(msgspec.Struct, frozen=True):
     bytes_per_round: float | None
     accounted: float
     paced: dict[str, float]
-    foretold: dict[str, Foretold]
+    reliability: dict[str, Reliability]
     """Summed over all rounds."""
     spread: dict[str, list[float] | None]
     per_round: dict[str, list[float]]
@@ -164,7 +164,7 @@ def sample(
         bytes_per_round=drafting.bytes_sent / drafting.rounds if is_timed else None,
         accounted=(busy_s + sum(idle_s.values())) / max(after.at - before.at, 1e-9),
         paced=_paced(before, after, busy_s, idle_s),
-        foretold={name: each.plus(old.foretold.get(name, Foretold()), -1) for name, each in new.foretold.items()},
+        reliability={name: each.plus(old.reliability.get(name, Reliability()), -1) for name, each in new.reliability.items()},
     )
 
 
@@ -226,19 +226,19 @@ def row(target: str, configuration: Configuration, point: Point, samples: Sequen
         rounds=len(samples),
         idle={cause: statistics.median(s.idle.get(cause, 0.0) for s in samples) for cause in causes},
         paced={name: statistics.median(s.paced[name] for s in samples) for name in samples[0].paced},
-        foretold=together(s.foretold for s in samples),
+        reliability=together(s.reliability for s in samples),
         spread={name: [min(values), max(values)] if values else None for name, values in by_name.items()},
         per_round={name: [getattr(s, name) for s in ordered] for name in ("tokens_per_s", "tokens_per_busy_core_s")},
         **medians,
     )
 
 
-def together(each: Iterable[Mapping[str, Foretold]]) -> dict[str, Foretold]:
+def together(each: Iterable[Mapping[str, Reliability]]) -> dict[str, Reliability]:
     """Sums by source."""
-    found: dict[str, Foretold] = {}
+    found: dict[str, Reliability] = {}
     for by_source in each:
-        for name, foretold in by_source.items():
-            found[name] = found.get(name, Foretold()).plus(foretold)
+        for name, reliability in by_source.items():
+            found[name] = found.get(name, Reliability()).plus(reliability)
     return found
 
 

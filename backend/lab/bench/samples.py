@@ -17,10 +17,10 @@ from backend.lab.bench.drafters import LEARNING, drafter, started, verifier
 from backend.lab.bench.engines import Speed, assign, measure_load
 from backend.lab.bench.load import APART
 from backend.lab.bench.prompts import Prompts
-from backend.wire.engine import Asked
+from backend.wire.engine import RequestOptions
 
 SAMPLES = 8
-KINDS = {"none": APART, "each for itself": APART, "with others' outputs": Asked()}
+KINDS = {"none": APART, "each for itself": APART, "with others' outputs": RequestOptions()}
 
 
 def main() -> None:

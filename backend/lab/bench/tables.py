@@ -229,10 +229,10 @@ def _latency(rows: Sequence[Row]) -> list[str]:
 
 def _foretold(rows: Sequence[Row]) -> list[str]:
     """Predicted chances of draft tokens and observed acceptance, by domain and temperature."""
-    groups = dict.fromkeys((row.domain, row.temperature) for row in rows if row.foretold)
+    groups = dict.fromkeys((row.domain, row.temperature) for row in rows if row.reliability)
     body = []
     for domain, temperature in groups:
-        own = together(row.foretold for row in rows if (row.domain, row.temperature) == (domain, temperature))
+        own = together(row.reliability for row in rows if (row.domain, row.temperature) == (domain, temperature))
         for source, found in sorted(own.items()):
             bins = [
                 f"{chance / n:.2f}: {right / n:.2f}" if n else NOTHING

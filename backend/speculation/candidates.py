@@ -1,8 +1,8 @@
 """Keeps the available drafts of each request, from all sources, and learns from them once the text is known.  Pure.
 
-Scheduler's process and thread.  A `Hand` is one available draft.  Three kinds compete: fresh drafts, drafts made ahead for the
-outcome that came, and look-ups in texts (`texts.py`).  `calibration.py` gives each token's chance; `guesses.py` compares all
-drafts, verified or not, with the text later.
+Scheduler's process and thread.  A `Candidate` is one available draft.  Three kinds compete: fresh drafts, drafts made ahead for
+the outcome that came, and look-ups in texts (`texts.py`).  `calibration.py` gives each token's chance; `guesses.py` compares
+all drafts, verified or not, with the text later.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from backend.fleet import LOOKUP, Foretold
+from backend.fleet import LOOKUP, Reliability
 from backend.speculation.budget import survivals
 from backend.speculation.calibration import Calibration
 from backend.speculation.chances import chances
@@ -22,10 +22,10 @@ from backend.speculation.shared import SharedTexts
 from backend.speculation.texts import TextSource
 from backend.speculation.waiting import Ask, Foresight, Outlook
 from backend.wire.drafting import Block, Draft
-from backend.wire.engine import Asked
+from backend.wire.engine import RequestOptions
 
 _ASKS = {"off": Ask.PLAIN, "sync": Ask.DRAFT, "ahead": Ask.AHEAD, "auto": None}
-_NOTHING_ASKED = Asked(), 0
+_NOTHING_ASKED = RequestOptions(), 0
 
 SAMPLED = 8
 """Requests per step whose drafts are learned from, in turn: in larger batches, all would cost too much time."""
@@ -43,7 +43,7 @@ class Source(NamedTuple):
     """A drafter's `fresh` or `ahead`, or `TextSource.kind`."""
 
 
-class Hand(NamedTuple):
+class Candidate(NamedTuple):
     """A draft for the present length of its request."""
 
     source: Source
@@ -69,24 +69,24 @@ class Request:
     """What the client wants asked of its drafter; None: the verifier chooses."""
     texts: list[TextSource] = field(default_factory=list)
     """The texts in which drafts are looked up."""
-    hand: Hand | None = None
+    candidate: Candidate | None = None
     """The best draft from a drafter."""
-    looked_up: Hand | None = None
+    looked_up: Candidate | None = None
     """The best draft from a text, looked up at the length `looked_up_at`."""
     looked_up_at: int = 0
-    verified: Hand | None = None
+    verified: Candidate | None = None
     """The draft that the running step verifies, uncut."""
     block: tuple[str, Block, float] | None = None
     """Outcomes drafted ahead: drafter, outcomes, and its compute in seconds."""
     outcomes: int = 0
     """How many outcomes were asked for."""
-    told: Hand | None = None
+    outcomes_of: Candidate | None = None
     """The draft under verification that these outcomes belong to."""
-    told_at: int = -1
+    outcomes_at: int = -1
     """The request's length when they were asked for."""
 
 
-class Hands:
+class Candidates:
     """The available drafts of all requests of one verifier."""
 
     def __init__(self, longest: int, outcomes: int, lookups: bool, vocab_size: int) -> None:
@@ -99,7 +99,7 @@ class Hands:
         self.steps = 0
         self.forced = 0
         """Requests whose client asks for drafts, whatever the verifier chooses for all."""
-        self._asked: dict[str, tuple[Asked, int]] = {}
+        self._asked: dict[str, tuple[RequestOptions, int]] = {}
         self._longest, self._vocab_size = longest, vocab_size
         self._shared = SharedTexts() if lookups else None
         self._room = INDEXED_PER_STEP
@@ -114,7 +114,7 @@ class Hands:
         requests = self.requests
         return [(request_id, requests[request_id]) for request_id in request_ids if request_id in requests]
 
-    def asked(self, request_id: str, asked: Asked, prompt_len: int) -> None:
+    def asked(self, request_id: str, asked: RequestOptions, prompt_len: int) -> None:
         """Notes what a coming request asks about drafting."""
         self._asked[request_id] = asked, prompt_len
         self.forced += asked.mode in ("sync", "ahead")
@@ -130,7 +130,7 @@ class Hands:
     def release(self, request_id: str) -> None:
         """The request is preempted: drops its available drafts."""
         if (request := self.requests.get(request_id)) is not None:
-            request.hand = request.looked_up = request.block = None
+            request.candidate = request.looked_up = request.block = None
 
     def forget(self, request_id: str) -> None:
         """The request is over."""
@@ -158,11 +158,11 @@ class Hands:
         request_id, request = draft.request_id, self.requests.get(draft.request_id)
         if request is None or draft.base_len > len(request.text):
             return "stale"
-        hand = self._checked(request_id, request, Source(drafter_id, request.greedy), draft.tokens, draft.signs, draft_s)
+        candidate = self._checked(request_id, request, Source(drafter_id, request.greedy), draft.tokens, draft.signs, draft_s)
         in_time = draft.base_len == len(request.text)
-        if hand is not None:
-            self._take(request_id, request, hand, draft.base_len)
-            in_time = in_time or self._go_on(request_id, request, hand, request.text[draft.base_len :])
+        if candidate is not None:
+            self._take(request_id, request, candidate, draft.base_len)
+            in_time = in_time or self._go_on(request_id, request, candidate, request.text[draft.base_len :])
         elif draft.tokens:
             return "invalid"
         else:
@@ -179,11 +179,11 @@ class Hands:
     def look_up(self, request_id: str, request: Request, began: int, *, counts: bool) -> None:
         """Makes available the draft made ahead, at length `began`, for the outcome that came.  `counts`: count hits."""
         block, request.block = request.block, None
-        told, hand = request.told, None
-        if told is not None and told.source.drafter_id != LOOKUP:
+        verified, candidate = request.outcomes_of, None
+        if verified is not None and verified.source.drafter_id != LOOKUP:
             # The step verified only part of this draft: the rest may still be used.
-            self._go_on(request_id, request, told, request.text[began:])
-        if request.hand is None and block is not None:
+            self._go_on(request_id, request, verified, request.text[began:])
+        if request.candidate is None and block is not None:
             drafter_id, outcomes, draft_s = block
             said = request.text[outcomes.base_len :]
             is_new = outcomes.base_len == began
@@ -191,16 +191,16 @@ class Hands:
             if rank is not None:
                 found = outcomes.outcomes[rank]
                 source = Source(drafter_id, request.greedy, "ahead")
-                hand = self._checked(request_id, request, source, found.tokens, found.signs, draft_s)
+                candidate = self._checked(request_id, request, source, found.tokens, found.signs, draft_s)
             if counts and is_new:
                 self.foresight.observe(rank, request.outcomes)
-        if hand is not None:
-            self._take(request_id, request, hand, len(request.text))
+        if candidate is not None:
+            self._take(request_id, request, candidate, len(request.text))
 
-    def best(self, request_id: str, request: Request) -> Hand | None:
+    def best(self, request_id: str, request: Request) -> Candidate | None:
         """The best draft for the request's present length, from a drafter or a look-up."""
-        hand, looked_up = request.hand, self._look_up(request_id, request)
-        return looked_up if looked_up is not None and (hand is None or looked_up.worth > hand.worth) else hand
+        candidate, looked_up = request.candidate, self._look_up(request_id, request)
+        return looked_up if looked_up is not None and (candidate is None or looked_up.worth > candidate.worth) else candidate
 
     # -- learning ------------------------------------------------------------------------------------------------------
 
@@ -219,11 +219,11 @@ class Hands:
         """The weights (`chances.py`) by which a drafter judges the tokens of its fresh drafts."""
         return self._calibration(Source(drafter_id, greedy)).weights
 
-    def foretold(self) -> dict[str, Foretold]:
+    def reliability(self) -> dict[str, Reliability]:
         """How well chances were predicted, by kind of source."""
-        found: dict[str, Foretold] = {}
+        found: dict[str, Reliability] = {}
         for source, calibration in self._calibrations.items():
-            found[source.kind] = found.get(source.kind, Foretold()).plus(calibration.foretold)
+            found[source.kind] = found.get(source.kind, Reliability()).plus(calibration.reliability)
         return found
 
     # -- inside --------------------------------------------------------------------------------------------------------
@@ -238,38 +238,40 @@ class Hands:
                 texts.append(self._shared.reader(asked.tenant, len(text)))
         return Request(text, greedy, 0 if asked.mode == "off" else longest, _ASKS[asked.mode], texts)
 
-    def _look_up(self, request_id: str, request: Request) -> Hand | None:
+    def _look_up(self, request_id: str, request: Request) -> Candidate | None:
         if request.looked_up_at == len(request.text):
             return request.looked_up
         request.looked_up, request.looked_up_at = None, len(request.text)
         for each in request.texts:
             tokens, signs = each.propose(request.text, request.longest)
             if tokens:
-                hand = self._hand(request_id, Source(LOOKUP, request.greedy, each.kind), tokens, signs, 0.0)
-                self._note(request_id, request, hand, request.looked_up_at)
-                if request.looked_up is None or hand.worth > request.looked_up.worth:
-                    request.looked_up = hand
+                candidate = self._candidate(request_id, Source(LOOKUP, request.greedy, each.kind), tokens, signs, 0.0)
+                self._note(request_id, request, candidate, request.looked_up_at)
+                if request.looked_up is None or candidate.worth > request.looked_up.worth:
+                    request.looked_up = candidate
         if request.texts and self._is_sampled():
             self.alone.note(request.looked_up.survivals if request.looked_up is not None else [], self.steps)
         return request.looked_up
 
-    def _go_on(self, request_id: str, request: Request, hand: Hand, said: list[int]) -> bool:
+    def _go_on(self, request_id: str, request: Request, candidate: Candidate, said: list[int]) -> bool:
         """Uses the rest of an older draft.  False: it does not begin with `said`, generated since, or a better one is there."""
         done = len(said)
-        if len(hand.tokens) <= done or hand.tokens[:done] != said:
+        if len(candidate.tokens) <= done or candidate.tokens[:done] != said:
             return False
-        rest = self._hand(request_id, hand.source, hand.tokens[done:], hand.signs[2 * done :], hand.draft_s)
-        if request.hand is not None and request.hand.worth >= rest.worth:
+        rest = self._candidate(
+            request_id, candidate.source, candidate.tokens[done:], candidate.signs[2 * done :], candidate.draft_s
+        )
+        if request.candidate is not None and request.candidate.worth >= rest.worth:
             return False
-        request.hand = rest
+        request.candidate = rest
         return True
 
-    def _take(self, request_id: str, request: Request, hand: Hand, base_len: int) -> None:
+    def _take(self, request_id: str, request: Request, candidate: Candidate, base_len: int) -> None:
         """Learns from a draft made at `base_len`; makes it available if the request still has that length."""
-        self._note(request_id, request, hand, base_len)
-        self._compare(request_id, request, hand.survivals)
+        self._note(request_id, request, candidate, base_len)
+        self._compare(request_id, request, candidate.survivals)
         if base_len == len(request.text):
-            request.hand = hand
+            request.candidate = candidate
 
     def _compare(self, request_id: str, request: Request, drafted: list[float]) -> None:
         """Notes what a drafter's answer, with survivals `drafted`, adds; or the request's look-up, if that is better."""
@@ -282,9 +284,9 @@ class Hands:
         self._turn = (self._turn + SAMPLED) % max(len(self.requests) + 1, SAMPLED)
         return self._turn < SAMPLED
 
-    def _note(self, request_id: str, request: Request, hand: Hand, base_len: int) -> None:
+    def _note(self, request_id: str, request: Request, candidate: Candidate, base_len: int) -> None:
         if self._is_sampled():
-            known = self._guesses.note(request_id, hand.source, base_len, hand.tokens, hand.signs, request.text)
+            known = self._guesses.note(request_id, candidate.source, base_len, candidate.tokens, candidate.signs, request.text)
             self._learn_from(request_id, request, known)
 
     def _learn_from(self, request_id: str, request: Request, resolved: Iterable[Resolved]) -> None:
@@ -298,16 +300,16 @@ class Hands:
 
     def _checked(
         self, request_id: str, request: Request, source: Source, tokens: list[int], signs: list[float], draft_s: float
-    ) -> Hand | None:
+    ) -> Candidate | None:
         """A drafter's draft, cut to the length asked for; None if it is empty or malformed."""
         signs, longest = signs or [0.0] * (2 * len(tokens)), request.longest
         if not tokens or len(signs) != 2 * len(tokens) or min(tokens) < 0 or max(tokens) >= self._vocab_size:
             return None
-        return self._hand(request_id, source, tokens[:longest], signs[: 2 * longest], draft_s)
+        return self._candidate(request_id, source, tokens[:longest], signs[: 2 * longest], draft_s)
 
-    def _hand(self, request_id: str, source: Source, tokens: list[int], signs: list[float], draft_s: float) -> Hand:
+    def _candidate(self, request_id: str, source: Source, tokens: list[int], signs: list[float], draft_s: float) -> Candidate:
         chances = survivals(self._calibration(source).chances(request_id, signs))
-        return Hand(source, tokens, signs, chances, sum(chances), draft_s)
+        return Candidate(source, tokens, signs, chances, sum(chances), draft_s)
 
     def _calibration(self, source: Source) -> Calibration:
         known = self._calibrations.get(source)
