@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from backend.fleet import LOOKUP, VerifierStats
+from backend.fleet import VerifierStats
 from backend.routing.routers import Candidate
 from tests.chaos.workload import Case, Outcome, ask, cases, what_is_wrong
 from tests.support.engine_gateway import EngineFleet, engine_fleet
@@ -117,7 +117,7 @@ async def _drafted(fleet: EngineFleet) -> dict[str, Drafted]:
 
 
 def _of_drafters(stats: VerifierStats) -> Drafted:
-    kinds = [reliability for kind, reliability in stats.reliability.items() if kind != LOOKUP]
+    kinds = [reliability for kind, reliability in stats.reliability.items() if kind in ("fresh", "ahead")]
     return Drafted(sum(sum(kind.right) for kind in kinds), sum(sum(kind.seen) for kind in kinds))
 
 

@@ -22,6 +22,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
 PROMPTS = [f"def function_{i}(a, b):\n    " for i in range(8)]
 LONG = 400
+APART = {"outrider": {"learn": False}}
+"""Otherwise the first answer to a prompt would draft for the next ones, and drafters would have nothing to do."""
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +34,7 @@ def client(fleet: ServedFleet) -> OpenAI:
 @pytest.fixture(scope="module")
 def expected(fleet: ServedFleet) -> list[str]:
     """Greedy text of all prompts, undisturbed."""
-    return [fleet.complete(p, max_tokens=LONG, ignore_eos=True)["choices"][0]["text"] for p in PROMPTS]
+    return [fleet.complete(p, max_tokens=LONG, ignore_eos=True, **APART)["choices"][0]["text"] for p in PROMPTS]
 
 
 def drafter(fleet: ServedFleet) -> dict[str, object]:
@@ -44,7 +46,8 @@ def stream_all(fleet: ServedFleet, begun: threading.Barrier) -> list[str]:
     """Eight streams at once; every one passes `begun` after its first token."""
 
     def one(prompt: str) -> str:
-        body = {"model": "demo", "prompt": prompt, "temperature": 0, "max_tokens": LONG, "ignore_eos": True, "stream": True}
+        body = {"model": "demo", "prompt": prompt, "temperature": 0, "max_tokens": LONG, "ignore_eos": True}
+        body |= {"stream": True, **APART}
         text, first, done = "", True, False
         with httpx.stream("POST", f"{fleet.url}/v1/completions", json=body, timeout=120) as answer:
             assert answer.status_code == 200
@@ -149,7 +152,7 @@ def test_killed_drafter_costs_no_request_and_comes_back(fleet: ServedFleet, expe
     wait_for(lambda: fleet.fleet()["counters"]["restarts"] >= 1, what="the restart being counted")
     wait_for(lambda: drafter(fleet)["state"] == "ready" and drafter(fleet)["pid"] != victim["pid"], what="a new drafter")
     accepted = fleet.metric("outrider_accepted_tokens_total")
-    assert fleet.complete(PROMPTS[0], max_tokens=LONG, ignore_eos=True)["choices"][0]["text"] == expected[0]
+    assert fleet.complete(PROMPTS[0], max_tokens=LONG, ignore_eos=True, **APART)["choices"][0]["text"] == expected[0]
     wait_for(lambda: fleet.metric("outrider_accepted_tokens_total") > accepted, what="the new drafter's drafts accepted")
 
 
@@ -168,7 +171,7 @@ def test_hung_drafter_costs_no_request_and_is_used_again(fleet: ServedFleet, exp
     accepted = fleet.metric("outrider_accepted_tokens_total")
 
     def used_again() -> bool:
-        fleet.complete(PROMPTS[1], max_tokens=60, ignore_eos=True)
+        fleet.complete(PROMPTS[1], max_tokens=60, ignore_eos=True, **APART)
         return fleet.metric("outrider_accepted_tokens_total") > accepted
 
     wait_for(used_again, what="its drafts being accepted again")
@@ -190,5 +193,5 @@ def test_drafter_that_answers_garbage_changes_nothing(fleet: ServedFleet, expect
         child.communicate(timeout=30)
     wait_for(lambda: len(fleet.fleet()["assignments"]) == 1, what="the garbage drafter being gone")
     accepted = fleet.metric("outrider_accepted_tokens_total")
-    assert fleet.complete(PROMPTS[2], max_tokens=LONG, ignore_eos=True)["choices"][0]["text"] == expected[2]
+    assert fleet.complete(PROMPTS[2], max_tokens=LONG, ignore_eos=True, **APART)["choices"][0]["text"] == expected[2]
     wait_for(lambda: fleet.metric("outrider_accepted_tokens_total") > accepted, what="good drafts accepted again")
