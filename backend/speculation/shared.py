@@ -11,6 +11,7 @@ request's speed, however, tells whether another request of its tenant got a simi
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 from collections.abc import Sequence
 
@@ -33,12 +34,14 @@ class SharedTexts:
     def __init__(self) -> None:
         self._young: dict[int, Place] = {}
         self._old: dict[int, Place] = {}
-        self._salts: dict[str, int] = {}
+        self._secret = secrets.token_bytes(16)
 
     def reader(self, tenant: str, length: int) -> SharedText:
         """The view of a request that is `length` tokens long now.  Its further tokens are shared with its tenant's requests."""
-        # The salt is secret: no tenant can construct a suffix whose hash is another tenant's.
-        return SharedText(self, self._salts.setdefault(tenant, secrets.randbits(62)), length)
+        # The salt is secret: no tenant can construct a suffix whose hash is another tenant's.  It is computed and not kept,
+        # because clients choose tenants' names (`cache_salt`), as many as they like.
+        salt = hashlib.blake2b(tenant.encode(errors="surrogatepass"), key=self._secret, digest_size=8).digest()
+        return SharedText(self, int.from_bytes(salt, "big"), length)
 
     def find(self, suffix: int) -> Place | None:
         """The position after the latest occurrence of a suffix."""

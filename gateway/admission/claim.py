@@ -107,7 +107,7 @@ class Claim:
 
 def _label(name: str) -> str:
     """Tells names apart and does not show them; empty for an empty one."""
-    return hashlib.blake2b(name.encode(), digest_size=8).hexdigest() if name else ""
+    return hashlib.blake2b(name.encode(errors="surrogatepass"), digest_size=8).hexdigest() if name else ""
 
 
 _claim: ContextVar[Claim | None] = ContextVar("claim", default=None)

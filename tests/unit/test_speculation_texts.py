@@ -107,6 +107,14 @@ def test_tenants_share_nothing() -> None:
     assert texts.reader("a", 4).propose([1, 2, 3, 4], 3)[0] == OUTPUT[:3]
 
 
+def test_names_of_tenants_are_not_kept() -> None:
+    texts = SharedTexts()
+    for name in range(1000):
+        texts.reader(f"salt {name}", 0)
+    texts.reader("\ud800", 0)
+    assert not [kept for kept in vars(texts).values() if isinstance(kept, dict) and kept]
+
+
 def test_memory_is_bounded_and_the_latest_texts_stay() -> None:
     texts, dice = SharedTexts(), random.Random(5)
     outputs = [[dice.randrange(50_000) for _ in range(2000)] for _ in range(60)]
