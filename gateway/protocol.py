@@ -36,7 +36,8 @@ HEAD_TIMEOUT_S = 20.0
 """Seconds from the first byte of a request to the end of its headers."""
 WRITE_TIMEOUT_S = 60.0
 """Seconds in which a client must read something of an answer that waits for it."""
-MAX_CONNECTIONS = resource.getrlimit(resource.RLIMIT_NOFILE)[0] * 3 // 4
+_OPEN_FILES = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+MAX_CONNECTIONS = sys.maxsize if _OPEN_FILES == resource.RLIM_INFINITY else _OPEN_FILES * 3 // 4
 """Most connections of this process.  Each is an open file; verifiers, logs and the gateway's own files need the rest."""
 LINGER_S = 1.0
 """Seconds in which the client of one connection too many may read the refusal."""
