@@ -28,7 +28,7 @@ from backend.fleet.speed import RESPONSE_TOKENS
 from backend.routing.choosing import Choosing
 from backend.routing.routers import LeastLoaded, Router
 from backend.transport.sockets import Wire
-from backend.wire.engine import GATEWAY_LEASE_S, PAUSED, Account, RequestOptions
+from backend.wire.engine import GATEWAY_LEASE_S, PAUSED, SHARED_SUFFIX, Account, RequestOptions, Said
 from gateway.admission.claim import current_claim
 from gateway.admission.gate import Gate, Queueing
 from gateway.admission.room import Rooms
@@ -355,11 +355,22 @@ class FleetCore(EngineCoreClient):
         self._sequences.remove(record)
         self._ending.pop(record.request.request_id, None)
         self._observer.on_finished(record, reason)
+        self._share(record)
         record.claim.ended()
         if not record.claim.running:
             self.gate.settle(record.claim)
             self.gate.abandon(record.claim)
         self.gate.look()
+
+    def _share(self, record: InFlight) -> None:
+        """Gives the text of a sequence that has ended to the other verifiers, for look-ups."""
+        asked, request = record.claim.asked, record.request
+        others = [each for each in self.ready_links if each is not record.link and each.welcome and each.welcome.looks_up]
+        if others and asked.learn and record.emitted:
+            before = list((request.prompt_token_ids or ())[-SHARED_SUFFIX:])
+            said = Said(asked.salted(request.cache_salt).tenant, before, record.emitted)
+            for link in others:
+                link.share(said)
 
     def _fail(self, records: Sequence[InFlight], error: type[Unavailable]) -> None:
         if not records:

@@ -35,6 +35,7 @@ from backend.wire.engine import (
     PING,
     REFUSED,
     ROWS,
+    SHARE,
     STATS,
     TAKEN,
     UTILITY,
@@ -43,6 +44,7 @@ from backend.wire.engine import (
     EngineHello,
     EngineWelcome,
     Refusal,
+    Said,
 )
 
 logger = logging.getLogger(__name__)
@@ -213,6 +215,8 @@ class GatewayPort:
         elif kind == UTILITY:
             call_id, method, arguments = self._plain.decode(payload)
             self._utility(gateway, call_id, method, arguments)
+        elif kind == SHARE and self._welcome.looks_up:
+            self._core.scheduler.speculator.share(msgspec.msgpack.decode(payload[0], type=Said))
         elif kind == ROWS:
             batch = self._kept.take() if self._kept is not None else RowBatch()
             self._router.send(gateway.identity, ROWS, msgspec.msgpack.encode(batch))

@@ -10,7 +10,6 @@ import logging
 import time
 from typing import Any
 
-from msgspec.structs import replace
 from vllm.sampling_params import SamplingType
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
@@ -160,9 +159,7 @@ class DraftingScheduler(CountingScheduler, Scheduler):
 
     def add_request(self, request: Any) -> None:
         """vLLM's method of the same name."""
-        asked = getattr(request, "outrider", None) or RequestOptions()
-        if request.cache_salt:
-            asked = replace(asked, tenant=f"{asked.tenant}/{request.cache_salt}")
+        asked = (getattr(request, "outrider", None) or RequestOptions()).salted(request.cache_salt)
         self.speculator.asked(request.request_id, asked, request.num_prompt_tokens)
         super().add_request(request)
 

@@ -27,6 +27,7 @@ from backend.wire.engine import (
     PING,
     REFUSED,
     ROWS,
+    SHARE,
     STATS,
     TAKEN,
     UTILITY,
@@ -37,6 +38,7 @@ from backend.wire.engine import (
     EngineWelcome,
     Refusal,
     RequestOptions,
+    Said,
 )
 
 _pack = msgspec.msgpack.encode
@@ -77,6 +79,11 @@ class EngineCodec:
     def abort(self, place_ids: Sequence[str]) -> list[Buffer]:
         """Aborts these requests: they end without further outputs."""
         return [ABORT, _pack(list(place_ids))]
+
+    @staticmethod
+    def share(said: Said) -> list[Buffer]:
+        """A text that the verifier may look drafts up in."""
+        return [SHARE, _pack(said)]
 
     def call(self, call_id: int, method: str, args: Sequence[Any]) -> list[Buffer]:
         """Calls a method of the engine core; the result comes with `EngineCoreOutputs`."""

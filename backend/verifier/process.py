@@ -167,6 +167,7 @@ class VerifierProcess:
             num_kv_blocks=config.cache_config.num_gpu_blocks,
             block_size=config.cache_config.block_size,
             supported_tasks=list(core.get_supported_tasks()),
+            looks_up=self._settings.mode in REMOTE_MODES and self._settings.verifier.lookup,
             fixed_responses=takes_fixed(config),
         )
         weights = WeightControl(core, self._paths.target_dir, bool(config.model_config.enable_sleep_mode))
