@@ -243,7 +243,7 @@ class GatewayServer:
     async def _drain(self) -> None:
         await self._stopping.wait()
         core, deadline = self.gateway.client.core, time.monotonic() + self._settings.drain_s
-        while (core.in_flight or self.gateway.metrics.in_flight) and time.monotonic() < deadline:
+        while (core.sequences or self.gateway.metrics.in_flight) and time.monotonic() < deadline:
             await asyncio.sleep(DRAIN_LOOK_S)
         core.fail_all(ShuttingDown)
         self._server.should_exit = True
