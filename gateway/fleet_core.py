@@ -349,7 +349,7 @@ class FleetCore(Verifiers, EngineCoreClient):
         if not record.batched:
             self.on_interactive()
         if claim.inquiry is not None:
-            record.told = claim.inquiry.follow(record)
+            claim.inquiry.follow(record)
         try:
             if not self._place(record):
                 raise NoVerifier

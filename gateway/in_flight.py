@@ -56,7 +56,7 @@ class InFlight:
     context: int = 0
     """Context length of the first verifier, in tokens."""
     told: SequenceStatistics | None = None
-    """Speculation statistics for its client, and the client's wishes; None: none."""
+    """Speculation statistics, if its client asks for them."""
     claim: Claim = field(default_factory=Claim)
     """The claim of the request it belongs to."""
     held: bool = False
