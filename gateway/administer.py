@@ -15,7 +15,6 @@ from backend.coordinator.commands import COMMANDS, AnyCommand, Refused
 
 if TYPE_CHECKING:
     from backend.coordinator.actor import CoordinatorHandle
-    from backend.fleet import Operation
 
 POLL_S = 0.3
 
@@ -54,9 +53,7 @@ def main(name: str, arguments: Sequence[str]) -> None:
 def parse(name: str, arguments: Sequence[str]) -> tuple[AnyCommand, argparse.Namespace, list[str]]:
     """The command, the parsed options, and the arguments that are settings.  Raises `ConfigError`."""
     given = _parser(name).parse_args(list(arguments))
-    rest = [
-        part for flag in FLEET_FLAGS if getattr(given, _dest(flag)) is not None for part in (flag, getattr(given, _dest(flag)))
-    ]
+    rest = [part for flag in FLEET_FLAGS if getattr(given, flag) is not None for part in (flag, getattr(given, flag))]
     return _command(name, given), given, rest
 
 
@@ -83,7 +80,7 @@ def _follow(coordinator: CoordinatorHandle, operation_id: int, say: Callable[[st
     """Reports the progress of an operation until it has ended."""
     told = ""
     while True:
-        operation = _find(coordinator, operation_id)
+        operation = next((each for each in coordinator.snapshot().operations if each.id == operation_id), None)
         if operation is None:
             raise AdministrationError(f"the coordinator was restarted and does not know operation {operation_id} any more")
         if operation.note != told and operation.state in ("waiting", "running"):
@@ -95,14 +92,6 @@ def _follow(coordinator: CoordinatorHandle, operation_id: int, say: Callable[[st
             say(operation.note)
             return
         time.sleep(poll_s)
-
-
-def _dest(flag: str) -> str:
-    return flag.removeprefix("--").replace("-", "_")
-
-
-def _find(coordinator: CoordinatorHandle, operation_id: int) -> Operation | None:
-    return next((each for each in coordinator.snapshot().operations if each.id == operation_id), None)
 
 
 def _parser(name: str) -> argparse.ArgumentParser:
@@ -135,7 +124,7 @@ def _parser(name: str) -> argparse.ArgumentParser:
     parser.add_argument("--dry-run", action="store_true", help="say what would happen")
     parser.add_argument("--fleet", help="namespace or pid of the fleet, where several run on this host")
     for flag in FLEET_FLAGS:
-        parser.add_argument(flag, help="as for `outrider status`")
+        parser.add_argument(flag, dest=flag, help="as for `outrider status`")
     return parser
 
 

@@ -24,7 +24,7 @@ from backend.engine.front import (
 )
 from backend.fleet import FleetSnapshot, VerifierStats
 from backend.routing.choosing import Choosing
-from backend.routing.routers import LeastLoaded, Router
+from backend.routing.routers import Router
 from backend.transport.sockets import Wire
 from backend.wire.engine import PAUSED, Account, RequestOptions
 from gateway.admission.claim import current_claim
@@ -56,9 +56,9 @@ class FleetCore(Verifiers, EngineCoreClient):
         wire: Wire,
         observer: TrafficObserver,
         *,
-        router: Router | None = None,
-        slots: int | None = None,
-        queueing: Queueing | None = None,
+        router: Router,
+        slots: int,
+        queueing: Queueing,
     ) -> None:
         super().__init__(directory, wire)
         self.on_failed: Callable[[list[str], Unavailable], None] = lambda ids, error: None
@@ -66,14 +66,14 @@ class FleetCore(Verifiers, EngineCoreClient):
         # AsyncLLM checks whether its engine core is dead.  A fleet never counts as dead.
         self.resources = SimpleNamespace(engine_dead=False)
         self._observer = observer
-        self.choosing = Choosing(router or LeastLoaded())
+        self.choosing = Choosing(router)
         self.draining = False
         """No new requests are taken."""
         self.sequences = Sequences()
         # Over at their verifiers, for these reasons, while vLLM has yet to put their last tokens into answers.
         self._ending: dict[str, tuple[InFlight, str]] = {}
         self._rooms = Rooms(slots)
-        self.gate = Gate(self._room, queueing or Queueing())
+        self.gate = Gate(self._room, queueing)
         # A lost verifier's incarnation, and the place ids of sequences that may still run there.  Aborted if it comes back.
         self._strays: dict[str, tuple[str, list[str]]] = {}
         self._accounts = AwaitedAccounts()

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from backend.config import Settings
 from backend.config.sources import ConfigError
 from backend.routing.routers import make_router
-from gateway.doors import queueing_of, ring_of
+from gateway.access import ring_of
+from gateway.admission.gate import Queueing
 from gateway.keys.ring import KeyFileError, KeyRing
 from gateway.state import Gateway
 
@@ -50,6 +51,10 @@ class Reloaded:
     """Settings with a new value that takes effect only after a restart."""
     keys: int
     """Number of keys in the keys file."""
+
+
+def queueing_of(settings: Settings) -> Queueing:
+    return Queueing(settings.gateway.max_in_flight, settings.gateway.queue_wait_s)
 
 
 async def reload_all(gateway: Gateway) -> Reloaded:

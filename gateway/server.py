@@ -27,10 +27,10 @@ from backend.engine.front.serving import build_services
 from backend.routing.routers import make_router
 from backend.tracing import open_tracing
 from backend.transport.sockets import Wire
+from gateway.access import AccessRules
 from gateway.app import build_app
 from gateway.batches.serving import Batches
 from gateway.directory import Directory
-from gateway.doors import open_doors, queueing_of
 from gateway.errors import ApiError, ShuttingDown
 from gateway.fleet_core import FleetCore
 from gateway.fleet_feed import FleetFeed
@@ -38,7 +38,7 @@ from gateway.fleet_metrics import FleetCollector, GatewayCollector
 from gateway.metrics import GatewayMetrics
 from gateway.peers import Peers
 from gateway.protocol import BoundedProtocol
-from gateway.reload import Reloader, reload_all
+from gateway.reload import Reloader, queueing_of, reload_all
 from gateway.responses.serving import Responses
 from gateway.responses.store import Store
 from gateway.spans import SequenceSpans
@@ -93,7 +93,7 @@ def build_gateway(
     folder = _state_folder(settings)
     store = None if folder is None else Store(folder / "responses.sqlite", settings.gateway.responses_bytes)
     responses = Responses(store, vllm_config.model_config.max_model_len)
-    doors = open_doors(settings, core.gateway_id, folder)
+    doors = AccessRules.of(settings, core.gateway_id, folder)
     batches = Batches(folder, settings, served_names[0])
     return Gateway(settings, client, services, metrics, feed, responses, doors, batches, tracing)
 
@@ -159,9 +159,6 @@ class GatewayServer:
 
     def run(self) -> None:
         """Serves until SIGINT or SIGTERM and lets open requests finish; a second signal ends them at once."""
-        # Imported and built objects stay for ever.  Each garbage collection over them would hold all streams for tens of ms.
-        gc.collect()
-        gc.freeze()
         self._freezes = True
         try:
             uvloop.run(self._run())
