@@ -28,7 +28,7 @@ SUMMARIES = {
     "swap-drafter": "have a drafter load another head",
 }
 
-FLEET_FLAGS = ("--config", "--ray-address", "--ray-namespace")
+FLEET_SETTINGS = ("config", "ray_address", "ray_namespace")
 """The settings that choose the fleet."""
 
 
@@ -53,7 +53,8 @@ def main(name: str, arguments: Sequence[str]) -> None:
 def parse(name: str, arguments: Sequence[str]) -> tuple[AnyCommand, argparse.Namespace, list[str]]:
     """The command, the parsed options, and the arguments that are settings.  Raises `ConfigError`."""
     given = _parser(name).parse_args(list(arguments))
-    rest = [part for flag in FLEET_FLAGS if getattr(given, flag) is not None for part in (flag, getattr(given, flag))]
+    chosen = {f"--{name.replace('_', '-')}": getattr(given, name) for name in FLEET_SETTINGS}
+    rest = [part for flag, value in chosen.items() if value is not None for part in (flag, value)]
     return _command(name, given), given, rest
 
 
@@ -123,8 +124,8 @@ def _parser(name: str) -> argparse.ArgumentParser:
     parser.add_argument("--if-version", type=int, help="only if the fleet is still at this version (see `outrider status`)")
     parser.add_argument("--dry-run", action="store_true", help="say what would happen")
     parser.add_argument("--fleet", help="namespace or pid of the fleet, where several run on this host")
-    for flag in FLEET_FLAGS:
-        parser.add_argument(flag, dest=flag, help="as for `outrider status`")
+    for setting in FLEET_SETTINGS:
+        parser.add_argument(f"--{setting.replace('_', '-')}", help="as for `outrider status`")
     return parser
 
 
