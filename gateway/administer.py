@@ -53,7 +53,7 @@ def main(name: str, arguments: Sequence[str]) -> None:
 def parse(name: str, arguments: Sequence[str]) -> tuple[AnyCommand, argparse.Namespace, list[str]]:
     """The command, the parsed options, and the arguments that are settings.  Raises `ConfigError`."""
     given = _parser(name).parse_args(list(arguments))
-    chosen = {f"--{name.replace('_', '-')}": getattr(given, name) for name in FLEET_SETTINGS}
+    chosen = {f"--{setting.replace('_', '-')}": getattr(given, setting) for setting in FLEET_SETTINGS}
     rest = [part for flag, value in chosen.items() if value is not None for part in (flag, value)]
     return _command(name, given), given, rest
 

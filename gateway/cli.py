@@ -138,9 +138,8 @@ def serve(arguments: list[str]) -> int:
                 fleet.announce(url)
                 progress.say(present.ready(url, settings, models))
 
-            info = fleet.coordinator.info()
             with further_processes(fleet.settings, arguments) as peers:
-                run_gateway(fleet.settings, models, fleet.coordinator, info.fleet_keys, announce, arguments, peers)
+                run_gateway(fleet.settings, fleet.coordinator.info(), fleet.coordinator, announce, arguments, peers)
             return OK
         except CommandError as error:
             return fail(str(error), FAILED)
@@ -175,7 +174,7 @@ def gateway(arguments: list[str]) -> int:
 
         try:
             with further_processes(settings, arguments) as peers:
-                run_gateway(settings, info.models, coordinator, info.fleet_keys, announce, arguments, peers)
+                run_gateway(settings, info, coordinator, announce, arguments, peers)
         except OSError as error:
             return fail(f"{settings.gateway.host}:{settings.gateway.port}: {error.strerror or error}", FAILED)
         finally:

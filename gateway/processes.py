@@ -21,8 +21,7 @@ from gateway.signals import OK, signals
 if TYPE_CHECKING:
     from backend.config import Settings
     from backend.coordinator.actor import CoordinatorHandle
-    from backend.models.resolve import ResolvedModels
-    from backend.transport import ServerKeys
+    from backend.coordinator.messages import FleetInfo
     from gateway.peers import Peers
 
 GATEWAY_PROCESS = "gateway-process"
@@ -31,9 +30,8 @@ GATEWAY_PROCESS = "gateway-process"
 
 def run_gateway(
     settings: Settings,
-    models: ResolvedModels,
+    info: FleetInfo,
     coordinator: CoordinatorHandle,
-    fleet_keys: ServerKeys | None,
     announce: Callable[[str], None] | None,
     arguments: list[str],
     peers: Peers | None,
@@ -48,14 +46,14 @@ def run_gateway(
     from gateway.directory import CoordinatorDirectory
     from gateway.server import GatewayServer
 
-    member = gateway_member(models.name)
+    member = gateway_member(info.models.name)
     try:
         server = GatewayServer(
             settings,
             CoordinatorDirectory(coordinator, member),
-            models.target_dir,
-            model_name=models.name,
-            wire=Wire(fleet_keys, node_id=member.node_id),
+            info.models.target_dir,
+            model_name=info.models.name,
+            wire=Wire(info.fleet_keys, node_id=member.node_id),
             on_ready=announce,
             read_settings=lambda: sources.load(arguments).settings,
             peers=peers,
@@ -116,7 +114,7 @@ def gateway_process(arguments: list[str]) -> int:
         settings = theirs.model_copy(update={"gateway": loaded.settings.gateway})
         peers = Peers(Path(folder), int(number), settings.gateway.processes, port=int(port))
         try:
-            run_gateway(settings, info.models, coordinator, info.fleet_keys, None, rest, peers)
+            run_gateway(settings, info, coordinator, None, rest, peers)
         finally:
             forced.armed = True
         return OK
