@@ -235,9 +235,8 @@ def fleet_document(core: FleetCore) -> dict[str, Any]:
 def _verifier_load(stats: VerifierStats | None) -> dict[str, Any]:
     if stats is None:
         return {"mode": None}
-    names = ("mode", "running", "waiting", "tokens_in_flight", "kv_usage", "steps", "tokens", "preemptions")
-    load = {name: getattr(stats, name) for name in names}
-    load |= {"busy_s": stats.busy_s, "idle_s": dict(stats.idle_s), "drafters_down": stats.drafters_down}
+    shown = ("mode", "running", "waiting", "tokens_in_flight", "kv_usage", "steps", "tokens", "preemptions")
+    load = {name: getattr(stats, name) for name in (*shown, "busy_s", "idle_s", "drafters_down")}
     by_version = {drafter: _lengths(counters.by_version) for drafter, counters in stats.drafters.items()}
     return {**load, "weight_version": stats.weights.version, "acceptance_length_by_version": by_version}
 

@@ -37,12 +37,9 @@ def run_gateway(
     peers: Peers | None,
 ) -> None:
     """Serves HTTP until a signal ends it.  Meanwhile the server handles the signals itself."""
-    from backend.config import environment
     from backend.coordinator import CoordinatorUnavailable
-    from backend.launch.fleet import gateway_member, member_environment
+    from backend.launch.fleet import gateway_member
     from backend.transport import Wire
-
-    environment.export(member_environment(offline=True))
     from gateway.directory import CoordinatorDirectory
     from gateway.server import GatewayServer
 
