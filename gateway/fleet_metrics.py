@@ -18,6 +18,7 @@ from prometheus_client.registry import Collector
 from backend.fleet import (
     DraftCounters,
     DrafterStats,
+    FleetSnapshot,
     MemberKind,
     MemberState,
     MemberView,
@@ -28,6 +29,9 @@ from backend.fleet import (
 )
 from gateway.fleet_core import FleetCore
 from gateway.metrics import DEFINITIONS, kind_of
+
+UNKNOWN = FleetSnapshot(0, [], [], {})
+"""Before the directory's first answer."""
 
 
 def acceptance_length(counters: DraftCounters | Verified) -> float | None:
@@ -85,14 +89,13 @@ class FleetCollector(Collector):
         self._totals = FleetTotals()
 
     def collect(self) -> Iterator[Metric]:
-        stats, snapshot = self._core.stats(), self._core.snapshot
+        stats, snapshot = self._core.stats(), self._core.snapshot or UNKNOWN
         for each in stats:
             self._totals.update(each)
-        views = snapshot.members if snapshot else []
-        operations = snapshot.operations if snapshot else []
+        views = snapshot.members
         members = Counter((view.member.kind, view.member.state) for view in views)
         yield _family("outrider_fleet_members", _all_of(members, MemberKind, MemberState))
-        known = Counter((each.kind, each.state) for each in operations)
+        known = Counter((each.kind, each.state) for each in snapshot.operations)
         yield _family("outrider_operations", _all_of(known, OperationKind, OperationState))
         yield _family("outrider_verifier_info", _info(views, stats))
         reports = [(view.member.id, view.verifier or view.drafter) for view in views]
@@ -186,48 +189,35 @@ def _values(report: Any, field: str) -> Samples:
 
 def fleet_document(core: FleetCore) -> dict[str, Any]:
     """The JSON document of `/fleet`: the directory's last answer, with counters that verifiers have sent to this gateway."""
-    snapshot = core.snapshot
+    snapshot = core.snapshot or UNKNOWN
     own = {stats.verifier_id: stats for stats in core.stats()}
-    views = snapshot.members if snapshot is not None else []
+    members: dict[MemberKind, list[dict[str, Any]]] = {kind: [] for kind in get_args(MemberKind)}
     lengths: dict[str, dict[str, float | None]] = {}
-    verifiers, drafters, gateways = [], [], []
-    for view in views:
-        member = view.member
-        entry: dict[str, Any] = {
-            "id": member.id,
-            "pid": member.pid,
-            "node": member.node,
-            "state": member.state,
-            "model": member.model,
-            "last_report_s": round(view.last_report_s, 3),
-        }
+    for view in snapshot.members:
+        member, drafter = view.member, view.drafter
+        entry: dict[str, Any] = {name: getattr(member, name) for name in ("id", "pid", "node", "state", "model")}
+        entry["last_report_s"] = round(view.last_report_s, 3)
+        members[member.kind].append(entry)
         if member.kind == "verifier":
             link = core.links.get(member.id)
             stats = own.get(member.id) or view.verifier
             entry["connected"] = link is not None and link.state == "ready"
             entry.update(_verifier_load(stats))
             lengths[member.id] = _lengths(stats.drafters if stats else {})
-            verifiers.append(entry)
         elif member.kind == "drafter":
-            drafter = view.drafter
             entry["verifiers"] = drafter.verifiers if drafter else []
             entry["sequences"] = drafter.sequences if drafter else 0
             entry["cache_usage"] = drafter.cache_usage if drafter else 0.0
             if drafter is not None and drafter.learning is not None:
                 entry["learning"] = msgspec.to_builtins(drafter.learning)
-            drafters.append(entry)
-        else:
-            gateways.append(entry)
     return {
-        "version": snapshot.version if snapshot else 0,
-        "verifiers": verifiers,
-        "drafters": drafters,
-        "gateways": gateways,
+        "version": snapshot.version,
+        **{f"{kind}s": entries for kind, entries in members.items()},
         "assignments": [
             {"verifier": each.verifier_id, "drafter": each.drafter_id, "generation": each.generation}
-            for each in (snapshot.assignments if snapshot else [])
+            for each in snapshot.assignments
         ],
-        "counters": dict(snapshot.counters) if snapshot else {},
+        "counters": dict(snapshot.counters),
         "acceptance_length": lengths,
     }
 

@@ -221,9 +221,12 @@ class GatewayMetrics:
     def __init__(self) -> None:
         # A gauge with the creation time of each series is useless.  The library can disable it only for the whole process.
         disable_created_metrics()  # type: ignore[no-untyped-call]
+        self.own, self.fleet = CollectorRegistry(), CollectorRegistry()
+        """What is this gateway's, and what is equal for every gateway of the fleet."""
         self.registry = CollectorRegistry()
-        self.fleet = CollectorRegistry()
-        """The part of `registry` that is equal for every gateway of the fleet."""
+        """Both."""
+        self.registry.register(self.own)
+        self.registry.register(self.fleet)
         self.in_flight = 0
         self.moves: TotalBy[tuple[MoveKind, str, str]] = TotalBy()
         """Sequences that went on at another verifier, by kind, cause and new verifier; for the fleet page."""
@@ -242,16 +245,16 @@ class GatewayMetrics:
         self._tgs_decode = self._histogram("outrider_tgs_decode")
         self._tgs_e2e = self._histogram("outrider_tgs_e2e")
         name = "outrider_requests_in_flight"
-        gauge = Gauge(name, DEFINITIONS[name].help, registry=self.registry)
+        gauge = Gauge(name, DEFINITIONS[name].help, registry=self.own)
         gauge.set_function(lambda: self.in_flight)
 
     def _counter(self, name: str) -> Counter:
         definition = DEFINITIONS[name]
-        return Counter(name.removesuffix("_total"), definition.help, definition.labels, registry=self.registry)
+        return Counter(name.removesuffix("_total"), definition.help, definition.labels, registry=self.own)
 
     def _histogram(self, name: str) -> Histogram:
         definition = DEFINITIONS[name]
-        return Histogram(name, definition.help, definition.labels, registry=self.registry, buckets=_BUCKETS[name])
+        return Histogram(name, definition.help, definition.labels, registry=self.own, buckets=_BUCKETS[name])
 
     @contextmanager
     def one_in_flight(self) -> Iterator[None]:

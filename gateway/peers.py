@@ -226,35 +226,23 @@ class Peers:
 
 def exposed(gateway: Gateway, *, fleet: bool) -> str:
     """This process's own metrics, with a label for it; with `fleet`, also the fleet's, without that label."""
-    metrics = gateway.metrics
-    of_fleet = set(_families(generate_latest(metrics.fleet).decode()))
-    lines: list[str] = []
-    for name, family in _families(generate_latest(metrics.registry).decode()).items():
-        if name not in of_fleet:
-            lines += [_labelled(line, gateway.client.core.gateway_id) for line in family]
-        elif fleet:
-            lines += family
-    return "\n".join(lines) + "\n"
+    own = generate_latest(gateway.metrics.own).decode()
+    text = "".join(f"{_labelled(line, gateway.client.core.gateway_id)}\n" for line in own.splitlines())
+    return text + generate_latest(gateway.metrics.fleet).decode() if fleet else text
 
 
 def merged(texts: Sequence[str]) -> str:
     """Merges texts in Prometheus' format, so that all samples of a family stand together."""
     families: dict[str, list[str]] = {}
-    for text in texts:
-        for name, family in _families(text).items():
-            families.setdefault(name, [line for line in family if line.startswith("#")])
-            families[name] += [line for line in family if not line.startswith("#")]
-    return "\n".join(line for family in families.values() for line in family) + "\n"
-
-
-def _families(text: str) -> dict[str, list[str]]:
-    families: dict[str, list[str]] = {}
-    current: list[str] = []
-    for line in text.splitlines():
+    name = ""
+    for line in (line for text in texts for line in text.splitlines()):
         if line.startswith("# HELP "):
-            current = families.setdefault(line.split(" ", 3)[2], [])
-        current.append(line)
-    return families
+            name = line.split(" ", 3)[2]
+        family = families.setdefault(name, [])
+        # Each process describes the family; once is enough.
+        if not (line.startswith("#") and line in family):
+            family.append(line)
+    return "\n".join(line for family in families.values() for line in family) + "\n"
 
 
 def _labelled(line: str, gateway_id: str) -> str:

@@ -84,10 +84,8 @@ def build_gateway(
     client = FleetClient(vllm_config, core)
     served_names = settings.gateway.served_model_name or [model_name or Path(model_dir).name]
     services = build_services(client, settings, served_names, ApiError)
-    of_fleet = FleetCollector(core)
-    metrics.fleet.register(of_fleet)
-    metrics.registry.register(of_fleet)
-    metrics.registry.register(GatewayCollector(core))
+    metrics.fleet.register(FleetCollector(core))
+    metrics.own.register(GatewayCollector(core))
     about = {"model": served_names[0], "mode": settings.mode, "num_speculative_tokens": settings.num_speculative_tokens}
     feed = FleetFeed(core, about, metrics)
     folder = _state_folder(settings)
