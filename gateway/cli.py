@@ -23,6 +23,7 @@ from gateway.processes import (
     further_processes,
     gateway_process,
     import_in_background,
+    joined_fleet,
     prepare_vllm,
     run_gateway,
 )
@@ -136,13 +137,8 @@ def gateway(arguments: list[str]) -> int:
     configure_logging(loaded.settings.log_level, loaded.settings.log_format)
     progress = present.Progress()
     from backend import tracing
-    from backend.launch.finding import found_fleet
 
-    with signals() as forced, found_fleet(loaded, None) as (coordinator, _):
-        prepare_vllm()
-        info = coordinator.info()
-        theirs = type(loaded.settings).model_validate_json(info.settings_json)
-        settings = theirs.model_copy(update={"gateway": loaded.settings.gateway})
+    with joined_fleet(loaded) as (settings, info, coordinator):
         tracing.check(settings.tracing)
         check_files(settings)
 
@@ -154,9 +150,7 @@ def gateway(arguments: list[str]) -> int:
                 run_gateway(settings, info, coordinator, announce, arguments, peers)
         except OSError as error:
             return fail(f"{settings.gateway.host}:{settings.gateway.port}: {error.strerror or error}", FAILED)
-        finally:
-            forced.armed = True
-        return OK
+    return OK
 
 
 def status(arguments: list[str]) -> int:
