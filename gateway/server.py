@@ -10,7 +10,6 @@ import contextlib
 import gc
 import logging
 import os
-import secrets
 import signal
 import socket
 import time
@@ -24,7 +23,6 @@ from backend.config import Settings, environment
 from backend.engine.front.client import FleetClient
 from backend.engine.front.config import build_vllm_config
 from backend.engine.front.serving import build_services
-from backend.routing.routers import make_router
 from backend.tracing import open_tracing
 from backend.transport.sockets import Wire
 from gateway.access import AccessRules
@@ -38,7 +36,7 @@ from gateway.fleet_metrics import FleetCollector, GatewayCollector
 from gateway.metrics import GatewayMetrics
 from gateway.peers import Peers
 from gateway.protocol import BoundedProtocol
-from gateway.reload import Reloader, queueing_of, reload_all
+from gateway.reload import Reloader, queueing_of, reload_all, router_of
 from gateway.responses.serving import Responses
 from gateway.responses.store import Store
 from gateway.spans import SequenceSpans
@@ -66,21 +64,9 @@ def build_gateway(
     metrics = GatewayMetrics()
     tracing = open_tracing(settings.tracing, "gateway", f"gateway-{os.getpid()}")
     vllm_config = build_vllm_config(settings, model_dir)
-    asked = settings.gateway
-    router = make_router(
-        asked.routing,
-        asked.affinity,
-        seed=secrets.randbits(32),
-        slots=settings.verifier.max_num_seqs,
-    )
-    core = FleetCore(
-        directory,
-        wire or Wire(),
-        metrics if tracing is None else SequenceSpans(tracing, metrics),
-        router=router,
-        slots=settings.verifier.max_num_seqs,
-        queueing=queueing_of(settings),
-    )
+    observer = metrics if tracing is None else SequenceSpans(tracing, metrics)
+    slots, queueing = settings.verifier.max_num_seqs, queueing_of(settings)
+    core = FleetCore(directory, wire or Wire(), observer, router=router_of(settings), slots=slots, queueing=queueing)
     client = FleetClient(vllm_config, core)
     served_names = settings.gateway.served_model_name or [model_name or Path(model_dir).name]
     services = build_services(client, settings, served_names, ApiError)
