@@ -33,6 +33,7 @@ from gateway.errors import ApiError, ShuttingDown
 from gateway.fleet_core import FleetCore
 from gateway.fleet_feed import FleetFeed
 from gateway.fleet_metrics import FleetCollector, GatewayCollector
+from gateway.in_flight import TrafficObserver
 from gateway.metrics import GatewayMetrics
 from gateway.peers import Peers
 from gateway.protocol import BoundedProtocol
@@ -64,7 +65,7 @@ def build_gateway(
     metrics = GatewayMetrics()
     tracing = open_tracing(settings.tracing, "gateway", f"gateway-{os.getpid()}")
     vllm_config = build_vllm_config(settings, model_dir)
-    observer = metrics if tracing is None else SequenceSpans(tracing, metrics)
+    observer: TrafficObserver = metrics if tracing is None else SequenceSpans(tracing, metrics)
     slots, queueing = settings.verifier.max_num_seqs, queueing_of(settings)
     core = FleetCore(directory, wire or Wire(), observer, router=router_of(settings), slots=slots, queueing=queueing)
     client = FleetClient(vllm_config, core)
