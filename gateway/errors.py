@@ -85,7 +85,7 @@ _ANTHROPIC = {
 class ApiError(Exception):
     """An error as the client sees it."""
 
-    status: ClassVar[int]
+    status: ClassVar[int] = 400
     type: str = "invalid_request_error"
     code: str | None = None
     retry_after_s: ClassVar[int | None] = None
