@@ -29,8 +29,6 @@ from gateway.processes import (
 )
 from gateway.signals import FAILED, INTERRUPTED, MISUSED, OK, Interrupted, signals
 
-OWN = "(it has options of its own)"
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns the process's exit status."""
@@ -57,6 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def usage() -> str:
+    """The help of `outrider` itself."""
+
     def listed(commands: Mapping[str, tuple[str, object]]) -> str:
         return "\n".join(f"  {name:<13} {summary}" for name, (summary, _) in commands.items())
 
@@ -215,6 +215,7 @@ def reload(arguments: list[str]) -> int:
     return OK
 
 
+OWN = "(it has options of its own)"
 COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "serve": ("start a fleet and its gateway, until Ctrl-C", serve),
     "gateway": ("start a further gateway for a running fleet", gateway),
@@ -233,6 +234,7 @@ COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "train-demo": ("train the built-in demo models again", partial(tools.laboratory, "train-demo")),
 }
 CHANGES = {name: (summary, partial(administration, name)) for name, summary in administer.SUMMARIES.items()}
+"""Each command's summary, and the function that runs it."""
 
 if __name__ == "__main__":
     sys.exit(main())
