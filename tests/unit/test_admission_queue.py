@@ -17,6 +17,10 @@ def item(flow="a", tokens=100, weight=1.0, priority=1, sequences=1):
     return Item(flow, weight, priority, sequences, tokens)
 
 
+def fair_queue(max_sequences: int, max_tokens: int) -> FairQueue[Item]:
+    return FairQueue(max_sequences, max_tokens)
+
+
 items = st.builds(
     item,
     flow=st.sampled_from("abcd"),
@@ -30,7 +34,7 @@ steps = st.lists(st.one_of(items, st.sampled_from(["pop", "remove", "settle"])),
 
 @given(steps, st.integers(1, 12), st.integers(1, 1500))
 def test_bounds_order_and_counts_hold_whatever_happens(what, max_sequences, max_tokens):
-    queue = FairQueue(max_sequences, max_tokens)
+    queue = fair_queue(max_sequences, max_tokens)
     waiting: list[Item] = []
     for now, step in enumerate(what):
         if isinstance(step, Item):
@@ -69,7 +73,7 @@ sixty_sizes = st.lists(st.integers(1, 300), min_size=60, max_size=60)
 )
 def test_flows_that_wait_get_tokens_by_their_weights(flows, served):
     """Start-time fair queueing's bound: between any two backlogged flows, one longest request of each."""
-    queue = FairQueue(*WIDE)
+    queue = fair_queue(*WIDE)
     for number, (weight, sizes) in enumerate(flows):
         for tokens in sizes:
             queue.push(item(str(number), tokens, weight))
@@ -89,7 +93,7 @@ def test_flows_that_wait_get_tokens_by_their_weights(flows, served):
 @given(st.integers(1, 200), st.floats(0.01, 1.0), st.integers(1, 500))
 def test_nobody_starves_behind_a_flood(tokens, weight, flood):
     """However many come of another key, and go on coming: the wait is bounded by what is owed to the others until then."""
-    queue = FairQueue(*WIDE)
+    queue = fair_queue(*WIDE)
     for _ in range(50):
         queue.push(item("flood", flood, 1.0))
     mine = item("mine", tokens, weight)
@@ -105,7 +109,7 @@ def test_nobody_starves_behind_a_flood(tokens, weight, flood):
 
 
 def test_who_was_away_has_saved_nothing_up():
-    queue = FairQueue(*WIDE)
+    queue = fair_queue(*WIDE)
     for _ in range(40):
         queue.push(item("old"))
     for now in range(20):
@@ -117,7 +121,7 @@ def test_who_was_away_has_saved_nothing_up():
 
 
 def test_what_a_flow_gets_back_does_not_change_its_order():
-    queue = FairQueue(*WIDE)
+    queue = fair_queue(*WIDE)
     mine = [item("a"), item("a")]
     for each in mine:
         queue.push(each)
@@ -131,7 +135,7 @@ def test_what_a_flow_gets_back_does_not_change_its_order():
 
 
 def test_higher_priorities_go_first():
-    queue = FairQueue(*WIDE)
+    queue = fair_queue(*WIDE)
     given = [item("a", priority=2), item("b", priority=0), item("c", priority=1)]
     for each in given:
         queue.push(each)
@@ -139,7 +143,7 @@ def test_higher_priorities_go_first():
 
 
 def test_who_was_served_at_once_pays_too():
-    queue = FairQueue(*WIDE)
+    queue = fair_queue(*WIDE)
     for _ in range(10):
         queue.bypass(item("busy", 1000))
     queue.push(item("busy"))
@@ -149,7 +153,7 @@ def test_who_was_served_at_once_pays_too():
 
 
 def test_one_who_took_more_than_was_thought_pays_for_it():
-    queue = FairQueue(*WIDE)
+    queue = fair_queue(*WIDE)
     queue.bypass(item("greedy", 10))
     queue.bypass(item("modest", 10))
     queue.settle("greedy", 1.0, 1, 5000)
@@ -160,7 +164,7 @@ def test_one_who_took_more_than_was_thought_pays_for_it():
 
 
 def test_when_it_is_full_the_greediest_of_the_lowest_priority_lose_their_newest():
-    queue = FairQueue(4, 10**9)
+    queue = fair_queue(4, 10**9)
     few, many = [item("few")], [item("many") for _ in range(3)]
     batch = item("batch", tokens=1, priority=2)
     assert queue.push(batch) == []
@@ -174,7 +178,7 @@ def test_when_it_is_full_the_greediest_of_the_lowest_priority_lose_their_newest(
 
 
 def test_expected_waits_follow_the_measured_rate():
-    queue = FairQueue(*WIDE)
+    queue = fair_queue(*WIDE)
     assert queue.expected_wait_s("a", 1, 0.0) is None
     for _ in range(20):
         queue.push(item("a", 100))
