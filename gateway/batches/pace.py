@@ -11,7 +11,7 @@ import asyncio
 import math
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 
 from backend.fleet.speed import Speed, mean_speed
 from gateway.fleet_core import FleetCore
@@ -55,18 +55,16 @@ class Pace:
         self._lines = 0
         self._busy_at = float("-inf")
         self._changed = asyncio.Event()
-        self._looking: asyncio.Task[None] | None = None
 
-    def start(self) -> None:
+    async def keep(self) -> None:
+        """Applies the limit again and again, until it is cancelled."""
         self._core.on_interactive = self._someone_comes
-        self._looking = asyncio.create_task(self._look_on(), name="batch-pace")
-
-    async def close(self) -> None:
-        self._core.on_interactive = lambda: None
-        if self._looking is not None:
-            self._looking.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._looking
+        try:
+            while True:
+                await asyncio.sleep(LOOK_S)
+                self.look()
+        finally:
+            self._core.on_interactive = lambda: None
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
@@ -101,11 +99,6 @@ class Pace:
             self._busy_at = time.monotonic()
         self._core.hold_batches(self._room(self._core.sequences.expecting))
         self._tell()
-
-    async def _look_on(self) -> None:
-        while True:
-            await asyncio.sleep(LOOK_S)
-            self.look()
 
     def _room(self, expecting: bool) -> int:
         core = self._core

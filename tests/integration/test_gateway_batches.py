@@ -11,7 +11,7 @@ from typing import Any
 import openai
 import pytest
 
-from gateway.batches import runner
+from gateway.batches import serving as batching
 from gateway.batches.lines import LONGEST_ID
 from tests.support.fake_verifier import count_up, eventually
 from tests.support.running_gateway import CHAT, COMPLETION, running_gateway
@@ -315,7 +315,7 @@ async def test_one_gateway_of_several_carries_out(tmp_path):
 
 
 async def test_lines_that_the_fleet_cannot_serve_now_are_tried_again(monkeypatch):
-    monkeypatch.setattr(runner, "RETRY_S", (0.01, 0.05))
+    monkeypatch.setattr(batching, "RETRY_S", (0.01, 0.05))
     async with serving(queue_wait_s=0.1) as (running, client):
         running.verifier.behaviour = silent
         batch = await begin(client, jsonl(request("a")))
@@ -339,7 +339,7 @@ async def test_people_go_first(monkeypatch):
         running.verifier.behaviour = silent
         batch = await begin(client, jsonl(*(request(f"r{index}") for index in range(8))))
         await eventually(lambda: bool(running.core.sequences.batched))
-        pace = running.server.gateway.batches._runner._pace
+        pace = running.server.gateway.batches._pace
         pace._room = lambda expecting: 3 if pace.quiet else 1
         await eventually(lambda: running.core.sequences.batched == 3 == len(running.verifier.sequences))
         running.verifier.behaviour = count_up
