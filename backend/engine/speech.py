@@ -42,6 +42,14 @@ from backend.wire.engine import (
 )
 
 _pack = msgspec.msgpack.encode
+_DECODERS: dict[bytes, msgspec.msgpack.Decoder[Any]] = {
+    ACCOUNTS: msgspec.msgpack.Decoder(list[Account]),
+    STATS: msgspec.msgpack.Decoder(VerifierStats),
+    WELCOME: msgspec.msgpack.Decoder(EngineWelcome),
+    REFUSED: msgspec.msgpack.Decoder(Refusal),
+    ROWS: msgspec.msgpack.Decoder(RowBatch),
+}
+"""By kind: messages of one frame."""
 
 
 class Taken(NamedTuple):
@@ -107,16 +115,8 @@ class EngineCodec:
             return self._decoder.decode(rest)
         if kind == TAKEN:
             return Taken(bytes(rest[0]).decode())
-        if kind == ACCOUNTS:
-            return msgspec.msgpack.decode(rest[0], type=list[Account])
-        if kind == STATS:
-            return msgspec.msgpack.decode(rest[0], type=VerifierStats)
-        if kind == WELCOME:
-            return msgspec.msgpack.decode(rest[0], type=EngineWelcome)
-        if kind == REFUSED:
-            return msgspec.msgpack.decode(rest[0], type=Refusal)
-        if kind == ROWS:
-            return msgspec.msgpack.decode(rest[0], type=RowBatch)
         if kind == PING:
             return None
-        raise UnknownKind(repr(kind))
+        if kind not in _DECODERS:
+            raise UnknownKind(repr(kind))
+        return _DECODERS[kind].decode(rest[0])
