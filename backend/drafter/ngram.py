@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 
 from backend.drafter.proposer import GREEDY, MAX_DRAFT, Ask, Drafted, Premise, Sampling, Usage
 from backend.speculation.lookup import Lookup
-from backend.wire.drafting import Outcome
+from backend.wire.drafting import Outcome, TargetTensor
 
 
 class NgramProposer:
@@ -15,6 +15,7 @@ class NgramProposer:
 
     kind = "ngram"
     hidden = 0
+    borrowed: frozenset[TargetTensor] = frozenset()
     batch_outcomes = 4096
 
     def __init__(self, vocab_size: int, max_position: int, shortest: int, longest: int, cache_tokens: int) -> None:

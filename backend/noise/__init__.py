@@ -69,11 +69,10 @@ def choose(
         from backend.noise import cuda
 
         return Choice(*cuda.choose(logits, seeds, positions, inverse_temperatures, scales, token_ids))
-    rows = len(logits)
-    columns, found = np.empty(rows, np.int64), np.empty((2, rows), np.float32)
-    given = _arrays(logits, seeds, positions, inverse_temperatures, scales, token_ids)
-    cpu.choose(*given, columns, found[0], found[1])
-    return Choice(torch.from_numpy(columns), *torch.from_numpy(found).unbind())
+    # Where V is 1, the CPU's kernel gives the second rank minus infinity.
+    columns, scores = rank(logits, seeds, positions, inverse_temperatures, scales, 2, token_ids)
+    best, second = scores.unbind(1)
+    return Choice(columns[:, 0], best, torch.where(best == float("-inf"), 0.0, best - second))
 
 
 def rank(
@@ -93,23 +92,16 @@ def rank(
         from backend.noise import cuda
 
         return cuda.rank(logits, seeds, positions, inverse_temperatures, scales, count, token_ids)
+    layout = _OWN_NUMBERS
+    if token_ids is not None:
+        ids = _int64(token_ids)
+        tiles = -(-len(ids) // cpu.TILE)
+        layout = np.empty((tiles, cpu.TILE), np.uint64), np.empty(tiles, np.int64), np.empty(len(ids), np.int64)
+        cpu.lay_out(ids, *layout)
+    given = _float32(logits), _int64(seeds), _int64(positions), _float32(inverse_temperatures), _float32(scales)
     columns, scores = np.empty((len(logits), count), np.int64), np.empty((len(logits), count), np.float32)
-    cpu.rank(*_arrays(logits, seeds, positions, inverse_temperatures, scales, token_ids), columns, scores)
+    cpu.rank(*given, *layout, columns, scores)
     return torch.from_numpy(columns), torch.from_numpy(scores)
-
-
-def _arrays(
-    logits: Tensor, seeds: Tensor, positions: Tensor, betas: Tensor, scales: Tensor, token_ids: Tensor | None
-) -> tuple[Any, Any, Any, Any, Any, Any, Any, Any]:
-    """The arguments of the CPU kernels."""
-    given = _float32(logits), _int64(seeds), _int64(positions), _float32(betas), _float32(scales)
-    if token_ids is None:
-        return *given, *_OWN_NUMBERS
-    ids = _int64(token_ids)
-    tiles = -(-len(ids) // cpu.TILE)
-    layout = np.empty((tiles, cpu.TILE), np.uint64), np.empty(tiles, np.int64), np.empty(len(ids), np.int64)
-    cpu.lay_out(ids, *layout)
-    return *given, *layout
 
 
 def _int64(tensor: Tensor) -> Any:

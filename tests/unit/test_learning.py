@@ -19,7 +19,7 @@ from backend.drafter.process import DrafterModel, DrafterProcess, build_proposer
 from backend.drafter.proposer import Ask, Until
 from backend.learning.lesson import acceptance_lengths, collate
 from backend.learning.ring import Replay, ReplayRing, ReplayWriter, is_held_out
-from backend.learning.rules import COMPARED, FEWEST, FEWEST_SEQUENCES, KEPT, Watch, is_worth_publishing
+from backend.learning.rules import COMPARED, FEWEST, FEWEST_SEQUENCES, KEPT, LEAST_GAIN, Watch, bound_of_gain
 from backend.learning.trainable import load_pupil, trained_tensors
 from backend.learning.trainer import PASSES, Job, Trainer, newest_version
 from backend.models.check import check, why_not_learning
@@ -152,13 +152,19 @@ def test_drafts_are_judged_by_their_first_token() -> None:
 # -- rules -------------------------------------------------------------------------------------------------------------
 
 
+def bound(present: list[float], candidate: list[float]) -> float:
+    found = bound_of_gain(present, candidate)
+    assert found is not None
+    return found
+
+
 def test_only_a_sure_gain_is_published() -> None:
     present = [2.0 + 0.1 * i for i in range(FEWEST)]
-    assert is_worth_publishing(present, [length * 1.1 for length in present])
-    assert not is_worth_publishing(present, [length * 1.01 for length in present])
-    assert not is_worth_publishing(present[1:], [length * 1.1 for length in present[1:]])
+    assert bound(present, [length * 1.1 for length in present]) > LEAST_GAIN
+    assert bound(present, [length * 1.01 for length in present]) < LEAST_GAIN
+    assert bound_of_gain(present[1:], [length * 1.1 for length in present[1:]]) is None
     # The same mean gain, of one lucky sequence.
-    assert not is_worth_publishing(present, [*present[:-1], present[-1] + 0.1 * sum(present)])
+    assert bound(present, [*present[:-1], present[-1] + 0.1 * sum(present)]) < LEAST_GAIN
 
 
 def live(watch: Watch, right: int, sequences: int) -> None:
