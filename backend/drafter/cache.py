@@ -162,20 +162,18 @@ class RowCache:
                 return False
         return True
 
-    def append(self, sequence: Sequence, position: int, rows: int) -> int:
-        """Counts `rows` rows from `position` on as committed.  Returns the place of the first in the cache.
+    def append(self, sequence: Sequence, position: int, rows: int) -> None:
+        """Counts `rows` rows from `position` on as committed.
 
         Raises `ValueError` if room was not reserved, or if `position` lies before the sequence's end.
         """
         if position < sequence.end or sequence.length + rows > sequence.room:
             raise ValueError("rows appended without truncation or room")
-        place = sequence.start + sequence.length
         if sequence.spans and sequence.end == position:
             sequence.spans[-1][1] += rows
         elif rows:
             sequence.spans.append([position, rows])
         sequence.length += rows
-        return place
 
     def adopt(self, sequence: Sequence) -> None:
         """Commits the rows made ahead for tokens that have come, without the last token's: drafting starts by computing it."""

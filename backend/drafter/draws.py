@@ -59,7 +59,7 @@ class Ends:
     """Decides token by token where each draft of a batch ends.  `limits`: tokens that each draft has room for."""
 
     def __init__(self, limits: Sequence[int], untils: Sequence[Until], samplings: Sequence[Sampling]) -> None:
-        self.kept = [max(min(limit, until.k), 0) for limit, until in zip(limits, untils, strict=True)]
+        self.kept = [max(limit, 0) for limit in limits]
         self._floors = [until.floor for until in untils]
         self._judges = [until.judge(sampling) for until, sampling in zip(untils, samplings, strict=True)]
         self._survivals = {

@@ -23,6 +23,11 @@ from backend.models.checkpoint import HeadWeights
 from backend.wire.drafting import Outcome
 
 
+def compute_dtype(stored: str, device: torch.device) -> torch.dtype:
+    """The head's own type; on a CPU float32, which is faster there and no less exact."""
+    return torch.float32 if device.type == "cpu" else TORCH_DTYPES.get(stored, torch.float32)
+
+
 class EagleProposer:
     """An EAGLE head behind the `Proposer` protocol."""
 
@@ -35,8 +40,7 @@ class EagleProposer:
         self.borrowed = weights.borrowed
         self.max_position = weights.max_position
         where = torch.device(device)
-        # The head's own type; on a CPU float32, which is faster there and no less exact.
-        dtype = torch.float32 if where.type == "cpu" else TORCH_DTYPES.get(config.dtype, torch.float32)
+        dtype = compute_dtype(config.dtype, where)
         self._cache = cache.RowCache(cache_tokens, lambda *move: self._head.move(*move))
         # A batch drafts on until its last row is done, so rows may go past their own end.
         positions = self.max_position + MAX_DRAFT

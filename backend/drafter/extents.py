@@ -26,8 +26,8 @@ class Extents:
             start += size
 
     def take(self, rows: int) -> tuple[int, int] | None:
-        """A stretch of at least `rows` rows as (first row, rows); None when none is free."""
-        wanted = 1 << ((max(rows, 1) - 1) // UNIT).bit_length()
+        """A stretch of at least `rows` rows, one or more, as (first row, rows); None when none is free."""
+        wanted = 1 << ((rows - 1) // UNIT).bit_length()
         size = min((s for s, free in self._free.items() if s >= wanted and free), default=None)
         if size is None:
             return None

@@ -69,14 +69,7 @@ class _Layer:
 class Head:
     """The network and its cache of `capacity` rows, `[layers, capacity, 2 * kv_heads * head_dim]`."""
 
-    def __init__(
-        self,
-        weights: HeadWeights,
-        device: torch.device,
-        dtype: torch.dtype,
-        capacity: int,
-        positions: int,
-    ) -> None:
+    def __init__(self, weights: HeadWeights, device: torch.device, dtype: torch.dtype, capacity: int, positions: int) -> None:
         config = weights.config
         self.config = config
         self.device, self.dtype = device, dtype

@@ -6,8 +6,9 @@ A head without embeddings or output matrix of its own uses the target's (only th
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -149,18 +150,8 @@ class FcProjection:
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> FcProjection:
         """A copy on `device`, of type `dtype`."""
-
-        def moved(tensor: Tensor) -> Tensor:
-            return tensor.to(device=device, dtype=dtype)
-
-        return FcProjection(
-            moved(self.weight),
-            None if self.bias is None else moved(self.bias),
-            None if self.input_norm is None else moved(self.input_norm),
-            tuple(moved(norm) for norm in self.feature_norms),
-            self.eps,
-            self.aux_layers,
-        )
+        moved: dict[str, Any] = {name: part.to(device, dtype) for name, part in vars(self).items() if isinstance(part, Tensor)}
+        return replace(self, feature_norms=tuple(norm.to(device, dtype) for norm in self.feature_norms), **moved)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Projects raw features `[rows, n * target_hidden]` to those that the head's layer takes, `[rows, hidden]`."""

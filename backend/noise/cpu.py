@@ -180,22 +180,12 @@ def fill_bounds(logits: Any, beta: Any, scale: Any, words: Any, bounds: Any, lea
 
 
 @_compiled
-def rank(
-    logits: Any,
-    seeds: Any,
-    positions: Any,
-    betas: Any,
-    scales: Any,
-    all_counters: Any,
-    counts: Any,
-    slots: Any,
-    columns: Any,
-    scores: Any,
-) -> None:
+def rank(logits: Any, seeds: Any, positions: Any, betas: Any, scales: Any, layout: Any, columns: Any, scores: Any) -> None:
     """Writes each row's F largest scores, in descending order, and their columns, `[R, F]`; ranks beyond V get minus infinity.
 
-    `all_counters`, `counts` and `slots` come from `lay_out`; if `slots` is empty, a column's number is its token id.
+    `layout` has `counters`, `counts` and `slots` of `lay_out`; if `slots` is empty, a column's number is its token id.
     """
+    all_counters, counts, slots = layout
     size, worst = logits.shape[1], columns.shape[1] - 1
     tiles = (size + TILE - 1) // TILE
     words = np.empty(4 * TILE, np.uint32)

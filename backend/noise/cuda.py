@@ -73,18 +73,7 @@ def scores_kernel(logits, seeds, positions, betas, scales, ids, found, size, HAS
 
 @triton.jit
 def choose_kernel(
-    logits,
-    seeds,
-    positions,
-    betas,
-    scales,
-    ids,
-    best,
-    second,
-    chosen,
-    size,
-    HAS_IDS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    logits, seeds, positions, betas, scales, ids, best, second, chosen, size, HAS_IDS: tl.constexpr, BLOCK: tl.constexpr
 ):
     row, block = tl.program_id(0), tl.program_id(1)
     columns = block * BLOCK + tl.arange(0, BLOCK)

@@ -47,7 +47,8 @@ class CacheMachine(RuleBasedStateMachine):
         if not self.cache.reserve(sequence, count + scratch, {sequence}):
             assert sequence.length == 0
             return
-        place = self.cache.append(sequence, start, count)
+        place = sequence.start + sequence.length
+        self.cache.append(sequence, start, count)
         for i in range(count):
             self.rows[place + i] = tuple(sequence.tokens[: start + i + 2])
         for i in range(scratch):

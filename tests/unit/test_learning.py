@@ -22,12 +22,13 @@ from backend.learning.ring import Replay, ReplayRing, ReplayWriter, is_held_out
 from backend.learning.rules import COMPARED, FEWEST, FEWEST_SEQUENCES, KEPT, LEAST_GAIN, Watch, bound_of_gain
 from backend.learning.trainable import load_pupil, trained_tensors
 from backend.learning.trainer import PASSES, Job, Trainer, newest_version
-from backend.models.check import check, why_not_learning
+from backend.models.check import why_not_learning
 from backend.models.demo import DRAFTER_DIR, TARGET_DIR
 from backend.models.head_config import CheckpointError, load_config
 from backend.models.initial_head import feature_layers, write_initial_head
 from backend.models.resolve import ModelError, resolve
 from backend.wire.drafting import Commit, Open, Outcome
+from tests.support.drafter_heads import check
 
 WIDTH = 6
 DEVICE = torch.device("cpu")
