@@ -56,7 +56,7 @@ class Draws:
 
 
 class Ends:
-    """Decides token by token where each draft of a batch ends.  `limits`: tokens that each draft has room for."""
+    """Decides token by token where each draft of a batch ends.  `limits`: the most tokens of each draft."""
 
     def __init__(self, limits: Sequence[int], untils: Sequence[Until], samplings: Sequence[Sampling]) -> None:
         self.kept = [max(limit, 0) for limit in limits]

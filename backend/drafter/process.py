@@ -6,9 +6,8 @@ The owner of the process (the Ray actor, or a test) calls `start`, `stop` and `s
 from __future__ import annotations
 
 import logging
-import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -60,13 +59,6 @@ class DrafterModel:
     fleet_head: str | None = None
     learning_dir: str | None = None
     newer: Mapping[str, Tensor] = field(default_factory=dict)
-
-
-def pin_cores(cores: Sequence[int]) -> None:
-    """Keeps this thread, and threads it starts, on the given cores, with one compute thread per core.  No cores: no change."""
-    if cores:
-        os.sched_setaffinity(0, cores)
-        torch.set_num_threads(len(cores))
 
 
 def build_proposer(model: DrafterModel, settings: DraftingSettings) -> Proposer:

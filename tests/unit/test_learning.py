@@ -17,6 +17,7 @@ from backend.drafter.learner import Learner
 from backend.drafter.lessons import CONTEXT, Lessons
 from backend.drafter.process import DrafterModel, DrafterProcess, build_proposer
 from backend.drafter.proposer import Ask, Until
+from backend.learning import ring as ring_module
 from backend.learning.lesson import acceptance_lengths, collate
 from backend.learning.ring import Replay, ReplayRing, ReplayWriter, is_held_out
 from backend.learning.rules import COMPARED, FEWEST, FEWEST_SEQUENCES, KEPT, LEAST_GAIN, Watch, bound_of_gain
@@ -69,6 +70,19 @@ def test_a_killed_writer_leaves_nothing_that_a_reader_takes_for_a_sequence(tmp_p
     assert ring.read(3) is None
     assert ReplayRing(tmp_path, 1 << 20).open_for_writing() == 4
     assert not list(tmp_path.glob("*.part"))
+
+
+def test_a_writer_ends_although_the_file_system_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ring_module, "PATIENCE_S", 0.05)
+    ring, released = ReplayRing(tmp_path, 1 << 20), threading.Event()
+    monkeypatch.setattr(ring, "write", lambda number, replay: released.wait())
+    writer = ReplayWriter(ring)
+    try:
+        while not writer.dropped:
+            writer.put(replay())
+        writer.stop()
+    finally:
+        released.set()
 
 
 # -- what is recorded --------------------------------------------------------------------------------------------------
