@@ -28,7 +28,6 @@ from backend.drafter.spans import DraftSpans
 from backend.fleet import DrafterStats
 from backend.models.checkpoint import drafter_config, load_drafter
 from backend.models.head_config import DRAFT_MODEL, CheckpointError, read_config, same_features, text_config
-from backend.speculation.lookup import LONGEST, SHORTEST
 from backend.tracing import Tracing
 from backend.transport.hub import Hub
 from backend.transport.sockets import ServerKeys, Wire, unlink_ipc_on_exit
@@ -69,7 +68,7 @@ def build_proposer(model: DrafterModel, settings: DraftingSettings) -> Proposer:
             vocab, longest = int(target["vocab_size"]), int(target["max_position_embeddings"])
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"{model.target_dir}/config.json: {type(error).__name__}: {error}") from error
-        return NgramProposer(vocab, longest, SHORTEST, LONGEST, settings.cache_tokens)
+        return NgramProposer(vocab, longest, settings.cache_tokens)
     weights = load_drafter(model.head_dir, model.target_dir, model.learning_dir is not None, model.newer)
     kind = ModelProposer if weights.config.kind == DRAFT_MODEL else EagleProposer
     return kind(weights, settings.cache_tokens, _device(settings))

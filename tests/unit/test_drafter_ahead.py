@@ -284,7 +284,7 @@ def test_wishes_come_from_their_own_socket(service: DrafterService) -> None:
 
 
 def test_prompt_lookup_looks_ahead() -> None:
-    verifier = AheadVerifier(DrafterService("drafter-0", NgramProposer(61, 64, 2, 4, 1000), 60.0))
+    verifier = AheadVerifier(DrafterService("drafter-0", NgramProposer(61, 64, 1000), 60.0))
     verifier.service.handle(verifier.features, [encode(Round(1, "float32", 0, [Open("a", 8, [1, 2, 3, 4, 5, 6, 1, 2], 0)]))])
     messages = verifier.next(NextItem("a", 8, 2, [], 8))
     assert drafts_of(messages) == [Draft("a", 8, [3, 4])]

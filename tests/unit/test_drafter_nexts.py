@@ -29,7 +29,7 @@ junk = st.recursive(
     )
 )
 def test_garbage_costs_nothing(value: object) -> None:
-    verifier = AheadVerifier(DrafterService("drafter-0", NgramProposer(61, 64, 2, 4, 100), 60.0))
+    verifier = AheadVerifier(DrafterService("drafter-0", NgramProposer(61, 64, 100), 60.0))
     replies = handle(verifier.service, verifier.drafts, [msgspec.msgpack.encode(value)])
     assert len(replies) <= 1
     handle(verifier.service, verifier.features, [encode(Round(1, "float32", 0, [Open("z", 4, [1, 2, 1, 2], 0)]))])

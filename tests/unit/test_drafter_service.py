@@ -309,7 +309,7 @@ def test_bad_frames_are_refused(service: DrafterService) -> None:
     ).map(lambda value: [msgspec.msgpack.encode(value), b"1234"])
 )
 def test_garbage_is_refused(tmp_path_factory: pytest.TempPathFactory, frames: list[bytes]) -> None:
-    service = DrafterService("drafter-0", NgramProposer(61, 64, 2, 4, 100), 60.0)
+    service = DrafterService("drafter-0", NgramProposer(61, 64, 100), 60.0)
     verifier = Verifier(service, "v")
     before = service.stats(0.0).rejected
     replies = handle(service, verifier.features, frames)
@@ -331,7 +331,7 @@ def test_beyond_the_last_position_drafts_are_empty(tmp_path: Path) -> None:
 
 
 def test_prompt_lookup_behind_the_same_protocol() -> None:
-    service = DrafterService("drafter-0", NgramProposer(61, 64, 2, 4, 1000), 60.0)
+    service = DrafterService("drafter-0", NgramProposer(61, 64, 1000), 60.0)
     verifier = Verifier(service, "v")
     opened = Open("a", 6, [1, 2, 3, 4, 1, 2], 0)
     assert handle(service, verifier.features, [encode(Round(1, "float32", 0, [opened])), b""]) == []
