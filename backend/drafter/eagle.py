@@ -31,8 +31,6 @@ def compute_dtype(stored: str, device: torch.device) -> torch.dtype:
 class EagleProposer:
     """An EAGLE head behind the `Proposer` protocol."""
 
-    batch_outcomes = 2048
-
     def __init__(self, weights: HeadWeights, cache_tokens: int, device: str = "cpu") -> None:
         config = weights.config
         self.kind: str = config.kind

@@ -16,7 +16,6 @@ class NgramProposer:
     kind = "ngram"
     hidden = 0
     borrowed: frozenset[TargetTensor] = frozenset()
-    batch_outcomes = 4096
 
     def __init__(self, vocab_size: int, max_position: int, cache_tokens: int) -> None:
         self.vocab_size = vocab_size

@@ -117,8 +117,6 @@ class Proposer(Protocol):
     max_position: int
     borrowed: frozenset[TargetTensor]
     """The target's tensors that it drafts with."""
-    batch_outcomes: int
-    """Most outcomes to enumerate in one batch.  A larger batch makes requests wait longer for fresh drafts."""
 
     def open(self, key: Hashable, tokens: list[int], rows: int, now: float, sampling: Sampling = GREEDY) -> None:
         """Starts a request, or starts it again, with all its tokens.  Features of the last `rows` positions will follow."""

@@ -53,6 +53,8 @@ Reply = tuple[bytes, bytes]
 """The peer's identity and the message for it."""
 
 MAX_BATCH_ROUNDS = 64
+MAX_BATCH_OUTCOMES = 2048
+"""A larger batch would make requests wait longer for fresh drafts."""
 
 
 class DrafterService:
@@ -275,7 +277,7 @@ class DrafterService:
 
     def _imagine(self, started: float) -> list[Reply]:
         """Drafts ahead: enumerates outcomes of verifications that are running."""
-        batch = self._nexts.take_waiting(self.proposer.batch_outcomes)
+        batch = self._nexts.take_waiting(MAX_BATCH_OUTCOMES)
         premises = [Premise(w.key, w.item.base_len, w.until, w.item.verifying, w.item.outcomes) for w in batch]
         found = self.proposer.draft_outcomes(premises)
         spent_s = self._clock() - started

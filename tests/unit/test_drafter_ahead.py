@@ -182,10 +182,10 @@ def test_wishes_nobody_comes_for_are_forgotten(service: DrafterService, clock: C
     assert verifier.round(opening()) == []
 
 
-def test_outcomes_are_enumerated_in_bounded_batches(service: DrafterService, proposer: EagleProposer) -> None:
+def test_outcomes_are_enumerated_in_bounded_batches(monkeypatch: pytest.MonkeyPatch, service: DrafterService) -> None:
     verifier = AheadVerifier(service)
     verifier.round(*(opening(name, [7, 8, index]) for index, name in enumerate("abcd")))
-    proposer.batch_outcomes = 16
+    monkeypatch.setattr("backend.drafter.service.MAX_BATCH_OUTCOMES", 16)
     verifier.receive_next(*(NextItem(name, 3, 2, [1], 8) for name in "abcd"))
     assert [[b.request_id for b in blocks_of([m])] for m in verifier.work()] == [["a", "b"], ["c", "d"]]
 
