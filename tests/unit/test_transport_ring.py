@@ -170,14 +170,14 @@ def test_rounds_through_the_ring_are_drafted_for_alike(tmp_path: Path) -> None:
     writer = RingWriter(4096)
     assert greet(ringed, writer.ref).ring
     at = writer.write(rows)
-    assert plain.handle(b"f", [encode(Round(1, "float32", HEAD.hidden, [opening])), rows]) == []
-    assert ringed.handle(b"f", [encode(Round(1, "float32", HEAD.hidden, [opening], at)), b""]) == []
+    assert handle(plain, b"f", [encode(Round(1, "float32", HEAD.hidden, [opening])), rows]) == []
+    assert handle(ringed, b"f", [encode(Round(1, "float32", HEAD.hidden, [opening], at)), b""]) == []
     answers = [decode_to_verifier(payload) for service in (plain, ringed) for _, payload in handle(service, b"d", [wish])]
     expected, got = (answer.items for answer in answers if isinstance(answer, Drafts))
     assert expected == got
     assert len(got[0].tokens) == 4
     for bad in (Round(1, "float32", HEAD.hidden, [opening], 4000), Round(1, "float32", HEAD.hidden, [opening], -3)):
-        ((listener, refused),) = ringed.handle(b"f", [encode(bad), b""])
+        ((listener, refused),) = handle(ringed, b"f", [encode(bad), b""])
         assert listener == b"d"
         assert isinstance(decode_to_verifier(refused), Refused)
     writer.close()
