@@ -10,8 +10,10 @@ import logging
 import os
 from typing import ClassVar
 
+import torch
+
 from backend.config import Settings
-from backend.drafter.process import DrafterModel, DrafterProcess, pin_cores
+from backend.drafter.process import DrafterModel, DrafterProcess
 from backend.fleet import Member, MemberKind
 from backend.member.actor import MemberActor, MemberProcess
 from backend.models.head_config import CheckpointError
@@ -48,7 +50,8 @@ class DrafterActor(MemberActor):
         fleet_keys: ServerKeys | None,
         server_keys: ServerKeys | None,
     ) -> MemberProcess:
-        pin_cores(member.cores)
+        if member.cores:
+            torch.set_num_threads(len(member.cores))
         fleet_head = paths.drafter_dir if paths.drafter_kind == "eagle" else None
         return DrafterProcess(
             member.id,

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from backend.drafter.eagle import EagleProposer
+from backend.models.check import find_misfits
 from backend.models.checkpoint import load_drafter
 
 Tensors = dict[str, Tensor]
@@ -187,6 +188,12 @@ def make_proposer(
         proposer = EagleProposer(weights, cache_tokens)
     proposer._head.gather = gather
     return proposer
+
+
+def check(head_dir: str, target_dir: str) -> list[str]:
+    """All misfits, errors first; warnings start with `warning: `.  Empty: the head fits."""
+    found = find_misfits(head_dir, target_dir)
+    return found.errors + [f"warning: {line}" for line in found.warnings]
 
 
 class Reference:

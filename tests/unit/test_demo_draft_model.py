@@ -13,9 +13,9 @@ from backend.drafter.process import DrafterModel, build_proposer
 from backend.lab.demo import draft_model
 from backend.lab.demo.checkpoints import load_target
 from backend.lab.demo.options import DemoOptions, DraftModelOptions
-from backend.models.check import check
 from backend.models.demo import DRAFT_MODEL_DIR, TARGET_DIR
 from backend.rollout.corpus import Corpus, Document
+from tests.support.drafter_heads import check
 
 
 def test_it_learns_and_drafts(tmp_path: Path, monkeypatch) -> None:

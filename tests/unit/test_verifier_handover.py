@@ -34,6 +34,7 @@ from backend.wire.drafting import (
     decode_to_verifier,
     encode,
 )
+from tests.support.ahead_verifier import handle
 from tests.support.drafter_heads import TinyHead, make_proposer
 from tests.support.properties import examples
 
@@ -59,11 +60,11 @@ class Line:
         if self.is_full:
             return False
         message = decode_to_drafter(frames[0])
-        replies = self.service.handle(self.name, frames)
+        replies = handle(self.service, self.name, frames)
         if isinstance(message, Hello):
             self.drafts.clear()
             listener = Hello(PROTOCOL_VERSION, message.verifier_id, "drafts", message.epoch)
-            self.service.handle(b"v/drafts", (encode(listener),))
+            handle(self.service, b"v/drafts", (encode(listener),))
         else:
             assert isinstance(message, Round)
             assert not replies
@@ -73,7 +74,7 @@ class Line:
 
     def ask(self, lengths: dict[str, int], epoch: int) -> None:
         wishes = [NextItem(request_id, length, K, [], 0) for request_id, length in lengths.items()]
-        for _, payload in self.service.handle(b"v/drafts", (encode(Next(epoch, wishes)),)):
+        for _, payload in handle(self.service, b"v/drafts", (encode(Next(epoch, wishes)),)):
             answer = decode_to_verifier(payload)
             assert isinstance(answer, Drafts), answer
             self.drafts |= {draft.request_id: draft.tokens for draft in answer.items}
