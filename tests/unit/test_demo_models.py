@@ -17,9 +17,8 @@ pytest.importorskip("safetensors")
 import torch
 
 from backend.lab.demo.checkpoints import load_target, save_drafter, save_target
-from backend.lab.demo.drafter import train_drafter
-from backend.lab.demo.drafter_model import chain, new_drafter
-from backend.lab.demo.evaluate import accept, matching_prefix, sample
+from backend.lab.demo.drafter import new_drafter, train_drafter
+from backend.lab.demo.evaluate import accept, sample
 from backend.lab.demo.generate import generate
 from backend.lab.demo.model import Target
 from backend.lab.demo.options import DemoOptions, DrafterOptions, TargetOptions
@@ -28,7 +27,7 @@ from backend.lab.demo.training import Progress, Windows, rate_factor
 from backend.learning.head import Drafter
 from backend.learning.layers import Shape
 from backend.models.demo import DRAFTER_DIR, TARGET_DIR
-from backend.models.writing import replacing
+from backend.models.writing import DRAFT_LENGTH, replacing
 from tests.support.demo_checkpoints import load_drafter
 
 TINY = Shape(
@@ -95,17 +94,26 @@ def test_unrolled_training_forward_equals_decoding(pair: tuple[Target, Drafter])
 
 
 @torch.no_grad()
-def test_a_draft_leaves_the_cache_at_the_known_rows(pair: tuple[Target, Drafter]) -> None:
+def test_acceptance_is_that_of_speculative_decoding_token_by_token(pair: tuple[Target, Drafter]) -> None:
     target, drafter = pair
-    tokens = torch.randint(0, 97, (1, 12))
-    _, features = target(tokens, feature_layers=drafter.shape.feature_layers)
-    assert features is not None
-    mapped = drafter.fc(features)
-    whole = chain(drafter, tokens[:, 1:], mapped[:, :-1], drafter.cache(1, 32), 4)
-    cache = drafter.cache(1, 32)
-    chain(drafter, tokens[:, 1:6], mapped[:, :5], cache, 4)
-    assert cache.length == 5
-    assert torch.equal(chain(drafter, tokens[:, 6:], mapped[:, 5:-1], cache, 4), whole)
+    prompt, new_tokens = torch.randint(0, 97, (7,)).tolist(), 40
+    # Look at the target's output matrix, so that some drafts are right.
+    drafter.lm_head.weight.copy_(target.model.embed_tokens.weight)
+    text, drafts, accepted = [*prompt, *sample(target, torch.tensor(prompt), 1)], 0, 0
+    while len(text) < len(prompt) + new_tokens:
+        _, features = target(torch.tensor([text[:-1]]), feature_layers=drafter.shape.feature_layers)
+        cache = drafter.cache(1, 100)
+        output = drafter.step(torch.tensor([text[1:]]), drafter.fc(features), cache)[:, -1:]
+        draft = [int(drafter.logits(output).argmax())]
+        while len(draft) < DRAFT_LENGTH:
+            output = drafter.step(torch.tensor([draft[-1:]]), output, cache)
+            draft.append(int(drafter.logits(output).argmax()))
+        chosen = sample(target, torch.tensor(text), DRAFT_LENGTH + 1)
+        kept = next((i for i, token in enumerate(draft) if token != chosen[i]), DRAFT_LENGTH)
+        text, drafts, accepted = text + chosen[: kept + 1], drafts + 1, accepted + kept
+    found = accept(target, drafter, prompt, new_tokens)
+    assert (found.drafts, sum(found.accepted_by_position)) == (drafts, accepted)
+    assert 0 < accepted < DRAFT_LENGTH * drafts
 
 
 def test_target_equals_transformers_on_its_own_files(pair: tuple[Target, Drafter], tmp_path: Path) -> None:
@@ -190,12 +198,6 @@ def test_drafter_learns_its_target(tmp_path: Path) -> None:
     drafter, progress = train_drafter(replace(options, drafter=replace(options.drafter, steps=30)), target, stream)
     assert progress.step == 30
     assert accept(target, drafter.eval(), prompt, 30).length > before + 0.5
-
-
-def test_matching_prefix() -> None:
-    assert matching_prefix([1, 2, 3], [1, 2, 3, 4]) == 3
-    assert matching_prefix([1, 9, 3], [1, 2, 3, 4]) == 1
-    assert matching_prefix([9, 2, 3], [1, 2, 3, 4]) == 0
 
 
 def test_a_failed_write_leaves_the_old_directory(tmp_path: Path) -> None:

@@ -41,10 +41,10 @@ class Bench:
     split: CoreSplit
     directory: Path
     """For sockets and logs; its path must be short, because a socket's path has at most 107 bytes."""
-    gpus: int
-    longest: int
+    gpus: int = 0
+    longest: int = 0
     """Largest number of tokens of a request, prompt included."""
-    most: int
+    most: int = 0
     """Largest number of requests in flight."""
     pace: Pace | None = None
 
@@ -52,12 +52,8 @@ class Bench:
 class Processes:
     """Verifiers and drafters of one target.  Use as a context: leaving ends every process."""
 
-    def __init__(
-        self, models: ResolvedModels, split: CoreSplit, directory: Path, gpus: int = 0, pace: Pace | None = None
-    ) -> None:
-        """`directory` is for sockets and logs; its path must be short, because a socket's path has at most 107 bytes."""
-        self.models = models
-        self._split, self._directory, self._gpus, self._pace = split, directory, gpus, pace
+    def __init__(self, bench: Bench) -> None:
+        self.bench = bench
         self._children: list[Child] = []
         self._clients: list[EngineClient] = []
 
@@ -74,9 +70,9 @@ class Processes:
 
     def verifier(self, name: str, settings: Mapping[str, Any], cores: Sequence[int] | None = None) -> Child:
         """Starts a verifier, by default on the verifier's cores, and does not wait.  `settings` override the defaults here."""
-        cores = cores or self._split.verifier
+        cores = cores or self.bench.split.verifier
         own = {"cores": len(cores)} | settings["verifier"]
-        job = {"role": "verifier", "name": name, "cores": cores, "paths": msgspec.to_builtins(self.models)}
+        job = {"role": "verifier", "name": name, "cores": cores, "paths": msgspec.to_builtins(self.bench.models)}
         return self._child(job | {"settings": {**settings, "verifier": own}}, 0)
 
     def client(self, verifier: Child) -> EngineClient:
@@ -90,22 +86,22 @@ class Processes:
         job = {
             "role": "drafter",
             "name": name,
-            "cores": self._split.drafter,
-            "target_dir": self.models.target_dir,
+            "cores": self.bench.split.drafter,
+            "target_dir": self.bench.models.target_dir,
             "head_dir": head_dir,
-            "learning_dir": self.models.learning_dir,
-            "settings": {"cores": len(self._split.drafter)},
+            "learning_dir": self.bench.models.learning_dir,
+            "settings": {"cores": len(self.bench.split.drafter)},
         }
-        child = self._child(job, self._gpus - 1)
+        child = self._child(job, self.bench.gpus - 1)
         return child, DrafterRef(name, "bench", child.wait_ready(), "", 1)
 
     def _child(self, job: dict[str, Any], gpu: int) -> Child:
         job |= {
-            "environment": ENVIRONMENT | ({"CUDA_VISIBLE_DEVICES": str(gpu)} if self._gpus else {}),
-            "pace": msgspec.to_builtins(self._pace),
-            "address": f"ipc://{self._directory}/{len(self._children)}-{os.urandom(2).hex()}",
+            "environment": ENVIRONMENT | ({"CUDA_VISIBLE_DEVICES": str(gpu)} if self.bench.gpus else {}),
+            "pace": msgspec.to_builtins(self.bench.pace),
+            "address": f"ipc://{self.bench.directory}/{len(self._children)}-{os.urandom(2).hex()}",
         }
-        child = Child(job, self._directory / f"{job['name']}.log")
+        child = Child(job, self.bench.directory / f"{job['name']}.log")
         self._children.append(child)
         return child
 
@@ -139,37 +135,34 @@ def measure_load(
     return Speed(load.tokens_per_s, 1 + grown.accepted_tokens / grown.drafts if grown.drafts else 1.0, grown.drafts)
 
 
+@dataclass
 class _Verifier:
     """One configuration's verifier, a client of it, and its last reading."""
 
-    def __init__(self, child: Child, client: EngineClient) -> None:
-        self.child, self.client = child, client
-        self.last: Snapshot | None = None
+    child: Child
+    client: EngineClient
+    last: Snapshot | None = None
 
 
-class TargetFleet:
+class TargetFleet(Processes):
     """All processes that measure one target.  Use as a context: entering starts them, leaving ends them."""
 
     def __init__(self, bench: Bench, configurations: Sequence[Configuration], say: Say) -> None:
-        self._bench = bench
+        super().__init__(bench)
         self._configurations = list(configurations)
         self._say = say
-        self._processes = Processes(bench.models, bench.split, bench.directory, bench.gpus, bench.pace)
         self._verifiers: dict[Configuration, _Verifier] = {}
         self._drafter: Child | None = None
         self._drafter_last: DrafterStats | None = None
         self._passes_last: Paced | None = None
 
-    def __enter__(self) -> TargetFleet:
+    def __enter__(self) -> Self:
         try:
             self._start()
         except BaseException:
-            self._processes.close()
+            self.close()
             raise
         return self
-
-    def __exit__(self, *_: object) -> None:
-        self._processes.close()
 
     def warm_up(
         self,
@@ -216,7 +209,7 @@ class TargetFleet:
         stats = client.fresh_stats()
         if drafter is not None:
             self._drafter_last = msgspec.convert(drafter.answer(), DrafterStats)
-        if self._bench.pace is None:
+        if self.bench.pace is None:
             return Snapshot(stats, client.stats_at, self._drafter_last)
         steps = msgspec.convert(self._verifiers[configuration].child.ask(PACED), Paced)
         if drafter is not None:
@@ -227,20 +220,20 @@ class TargetFleet:
         remote = [c for c in self._configurations if c.is_remote]
         refs: list[DrafterRef] = []
         if remote:
-            self._drafter, ref = self._processes.drafter(DRAFTER_ID, self._bench.models.drafter_dir)
+            self._drafter, ref = self.drafter(DRAFTER_ID, self.bench.models.drafter_dir)
             refs.append(ref)
         for at in range(0, len(self._configurations), LOADING_AT_ONCE):
             batch = self._configurations[at : at + LOADING_AT_ONCE]
             self._say(f"loading {', '.join(c.name for c in batch)}")
             loading = [(each, self._load(each)) for each in batch]
             for configuration, child in loading:
-                self._verifiers[configuration] = _Verifier(child, self._processes.client(child))
+                self._verifiers[configuration] = _Verifier(child, self.client(child))
         for configuration in remote:
             assign(self._verifiers[configuration].child, refs)
 
     def _load(self, configuration: Configuration) -> Child:
-        settings = verifier_settings(self._bench, configuration, len(self._configurations))
-        return self._processes.verifier(configuration.name, settings, configuration.cores)
+        settings = verifier_settings(self.bench, configuration, len(self._configurations))
+        return self.verifier(configuration.name, settings, configuration.cores)
 
 
 def verifier_settings(bench: Bench, configuration: Configuration, verifiers: int) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from backend.lab.demo.checkpoints import save_drafter, save_target
 from backend.lab.demo.drafter import train_drafter
-from backend.lab.demo.evaluate import Scores, acceptance_plan, evaluate, sample
+from backend.lab.demo.evaluate import ACCEPTANCE_PLAN, Scores, evaluate, sample
 from backend.lab.demo.model import Target
 from backend.lab.demo.options import DemoOptions
 from backend.lab.demo.target import train_target
@@ -116,7 +116,7 @@ def record(options: DemoOptions, data: Data, scores: Scores, target: Progress, d
             "acceptance_rate_by_position": [
                 round(count / max(1, scores.acceptance.drafts), 4) for count in scores.acceptance.accepted_by_position
             ],
-            "acceptance_setting": f"greedy, drafts of {DRAFT_LENGTH}, {acceptance_plan()}",
+            "acceptance_setting": f"greedy, drafts of {DRAFT_LENGTH}, {ACCEPTANCE_PLAN}",
         },
     }
 
