@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 
-from loadtest.slo import DISTRIBUTIONS, PERCENTILES
+from loadtest.slo import DISTRIBUTIONS, PERCENTILES, figure
 from loadtest.timing import Answer
 
 Figures = dict[str, float | None]
@@ -60,9 +60,7 @@ def summarize(answers: Sequence[Answer]) -> Figures:
         "tgs_drift": drift(answers),
     }
     for name, values in samples(answers).items():
-        unit = DISTRIBUTIONS[name]
-        for percent in PERCENTILES:
-            figures[f"{name}_p{percent}{'_' + unit if unit else ''}"] = percentile(values, percent)
+        figures |= {figure(name, percent): percentile(values, percent) for percent in PERCENTILES}
     return figures
 
 
