@@ -29,9 +29,7 @@ LOGGER = logging.getLogger(__name__)
 
 def resolve_device(name: str) -> torch.device:
     """The device of this name; `auto` is CUDA if available, else the CPU."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(name)
+    return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
 
 
 def rate_factor(fraction: float) -> float:
