@@ -135,15 +135,6 @@ def measure_load(
     return Speed(load.tokens_per_s, 1 + grown.accepted_tokens / grown.drafts if grown.drafts else 1.0, grown.drafts)
 
 
-@dataclass
-class _Verifier:
-    """One configuration's verifier, a client of it, and its last reading."""
-
-    child: Child
-    client: EngineClient
-    last: Snapshot | None = None
-
-
 class TargetFleet(Processes):
     """All processes that measure one target.  Use as a context: entering starts them, leaving ends them."""
 
@@ -151,10 +142,8 @@ class TargetFleet(Processes):
         super().__init__(bench)
         self._configurations = list(configurations)
         self._say = say
-        self._verifiers: dict[Configuration, _Verifier] = {}
+        self._verifiers: dict[Configuration, tuple[Child, EngineClient]] = {}
         self._drafter: Child | None = None
-        self._drafter_last: DrafterStats | None = None
-        self._passes_last: Paced | None = None
 
     def __enter__(self) -> Self:
         try:
@@ -173,15 +162,13 @@ class TargetFleet(Processes):
         loads: int,
         temperatures: Sequence[float] = (0.0,),
     ) -> None:
-        """Runs every kind of load that will be measured `loads` times, and takes the first reading."""
-        verifier = self._verifiers[configuration]
-        before = verifier.client.fresh_stats()
+        """Runs every kind of load that will be measured `loads` times."""
+        _, client = self._verifiers[configuration]
+        before = client.fresh_stats()
         for concurrency, temperature in product(concurrencies, temperatures):
             for _ in range(loads):
-                run_load(verifier.client, prompts[:concurrency], tokens, temperature, concurrency)
-        verifier.last = self._read(configuration)
-        drafts = drafting_between(before, verifier.last.verifier).drafts
-        if configuration.mode != "off" and not drafts:
+                run_load(client, prompts[:concurrency], tokens, temperature, concurrency)
+        if configuration.mode != "off" and not drafting_between(before, client.fresh_stats()).drafts:
             self._say(f"warning: {configuration.label} drafted nothing while warming up")
 
     def measure(
@@ -193,28 +180,20 @@ class TargetFleet(Processes):
         concurrencies: Sequence[int],
     ) -> tuple[Load, Snapshot, Snapshot]:
         """Runs closed loops one after the other; returns the load and the counters before and after it."""
-        verifier = self._verifiers[configuration]
-        assert verifier.last is not None, "it was warmed up"
-        # The verifier has been idle since its last reading; the drafter was last read at the end of the previous measurement.
-        before = replace(verifier.last, drafter=self._drafter_last, passes=self._passes_last)
-        load = run_phases(verifier.client, prompts, tokens, temperature, concurrencies)
-        verifier.last = self._read(configuration)
-        return load, before, verifier.last
+        before = self._read(configuration)
+        load = run_phases(self._verifiers[configuration][1], prompts, tokens, temperature, concurrencies)
+        return load, before, self._read(configuration)
 
     def _read(self, configuration: Configuration) -> Snapshot:
+        verifier, client = self._verifiers[configuration]
         drafter = self._drafter if configuration.is_remote else None
-        if drafter is not None:
-            drafter.send("stats")
-        client = self._verifiers[configuration].client
-        stats = client.fresh_stats()
-        if drafter is not None:
-            self._drafter_last = msgspec.convert(drafter.answer(), DrafterStats)
+        snapshot = Snapshot(
+            client.fresh_stats(), client.stats_at, msgspec.convert(drafter.ask("stats"), DrafterStats) if drafter else None
+        )
         if self.bench.pace is None:
-            return Snapshot(stats, client.stats_at, self._drafter_last)
-        steps = msgspec.convert(self._verifiers[configuration].child.ask(PACED), Paced)
-        if drafter is not None:
-            self._passes_last = msgspec.convert(drafter.ask(PACED), Paced)
-        return Snapshot(stats, client.stats_at, self._drafter_last, steps, self._passes_last)
+            return snapshot
+        steps = msgspec.convert(verifier.ask(PACED), Paced)
+        return replace(snapshot, steps=steps, passes=msgspec.convert(drafter.ask(PACED), Paced) if drafter else None)
 
     def _start(self) -> None:
         remote = [c for c in self._configurations if c.is_remote]
@@ -227,9 +206,9 @@ class TargetFleet(Processes):
             self._say(f"loading {', '.join(c.name for c in batch)}")
             loading = [(each, self._load(each)) for each in batch]
             for configuration, child in loading:
-                self._verifiers[configuration] = _Verifier(child, self.client(child))
+                self._verifiers[configuration] = child, self.client(child)
         for configuration in remote:
-            assign(self._verifiers[configuration].child, refs)
+            assign(self._verifiers[configuration][0], refs)
 
     def _load(self, configuration: Configuration) -> Child:
         settings = verifier_settings(self.bench, configuration, len(self._configurations))
