@@ -53,6 +53,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     t_verify_ms: float
     """Target forward pass and sampling per step, prefill steps included; in mode `native` also drafting."""
     hit_rate: float | None
+    """Share of verifications whose outcome had been drafted ahead; None if nothing was drafted ahead."""
     busy_core_s: float
     """Core-seconds: busy time of the verifier and of the drafter, each times its number of cores."""
     tokens_per_busy_core_s: float
@@ -123,6 +124,7 @@ def sample(
     if configuration.is_remote and before.drafter is not None and after.drafter is not None:
         core_s += (after.drafter.busy_s - before.drafter.busy_s) * drafter_cores
     awaited = {cause: seconds / load.wall_s for cause, seconds in idle_s.items() if cause != "no_work"}
+    foreseen = drafting.ahead_hits + drafting.ahead_misses
     is_timed = configuration.is_remote and drafting.rounds > 0
     return Sample(
         round=number,
@@ -135,7 +137,7 @@ def sample(
         idle_awaiting_draft=awaited.get("awaiting_draft", 0.0),
         t_draft_ms=drafting.draft_s / drafting.rounds * 1e3 if is_timed else None,
         t_verify_ms=(new.verify_s - old.verify_s) / max(new.steps - old.steps, 1) * 1e3,
-        hit_rate=hit_rate(drafting),
+        hit_rate=drafting.ahead_hits / foreseen if foreseen else None,
         busy_core_s=core_s,
         tokens_per_busy_core_s=tokens / max(core_s, 1e-9),
         bytes_per_round=drafting.bytes_sent / drafting.rounds if is_timed else None,
@@ -176,12 +178,6 @@ def drafting_between(old: VerifierStats, new: VerifierStats) -> DraftCounters:
         for name in GROWING:
             setattr(total, name, getattr(total, name) + getattr(counters, name) - getattr(earlier, name))
     return total
-
-
-def hit_rate(drafting: DraftCounters) -> float | None:
-    """Share of verifications whose outcome had been drafted ahead; None if nothing was drafted ahead."""
-    asked = drafting.ahead_hits + drafting.ahead_misses
-    return drafting.ahead_hits / asked if asked else None
 
 
 def row(target: str, configuration: Configuration, point: Point, samples: Sequence[Sample]) -> Row:
