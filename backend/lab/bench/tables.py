@@ -179,7 +179,7 @@ def _section(title: str, columns: Columns, rows: Sequence[Row]) -> list[str]:
 
 def _throughput(rows: Sequence[Row]) -> list[str]:
     """Throughput with an equal verifier, with equal total cores, and per busy core."""
-    columns = _WHAT | {"tok/s": _spread("tokens_per_s", 0)}
+    columns = {**_WHAT, "tok/s": _spread("tokens_per_s", 0)}
     ratios = ["x off", "x best native", "x off, all cores", "x best native, all cores", "x off, per busy core"]
     body = [[*(cell(row) for cell in columns.values()), *_ratios(rows, row)] for row in rows]
     return ["### Throughput: equal verifier, equal total, per busy core", "", *table([*columns, *ratios], body), ""]

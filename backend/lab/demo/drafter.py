@@ -41,7 +41,8 @@ class FixedRows(Rows):
         return np.random.default_rng((self.seed, epoch)).permutation(len(self.rows))
 
     def row(self, at: int) -> npt.NDArray[np.int32]:
-        return self.rows[at]
+        row: npt.NDArray[np.int32] = self.rows[at]
+        return row
 
 
 def default_feature_layers(layers: int) -> tuple[int, ...]:
