@@ -11,7 +11,6 @@ from pathlib import Path
 
 from backend.config.arguments import at_least
 from backend.coordinator.policy import LEASE_S, Coordinator
-from backend.coordinator.water_filling import WaterFilling
 from backend.lab.simulator import arrivals, figures
 from backend.lab.simulator.arrivals import TraceError
 from backend.lab.simulator.members import Hardware
@@ -31,7 +30,7 @@ def main(arguments: Sequence[str], say: Say) -> None:
     """Runs a simulation, prints its figures and writes `simulation.json`.  Raises `TraceError`."""
     options = parse(arguments)
     began = time.perf_counter()
-    timed = figures.Timed(WaterFilling())
+    timed = figures.Timed()
     coordinator = Coordinator(max(LEASE_S, 3 * options.scenario.report_s), rule=timed)
     outcome = FleetSimulation(options.scenario, coordinator).run()
     result = figures.summary(outcome, timed, options.scenario.seconds)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import cast
 
+from backend.coordinator.messages import Report
 from backend.coordinator.policy import Coordinator
 from backend.fleet import DraftCounters, DrafterStats, Member, MemberKind, VerifierStats
 from backend.lab.simulator.arrivals import Arrival, Trouble
@@ -191,14 +192,8 @@ class FleetSimulation:
         member = verifier or drafter
         if member is None or not member.alive:
             return
-        orders = self._coordinator.report(
-            name,
-            str(member.incarnation),
-            "ready",
-            self._now,
-            verifier.report() if verifier else None,
-            drafter.report() if drafter else None,
-        )
+        stats = verifier.report() if verifier else None, drafter.report() if drafter else None
+        orders = self._coordinator.report(Report(name, str(member.incarnation), "ready", *stats), self._now)
         if not orders.known:
             self._register(name)
         elif verifier is not None:
