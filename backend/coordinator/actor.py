@@ -90,7 +90,10 @@ class CoordinatorHandle:
 
     @classmethod
     def create(cls, namespace: str, info: FleetInfo) -> CoordinatorHandle:
-        """Starts the coordinator on this node.  The calling process owns it: the fleet ends with that process."""
+        """Starts the coordinator on this node, and does not wait for it: see `wait_started`.
+
+        The calling process owns the coordinator: the fleet ends with that process.
+        """
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
         options = ray.remote(CoordinatorActor).options(
             name=NAME, namespace=namespace, num_cpus=0, max_restarts=-1, max_task_retries=0, scheduling_strategy=here
@@ -99,10 +102,7 @@ class CoordinatorHandle:
             actor = options.remote(_encode(info))
         except ValueError as error:
             raise CoordinatorUnavailable(f"a fleet is already running in the Ray namespace {namespace!r}") from error
-        handle = cls(namespace, actor, START_TIMEOUT_S)
-        handle.snapshot()
-        handle._timeout_s = CALL_TIMEOUT_S
-        return handle
+        return cls(namespace, actor, CALL_TIMEOUT_S)
 
     @classmethod
     def connect(cls, namespace: str, timeout_s: float = CALL_TIMEOUT_S) -> CoordinatorHandle:
@@ -118,6 +118,10 @@ class CoordinatorHandle:
                 if time.monotonic() >= deadline:
                     raise
                 time.sleep(0.1)
+
+    def wait_started(self) -> None:
+        """Returns when the coordinator that this process has created answers."""
+        CoordinatorHandle(self._namespace, self._actor, START_TIMEOUT_S).snapshot()
 
     def register(self, member: Member) -> ServerKeys | None:
         """Joins the fleet, perhaps again; returns `FleetInfo.fleet_keys`."""

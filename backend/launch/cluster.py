@@ -68,8 +68,9 @@ class RayCluster:
         if token is None:
             raise ValueError("a cluster of our own needs a token")
         _loopback_only()
-        # Ray starts its workers at niceness 15: whatever else runs on the machine would starve verifiers.
-        environment.export({"RAY_worker_niceness": "0"}, override=False)
+        # Ray starts its workers at niceness 15: whatever else runs on the machine would starve verifiers.  It also starts a
+        # worker per core that no actor could use, because actors have environments of their own.
+        environment.export({"RAY_worker_niceness": "0", "RAY_prestart_worker_first_driver": "0"}, override=False)
         # Ray makes its own directory readable for everyone; the directory around it stays private.
         temp_dir = Path(tempfile.mkdtemp(prefix="or-ray-"))
         try:

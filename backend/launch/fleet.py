@@ -96,6 +96,7 @@ class Fleet:
                 fleet.rooms.reserve(arrange(decided.members, settings.ray.placement), patience_s)
             for member in decided.members:
                 fleet.start(member)
+            coordinator.wait_started()
             fleet._ending = ending.pop_all()
         return fleet
 

@@ -143,9 +143,9 @@ def _counts(settings: Settings, models: ResolvedModels, hardware: Hardware) -> t
     drafters: int | Literal["auto"] = settings.drafters if settings.mode in REMOTE_MODES else 0
     if isinstance(verifiers, str):
         drafting = drafter if isinstance(drafters, str) else drafter * drafters
-        verifiers = max(1, int((devices - drafting) / verifier))
+        verifiers = int(max(1, (devices - drafting) / verifier))
     if isinstance(drafters, str):
-        drafters = max(1, int((devices - verifiers * verifier) / drafter)) if drafter else 1
+        drafters = int(max(1, (devices - verifiers * verifier) / drafter)) if drafter else 1
     return verifiers, drafters
 
 

@@ -15,9 +15,11 @@ import ray
 import ray.exceptions
 
 from backend.config import Settings
-from backend.fleet import FleetSnapshot, MemberKind
+from backend.drafter.actor import DrafterActor
+from backend.fleet import FleetSnapshot
 from backend.launch.plan import LaunchError, MemberPlan
 from backend.models.resolve import ResolvedModels
+from backend.verifier.actor import VerifierActor
 
 STARTS_ALLOWED = 3
 """Start attempts of one member; after so many deaths while starting, the launch fails."""
@@ -77,7 +79,7 @@ class Started:
 
 def start(member: MemberPlan, settings: Settings, models: ResolvedModels, namespace: str, place: Any = None) -> Started:
     """Starts a member's actor; waits until its name is free.  `place` is a Ray scheduling strategy, None for Ray's default."""
-    remote = ray.remote(_actor_class(member.kind)).options(
+    remote = ray.remote(VerifierActor if member.kind == "verifier" else DrafterActor).options(
         name=member.member_id,
         namespace=namespace,
         num_cpus=member.num_cpus,
@@ -117,14 +119,6 @@ def stop(members: list[Started]) -> None:
     for member in members:
         with contextlib.suppress(ray.exceptions.RayError, ValueError):
             ray.kill(member.actor, no_restart=True)
-
-
-def _actor_class(kind: MemberKind) -> type[Any]:
-    # Imported here, because commands that only look at a fleet must not load torch and vLLM.
-    from backend.drafter.actor import DrafterActor
-    from backend.verifier.actor import VerifierActor
-
-    return VerifierActor if kind == "verifier" else DrafterActor
 
 
 def cause(error: BaseException) -> str:
