@@ -10,10 +10,7 @@ import logging
 import os
 from typing import ClassVar
 
-import torch
-
 from backend.config import Settings
-from backend.drafter.process import DrafterModel, DrafterProcess
 from backend.fleet import Member, MemberKind
 from backend.member.actor import MemberActor, MemberProcess
 from backend.models.head_config import CheckpointError
@@ -50,6 +47,11 @@ class DrafterActor(MemberActor):
         fleet_keys: ServerKeys | None,
         server_keys: ServerKeys | None,
     ) -> MemberProcess:
+        # torch's import is slow; the fleet now knows that this member is starting, and the launcher need not wait for it.
+        import torch
+
+        from backend.drafter.process import DrafterModel, DrafterProcess
+
         if member.cores:
             torch.set_num_threads(len(member.cores))
         fleet_head = paths.drafter_dir if paths.drafter_kind == "eagle" else None

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from backend.config.arguments import at_least
 from backend.coordinator.policy import LEASE_S, Coordinator
-from backend.coordinator.water_filling import WaterFilling
 from backend.lab.simulator import arrivals, figures
 from backend.lab.simulator.arrivals import TraceError
 from backend.lab.simulator.members import Hardware
@@ -31,7 +30,7 @@ def main(arguments: Sequence[str], say: Say) -> None:
         if each.member not in members:
             parser.error(f"no member {each.member}: verifiers are v0, v1, ..., drafters d0, d1, ...")
     began = time.perf_counter()
-    timed = figures.Timed(WaterFilling())
+    timed = figures.Timed()
     outcome = FleetSimulation(scenario, Coordinator(max(LEASE_S, 3 * scenario.report_s), rule=timed)).run()
     result = figures.summary(outcome, timed, scenario.seconds)
     say(f"{scenario.seconds:g} s simulated in {time.perf_counter() - began:.1f} s")

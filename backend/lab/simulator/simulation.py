@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import cast
 
+from backend.coordinator.messages import Report
 from backend.coordinator.policy import Coordinator
 from backend.fleet import DraftCounters, DrafterStats, Member, MemberKind, VerifierStats
 from backend.lab.simulator.arrivals import Arrival, Trouble
@@ -193,14 +194,8 @@ class FleetSimulation:
         if not member.alive:
             return
         verifier = member if isinstance(member, Verifier) else None
-        orders = self._coordinator.report(
-            name,
-            str(member.incarnation),
-            "ready",
-            self._now,
-            verifier.report() if verifier else None,
-            member.report() if isinstance(member, Drafter) else None,
-        )
+        stats = verifier.report() if verifier else None, member.report() if isinstance(member, Drafter) else None
+        orders = self._coordinator.report(Report(name, str(member.incarnation), "ready", *stats), self._now)
         if not orders.known:
             self._register(name)
         elif verifier is not None:
