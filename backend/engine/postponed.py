@@ -73,7 +73,7 @@ class Postponed:
         block = pick_rows(spans, hidden)
         block = block.clone() if block.data_ptr() == hidden.data_ptr() else block
         self._bytes += block.numel() * block.element_size()
-        for span, rows in zip(spans, block.split([span.rows for span in spans]), strict=True):
+        for span, rows in zip(spans, torch.split(block, [span.rows for span in spans]), strict=True):
             aside = self._asides.get(span.request_id)
             if aside is None or aside.end != span.start:
                 # After a preemption, recomputed rows replace the earlier ones.

@@ -74,7 +74,7 @@ def forget(model: torch.nn.Module, model_config: Any) -> None:
 def shapes_in(data: bytes) -> dict[str, Shape]:
     """The shapes, by name, of the tensors in a safetensors file's bytes.  Raises `ValueError` for other bytes."""
     try:
-        tensors = deserialize(data)
+        tensors = deserialize(data)  # type: ignore[no-untyped-call]
     except SafetensorError as error:
         raise ValueError("these are no safetensors") from error
     if not tensors:
