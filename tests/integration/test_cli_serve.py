@@ -53,6 +53,7 @@ def read_until(process: subprocess.Popen[str], pattern: str) -> re.Match[str]:
     raise AssertionError(f"{pattern!r} never came:\n{''.join(seen)}")
 
 
+@pytest.mark.campaign
 def test_a_killed_fleet_ends_and_the_next_command_cleans_up(home: Path) -> None:
     process = outrider(home, "serve", "--port", "0", "--mode", "off")
     try:
